@@ -1,4 +1,4 @@
-"""The settings tree. It is frozen after parsing; what is learnt later (number of KV blocks, stop ids) travels in `Ready`."""
+"""The settings tree. Frozen after parsing; what is learnt later (number of KV blocks, stop ids) travels in `Ready`."""
 
 from typing import Annotated, Literal
 
@@ -51,7 +51,9 @@ class Execute(Frozen):
     """The process that computes a step: forward pass and sampling."""
 
     device: Annotated[Literal["cpu"], Meta(description="Where the model runs.")] = "cpu"
-    dtype: Annotated[Literal["bfloat16", "float32"], Meta(description="Precision of weights and KV cache.")] = "bfloat16"
+    dtype: Annotated[Literal["bfloat16", "float32"], Meta(description="Precision of weights and KV cache.")] = (
+        "bfloat16"
+    )
     kv_cache_bytes: Annotated[int, Meta(ge=1024**2, description="Memory for KV blocks, in bytes.")] = 512 * 1024**2
     threads: Annotated[int, Meta(ge=0, description="Threads of a step; 0 takes one per core.")] = 0
     arena_bytes: Annotated[
@@ -68,7 +70,9 @@ class Supervisor(Frozen):
 
     start_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take until it is ready.")] = 120.0
     prepare_timeout_s: Annotated[Seconds, Meta(description="Longest the model's preparation may take.")] = 3600.0
-    drain_timeout_s: Annotated[Seconds, Meta(description="Longest that open streams may go on after a stop signal.")] = 30.0
+    drain_timeout_s: Annotated[
+        Seconds, Meta(description="Longest that open streams may go on after a stop signal.")
+    ] = 30.0
     stop_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take to stop before it is killed.")] = 3.0
     health_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take to answer a ping.")] = 2.0
 
@@ -84,7 +88,7 @@ class Settings(Frozen):
         int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 takes the model's own limit.")
     ] = 0
     cache_dir: Annotated[
-        str, Meta(description="Where prepared models are kept; empty takes $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline.")
+        str, Meta(description="Where prepared models are kept; empty takes ~/.cache/pipeline (or $XDG_CACHE_HOME).")
     ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log line shown.")

@@ -1,0 +1,160 @@
+"""Typed inboxes and outboxes over ZeroMQ.
+
+A process has one inbox, at an address that carries its incarnation, and an outbox for each peer. Sockets are abstract
+Unix sockets: they leave no file behind, whatever dies; the kernel tells libzmq who connects, and other users are
+refused.
+
+    Outbox.send  ──►  PUSH, bounded, never blocks  ──►  PULL  ──►  Inbox.receive / AsyncInbox.receive
+
+Nobody blocks in a send: an outbox whose bound is reached says so, and its owner decides what then.
+"""
+
+import asyncio
+import os
+import time
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from pipeline.messages import Envelope
+
+T = TypeVar("T")
+
+NEVER_BOUND = 0
+"""ZeroMQ's word for no bound. Inboxes have none of their own: each edge is bounded where it begins."""
+
+
+def address_of(server: str, name: str, incarnation: int) -> str:
+    """Where the inbox of one incarnation of `name` listens. `server` tells servers on one machine apart."""
+    return f"ipc://@pipeline/{server}/{name}.{incarnation}"
+
+
+class Inbox(Generic[T]):
+    """Where a stage receives. `union` is the union of messages it takes."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, union: Any) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(NEVER_BOUND)
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._envelopes = msgspec.msgpack.Decoder(Envelope)
+        self._messages: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._incarnations: dict[str, int] = {}
+        self.num_received = 0
+        self.num_stale = 0
+        """Messages from incarnations that are over."""
+        self.last_sender = ""
+
+    def fileno(self) -> int:
+        """The descriptor that turns readable, edge-triggered: after each wake, receive until there is no more."""
+        return int(self._socket.get(zmq.FD))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a message is there, at most `timeout_s`."""
+        return bool(self._socket.poll(max(0, round(timeout_s * 1000))))
+
+    def receive(self) -> T | None:
+        """The next message, or None where there is none now.
+
+        Raises msgspec.ValidationError if a peer sent what this inbox does not take: peers are our own stages, so that
+        is a bug and ends the stage.
+        """
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            head, body = frames
+            envelope = self._envelopes.decode(head)
+            if envelope.incarnation < self._incarnations.get(envelope.sender, 0):
+                self.num_stale += 1
+                continue
+            self._incarnations[envelope.sender] = envelope.incarnation
+            self.num_received += 1
+            self.last_sender = envelope.sender
+            return self._messages.decode(body)
+
+    def receive_all(self) -> list[T]:
+        """Everything that is there now."""
+        messages = []
+        while (message := self.receive()) is not None:
+            messages.append(message)
+        return messages
+
+    def wait_all(self, timeout_s: float) -> list[T]:
+        """Wait for a message at most `timeout_s`, then take everything that is there."""
+        return self.receive_all() if self.wait(timeout_s) else []
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncInbox(Generic[T]):
+    """The same for an asyncio stage: one wake for however many messages have come."""
+
+    def __init__(self, inbox: Inbox[T]) -> None:
+        self._inbox = inbox
+        self._readable = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(inbox.fileno(), self._readable.set)
+
+    async def receive_all(self, limit: int = 256) -> list[T]:
+        """Wait for a message, then take what is there, at most `limit` so that a flood leaves room for other tasks.
+
+        The wait has no deadline of its own: an idle server has nothing to receive. The supervisor's death and `Stop`
+        both end it.
+        """
+        while True:
+            messages = []
+            while len(messages) < limit and (message := self._inbox.receive()) is not None:
+                messages.append(message)
+            if messages:
+                return messages
+            self._readable.clear()
+            if not self._inbox.wait(0):
+                await self._readable.wait()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._inbox.fileno())
+        self._inbox.close()
+
+
+class Outbox(Generic[T]):
+    """Where one peer is sent to."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, envelope: Envelope, bound: int) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(bound)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Peers start in any order; the library's own 100 ms would show in the time to start.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 50)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._head = self._encoder.encode(envelope)
+        self.num_sent = 0
+        self.num_refused = 0
+
+    def send(self, message: T) -> bool:
+        """Send, or return False where the edge's bound is reached. Never blocks."""
+        try:
+            self._socket.send_multipart((self._head, self._encoder.encode(message)), zmq.NOBLOCK)
+        except zmq.Again:
+            self.num_refused += 1
+            return False
+        self.num_sent += 1
+        return True
+
+    def flush(self, timeout_s: float) -> None:
+        """Close, giving what is queued at most `timeout_s` to leave."""
+        self._socket.close(linger=round(timeout_s * 1000))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def deadline(timeout_s: float) -> float:
+    """The monotonic time `timeout_s` from now."""
+    return time.monotonic() + timeout_s

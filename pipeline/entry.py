@@ -1,0 +1,32 @@
+"""What every child process does first and last. Run as a script by the supervisor, with the number of an inherited
+descriptor that holds the `Launch`."""
+
+import os
+import sys
+
+
+def adopt_package() -> None:
+    """Make `pipeline` importable from the folder this file is in, and nothing else that lies beside it.
+
+    Children run with `python -P`, so the folder that was current, with its `config.py` perhaps, is not searched; nor is
+    the project's root, whose folder `kernels` would be taken for the package of that name which transformers imports.
+    """
+    import importlib.util
+
+    folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - before anything else is imported
+    spec = importlib.util.spec_from_file_location(
+        "pipeline",
+        os.path.join(folder, "__init__.py"),
+        submodule_search_locations=[folder],
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pipeline"] = module
+    spec.loader.exec_module(module)
+
+
+if __name__ == "__main__":
+    adopt_package()
+    from pipeline import child
+
+    child.main(int(sys.argv[1]))

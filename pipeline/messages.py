@@ -1,0 +1,515 @@
+"""Every struct that crosses a process, grouped by the stage that receives it, with one union per inbox.
+
+The wire is two ZeroMQ frames: an `Envelope`, then one message of the receiver's union, both MessagePack. Structs are
+arrays on the wire: fields are appended, never reordered or removed. Packed arrays are little-endian; `Array` is
+inline bytes or a reference into shared memory (see pipeline.shm.arrays); each field that holds one names its dtype.
+
+Names of the ids: `request_id` is one prompt of a client's call (u64, drawn by the gateway at random); `attempt` counts
+how often that request was submitted; `seq` is one sequence of a request (u64, counted by the scheduler within its
+incarnation); `index` is the sequence's place among the request's n; `row` is the sequence's place in the executor
+and `generation` tells two users of one row apart.
+"""
+
+from enum import IntEnum
+
+import msgspec
+from msgspec import Raw
+
+from pipeline.config.settings import Settings
+from pipeline.shm.arrays import Array
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
+    """What every message is. Subclasses give a tag."""
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """Who sent the message that follows. Receivers drop what comes from an older incarnation than they know."""
+
+    sender: str
+    """Stage and replica, as `ingest.0`."""
+    incarnation: int
+
+
+class Finish(IntEnum):
+    """Why a sequence ended; packed as u8. Each sequence has exactly one closing that carries something but `NONE`."""
+
+    NONE = 0
+    STOP = 1
+    """An end-of-sequence id, a stop id, or a stop string."""
+    LENGTH = 2
+    ABORT = 3
+    """The client left, or somebody asked for it."""
+    ERROR = 4
+
+
+# ---------------------------------------------------------------------------------------------- parts of messages
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """An error in the client's words; the gateway puts it into OpenAI's shape."""
+
+    status: int
+    """The HTTP status it maps to: 400, 404, 413, 500, 503 …"""
+    message: str
+    param: str | None = None
+    """The request's field that is to blame."""
+    code: str | None = None
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True):
+    """How tokens are drawn. Read by the executor only; schedule passes it on undecoded."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    seed: int = 0
+    """u64, always set by the gateway. Sequence i of n draws with a key derived from (seed, i)."""
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class TextOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How ids become text. Read by detokenize only; schedule passes it on undecoded."""
+
+    stop: list[str] = []
+    """Stop strings. The text ends before the first match."""
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    stop_token_ids: list[int] = []
+    """To tell the client which id stopped it (`stop_reason`); the executor is who stops."""
+
+
+class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
+    role: str
+    content: str
+    name: str | None = None
+
+
+class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag="chat"):
+    messages: list[ChatMessage]
+    add_generation_prompt: bool = True
+
+
+class TextPrompt(msgspec.Struct, array_like=True, frozen=True, tag="text"):
+    text: str
+
+
+class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
+    ids: Array
+    """int32"""
+
+
+Prompt = ChatPrompt | TextPrompt | IdsPrompt
+
+
+# ------------------------------------------------------------------------------- said by the supervisor to any stage
+
+
+class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What the executor learns while it starts."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    """Longest sequence this server takes: the model's limit, the settings' and the KV memory's."""
+    vocab_size: int
+
+
+class Start(Message, tag="start"):
+    """All stages are ready: begin. Nothing else is sent before it."""
+
+    facts: ExecuteFacts
+
+
+class Ping(Message, tag="ping"):
+    """Answered with `Pong` through the ordinary loop, so that an answer proves that the loop turns."""
+
+    nonce: int
+
+
+class Stop(Message, tag="stop"):
+    """End now, with exit code 0. Sent in flow order, after the stages before have ended."""
+
+
+Control = Start | Ping | Stop
+
+
+# ----------------------------------------------------------------------------------------------------- to supervisor
+
+
+class ScheduleLoad(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
+    """The scheduler's counts. Blocks: free + cached + held == total."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks_free: int
+    num_blocks_cached: int
+    num_blocks_held: int
+    num_blocks_total: int
+    num_prompt_tokens: int = 0
+    """Since start."""
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+
+
+class GatewayLoad(msgspec.Struct, array_like=True, frozen=True, tag="gateway"):
+    num_open_requests: int
+
+
+class PlainLoad(msgspec.Struct, array_like=True, frozen=True, tag="plain"):
+    """What a stage says that has nothing of its own to count."""
+
+    num_open: int = 0
+    """Requests or sequences this stage holds something for."""
+
+
+Load = ScheduleLoad | GatewayLoad | PlainLoad
+
+
+class Ready(Message, tag="ready"):
+    """The stage has loaded what it needs and its inbox is open."""
+
+    facts: ExecuteFacts | None = None
+
+
+class Failed(Message, tag="failed"):
+    """The stage ends with a non-zero code, and this is why, in a line or two."""
+
+    reason: str
+
+
+class Pong(Message, tag="pong"):
+    nonce: int
+    load: Load
+
+
+class AskHealth(Message, tag="ask_health"):
+    """From the gateway. The supervisor pings every stage and answers with `Health`."""
+
+    nonce: int
+
+
+class Drained(Message, tag="drained"):
+    """From the gateway: no stream is open any more, and none is accepted."""
+
+
+class Prepared(Message, tag="prepared"):
+    """From prepare: the folder it leaves for the others."""
+
+    model_dir: str
+    model_name: str
+
+
+SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained
+
+
+# -------------------------------------------------------------------------------------------------------- to gateway
+
+
+class Accepted(Message, tag="accepted"):
+    """From ingest: the prompt's ids, so that the gateway can count them, and re-drive without running a
+    template twice."""
+
+    request_id: int
+    attempt: int
+    prompt_ids: Array
+    """int32"""
+
+
+class Rejected(Message, tag="rejected"):
+    """From ingest or (passed on by detokenize) schedule. Closes every sequence of the request."""
+
+    request_id: int
+    attempt: int
+    failure: Failure
+
+
+class Deltas(Message, tag="deltas"):
+    """From detokenize: what has become of some sequences; parallel lists, one entry a sequence, at most one each."""
+
+    request_ids: list[int]
+    attempts: list[int]
+    indexes: list[int]
+    texts: list[str]
+    text_offsets: list[int]
+    """Characters of the sequence's text before this one."""
+    ids: bytes
+    """int32; the ids of all entries, one after the other."""
+    id_offsets: list[int]
+    """Output ids of the sequence before these."""
+    num_ids: list[int]
+    finishes: list[int]
+    """`Finish` values."""
+    stop_reasons: list[str | int | None]
+    """The stop string or stop id that ended it, where one did."""
+
+
+class StageHealth(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    pid: int
+    state: str
+    """starting, ready, late (did not answer in time), stopping or dead"""
+    answer_ms: float
+    """How long the answer took; -1 where there was none."""
+
+
+class Health(Message, tag="health"):
+    nonce: int
+    status: str
+    """ok, or the worst of its stages' states"""
+    stages: list[StageHealth]
+    schedule: ScheduleLoad | None
+
+
+class Drain(Message, tag="drain"):
+    """Accept no more; answer `Drained` when the last stream has ended. Streams that are still open at the deadline
+    are ended with a clear final event."""
+
+    deadline_s: float
+    """Seconds from now."""
+
+
+class StageDied(Message, tag="stage_died"):
+    """The server is going down: end every stream with this reason."""
+
+    stage: str
+    reason: str
+
+
+GatewayInbox = Accepted | Rejected | Deltas | Health | Drain | StageDied | Start | Ping | Stop
+
+
+# --------------------------------------------------------------------------------------------------------- to ingest
+
+
+class Submit(Message, tag="submit"):
+    """From the gateway: one prompt to generate from."""
+
+    request_id: int
+    attempt: int
+    gateway: int
+    """Replica that gets the answers."""
+    arrival_s: float
+    """Unix time, stamped by the gateway; the scheduler's order."""
+    prompt: Prompt
+    n: int
+    max_tokens: int | None
+    """None: as many as fit."""
+    sampling: Sampling
+    text: TextOptions
+
+
+class Abort(Message, tag="abort"):
+    """To ingest and schedule: end this request, or one sequence of it. Idempotent; overtakes its request harmlessly."""
+
+    request_id: int
+    attempt: int
+    index: int = -1
+    """The sequence to end; -1 ends all."""
+    finish: int = Finish.ABORT
+    """What its closing says: detokenize sends STOP when it has found a stop string."""
+
+
+class Release(Message, tag="release"):
+    """Slabs of the receiver's own arena that the sender has read: parallel lists."""
+
+    offsets: list[int]
+    generations: list[int]
+
+
+IngestInbox = Submit | Abort | Release | Start | Ping | Stop
+
+
+# ------------------------------------------------------------------------------------------------------- to schedule
+
+
+class Admit(Message, tag="admit"):
+    """From ingest: a request that is ready to be computed."""
+
+    request_id: int
+    attempt: int
+    gateway: int
+    arrival_s: float
+    prompt_ids: Array
+    """int32"""
+    n: int
+    max_tokens: int
+    """Output ids at most; prompt and output together fit max_model_len."""
+    sampling: Raw
+    """`Sampling`, undecoded."""
+    text: Raw
+    """`TextOptions`, undecoded."""
+
+
+class StepResult(Message, tag="step_result"):
+    """From the executor: what a step sampled. One entry for each of the step's whose `samples` was set, in order."""
+
+    incarnation: int
+    """The scheduler's that planned the step."""
+    step_id: int
+    rows: Array
+    """int32"""
+    generations: Array
+    """uint32, of the rows"""
+    ids: Array
+    """int32; -1 where the row was dead already"""
+    finishes: Array
+    """uint8, `Finish`: STOP where the id ends the sequence, else NONE"""
+    compute_s: float
+    wait_s: float
+    """How long the executor had nothing to do before this step."""
+
+
+class Closed(Message, tag="closed"):
+    """From the gateway: the client has everything; the log of this request may go."""
+
+    request_id: int
+    attempt: int
+
+
+ScheduleInbox = Admit | Abort | StepResult | Closed | Release | Start | Ping | Stop
+
+
+# -------------------------------------------------------------------------------------------------------- to execute
+
+
+class RowAdd(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence takes a row."""
+
+    row: int
+    generation: int
+    index: int
+    """The sequence's place among the request's n; part of its noise key."""
+    ids: Array
+    """int32; every id known so far: the prompt, and outputs if the sequence was preempted"""
+    num_prompt: int
+    blocks: bytes
+    """int32; its block table so far"""
+    sampling: Raw
+
+
+class Step(Message, tag="step"):
+    """What one step computes, as changes against the executor's rows: drop, add, append, compute, in this order.
+
+    Entry i computes positions `starts[i] .. starts[i] + counts[i]` of `rows[i]`. A row that the executor has ended is
+    skipped: it writes no KV and emits no id. Entries that sample write their id to the row at `starts + counts`.
+    All KV of a step is written, layer by layer, before any attention of that layer reads it, so that a row may
+    start behind a prefix that another row of the same step computes.
+    """
+
+    incarnation: int
+    step_id: int
+    drops: Array
+    """int32; rows that end"""
+    adds: list[RowAdd]
+    block_rows: Array
+    """int32; parallel with `block_ids`: blocks appended to a row's table, in order"""
+    block_ids: Array
+    """int32"""
+    rows: Array
+    """int32; decode rows first"""
+    starts: Array
+    """int32"""
+    counts: Array
+    """int32"""
+    samples: Array
+    """uint8; 1 where the last computed position is the row's last id, so that the next id is drawn"""
+
+
+ExecuteInbox = Step | Release | Start | Ping | Stop
+
+
+# ----------------------------------------------------------------------------------------------------- to detokenize
+
+
+class Open(Message, tag="open"):
+    """From schedule: a sequence begins. Closed by the `Settled` entry that carries its finish."""
+
+    seq: int
+    request_id: int
+    attempt: int
+    index: int
+    gateway: int
+    prompt_tail: bytes
+    """int32; the prompt's last ids: a first output token may continue a character or a word of it"""
+    text: Raw
+
+
+class Settled(Message, tag="settled"):
+    """From schedule: ids that can't change any more; parallel arrays, one entry a sequence."""
+
+    seqs: Array
+    """uint64"""
+    starts: Array
+    """int32; output ids of the sequence before these"""
+    counts: Array
+    """int32"""
+    ids: Array
+    """int32; of all entries, one after the other"""
+    finishes: Array
+    """uint8, `Finish`. STOP says that the last id is the one that stopped it."""
+
+
+class Refuse(Message, tag="refuse"):
+    """From schedule: a request that was never opened; passed on to the gateway as `Rejected`."""
+
+    request_id: int
+    attempt: int
+    gateway: int
+    failure: Failure
+
+
+DetokenizeInbox = Open | Settled | Refuse | Start | Ping | Stop
+
+
+# -------------------------------------------------------------------------------------------------------- at the start
+
+
+class Segment(msgspec.Struct, array_like=True, frozen=True):
+    """A shared-memory segment a child inherits."""
+
+    name: str
+    fd: int
+    num_bytes: int
+    writable: bool
+
+
+class Peer(msgspec.Struct, array_like=True, frozen=True):
+    """An inbox that a child may send to."""
+
+    name: str
+    address: str
+    bound: int
+    """Messages that may wait on this edge."""
+
+
+class Launch(msgspec.Struct, array_like=True, frozen=True):
+    """All that a child is told when it is started; read from an inherited descriptor."""
+
+    stage: str
+    replica: int
+    rank: int
+    incarnation: int
+    entry: str
+    """Dotted module whose `run` is called."""
+    settings: Settings
+    model_dir: str
+    """What prepare left; empty for prepare itself."""
+    address: str
+    """Of its own inbox."""
+    peers: list[Peer]
+    segments: list[Segment]
+    death_fd: int
+    """Reads end-of-file when the supervisor is gone."""
+    listen_fd: int = -1
+    """The HTTP socket, for the gateway."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}.{self.replica}"

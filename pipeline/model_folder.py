@@ -1,0 +1,63 @@
+"""The folder that prepare leaves for the other stages: what is in it, and how to read it.
+
+model.json            `ModelConfig`, below
+tokenizer.json        for the `tokenizers` package
+chat_template.jinja   absent where the model has none
+weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+
+class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rope scaling as Llama 3.1 does it."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A decoder's shape, in our words. Tensor names in the weight files are Hugging Face's for its architecture,
+    with Hugging Face's layout (rotary halves, not interleaved pairs)."""
+
+    format: Literal[1] = 1
+    name: str
+    """What clients call the model unless the settings say otherwise."""
+    architecture: Literal["llama", "mistral"]
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """Rows of the embedding."""
+    max_position: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None = None
+    sliding_window: int | None = None
+    tie_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_ids: list[int]
+    bos_id: int | None = None
+    add_bos: bool = False
+    """The tokenizer's own post-processor already adds it where true; kept as a fact for the chat template."""
+    weight_files: list[str]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ModelConfig":
+        """Read `model.json`. Raises FileNotFoundError or msgspec.ValidationError; prepare wrote it, so both are bugs."""
+        return msgspec.json.decode((Path(folder) / "model.json").read_bytes(), type=cls)
+
+    def save(self, folder: str | Path) -> None:
+        (Path(folder) / "model.json").write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+
+    def weight_paths(self, folder: str | Path) -> list[Path]:
+        return [Path(folder) / name for name in self.weight_files]

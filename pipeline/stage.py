@@ -1,0 +1,111 @@
+"""What a stage is given: its inbox, its outboxes, its shared memory and its settings."""
+
+import logging
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import zmq
+
+from pipeline import messages as m
+from pipeline.channels import Inbox, Outbox
+from pipeline.config.settings import Settings
+from pipeline.messages import Envelope, ExecuteFacts, Launch, Release
+from pipeline.shm import segment
+from pipeline.shm.arena import Arena
+from pipeline.shm.arrays import Array, ShmRef
+
+T = TypeVar("T")
+
+SUPERVISOR = "supervisor.0"
+
+
+class Arrays:
+    """Arrays in and out of messages, for one process: its own arena, and everybody's segments to read from."""
+
+    def __init__(self, memories: dict[str, memoryview], own: str) -> None:
+        self._memories = memories
+        self._arena = Arena(own, memories[own]) if own in memories else None
+        self._read: dict[str, tuple[list[int], list[int]]] = {}
+
+    @property
+    def arena(self) -> Arena | None:
+        return self._arena
+
+    def put(self, array: "np.ndarray[Any, Any]", *, readers: int = 1) -> Array:
+        """Hand an array over: inline or by reference, see `Arena.put`."""
+        if self._arena is None or array.nbytes == 0:
+            return array.tobytes()
+        return self._arena.put(memoryview(np.ascontiguousarray(array)).cast("B"), readers=readers)
+
+    def take(self, array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
+        """Copy an array out of a message and note its slab for release. Returns a one-dimensional, writable array."""
+        if isinstance(array, bytes):
+            return np.frombuffer(array, dtype).copy()
+        data = self._memories[array.segment][array.offset : array.offset + array.length]
+        result = np.frombuffer(data, dtype).copy()
+        self.done(array)
+        return result
+
+    def done(self, array: Array) -> None:
+        """Note that this process needs an array no more."""
+        if isinstance(array, ShmRef):
+            offsets, generations = self._read.setdefault(array.segment, ([], []))
+            offsets.append(array.offset)
+            generations.append(array.generation)
+
+    def releases(self) -> list[tuple[str, Release]]:
+        """What to send to each segment's owner, once per wake: (segment name, message) pairs."""
+        read, self._read = self._read, {}
+        return [(name, Release(offsets, generations)) for name, (offsets, generations) in read.items()]
+
+    def released(self, release: Release) -> None:
+        """A reader has released slabs of this process's arena."""
+        assert self._arena is not None, "a release came to a stage without an arena"
+        for offset, generation in zip(release.offsets, release.generations, strict=True):
+            self._arena.release(offset, generation)
+
+
+class Stage(Generic[T]):
+    """One process of the pipeline, seen from inside. `T` is the union its inbox takes.
+
+    Segments are called by the name of the stage that writes them, so a release goes to the peer of that name.
+    """
+
+    def __init__(self, launch: Launch, union: Any) -> None:
+        self.launch = launch
+        self.name = launch.name
+        self.replica = launch.replica
+        self.settings: Settings = launch.settings
+        self.model_dir = Path(launch.model_dir)
+        self.log = logging.getLogger("pipeline")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.inbox: Inbox[T] = Inbox(self._context, launch.address, union)
+        envelope = Envelope(launch.name, launch.incarnation)
+        self._outboxes: dict[str, Outbox[Any]] = {
+            peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
+        }
+        self.arrays = Arrays(
+            {s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments}, launch.name
+        )
+        self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
+
+    def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
+        """The way to a peer. Raises KeyError where the topology has no such edge."""
+        return self._outboxes[f"{stage}.{replica}"]
+
+    def ready(self, facts: ExecuteFacts | None = None) -> None:
+        """Say that everything is loaded. To be called once, before the first receive."""
+        self.supervisor.send(m.Ready(facts))
+
+    def release(self) -> None:
+        """Tell the owners which slabs were read; to be called once per wake."""
+        for owner, release in self.arrays.releases():
+            self._outboxes[owner].send(release)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close all sockets; what is queued to peers has `linger_s` to leave."""
+        self.inbox.close()
+        for outbox in self._outboxes.values():
+            outbox.flush(linger_s)
+        self._context.term()

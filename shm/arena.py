@@ -1,0 +1,91 @@
+"""A slab arena: one writer hands arrays of any size to readers in other processes.
+
+    free ──put──► published ──release × readers──► free
+          writer             writer, told by messages of the readers
+
+Only the writer moves states, and its tables are ordinary memory of its own: what is shared is bytes alone. The order
+is: write the bytes, then send the message that names them. The message is the publication; readers never poll.
+A slab's generation grows with every use, so a release that comes twice or late is recognised and ignored.
+
+Slabs are ranges in units of 64 bytes. Free ranges are kept sorted by offset and joined with their neighbours when they
+come back; the first that fits is taken. Arrays live for one hop of a message, so the list stays short.
+"""
+
+from bisect import bisect_left
+
+from pipeline.shm.arrays import INLINE_BYTES, Array, ShmRef
+
+UNIT = 64
+"""Slabs begin and end at cache lines."""
+
+
+class Arena:
+    """The writer's side of a segment."""
+
+    def __init__(self, segment: str, memory: memoryview) -> None:
+        self._segment = segment
+        self._memory = memory
+        self._free: list[tuple[int, int]] = [(0, len(memory) // UNIT * UNIT)]
+        self._live: dict[int, _Slab] = {}
+        self._generation = 0
+        self.num_bytes_free = len(memory) // UNIT * UNIT
+        self.num_full = 0
+        """How often an array went inline because the arena had no room for it."""
+
+    @property
+    def num_live(self) -> int:
+        """Slabs that readers have not released yet."""
+        return len(self._live)
+
+    def put(self, data: bytes | memoryview, *, readers: int = 1) -> Array:
+        """Hand over `data`: inline where it is small or the arena is full, else as a reference that each of `readers`
+        processes must release once."""
+        length = len(data)
+        if length <= INLINE_BYTES:
+            return bytes(data)
+        size = -(-length // UNIT) * UNIT
+        place = next((i for i, (_, room) in enumerate(self._free) if room >= size), None)
+        if place is None:
+            self.num_full += 1
+            return bytes(data)
+        offset, room = self._free[place]
+        if room == size:
+            del self._free[place]
+        else:
+            self._free[place] = (offset + size, room - size)
+        self.num_bytes_free -= size
+        self._generation += 1
+        self._live[offset] = _Slab(size, self._generation, readers)
+        self._memory[offset : offset + length] = data
+        return ShmRef(self._segment, offset, length, self._generation)
+
+    def release(self, offset: int, generation: int) -> bool:
+        """One reader is done with a slab. Returns whether the slab was live: a stale release changes nothing."""
+        slab = self._live.get(offset)
+        if slab is None or slab.generation != generation:
+            return False
+        slab.readers -= 1
+        if slab.readers == 0:
+            del self._live[offset]
+            self._give_back(offset, slab.size)
+        return True
+
+    def _give_back(self, offset: int, size: int) -> None:
+        self.num_bytes_free += size
+        place = bisect_left(self._free, (offset, 0))
+        if place < len(self._free) and offset + size == self._free[place][0]:
+            size += self._free.pop(place)[1]
+        if place > 0 and sum(self._free[place - 1]) == offset:
+            offset, before = self._free[place - 1]
+            self._free[place - 1] = (offset, before + size)
+        else:
+            self._free.insert(place, (offset, size))
+
+
+class _Slab:
+    __slots__ = ("generation", "readers", "size")
+
+    def __init__(self, size: int, generation: int, readers: int) -> None:
+        self.size = size
+        self.generation = generation
+        self.readers = readers

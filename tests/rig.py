@@ -1,0 +1,179 @@
+"""A rig that holds one stage between fakes of its neighbours: real sockets and segments, the stage in a thread."""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from pipeline import messages as m
+from pipeline import topology
+from pipeline.channels import Inbox, Outbox, address_of
+from pipeline.config.settings import Settings
+from pipeline.shm import segment
+from pipeline.shm.arena import Arena
+from pipeline.shm.arrays import Array, ShmRef
+
+PATIENCE_S = 30.0
+
+INBOXES: dict[str, Any] = {
+    "supervisor": m.SupervisorInbox,
+    "gateway": m.GatewayInbox,
+    "ingest": m.IngestInbox,
+    "schedule": m.ScheduleInbox,
+    "execute": m.ExecuteInbox,
+    "detokenize": m.DetokenizeInbox,
+}
+
+_numbers = itertools.count()
+
+
+class Rig:
+    """Runs `stage` in a thread. `receive(name)` is what the stage sent to a neighbour, `send(message, sender)` is what
+    a neighbour sends to it, `memory(segment)` reads what it shared, `arena(segment)` is a neighbour's arena.
+
+    Use as a context manager: leaving it sends `Stop` and joins the thread, and raises what the stage raised.
+    """
+
+    def __init__(
+        self, stage: str, settings: Settings | None = None, model_dir: str | Path = "", listen_fd: int = -1
+    ) -> None:
+        self.settings = settings or Settings()
+        self._server = f"rig-{os.getpid()}-{next(_numbers)}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        row = topology.row(stage)
+        names = ["supervisor.0", *(f"{other.name}.0" for other in topology.TOPOLOGY)]
+        addresses = {name: address_of(self._server, name, 1) for name in names}
+        peers = topology.peers_of(row, addresses, self.settings)
+        self._inboxes = {
+            peer.name.split(".")[0]: Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])
+            for peer in peers
+        }
+        self._queues: dict[str, list[Any]] = {name: [] for name in self._inboxes}
+        self._address = addresses[f"{stage}.0"]
+        self._outboxes: dict[str, Outbox[Any]] = {}
+        self._fds: list[int] = []
+        self._memories: dict[str, memoryview] = {}
+        self._arenas: dict[str, Arena] = {}
+        segments = []
+        for name in (stage, *row.reads):
+            if not topology.row(name).has_arena:
+                continue
+            size = topology.arena_bytes(self.settings, name)
+            fd = segment.create(name, size)
+            self._fds.append(fd)
+            segments.append(m.Segment(f"{name}.0", fd, size, writable=name == stage))
+            self._memories[f"{name}.0"] = segment.attach(fd, size, writable=True)
+            if name != stage:
+                self._arenas[f"{name}.0"] = Arena(f"{name}.0", self._memories[f"{name}.0"])
+        death_read, self._death_write = os.pipe()
+        self._fds += [death_read, self._death_write]
+        self.launch = m.Launch(
+            stage=stage,
+            replica=0,
+            rank=0,
+            incarnation=1,
+            entry=row.entry,
+            settings=self.settings,
+            model_dir=str(model_dir),
+            address=self._address,
+            peers=peers,
+            segments=segments,
+            death_fd=death_read,
+            listen_fd=listen_fd,
+        )
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"rig-{stage}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            import_module(self.launch.entry).run(self.launch)
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self) -> "Rig":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self.send(m.Stop())
+        self._thread.join(PATIENCE_S)
+        alive = self._thread.is_alive()
+        for inbox in self._inboxes.values():
+            inbox.close()
+        for outbox in self._outboxes.values():
+            outbox.close()
+        self._context.term()
+        for fd in self._fds:
+            os.close(fd)
+        if self._error is not None:
+            raise self._error
+        assert not alive, "the stage did not stop"
+
+    def send(self, message: Any, sender: str = "supervisor.0", incarnation: int = 1) -> None:
+        """Send to the stage, as `sender`."""
+        key = f"{sender}#{incarnation}"
+        if key not in self._outboxes:
+            self._outboxes[key] = Outbox(self._context, self._address, m.Envelope(sender, incarnation), 100_000)
+        assert self._outboxes[key].send(message)
+
+    def receive(self, stage: str, what: type | None = None, timeout_s: float = PATIENCE_S) -> Any:
+        """The next message the stage sent to a neighbour, or the next of type `what`, leaving the others for later.
+        Raises TimeoutError, or what the stage died of."""
+        queue = self._queues[stage]
+        end = time.monotonic() + timeout_s
+        while True:
+            for place, message in enumerate(queue):
+                if what is None or isinstance(message, what):
+                    return queue.pop(place)
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > end:
+                raise TimeoutError(f"no {what.__name__ if what else 'message'} for {stage}; waiting there: {queue}")
+            queue += self._inboxes[stage].wait_all(0.05)
+
+    def nothing(self, stage: str, while_s: float = 0.1) -> bool:
+        """Whether nothing is there for a neighbour now, nor comes within `while_s`."""
+        self._queues[stage] += self._inboxes[stage].wait_all(while_s)
+        return not self._queues[stage]
+
+    def start(self, facts: m.ExecuteFacts) -> m.Ready:
+        """Wait for `Ready`, then send `Start`."""
+        ready: m.Ready = self.receive("supervisor", m.Ready)
+        self.send(m.Start(facts))
+        return ready
+
+    def load(self) -> Any:
+        """The stage's counts, by a ping through its loop."""
+        self.send(m.Ping(nonce := next(_numbers)))
+        while (pong := self.receive("supervisor", m.Pong)).nonce != nonce:
+            pass
+        return pong.load
+
+    def until(self, condition: Callable[[Any], bool], timeout_s: float = PATIENCE_S) -> Any:
+        """Ping until the stage's counts fulfil a condition, and return them."""
+        end = time.monotonic() + timeout_s
+        while not condition(load := self.load()):
+            assert time.monotonic() < end, f"still {load}"
+        return load
+
+    def arena(self, name: str) -> Arena:
+        return self._arenas[name]
+
+    def bytes_of(self, array: Array) -> bytes:
+        """The bytes of an array that the stage sent."""
+        if isinstance(array, ShmRef):
+            return bytes(self._memories[array.segment][array.offset : array.offset + array.length])
+        return array
+
+
+def raw(struct: msgspec.Struct) -> msgspec.Raw:
+    """A struct as it travels undecoded."""
+    return msgspec.Raw(msgspec.msgpack.encode(struct))
