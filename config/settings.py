@@ -13,7 +13,7 @@ class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What every section of the tree is: frozen, by keyword, and strict about unknown keys."""
 
 
-class Gateway(Frozen):
+class Gateway(Frozen, frozen=True):
     """The process that holds client connections."""
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
@@ -24,7 +24,7 @@ class Gateway(Frozen):
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body accepted, in bytes.")] = 4 * 1024**2
 
 
-class Ingest(Frozen):
+class Ingest(Frozen, frozen=True):
     """The process that validates, applies the chat template and tokenizes."""
 
     arena_bytes: Annotated[
@@ -32,7 +32,7 @@ class Ingest(Frozen):
     ] = 16 * 1024**2
 
 
-class Schedule(Frozen):
+class Schedule(Frozen, frozen=True):
     """The process that decides what the next step computes."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences that run at once.")] = 128
@@ -47,7 +47,7 @@ class Schedule(Frozen):
     ] = 16 * 1024**2
 
 
-class Execute(Frozen):
+class Execute(Frozen, frozen=True):
     """The process that computes a step: forward pass and sampling."""
 
     device: Annotated[Literal["cpu"], Meta(description="Where the model runs.")] = "cpu"
@@ -61,11 +61,11 @@ class Execute(Frozen):
     ] = 4 * 1024**2
 
 
-class Detokenize(Frozen):
+class Detokenize(Frozen, frozen=True):
     """The process that turns ids into text and judges stop strings."""
 
 
-class Supervisor(Frozen):
+class Supervisor(Frozen, frozen=True):
     """The process that starts, watches and stops the others."""
 
     start_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take until it is ready.")] = 120.0
@@ -77,7 +77,7 @@ class Supervisor(Frozen):
     health_timeout_s: Annotated[Seconds, Meta(description="Longest a stage may take to answer a ping.")] = 2.0
 
 
-class Settings(Frozen):
+class Settings(Frozen, frozen=True):
     """Everything a server is told at start."""
 
     model: Annotated[

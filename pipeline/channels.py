@@ -107,7 +107,7 @@ class AsyncInbox(Generic[T]):
         both end it.
         """
         while True:
-            messages = []
+            messages: list[T] = []
             while len(messages) < limit and (message := self._inbox.receive()) is not None:
                 messages.append(message)
             if messages:

@@ -13,7 +13,7 @@ def adopt_package() -> None:
     """
     import importlib.util
 
-    folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - before anything else is imported
+    folder = os.path.dirname(os.path.abspath(__file__))
     spec = importlib.util.spec_from_file_location(
         "pipeline",
         os.path.join(folder, "__init__.py"),

@@ -119,19 +119,19 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     vocab_size: int
 
 
-class Start(Message, tag="start"):
+class Start(Message, frozen=True, tag="start"):
     """All stages are ready: begin. Nothing else is sent before it."""
 
     facts: ExecuteFacts
 
 
-class Ping(Message, tag="ping"):
+class Ping(Message, frozen=True, tag="ping"):
     """Answered with `Pong` through the ordinary loop, so that an answer proves that the loop turns."""
 
     nonce: int
 
 
-class Stop(Message, tag="stop"):
+class Stop(Message, frozen=True, tag="stop"):
     """End now, with exit code 0. Sent in flow order, after the stages before have ended."""
 
 
@@ -172,34 +172,34 @@ class PlainLoad(msgspec.Struct, array_like=True, frozen=True, tag="plain"):
 Load = ScheduleLoad | GatewayLoad | PlainLoad
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, frozen=True, tag="ready"):
     """The stage has loaded what it needs and its inbox is open."""
 
     facts: ExecuteFacts | None = None
 
 
-class Failed(Message, tag="failed"):
+class Failed(Message, frozen=True, tag="failed"):
     """The stage ends with a non-zero code, and this is why, in a line or two."""
 
     reason: str
 
 
-class Pong(Message, tag="pong"):
+class Pong(Message, frozen=True, tag="pong"):
     nonce: int
     load: Load
 
 
-class AskHealth(Message, tag="ask_health"):
+class AskHealth(Message, frozen=True, tag="ask_health"):
     """From the gateway. The supervisor pings every stage and answers with `Health`."""
 
     nonce: int
 
 
-class Drained(Message, tag="drained"):
+class Drained(Message, frozen=True, tag="drained"):
     """From the gateway: no stream is open any more, and none is accepted."""
 
 
-class Prepared(Message, tag="prepared"):
+class Prepared(Message, frozen=True, tag="prepared"):
     """From prepare: the folder it leaves for the others."""
 
     model_dir: str
@@ -212,7 +212,7 @@ SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained
 # -------------------------------------------------------------------------------------------------------- to gateway
 
 
-class Accepted(Message, tag="accepted"):
+class Accepted(Message, frozen=True, tag="accepted"):
     """From ingest: the prompt's ids, so that the gateway can count them, and re-drive without running a
     template twice."""
 
@@ -222,7 +222,7 @@ class Accepted(Message, tag="accepted"):
     """int32"""
 
 
-class Rejected(Message, tag="rejected"):
+class Rejected(Message, frozen=True, tag="rejected"):
     """From ingest or (passed on by detokenize) schedule. Closes every sequence of the request."""
 
     request_id: int
@@ -230,7 +230,7 @@ class Rejected(Message, tag="rejected"):
     failure: Failure
 
 
-class Deltas(Message, tag="deltas"):
+class Deltas(Message, frozen=True, tag="deltas"):
     """From detokenize: what has become of some sequences; parallel lists, one entry a sequence, at most one each."""
 
     request_ids: list[int]
@@ -259,7 +259,7 @@ class StageHealth(msgspec.Struct, array_like=True, frozen=True):
     """How long the answer took; -1 where there was none."""
 
 
-class Health(Message, tag="health"):
+class Health(Message, frozen=True, tag="health"):
     nonce: int
     status: str
     """ok, or the worst of its stages' states"""
@@ -267,7 +267,7 @@ class Health(Message, tag="health"):
     schedule: ScheduleLoad | None
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, frozen=True, tag="drain"):
     """Accept no more; answer `Drained` when the last stream has ended. Streams that are still open at the deadline
     are ended with a clear final event."""
 
@@ -275,7 +275,7 @@ class Drain(Message, tag="drain"):
     """Seconds from now."""
 
 
-class StageDied(Message, tag="stage_died"):
+class StageDied(Message, frozen=True, tag="stage_died"):
     """The server is going down: end every stream with this reason."""
 
     stage: str
@@ -288,7 +288,7 @@ GatewayInbox = Accepted | Rejected | Deltas | Health | Drain | StageDied | Start
 # --------------------------------------------------------------------------------------------------------- to ingest
 
 
-class Submit(Message, tag="submit"):
+class Submit(Message, frozen=True, tag="submit"):
     """From the gateway: one prompt to generate from."""
 
     request_id: int
@@ -305,7 +305,7 @@ class Submit(Message, tag="submit"):
     text: TextOptions
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     """To ingest and schedule: end this request, or one sequence of it. Idempotent; overtakes its request harmlessly."""
 
     request_id: int
@@ -316,7 +316,7 @@ class Abort(Message, tag="abort"):
     """What its closing says: detokenize sends STOP when it has found a stop string."""
 
 
-class Release(Message, tag="release"):
+class Release(Message, frozen=True, tag="release"):
     """Slabs of the receiver's own arena that the sender has read: parallel lists."""
 
     offsets: list[int]
@@ -329,7 +329,7 @@ IngestInbox = Submit | Abort | Release | Start | Ping | Stop
 # ------------------------------------------------------------------------------------------------------- to schedule
 
 
-class Admit(Message, tag="admit"):
+class Admit(Message, frozen=True, tag="admit"):
     """From ingest: a request that is ready to be computed."""
 
     request_id: int
@@ -347,7 +347,7 @@ class Admit(Message, tag="admit"):
     """`TextOptions`, undecoded."""
 
 
-class StepResult(Message, tag="step_result"):
+class StepResult(Message, frozen=True, tag="step_result"):
     """From the executor: what a step sampled. One entry for each of the step's whose `samples` was set, in order."""
 
     incarnation: int
@@ -366,7 +366,7 @@ class StepResult(Message, tag="step_result"):
     """How long the executor had nothing to do before this step."""
 
 
-class Closed(Message, tag="closed"):
+class Closed(Message, frozen=True, tag="closed"):
     """From the gateway: the client has everything; the log of this request may go."""
 
     request_id: int
@@ -394,7 +394,7 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     sampling: Raw
 
 
-class Step(Message, tag="step"):
+class Step(Message, frozen=True, tag="step"):
     """What one step computes, as changes against the executor's rows: drop, add, append, compute, in this order.
 
     Entry i computes positions `starts[i] .. starts[i] + counts[i]` of `rows[i]`. A row that the executor has ended is
@@ -428,7 +428,7 @@ ExecuteInbox = Step | Release | Start | Ping | Stop
 # ----------------------------------------------------------------------------------------------------- to detokenize
 
 
-class Open(Message, tag="open"):
+class Open(Message, frozen=True, tag="open"):
     """From schedule: a sequence begins. Closed by the `Settled` entry that carries its finish."""
 
     seq: int
@@ -441,7 +441,7 @@ class Open(Message, tag="open"):
     text: Raw
 
 
-class Settled(Message, tag="settled"):
+class Settled(Message, frozen=True, tag="settled"):
     """From schedule: ids that can't change any more; parallel arrays, one entry a sequence."""
 
     seqs: Array
@@ -456,7 +456,7 @@ class Settled(Message, tag="settled"):
     """uint8, `Finish`. STOP says that the last id is the one that stopped it."""
 
 
-class Refuse(Message, tag="refuse"):
+class Refuse(Message, frozen=True, tag="refuse"):
     """From schedule: a request that was never opened; passed on to the gateway as `Rejected`."""
 
     request_id: int

@@ -53,7 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @classmethod
     def load(cls, folder: str | Path) -> "ModelConfig":
-        """Read `model.json`. Raises FileNotFoundError or msgspec.ValidationError; prepare wrote it, so both are bugs."""
+        """Read `model.json`. Raises FileNotFoundError or msgspec.ValidationError, both of them bugs of prepare."""
         return msgspec.json.decode((Path(folder) / "model.json").read_bytes(), type=cls)
 
     def save(self, folder: str | Path) -> None:

@@ -36,7 +36,7 @@ class Arrays:
         """Hand an array over: inline or by reference, see `Arena.put`."""
         if self._arena is None or array.nbytes == 0:
             return array.tobytes()
-        return self._arena.put(memoryview(np.ascontiguousarray(array)).cast("B"), readers=readers)
+        return self._arena.put(np.ascontiguousarray(array).data.cast("B"), readers=readers)
 
     def take(self, array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
         """Copy an array out of a message and note its slab for release. Returns a one-dimensional, writable array."""
