@@ -59,6 +59,12 @@ class Arrays:
         read, self._read = self._read, {}
         return [(name, Release(offsets, generations)) for name, (offsets, generations) in read.items()]
 
+    def retract(self, array: Array) -> None:
+        """Take back an array that was put for one reader into a message that was not sent."""
+        if isinstance(array, ShmRef):
+            assert self._arena is not None
+            self._arena.release(array.offset, array.generation)
+
     def released(self, release: Release) -> None:
         """A reader has released slabs of this process's arena."""
         assert self._arena is not None, "a release came to a stage without an arena"

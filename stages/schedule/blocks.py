@@ -1,0 +1,133 @@
+"""The pool of KV blocks.
+
+                take                       release, last reference
+      free ───────────► held (1..n refs) ─────────────────────────► free      if it has no key
+       ▲                  ▲       │                                 cached    if it has one
+       │            hold  │       │ release
+       │                  │       ▼
+       └── evict ◄───── cached (no refs; least recently used goes first)
+
+free + cached + held == total, always. A block with a key can be found by it whether it is held or cached. Blocks that a
+step in flight names are not released at once but retired: they stay held until that step is settled.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """Owns which block is whose. Every operation is O(1) for each block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_total = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
+        self._retired: deque[tuple[int, list[int]]] = deque()
+        self.num_retired = 0
+        """References that return when their step is settled."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_total - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can hand out now."""
+        return len(self._free) + len(self._cached)
+
+    def take(self) -> int:
+        """A block without a key, held once. The caller has made sure that one is available."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._refs[block] = 1
+        return block
+
+    def find(self, key: bytes) -> int | None:
+        """The block with this key."""
+        return self._by_key.get(key)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether nobody holds it, so that holding it makes one less available."""
+        return block in self._cached
+
+    def hold(self, block: int) -> None:
+        """Hold a block that was found once more."""
+        if self._refs[block] == 0:
+            del self._cached[block]
+        self._refs[block] += 1
+
+    def register(self, block: int, key: bytes) -> None:
+        """Let a held block be found by its content. Where another block has that content already, that one stays."""
+        assert self._refs[block] > 0, f"block {block} is not held"
+        if self._keys[block] is None and key not in self._by_key:
+            self._keys[block] = key
+            self._by_key[key] = block
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give back one reference of each. Pass a table from its tail to its head: what is released first is evicted
+        first, and a prefix is worth more than what follows it."""
+        for block in blocks:
+            refs = self._refs[block]
+            assert refs > 0, f"block {block} is released twice"
+            self._refs[block] = refs - 1
+            if refs == 1:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def retire(self, blocks: list[int], step_id: int) -> None:
+        """Release once `step_id` is settled. Steps never go down from call to call."""
+        assert not self._retired or self._retired[-1][0] <= step_id
+        self._retired.append((step_id, blocks))
+        self.num_retired += len(blocks)
+
+    def settle(self, step_id: int) -> None:
+        """All steps up to `step_id` have run: what they alone still named is released."""
+        while self._retired and self._retired[0][0] <= step_id:
+            _, blocks = self._retired.popleft()
+            self.num_retired -= len(blocks)
+            self.release(blocks)
+
+    def reset(self) -> int:
+        """Forget all keys, so that nothing is found any more. Returns how many blocks lost theirs."""
+        num_keys = len(self._by_key)
+        for block in self._by_key.values():
+            self._keys[block] = None
+        self._by_key.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+        return num_keys
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        held = {block for block, refs in enumerate(self._refs) if refs > 0}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (free & cached or free & held or cached & held), "a block is in two states"
+        assert len(free) + len(cached) + len(held) == self.num_total, "a block is in no state"
+        assert all(self._keys[block] is None for block in free), "a free block has a key"
+        assert all(self._keys[block] is not None for block in cached), "a cached block has no key"
+        assert all(self._keys[block] == key for key, block in self._by_key.items()), "a key points at the wrong block"
+        assert sum(key is not None for key in self._keys) == len(self._by_key), "a block's key is not in the index"
+        assert self.num_retired == sum(len(blocks) for _, blocks in self._retired)
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        del self._by_key[key]
+        self._keys[block] = None

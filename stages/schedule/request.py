@@ -1,0 +1,61 @@
+"""Requests and their sequences, as the scheduler keeps them."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
+NO_ROW = -1
+
+
+class Request(msgspec.Struct, eq=False):
+    """One prompt, for which `n` sequences are generated."""
+
+    request_id: int
+    attempt: int
+    gateway: int
+    arrival_s: float
+    prompt: Ids
+    n: int
+    max_tokens: int
+    sampling: Raw
+    text: Raw
+    open_sequences: dict[int, "Sequence"] = {}
+    """By index: those without a closing. A request whose last sequence closes stays as a log until `Closed`."""
+
+
+class Sequence(msgspec.Struct, eq=False):
+    """One sample of a request. While it runs, its ids are in its row; else they are here. Never in both."""
+
+    seq: int
+    request: Request
+    index: int
+    ids: Ids
+    """int32, every settled id: the prompt, then outputs"""
+    limit: int
+    """Ids at which it ends by length."""
+    sent: int
+    """Ids that detokenize has been sent, the prompt among them."""
+    row: int = NO_ROW
+    keys: list[bytes] = []
+    """Prefix keys of its full blocks, as far as they were needed."""
+    num_preemptions: int = 0
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Its place among all sequences: who came first goes first, and is preempted last."""
+        return self.request.arrival_s, self.seq
+
+
+class Parting(msgspec.Struct, frozen=True):
+    """What detokenize is still to be told about a sequence that has left its row: it has ended, or it waits again."""
+
+    seq: int
+    start: int
+    """Output ids before these."""
+    ids: Ids
+    finish: int
+    """`Finish`; NONE where it was preempted"""

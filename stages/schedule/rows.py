@@ -1,0 +1,105 @@
+"""The running sequences as a struct of arrays, one entry a row, so that a step's bookkeeping is a few numpy operations
+and Python only touches rows that start, end, or cross a block boundary.
+
+    ids[row]:   0 ........ planned ........ known ........ known + promised
+                computed,   to compute,     sampled by steps in flight:
+                or in flight  ids known     ids not known here yet
+"""
+
+from bisect import bisect_left, insort
+from typing import Any
+
+import numpy as np
+
+from pipeline.stages.schedule.request import NO_ROW, Sequence
+
+Int32s = np.ndarray[Any, np.dtype[np.int32]]
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Rows:
+    """Row table of `max_num_seqs` rows; row r here is row r in the executor's memory."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.known: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Settled ids, prompt and outputs."""
+        self.planned: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Positions whose KV is computed, or will be by steps in flight."""
+        self.promised: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Ids that steps in flight will sample."""
+        self.limit: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.sent: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_blocks: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_keyed: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Blocks, from the first, that have been offered to the prefix cache."""
+        self.seq = np.zeros(max_num_seqs, np.uint64)
+        self.generation = np.zeros(max_num_seqs, np.uint32)
+        self.active = np.zeros(max_num_seqs, np.bool_)
+        self.ids: Int32s = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.table: Int32s = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._by_age: list[tuple[tuple[float, int], int]] = []
+        self._order: Int64s | None = None
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def order(self) -> Int64s:
+        """int64, the active rows, oldest sequence first."""
+        if self._order is None:
+            self._order = np.fromiter((row for _, row in self._by_age), np.int64, len(self._by_age))
+        return self._order
+
+    @property
+    def youngest(self) -> int:
+        return self._by_age[-1][1]
+
+    def start(self, sequence: Sequence, blocks: list[int], num_cached: int) -> int:
+        """Give a sequence a row; its ids move into it. Returns the row."""
+        row = self._free.pop()
+        known = len(sequence.ids)
+        self.known[row] = known
+        self.planned[row] = num_cached
+        self.promised[row] = 0
+        self.limit[row] = sequence.limit
+        self.sent[row] = sequence.sent
+        self.num_prompt[row] = len(sequence.request.prompt)
+        self.num_blocks[row] = len(blocks)
+        self.num_keyed[row] = 0
+        self.seq[row] = sequence.seq
+        self.generation[row] += 1
+        self.active[row] = True
+        self.ids[row, :known] = sequence.ids
+        self.table[row, : len(blocks)] = blocks
+        self.sequences[row] = sequence
+        sequence.row = row
+        sequence.ids = sequence.ids[:0]
+        insort(self._by_age, (sequence.order, row))
+        self._order = None
+        return row
+
+    def end(self, row: int) -> tuple[Sequence, list[int]]:
+        """Take a sequence out of its row; its ids move back. Returns it and its blocks, the tail first."""
+        sequence = self.sequences[row]
+        assert sequence is not None and self.active[row], f"row {row} is not running"
+        sequence.ids = self.ids[row, : self.known[row]].copy()
+        sequence.sent = int(self.sent[row])
+        sequence.row = NO_ROW
+        blocks: list[int] = self.table[row, : self.num_blocks[row]][::-1].tolist()
+        self.sequences[row] = None
+        self.active[row] = False
+        del self._by_age[bisect_left(self._by_age, (sequence.order, row))]
+        self._order = None
+        self._free.append(row)
+        return sequence, blocks
+
+    def append_block(self, row: int, block: int) -> None:
+        self.table[row, self.num_blocks[row]] = block
+        self.num_blocks[row] += 1

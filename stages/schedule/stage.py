@@ -1,0 +1,132 @@
+"""The schedule stage's process: receive, settle, keep `depth` steps in flight, report.
+
+    wait ──► handle all that came ──► plan until `depth` steps are in flight ──► report ──► wait
+
+The executor is fed before anybody is told anything: it is what everyone waits for.
+"""
+
+import gc
+from collections import deque
+from typing import assert_never
+
+from pipeline import messages as m
+from pipeline.stage import Stage
+from pipeline.stages.schedule.scheduler import Limits, Scheduler
+
+IDLE_WAIT_S = 60.0
+"""Longest wait for a message; an idle server wakes this often, for nothing."""
+RETRY_S = 0.01
+"""How soon what a full socket refused is offered again."""
+
+
+def run(launch: m.Launch) -> None:
+    """Run the stage until `Stop`."""
+    stage: Stage[m.ScheduleInbox] = Stage(launch, m.ScheduleInbox)
+    stage.ready()
+    facts = _wait_for_start(stage)
+    if facts is not None:
+        gc.collect()
+        gc.freeze()
+        ScheduleStage(stage, facts).loop()
+    stage.close()
+
+
+def _wait_for_start(stage: "Stage[m.ScheduleInbox]") -> m.ExecuteFacts | None:
+    """The executor's facts, or None where `Stop` comes first. The supervisor has the deadline."""
+    while True:
+        stage.inbox.wait(IDLE_WAIT_S)
+        match stage.inbox.receive():
+            case m.Start(facts):
+                return facts
+            case m.Stop():
+                return None
+            case m.Ping(nonce):
+                stage.supervisor.send(m.Pong(nonce, m.PlainLoad()))
+            case None:
+                continue
+            case message:
+                raise AssertionError(f"{type(message).__name__} came before Start")
+
+
+class ScheduleStage:
+    """The loop around the scheduler, and what waits to be sent."""
+
+    def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
+        self._stage = stage
+        settings = stage.settings.schedule
+        self._depth = settings.depth
+        self._execute = stage.outbox("execute")
+        self._detokenize = stage.outbox("detokenize")
+        self._scheduler = Scheduler(
+            Limits(
+                num_blocks=facts.num_blocks,
+                max_model_len=facts.max_model_len,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                block_size=facts.block_size,
+                prefix_caching=settings.prefix_caching,
+            ),
+            incarnation=stage.launch.incarnation,
+            put=stage.arrays.put,
+            take=stage.arrays.take,
+        )
+        self._openings: deque[m.Open | m.Refuse] = deque()
+        self._stopped = False
+
+    def loop(self) -> None:
+        report_is_due = False
+        while not self._stopped:
+            messages = self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
+            for message in messages:
+                self._handle(message)
+            self._feed()
+            report_is_due = not self._report()
+            self._stage.release()
+
+    def _handle(self, message: m.ScheduleInbox) -> None:
+        scheduler = self._scheduler
+        match message:
+            case m.StepResult():
+                if message.incarnation == self._stage.launch.incarnation:
+                    scheduler.settle(message)
+            case m.Admit():
+                self._openings += scheduler.admit(message)
+            case m.Abort():
+                scheduler.abort(message)
+            case m.Closed():
+                scheduler.close(message)
+            case m.Release():
+                self._stage.arrays.released(message)
+            case m.Ping(nonce):
+                self._stage.supervisor.send(m.Pong(nonce, scheduler.load()))
+            case m.Stop():
+                self._stopped = True
+            case m.Start():
+                raise AssertionError("started twice")
+            case _:
+                assert_never(message)
+
+    def _feed(self) -> None:
+        """Plan until `depth` steps are in flight. The edge to the executor never holds more than those."""
+        while len(self._scheduler.in_flight) < self._depth and (step := self._scheduler.plan()) is not None:
+            sent = self._execute.send(step)
+            assert sent, "the edge to the executor is full, though few steps are in flight"
+
+    def _report(self) -> bool:
+        """Tell detokenize what is new. Returns False where its edge is full: the rest goes with the next report."""
+        while self._openings:
+            if not self._detokenize.send(self._openings[0]):
+                return False
+            self._openings.popleft()
+        report = self._scheduler.report()
+        if report is not None:
+            if not self._detokenize.send(report):
+                self._retract(report)
+                return False
+            self._scheduler.reported()
+        return True
+
+    def _retract(self, report: m.Settled) -> None:
+        """Take back the slabs of a message that was not sent."""
+        for array in (report.seqs, report.starts, report.counts, report.ids, report.finishes):
+            self._stage.arrays.retract(array)

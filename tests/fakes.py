@@ -1,0 +1,121 @@
+"""A fake executor that needs no model: its KV blocks store the ids themselves, and the next id is a hash of all the ids
+read back through the row's block table. A wrong block, a block that was freed too early, a prefix hit on other content,
+a stale row: each changes the ids that come out, so tests compare exactly.
+"""
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.messages import Finish
+from pipeline.shm.arrays import Array
+
+VOCAB = 997
+EMPTY = -7
+"""What a KV slot holds that nobody has written."""
+
+
+def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> int:
+    """The id that follows `ids`, for a sequence's noise key."""
+    data = np.asarray(ids, np.int32).tobytes() + f"{seed}/{index}".encode()
+    return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % VOCAB
+
+
+def expected(prompt: list[int], sampling: m.Sampling, index: int, max_tokens: int) -> tuple[list[int], Finish]:
+    """What a sequence must generate, whatever happens around it."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids.append(next_id(ids, sampling.seed, index))
+        if ids[-1] in sampling.stop_token_ids:
+            return ids[len(prompt) :], Finish.STOP
+    return ids[len(prompt) :], Finish.LENGTH
+
+
+class _Row:
+    def __init__(self, add: m.RowAdd, ids: "np.ndarray[Any, Any]") -> None:
+        self.generation = add.generation
+        self.index = add.index
+        self.sampling = msgspec.msgpack.decode(add.sampling, type=m.Sampling)
+        self.ids = dict(enumerate(ids.tolist()))
+        self.table: list[int] = np.frombuffer(add.blocks, np.int32).tolist()
+        self.dead = False
+
+
+class FakeExecutor:
+    """Takes `Step` and answers `StepResult`, checking on the way that the step can be meant."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        take: Callable[[Array, Any], "np.ndarray[Any, Any]"] | None = None,
+        put: Callable[["np.ndarray[Any, Any]"], Array] | None = None,
+    ) -> None:
+        self.kv = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.rows: dict[int, _Row] = {}
+        self.block_size = block_size
+        self._take = take or (lambda array, dtype: np.frombuffer(array, dtype).copy())
+        self._put = put or (lambda array: array.tobytes())
+
+    def run(self, step: m.Step) -> m.StepResult:
+        take = self._take
+        for row in take(step.drops, np.int32).tolist():
+            del self.rows[row]
+        for add in step.adds:
+            assert add.row not in self.rows, f"row {add.row} is taken"
+            self.rows[add.row] = _Row(add, take(add.ids, np.int32))
+        for row, block in zip(
+            take(step.block_rows, np.int32).tolist(), take(step.block_ids, np.int32).tolist(), strict=True
+        ):
+            self.rows[row].table.append(block)
+        entries = list(
+            zip(
+                take(step.rows, np.int32).tolist(),
+                take(step.starts, np.int32).tolist(),
+                take(step.counts, np.int32).tolist(),
+                take(step.samples, np.uint8).tolist(),
+                strict=True,
+            )
+        )
+        assert len({row for row, *_ in entries}) == len(entries), "a row is in a step twice"
+        written: set[tuple[int, int]] = set()
+        for row, start, count, _ in entries:
+            state = self.rows[row]
+            for position in range(start, start + count) if not state.dead else ():
+                slot = state.table[position // self.block_size], position % self.block_size
+                assert slot not in written, f"two rows write slot {slot}"
+                written.add(slot)
+                self.kv[slot] = state.ids[position]
+        sampled, ids, finishes = [], [], []
+        for row, start, count, samples in entries:
+            if not samples:
+                continue
+            sampled.append(row)
+            state = self.rows[row]
+            if state.dead:
+                ids.append(-1)
+                finishes.append(int(Finish.NONE))
+                continue
+            length = start + count
+            context = self.kv[state.table].reshape(-1)[:length]
+            assert EMPTY not in context, f"row {row} reads KV that nobody has written"
+            drawn = next_id(context, state.sampling.seed, state.index)
+            state.ids[length] = drawn
+            ids.append(drawn)
+            state.dead = drawn in state.sampling.stop_token_ids
+            finishes.append(int(Finish.STOP if state.dead else Finish.NONE))
+        put = self._put
+        return m.StepResult(
+            incarnation=step.incarnation,
+            step_id=step.step_id,
+            rows=put(np.array(sampled, np.int32)),
+            generations=put(np.array([self.rows[row].generation for row in sampled], np.uint32)),
+            ids=put(np.array(ids, np.int32)),
+            finishes=put(np.array(finishes, np.uint8)),
+            compute_s=0.0,
+            wait_s=0.0,
+        )

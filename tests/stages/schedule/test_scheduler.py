@@ -1,0 +1,502 @@
+"""Exact tokens, and no block lost, for any interleaving of what can happen to a scheduler."""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pipeline import messages as m
+from pipeline.messages import Finish
+from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from tests.fakes import FakeExecutor, expected, next_id
+from tests.rig import raw
+
+MAX_STEPS = 20_000
+
+
+class Bench:
+    """A scheduler and a fake executor, with what detokenize would have received."""
+
+    def __init__(self, limits: Limits, depth: int) -> None:
+        self.scheduler = Scheduler(limits)
+        self.executor = FakeExecutor(limits.num_blocks)
+        self.depth = depth
+        self.steps: deque[m.Step] = deque()
+        self.opened: dict[int, m.Open] = {}
+        self.received: dict[int, list[int]] = {}
+        self.finished: dict[int, Finish] = {}
+        self.wanted: dict[int, tuple[m.Admit, m.Sampling]] = {}
+        self.refused: list[m.Refuse] = []
+        self._ids = count(1)
+
+    def admit(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 8,
+        n: int = 1,
+        seed: int = 0,
+        stop: Iterable[int] = (),
+        request_id: int | None = None,
+        arrival_s: float | None = None,
+    ) -> int:
+        number = next(self._ids)
+        sampling = m.Sampling(seed=seed, stop_token_ids=list(stop))
+        message = m.Admit(
+            request_id=request_id or number,
+            attempt=1,
+            gateway=0,
+            arrival_s=float(number) if arrival_s is None else arrival_s,
+            prompt_ids=np.array(list(prompt), np.int32).tobytes(),
+            n=n,
+            max_tokens=max_tokens,
+            sampling=raw(sampling),
+            text=raw(m.TextOptions()),
+        )
+        for told in self.scheduler.admit(message):
+            if isinstance(told, m.Refuse):
+                self.refused.append(told)
+            else:
+                self.opened[told.seq] = told
+                self.received[told.seq] = []
+                self.wanted[told.seq] = (message, sampling)
+        return message.request_id
+
+    def fill(self) -> None:
+        while len(self.steps) < self.depth and (step := self.scheduler.plan()) is not None:
+            self.steps.append(step)
+
+    def answer(self) -> None:
+        self.scheduler.settle(self.executor.run(self.steps.popleft()))
+
+    def report(self, sent: bool = True) -> None:
+        message = self.scheduler.report()
+        if message is None or not sent:
+            return
+        self.scheduler.reported()
+        ids = np.frombuffer(_bytes(message.ids), np.int32).tolist()
+        for seq, start, num, finish in zip(
+            np.frombuffer(_bytes(message.seqs), np.uint64).tolist(),
+            np.frombuffer(_bytes(message.starts), np.int32).tolist(),
+            np.frombuffer(_bytes(message.counts), np.int32).tolist(),
+            np.frombuffer(_bytes(message.finishes), np.uint8).tolist(),
+            strict=True,
+        ):
+            assert seq not in self.finished, "an entry came after the closing"
+            assert start == len(self.received[seq]), "ids were lost or repeated"
+            self.received[seq] += ids[:num]
+            ids = ids[num:]
+            if finish != Finish.NONE:
+                self.finished[seq] = Finish(finish)
+        assert not ids
+
+    def run(self) -> int:
+        """Run until there is nothing to do. Returns the number of steps."""
+        for steps in range(MAX_STEPS):
+            self.fill()
+            if not self.steps:
+                self.report()
+                return steps
+            self.answer()
+            self.report()
+        raise AssertionError("it never ends")
+
+    def check_outputs(self) -> None:
+        """Every sequence that ended by itself has exactly its ids; one that was aborted, a beginning of them."""
+        for seq, finish in self.finished.items():
+            message, sampling = self.wanted[seq]
+            prompt = np.frombuffer(_bytes(message.prompt_ids), np.int32).tolist()
+            limit = min(message.max_tokens, self.scheduler.limits.max_model_len - len(prompt))
+            ids, natural = expected(prompt, sampling, self.opened[seq].index, limit)
+            if finish == Finish.ABORT:
+                assert self.received[seq] == ids[: len(self.received[seq])]
+            else:
+                assert (self.received[seq], finish) == (ids, natural)
+
+    def close_all(self) -> None:
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.close(m.Closed(request_id, 1))
+
+
+def _bytes(array: Any) -> bytes:
+    assert isinstance(array, bytes)
+    return array
+
+
+def limits(**changes: Any) -> Limits:
+    values: dict[str, Any] = {
+        "num_blocks": 64,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    return Limits(**(values | changes))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_sequence_generates_exactly_its_ids(depth: int) -> None:
+    bench = Bench(limits(), depth)
+    bench.admit(range(50), max_tokens=40)
+    bench.run()
+    bench.check_outputs()
+    assert list(bench.finished.values()) == [Finish.LENGTH]
+    assert len(bench.received[1]) == 40
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_stop_id_ends_a_sequence_and_later_steps_in_flight_add_nothing(depth: int) -> None:
+    prompt = list(range(20))
+    ids, _ = expected(prompt, m.Sampling(), 0, 6)
+    bench = Bench(limits(), depth)
+    bench.admit(prompt, max_tokens=40, stop=[ids[5]])
+    bench.run()
+    assert bench.received[1] == ids
+    assert bench.finished[1] == Finish.STOP
+
+
+def test_a_length_stop_wastes_no_step_at_depth_2() -> None:
+    bench = Bench(limits(), depth=2)
+    bench.admit(range(10), max_tokens=5)
+    assert bench.run() == 5
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
+    bench = Bench(limits(max_num_batched_tokens=32), depth=1)
+    bench.admit(range(8), max_tokens=30)
+    bench.fill()
+    bench.answer()
+    bench.admit(range(100, 300), max_tokens=2)
+    for _ in range(6):
+        bench.fill()
+        step = bench.steps[0]
+        counts = np.frombuffer(_bytes(step.counts), np.int32).tolist()
+        assert counts == [1, 31], "the decoding row goes first, the prompt takes the rest of the budget"
+        bench.answer()
+        bench.report()
+    bench.run()
+    bench.check_outputs()
+
+
+def test_no_step_exceeds_the_budget() -> None:
+    bench = Bench(limits(max_num_batched_tokens=16, max_num_seqs=8), depth=2)
+    for number in range(20):
+        bench.admit(range(number, number + 37), max_tokens=9)
+    while True:
+        bench.fill()
+        if not bench.steps:
+            break
+        assert np.frombuffer(_bytes(bench.steps[-1].counts), np.int32).sum() <= 16
+        bench.answer()
+        bench.report()
+    bench.check_outputs()
+
+
+def test_a_prompt_seen_before_is_not_computed_again() -> None:
+    bench = Bench(limits(), depth=1)
+    bench.admit(range(100), max_tokens=4)
+    bench.run()
+    bench.admit(range(100), max_tokens=4)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_cached_tokens == 96, "six full blocks; what is left is computed"
+
+
+def test_a_prompt_of_full_blocks_still_computes_its_last_id() -> None:
+    bench = Bench(limits(), depth=1)
+    for _ in range(2):
+        bench.admit(range(64), max_tokens=4)
+        bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_cached_tokens == 48
+
+
+def test_generated_blocks_are_found_by_the_next_turn_of_a_chat() -> None:
+    bench = Bench(limits(), depth=2)
+    bench.admit(range(30), max_tokens=40)
+    bench.run()
+    turn = [*range(30), *bench.received[1], 5, 6, 7]
+    bench.admit(turn, max_tokens=4)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_cached_tokens == 64, "the last id of 70 was never computed"
+
+
+def test_nothing_is_cached_where_prefix_caching_is_off() -> None:
+    bench = Bench(limits(prefix_caching=False), depth=1)
+    for _ in range(2):
+        bench.admit(range(64), max_tokens=4)
+        bench.run()
+    load = bench.scheduler.load()
+    assert (load.num_cached_tokens, load.num_blocks_cached, load.num_blocks_free) == (0, 0, 64)
+
+
+def test_siblings_of_n_share_the_prompt_though_they_start_in_one_step() -> None:
+    bench = Bench(limits(max_num_batched_tokens=256), depth=1)
+    bench.admit(range(100), max_tokens=4, n=4)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_cached_tokens == 3 * 96
+    assert len({tuple(ids) for ids in bench.received.values()}) == 4, "each has noise of its own"
+
+
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
+    bench = Bench(limits(num_blocks=10, max_num_seqs=1), depth=1)
+    for first in (0, 1000, 0, 2000):  # three full blocks each; the third touches the first again
+        bench.admit(range(first, first + 60), max_tokens=4)
+        bench.run()
+    bench.admit(range(3000, 3060), max_tokens=4)
+    bench.run()
+    before = bench.scheduler.load().num_cached_tokens
+    bench.admit(range(60), max_tokens=4)
+    bench.run()
+    assert bench.scheduler.load().num_cached_tokens - before == 48, "kept: it was used after the others"
+    before = bench.scheduler.load().num_cached_tokens
+    bench.admit(range(1000, 1060), max_tokens=4)
+    bench.run()
+    assert bench.scheduler.load().num_cached_tokens == before, "evicted: it was used longest ago"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_when_blocks_run_out_the_youngest_is_preempted_and_ends_with_the_same_ids(depth: int) -> None:
+    bench = Bench(limits(num_blocks=10, max_num_seqs=4, max_model_len=160), depth)
+    for number in range(4):
+        bench.admit(range(number * 50, number * 50 + 20), max_tokens=90)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_preemptions > 0
+    assert len(bench.finished) == 4
+    assert bench.scheduler.load().num_blocks_held == 0
+
+
+def test_who_came_first_ends_first_though_memory_is_short() -> None:
+    bench = Bench(limits(num_blocks=8, max_num_seqs=8, max_model_len=128), depth=2)
+    for number in range(12):
+        bench.admit(range(number, number + 30), max_tokens=60)
+    bench.run()
+    assert list(bench.finished) == sorted(bench.finished), "equal requests end in the order in which they came"
+
+
+def test_a_preempted_sequence_tells_its_ids_before_it_waits() -> None:
+    bench = Bench(limits(num_blocks=4, max_num_seqs=2, max_model_len=64), depth=1)
+    bench.admit(range(14), max_tokens=40)
+    bench.admit(range(100, 114), max_tokens=40)
+    while bench.scheduler.load().num_preemptions == 0:
+        bench.fill()
+        bench.answer()
+        bench.fill()
+        bench.report()
+        for seq, ids in bench.received.items():
+            message, sampling = bench.wanted[seq]
+            prompt = np.frombuffer(_bytes(message.prompt_ids), np.int32).tolist()
+            assert ids == expected(prompt, sampling, 0, len(ids))[0]
+    assert len(bench.received[2]) == len(bench.received[1])
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    bench = Bench(limits(num_blocks=4, max_model_len=256), depth=1)
+    bench.admit(range(60), max_tokens=60)
+    assert "8 KV blocks" in bench.refused[0].failure.message
+    assert bench.refused[0].failure.status == 400
+    assert not bench.scheduler.requests
+
+
+def test_an_abort_frees_blocks_when_the_step_in_flight_is_settled() -> None:
+    bench = Bench(limits(prefix_caching=False), depth=2)
+    request = bench.admit(range(40), max_tokens=100)
+    bench.fill()
+    bench.answer()
+    bench.fill()
+    bench.scheduler.abort(m.Abort(request, 1))
+    assert bench.scheduler.load().num_running == 0
+    assert bench.scheduler.load().num_blocks_held == 3, "a step in flight names them still"
+    bench.answer()
+    bench.answer()
+    bench.report()
+    assert bench.scheduler.load().num_blocks_held == 0
+    assert bench.finished[1] == Finish.ABORT
+
+
+def test_an_abort_of_the_waiting_takes_no_step() -> None:
+    bench = Bench(limits(max_num_seqs=1), depth=1)
+    bench.admit(range(10), max_tokens=50)
+    second = bench.admit(range(10), max_tokens=50)
+    bench.fill()
+    bench.scheduler.abort(m.Abort(second, 1))
+    bench.report()
+    assert bench.finished == {2: Finish.ABORT}
+    bench.run()
+    bench.check_outputs()
+
+
+def test_an_abort_is_idempotent() -> None:
+    bench = Bench(limits(), depth=1)
+    request = bench.admit(range(10), max_tokens=50)
+    for _ in range(3):
+        bench.scheduler.abort(m.Abort(request, 1))
+    bench.report()
+    assert bench.finished == {1: Finish.ABORT}
+
+
+def test_an_abort_that_overtakes_its_request_is_answered_when_that_comes() -> None:
+    bench = Bench(limits(), depth=1)
+    bench.scheduler.abort(m.Abort(77, 1))
+    bench.admit(range(10), request_id=77)
+    assert bench.refused[0].failure.code == "aborted"
+    bench.admit(range(10), request_id=77)
+    bench.run()
+    assert bench.finished == {1: Finish.LENGTH}, "a tombstone is for one request"
+
+
+def test_a_stop_string_ends_one_sequence_of_n_and_leaves_the_others() -> None:
+    bench = Bench(limits(), depth=1)
+    request = bench.admit(range(10), max_tokens=20, n=3)
+    bench.fill()
+    bench.answer()
+    bench.scheduler.abort(m.Abort(request, 1, index=1, finish=Finish.STOP))
+    bench.run()
+    assert [bench.finished[seq] for seq in (1, 2, 3)] == [Finish.LENGTH, Finish.STOP, Finish.LENGTH]
+
+
+def test_what_a_full_socket_refused_goes_with_the_next_report() -> None:
+    bench = Bench(limits(), depth=1)
+    bench.admit(range(10), max_tokens=9)
+    for turn in range(9):
+        bench.fill()
+        bench.answer()
+        bench.report(sent=turn % 4 == 3)
+    bench.report()
+    bench.check_outputs()
+    assert bench.finished == {1: Finish.LENGTH}
+
+
+def test_the_log_of_a_finished_request_stays_until_closed() -> None:
+    bench = Bench(limits(), depth=1)
+    request = bench.admit(range(10))
+    bench.run()
+    assert request in bench.scheduler.requests
+    bench.scheduler.close(m.Closed(request, 1))
+    assert not bench.scheduler.requests
+
+
+def test_an_id_for_the_wrong_step_is_a_broken_invariant() -> None:
+    bench = Bench(limits(), depth=2)
+    bench.admit(range(10))
+    bench.fill()
+    bench.executor.run(bench.steps.popleft())
+    with pytest.raises(AssertionError, match="step 2 answered, 1 is due"):
+        bench.scheduler.settle(bench.executor.run(bench.steps.popleft()))
+
+
+def test_a_fake_id_depends_on_every_id_before_it() -> None:
+    assert next_id([1, 2, 3], 0, 0) != next_id([2, 2, 3], 0, 0)
+
+
+PROMPTS = st.one_of(
+    st.integers(1, 90).map(lambda length: list(range(length))),  # all share a prefix
+    st.lists(st.integers(0, 3), min_size=1, max_size=60),
+)
+
+
+class Histories(RuleBasedStateMachine):
+    """Any history of admissions, aborts, steps and refused reports, at any depth and with any limits."""
+
+    @initialize(
+        depth=st.integers(1, 3),
+        num_blocks=st.integers(6, 24),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.sampled_from([16, 24, 64, 200]),
+        prefix_caching=st.booleans(),
+    )
+    def start(self, depth: int, num_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool) -> None:
+        self.bench = Bench(
+            Limits(
+                num_blocks=num_blocks,
+                max_model_len=128,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                prefix_caching=prefix_caching,
+            ),
+            depth,
+        )
+        self.known: list[int] = []
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 40),
+        n=st.integers(1, 3),
+        seed=st.integers(0, 1),
+        stop=st.lists(st.integers(0, 996), max_size=150),
+        late=st.booleans(),
+    )
+    def admit(self, prompt: list[int], max_tokens: int, n: int, seed: int, stop: list[int], late: bool) -> None:
+        arrival = None if not late else 0.5
+        self.known.append(self.bench.admit(prompt, max_tokens, n, seed, stop, arrival_s=arrival))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), index=st.sampled_from([-1, -1, 0, 1]))
+    def abort(self, data: st.DataObject, index: int) -> None:
+        self.bench.scheduler.abort(m.Abort(data.draw(st.sampled_from(self.known)), 1, index))
+
+    @rule()
+    def fill(self) -> None:
+        self.bench.fill()
+
+    @precondition(lambda self: self.bench.steps)
+    @rule()
+    def answer(self) -> None:
+        self.bench.answer()
+
+    @rule(sent=st.booleans())
+    def report(self, sent: bool) -> None:
+        self.bench.report(sent)
+
+    @rule(turns=st.integers(1, 12))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.bench.fill()
+            if self.bench.steps:
+                self.bench.answer()
+            self.bench.report()
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        bench = self.bench
+        while bench.steps:
+            bench.answer()
+        bench.run()
+        bench.check_outputs()
+        assert set(bench.finished) == set(bench.opened), "each opening has exactly one closing"
+        load = bench.scheduler.load()
+        assert (load.num_running, load.num_waiting, load.num_blocks_held) == (0, 0, 0)
+        bench.scheduler.check()
+        bench.close_all()
+        assert not bench.scheduler.requests
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_depth_changes_no_token(data: st.DataObject) -> None:
+    load = data.draw(st.lists(st.tuples(PROMPTS, st.integers(1, 40)), min_size=1, max_size=8))
+    outputs = []
+    for depth in (1, 2, 4):
+        bench = Bench(limits(num_blocks=9, max_model_len=128), depth)
+        for prompt, max_tokens in load:
+            bench.admit(prompt, max_tokens)
+        bench.run()
+        outputs.append(bench.received)
+    assert outputs[0] == outputs[1] == outputs[2]

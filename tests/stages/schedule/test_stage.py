@@ -1,0 +1,165 @@
+"""The schedule stage as a process would run it: real sockets and segments, the executor played by a fake."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.config.settings import Schedule, Settings
+from pipeline.messages import Finish
+from pipeline.shm.arrays import ShmRef
+from tests.fakes import FakeExecutor, expected
+from tests.rig import Rig, raw
+
+FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_size=997)
+
+
+class Neighbours:
+    """Plays ingest, execute and detokenize around a schedule stage."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.executor = FakeExecutor(
+            FACTS.num_blocks, take=lambda array, dtype: np.frombuffer(self._bytes(array), dtype).copy()
+        )
+        self.releases: list[tuple[int, int]] = []
+        self.opened: dict[int, m.Open] = {}
+        self.received: dict[int, list[int]] = defaultdict(list)
+        self.finished: dict[int, int] = {}
+
+    def _bytes(self, array: m.Array) -> bytes:
+        if isinstance(array, ShmRef):
+            self.releases.append((array.offset, array.generation))
+        return self.rig.bytes_of(array)
+
+    def admit(self, request_id: int, prompt: list[int], max_tokens: int = 6, n: int = 1) -> None:
+        ids = self.rig.arena("ingest.0").put(np.array(prompt, np.int32).tobytes())
+        text, sampling = raw(m.TextOptions()), raw(m.Sampling())
+        message = m.Admit(request_id, 1, 0, float(request_id), ids, n, max_tokens, sampling, text)
+        self.rig.send(message, "ingest.0")
+
+    def step(self) -> m.Step:
+        step: m.Step = self.rig.receive("execute", m.Step)
+        self.rig.send(self.executor.run(step), "execute.0")
+        return step
+
+    def until_finished(self, num_sequences: int) -> None:
+        while len(self.finished) < num_sequences:
+            if not self.rig.nothing("execute", 0):
+                self.step()
+            if not self.rig.nothing("detokenize", 0.001):
+                self.detokenize()
+
+    def detokenize(self) -> None:
+        match self.rig.receive("detokenize"):
+            case m.Open() as opening:
+                self.opened[opening.seq] = opening
+            case m.Settled() as settled:
+                ids = np.frombuffer(self._bytes(settled.ids), np.int32).tolist()
+                seqs = np.frombuffer(self._bytes(settled.seqs), np.uint64).tolist()
+                counts = np.frombuffer(self._bytes(settled.counts), np.int32).tolist()
+                finishes = np.frombuffer(self._bytes(settled.finishes), np.uint8).tolist()
+                for seq, num, finish in zip(seqs, counts, finishes, strict=True):
+                    self.received[seq] += ids[:num]
+                    ids = ids[num:]
+                    if finish:
+                        self.finished[seq] = finish
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_come_in_and_exactly_their_ids_go_out(depth: int) -> None:
+    with Rig("schedule", Settings(schedule=Schedule(depth=depth, max_num_batched_tokens=64))) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        prompts = {number: list(range(number, number + 20 * number)) for number in range(1, 9)}
+        for number, prompt in prompts.items():
+            around.admit(number, prompt, max_tokens=5 + number)
+        around.until_finished(8)
+        for seq, opening in around.opened.items():
+            number = opening.request_id
+            assert (around.received[seq], around.finished[seq]) == expected(
+                prompts[number], m.Sampling(), 0, 5 + number
+            )
+            tail = np.frombuffer(opening.prompt_tail, np.int32).tolist()
+            assert tail == prompts[number][-8:]
+        load = rig.load()
+        assert (load.num_running, load.num_waiting, load.num_blocks_held) == (0, 0, 0)
+
+
+def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -> None:
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, [number % 997 for number in range(3000)], max_tokens=2)
+        step = around.step()
+        assert isinstance(step.adds[0].ids, ShmRef)
+        assert rig.bytes_of(step.adds[0].ids)[:8] == np.array([0, 1], np.int32).tobytes()
+        release = rig.receive("ingest", m.Release)
+        for offset, generation in zip(release.offsets, release.generations, strict=True):
+            assert rig.arena("ingest.0").release(offset, generation)
+        assert rig.arena("ingest.0").num_live == 0
+        rig.send(m.Release([step.adds[0].ids.offset], [step.adds[0].ids.generation]), "execute.0")
+        around.until_finished(1)
+        assert around.finished == {1: Finish.LENGTH}
+
+
+def test_at_depth_2_the_next_step_is_there_before_the_first_is_answered() -> None:
+    with Rig("schedule", Settings(schedule=Schedule(depth=2))) as rig:
+        rig.start(FACTS)
+        Neighbours(rig).admit(1, [1, 2, 3], max_tokens=5)
+        first, second = rig.receive("execute", m.Step), rig.receive("execute", m.Step)
+        assert (first.step_id, second.step_id) == (1, 2)
+        assert np.frombuffer(second.starts, np.int32).tolist() == [3], "the id it computes is not known yet"
+        assert rig.nothing("execute")
+
+
+def test_at_depth_1_the_next_step_waits_for_the_answer() -> None:
+    with Rig("schedule", Settings(schedule=Schedule(depth=1))) as rig:
+        rig.start(FACTS)
+        Neighbours(rig).admit(1, [1, 2, 3], max_tokens=5)
+        rig.receive("execute", m.Step)
+        assert rig.nothing("execute")
+
+
+def test_an_aborted_request_closes_once_and_frees_its_blocks() -> None:
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, list(range(100)), max_tokens=1000)
+        for _ in range(5):
+            around.step()
+        rig.send(m.Abort(1, 1), "gateway.0")
+        rig.send(m.Abort(1, 1), "gateway.0")
+        around.until_finished(1)
+        assert around.finished == {1: Finish.ABORT}
+        if not rig.nothing("execute", 0):
+            around.step()
+        rig.until(lambda load: (load.num_running, load.num_blocks_held) == (0, 0))
+
+
+def test_a_request_that_was_aborted_before_it_came_is_refused() -> None:
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        rig.send(m.Abort(1, 1), "gateway.0")
+        rig.load()  # both have been handled in order
+        Neighbours(rig).admit(1, [1, 2])
+        refusal = rig.receive("detokenize", m.Refuse)
+        assert (refusal.request_id, refusal.failure.code) == (1, "aborted")
+
+
+def test_a_result_of_another_incarnation_is_dropped() -> None:
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, [1, 2, 3], max_tokens=2)
+        stale = m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0)
+        rig.send(stale, "execute.0")
+        around.until_finished(1)
+        assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 2)[0]
+
+
+def test_a_stage_that_was_never_started_stops() -> None:
+    with Rig("schedule") as rig:
+        rig.receive("supervisor", m.Ready)
+        assert rig.load() == m.PlainLoad()
