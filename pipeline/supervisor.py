@@ -1,0 +1,372 @@
+"""The supervisor: creates what the stages share, starts them, watches them, and stops them in flow order.
+
+    prepare ──► start all, execute first ──► Ready from each ──► Start to each ──► serving
+                                                                                      │
+      exit 0 ◄── Stop, in flow order ◄── Drained ◄── Drain to the gateway ◄───────────┤ SIGINT, SIGTERM
+      exit 3 ◄── Stop, in flow order ◄── Drained ◄── StageDied to the gateway ◄───────┘ a stage ends
+
+Nothing outlives it: children die with it (see child.py), sockets are abstract, shared memory is anonymous.
+"""
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, assert_never
+
+import zmq
+
+from pipeline import messages as m
+from pipeline import topology
+from pipeline.channels import Inbox, Outbox, address_of
+from pipeline.config.settings import Settings
+from pipeline.health import HealthRound
+from pipeline.logs import open_log
+from pipeline.process import Child
+from pipeline.shm import segment
+from pipeline.stage import SUPERVISOR
+
+EXIT_OK = 0
+EXIT_NOT_STARTED = 1
+EXIT_STAGE_DIED = 3
+LISTEN_BACKLOG = 1024
+INCARNATION = 1
+TELL_CLIENTS_S = 2.0
+"""How long the gateway may take to tell its clients that a stage has died."""
+POLL_S = 1.0
+"""The longest that deadlines wait to be looked at."""
+
+
+def serve(settings: Settings) -> int:
+    """Run a server until it is told to stop. Returns the process's exit code.
+
+    Raises OSError, in words for the user, where the address can't be listened on.
+    """
+    log = open_log(SUPERVISOR, settings.log_level)
+    begun = time.monotonic()
+    with listen(settings.gateway.host, settings.gateway.port) as listener:
+        supervisor = Supervisor(settings, listener, log)
+        try:
+            return supervisor.run(begun)
+        finally:
+            supervisor.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The HTTP socket. Opened before anything that takes time, so that a taken port is said at once."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen on {host}:{port} ({error.strerror or error}); choose another gateway.port"
+        ) from error
+
+
+class Stopping(Exception):
+    """The start is cut short: by a signal, or because a stage failed. `code` is what to exit with."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Supervisor:
+    """Owns the process table, the segments and the listening socket."""
+
+    def __init__(self, settings: Settings, listener: socket.socket, log: logging.Logger) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._log = log
+        self._server = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._addresses = {SUPERVISOR: address_of(self._server, SUPERVISOR, INCARNATION)}
+        self._inbox: Inbox[m.SupervisorInbox] = Inbox(self._context, self._addresses[SUPERVISOR], m.SupervisorInbox)
+        self._outboxes: dict[str, Outbox[Any]] = {}
+        self._children: dict[str, Child] = {}
+        self._segments: dict[str, m.Segment] = {}
+        self._death_read, self._death_write = os.pipe()
+        self._facts: m.ExecuteFacts | None = None
+        self._prepared: m.Prepared | None = None
+        self._reasons: dict[str, str] = {}
+        self._is_drained = False
+        self._rounds: dict[int, HealthRound] = {}
+        self._next_nonce = 1
+        self._signals = _Signals()
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.fileno(), zmq.POLLIN)
+        self._poller.register(self._signals.fileno(), zmq.POLLIN)
+
+    # ----------------------------------------------------------------------------------------------------- life
+
+    def run(self, begun: float) -> int:
+        """From nothing to an exit code."""
+        try:
+            self._prepare()
+            self._start(begun)
+            return self._watch()
+        except Stopping as stopping:
+            return stopping.code
+
+    def _prepare(self) -> None:
+        """Let prepare resolve the model; it ends by itself."""
+        launch = self._launch("prepare", topology.PREPARE, [m.Peer(SUPERVISOR, self._addresses[SUPERVISOR], 16)])
+        child = self._spawn(launch)
+        timeout_s = self._settings.supervisor.prepare_timeout_s
+        self._turn_until(lambda: self._prepared is not None, timeout_s, "the model to be prepared")
+        child.wait(self._settings.supervisor.stop_timeout_s)
+        self._forget(child)
+
+    def _start(self, begun: float) -> None:
+        """Start every stage and wait until each is ready; then let them begin."""
+        settings = self._settings
+        for row in topology.TOPOLOGY:
+            self._addresses[f"{row.name}.0"] = address_of(self._server, f"{row.name}.0", INCARNATION)
+            if row.has_arena:
+                size = topology.arena_bytes(settings, row.name)
+                self._segments[row.name] = m.Segment(f"{row.name}.0", segment.create(row.name, size), size, False)
+        for row in topology.TOPOLOGY:
+            self._spawn(self._launch(row.name, row.entry, topology.peers_of(row, self._addresses, settings)))
+        self._turn_until(
+            lambda: all(child.state == "ready" for child in self._children.values()),
+            settings.supervisor.start_timeout_s,
+            "stages to be ready",
+        )
+        assert self._facts is not None, "the executor was ready without facts"
+        for name in reversed(topology.FLOW):  # the gateway last: what it lets in finds everybody at work
+            self._outboxes[f"{name}.0"].send(m.Start(self._facts))
+        nonce = self._ask_health(SUPERVISOR, 0, settings.supervisor.start_timeout_s)
+        self._turn_until(lambda: nonce not in self._rounds, settings.supervisor.start_timeout_s, "the first answers")
+        assert self._prepared is not None
+        host, port = self._listener.getsockname()[:2]
+        self._say(
+            f"ready on http://{f'[{host}]' if ':' in host else host}:{port}",
+            model=settings.served_model_name or self._prepared.model_name,
+            max_model_len=self._facts.max_model_len,
+            kv_blocks=self._facts.num_blocks,
+            took_s=f"{time.monotonic() - begun:.2f}",
+        )
+
+    def _watch(self) -> int:
+        """Serve until a signal or a death, then end in order."""
+        try:
+            self._turn_until(lambda: False, float("inf"), "a signal")
+        except Stopping as stopping:
+            code = stopping.code
+        gateway = self._children["gateway.0"]
+        if code == EXIT_OK:
+            timeout_s = self._settings.supervisor.drain_timeout_s
+            self._say("draining", timeout_s=timeout_s)
+            self._outboxes["gateway.0"].send(m.Drain(timeout_s))
+            timeout_s += TELL_CLIENTS_S
+        elif gateway.is_alive:
+            stage, reason = next(iter(self._reasons.items()))
+            self._outboxes["gateway.0"].send(m.StageDied(stage, reason))
+            timeout_s = TELL_CLIENTS_S
+        if gateway.is_alive:
+            try:
+                self._turn_until(lambda: self._is_drained, timeout_s, "open streams to end")
+            except Stopping as stopping:
+                code = max(code, stopping.code)
+        self._stop()
+        self._say("stopped", code=code)
+        return code
+
+    def _stop(self) -> None:
+        """Stop what runs, in flow order, so that nobody sends to the dead."""
+        timeout_s = self._settings.supervisor.stop_timeout_s
+        for name in topology.FLOW:
+            child = self._children.get(f"{name}.0")
+            if child is None or not child.is_alive:
+                continue
+            child.state = "stopping"
+            self._outboxes[child.name].send(m.Stop())
+            if not child.wait(timeout_s):
+                self._log.warning("killed", extra={"fields": {"stage": child.name, "after_s": timeout_s}})
+                child.kill()
+
+    def close(self) -> None:
+        """Kill what is left and give everything back."""
+        for child in list(self._children.values()):
+            self._forget(child)
+        for shared in self._segments.values():
+            os.close(shared.fd)
+        os.close(self._death_read)
+        os.close(self._death_write)
+        self._signals.close()
+        self._inbox.close()
+        for outbox in self._outboxes.values():
+            outbox.close()
+        self._context.term()
+
+    # --------------------------------------------------------------------------------------------------- children
+
+    def _launch(self, name: str, entry: str, peers: list[m.Peer]) -> m.Launch:
+        """What a child is told."""
+        row = next((row for row in topology.TOPOLOGY if row.name == name), None)
+        shared = []
+        if row is not None:
+            own = [row.name] if row.has_arena else []
+            for owner in (*own, *row.reads):
+                one = self._segments[owner]
+                shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable=owner == name))
+        return m.Launch(
+            stage=name,
+            replica=0,
+            rank=0,
+            incarnation=INCARNATION,
+            entry=entry,
+            settings=self._settings,
+            model_dir=self._prepared.model_dir if self._prepared else "",
+            address=self._addresses.get(f"{name}.0") or address_of(self._server, f"{name}.0", INCARNATION),
+            peers=peers,
+            segments=shared,
+            death_fd=self._death_read,
+            listen_fd=self._listener.fileno() if name == "gateway" else -1,
+        )
+
+    def _spawn(self, launch: m.Launch) -> Child:
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = self._settings.execute.threads if launch.stage == "execute" else 0
+        child = Child(launch, num_threads or num_cores)
+        self._children[child.name] = child
+        self._poller.register(child.pidfd, zmq.POLLIN)
+        self._outboxes[child.name] = Outbox(
+            self._context,
+            launch.address,
+            m.Envelope(SUPERVISOR, INCARNATION),
+            topology.bound_of(self._settings),
+        )
+        self._log.debug("started", extra={"fields": {"stage": child.name, "pid": child.pid}})
+        return child
+
+    def _forget(self, child: Child) -> None:
+        if child.state != "dead":
+            self._poller.unregister(child.pidfd)
+        child.close()
+        del self._children[child.name]
+        self._outboxes.pop(child.name).close()
+
+    def _check_children(self) -> None:
+        """Raise Stopping where a stage has ended that should be running."""
+        for child in self._children.values():
+            if child.state in ("starting", "ready") and not child.is_alive:
+                if child.stage == "prepare" and self._prepared is not None:
+                    continue
+                self._drain_inbox()  # its last words may be there already
+                reason = self._reasons.get(child.name, child.describe_end())
+                self._reasons = {child.name: reason}
+                code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
+                child.state = "dead"
+                self._poller.unregister(child.pidfd)  # it would stay readable
+                self._log.error(
+                    f"{child.name} died: {reason}", extra={"fields": {"pid": child.pid, "end": child.describe_end()}}
+                )
+                raise Stopping(code)
+
+    @property
+    def _is_serving(self) -> bool:
+        return all(child.state != "starting" for child in self._children.values())
+
+    # ------------------------------------------------------------------------------------------------------- loop
+
+    def _turn_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Turn the loop until a condition holds. Raises Stopping where a signal, a death or the deadline is first."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self._drain_inbox()
+            if condition():
+                return
+            if self._signals.take():
+                raise Stopping(EXIT_OK if self._is_serving else 128 + signal.SIGINT)
+            self._check_children()
+            self._end_rounds()
+            now = time.monotonic()
+            if now >= end:
+                late = ", ".join(child.name for child in self._children.values() if child.state == "starting")
+                self._log.error(f"gave up waiting for {what} after {timeout_s:g} s{f': {late}' if late else ''}")
+                raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
+            if self._inbox.wait(0):
+                continue  # its descriptor is edge-triggered, so look before sleeping on it
+            soonest = min([end, now + POLL_S, *(one.deadline for one in self._rounds.values())])
+            self._poller.poll(max(0, round((soonest - now) * 1000)))
+
+    def _drain_inbox(self) -> None:
+        while (message := self._inbox.receive()) is not None:
+            self._handle(message, self._inbox.last_sender)
+
+    def _handle(self, message: m.SupervisorInbox, sender: str) -> None:
+        match message:
+            case m.Ready(facts):
+                child = self._children[sender]
+                child.state = "ready"
+                self._facts = facts or self._facts
+                self._log.debug("ready", extra={"fields": {"stage": sender}})
+            case m.Failed(reason):
+                self._reasons[sender] = reason
+            case m.Prepared():
+                self._prepared = message
+            case m.Drained():
+                self._is_drained = True
+            case m.AskHealth(nonce):
+                self._ask_health(sender, nonce, self._settings.supervisor.health_timeout_s)
+            case m.Pong(nonce):
+                if nonce in self._rounds:
+                    self._rounds[nonce].answered(sender, message)
+                    self._end_rounds()
+            case _:
+                assert_never(message)
+
+    # ----------------------------------------------------------------------------------------------------- health
+
+    def _ask_health(self, asker: str, asker_nonce: int, timeout_s: float) -> int:
+        """Ping every stage; the answer goes to `asker` when all have answered or the time is up."""
+        nonce, self._next_nonce = self._next_nonce, self._next_nonce + 1
+        self._rounds[nonce] = HealthRound(asker, asker_nonce, timeout_s)
+        for outbox in self._outboxes.values():
+            outbox.send(m.Ping(nonce))
+        return nonce
+
+    def _end_rounds(self) -> None:
+        for nonce, one in list(self._rounds.items()):
+            if one.is_over(self._children.values()):
+                del self._rounds[nonce]
+                if one.asker in self._outboxes:
+                    self._outboxes[one.asker].send(one.result(self._children.values()))
+
+    def _say(self, text: str, **fields: object) -> None:
+        self._log.info(text, extra={"fields": fields})
+
+
+class _Signals:
+    """SIGINT and SIGTERM as a readable descriptor, so that one poll waits for everything."""
+
+    WATCHED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, lambda *_: None) for number in self.WATCHED}
+
+    def fileno(self) -> int:
+        return self._read
+
+    def take(self) -> bool:
+        """Whether one came since the last call."""
+        try:
+            numbers = os.read(self._read, 64)
+        except BlockingIOError:
+            return False
+        return any(number in self.WATCHED for number in numbers)
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._read)
+        os.close(self._write)
