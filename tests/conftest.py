@@ -1,0 +1,29 @@
+"""Fixtures that many tests share. The model is prepared once, and one server serves all tests that don't end it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Library threads are named before any of them is imported: two cores, and tests of timing beside them.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+    os.environ.setdefault(_variable, "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pipeline.config.settings import Settings
+from pipeline.stages.prepare.stage import prepare
+from tests.e2e.server import Server
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The prepared folder of the default model, from the user's cache or fetched into it."""
+    return prepare(Settings())
+
+
+@pytest.fixture(scope="session")
+def server(smollm2_dir: Path) -> Iterator[Server]:
+    """A server with the default model for tests that leave it as they found it."""
+    with Server() as server:
+        yield server

@@ -1,0 +1,130 @@
+"""A real server in processes of its own, and what tests want to know about it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_S = 180.0
+"""The first start on a machine fetches and converts the model."""
+STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
+
+
+class Server:
+    """`pipeline serve` on a free port. Use as a context manager: leaving it stops the server, and fails if any of its
+    processes is left."""
+
+    def __init__(self, *sets: str, config: Path | None = None, until_ready: bool = True) -> None:
+        command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0"]
+        for one in sets:
+            command += ["--set", one]
+        if config is not None:
+            command += ["--config", str(config)]
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = ""
+        self.seen: dict[int, psutil.Process] = {}
+        if until_ready:
+            line = self.wait_for_line(r"ready on http", START_S)
+            match = re.search(r"ready on (http://\S+)", line)
+            assert match
+            self.url = match[1]
+            self.seen = {child.pid: child for child in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self.lines.append("<end of log>")
+            self._news.notify_all()
+
+    def wait_for_line(self, pattern: str, timeout_s: float) -> str:
+        """The first log line that matches, now or within the time."""
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = [line for line in self.lines if re.search(pattern, line)]
+            return bool(found) or "<end of log>" in self.lines
+
+        with self._news:
+            self._news.wait_for(look, timeout_s)
+        assert found, f"no line {pattern!r} in the log:\n" + "\n".join(self.lines)
+        return found[0]
+
+    def stage(self, name: str) -> psutil.Process:
+        """The process of a stage, known by its title."""
+        for child in self.seen.values():
+            if child.is_running() and child.cmdline()[:1] == [f"pipeline: {name}.0"]:
+                return child
+        raise AssertionError(f"no process is titled {name}")
+
+    def health(self) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
+                body = response.read()
+        except urllib.error.HTTPError as error:
+            body = error.read()
+        result: dict[str, Any] = json.loads(body)
+        return result
+
+    def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0) -> dict[str, Any]:
+        """Ask for health until it fulfils a condition."""
+        end = time.monotonic() + timeout_s
+        while not condition(health := self.health()):
+            assert time.monotonic() < end, f"still {health}"
+        return health
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs, waits, or holds memory, and no request is open."""
+        health = self.health()
+        return health["running"] == health["waiting"] == health["kv_blocks"]["held"] == 0
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
+        """Signal it and wait for its exit code."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return code
+
+    def leftovers(self, timeout_s: float = 2.0) -> list[psutil.Process]:
+        """Processes of this server that still run after `timeout_s`."""
+        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=timeout_s)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        finally:
+            if self.process.stderr is not None:
+                self._reader.join(10)
+                self.process.stderr.close()
+        assert not self.leftovers(), "processes were left behind"

@@ -1,0 +1,48 @@
+"""Clients leave at any moment; nothing of them may stay."""
+
+import asyncio
+import random
+
+import aiohttp
+
+from tests.e2e.server import Server
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+async def _open_and_drop(session: aiohttp.ClientSession, server: Server, dice: random.Random) -> str:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Count to a thousand. " * dice.randint(1, 60)}],
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": dice.random() < 0.8,
+        "n": dice.choice([1, 1, 1, 2]),
+    }
+    num_chunks = dice.choice([0, 0, 1, 2, 5, 20])
+    try:
+        async with asyncio.timeout(dice.uniform(0.0, 4.0)):
+            async with session.post(f"{server.url}/v1/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                async for _ in response.content:
+                    num_chunks -= 1
+                    if num_chunks < 0:
+                        return "dropped mid-stream"
+    except TimeoutError:
+        return "dropped by time"
+    return "ended"
+
+
+async def test_a_hundred_streams_dropped_at_random_points_leave_nothing(server: Server) -> None:
+    dice = random.Random(2024)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        outcomes = await asyncio.gather(*(_open_and_drop(session, server, dice) for _ in range(100)))
+    assert outcomes.count("dropped mid-stream") > 5
+    assert outcomes.count("dropped by time") > 5
+    health = server.until(lambda _: server.is_idle(), timeout_s=60)
+    assert health["status"] == "ok"
+    assert health["kv_blocks"]["free"] + health["kv_blocks"]["cached"] == health["kv_blocks"]["total"]
+    async with aiohttp.ClientSession() as session:
+        body = {"model": MODEL, "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
+        async with session.post(f"{server.url}/v1/completions", json=body) as response:
+            assert (await response.json())["choices"][0]["text"].startswith(" three")

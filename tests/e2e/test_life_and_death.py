@@ -1,0 +1,218 @@
+"""How a server starts, ends, and dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.server import STAGES, Server
+
+MODEL = "SmolLM2-135M-Instruct"
+
+pytestmark = pytest.mark.usefixtures("smollm2_dir")
+
+
+class Stream(threading.Thread):
+    """A streaming client that keeps what it was sent."""
+
+    def __init__(self, server: Server, max_tokens: int = 2000) -> None:
+        super().__init__(daemon=True)
+        self._url = server.url
+        self._body = {
+            "model": MODEL,
+            "prompt": "Once upon a time",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        self.events: list[str] = []
+        self.status = 0
+        self.broken: Exception | None = None
+        self.has_text = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions", json.dumps(self._body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                self.status = response.status
+                for line in response:
+                    if line.startswith(b"data: "):
+                        self.events.append(line[6:].decode().strip())
+                        self.has_text.set()
+        except urllib.error.HTTPError as error:
+            self.status = error.code
+            self.events.append(error.read().decode())
+        except OSError as error:
+            self.broken = error
+        self.has_text.set()
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        for event in self.events:
+            if event.startswith("{") and "error" in (data := json.loads(event)):
+                error: dict[str, Any] = data["error"]
+                return error
+        return None
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_each_stage_is_a_process_with_its_title(server: Server) -> None:
+    titles = {process.cmdline()[0] for process in server.seen.values()}
+    assert titles == {f"pipeline: {name}.0" for name in STAGES}
+
+
+def test_only_execute_has_loaded_torch(server: Server) -> None:
+    with_torch = set()
+    for name in STAGES:
+        maps = Path(f"/proc/{server.stage(name).pid}/maps").read_text()
+        if "libtorch" in maps:
+            with_torch.add(name)
+    assert with_torch == {"execute"}
+
+
+def test_nothing_of_a_server_is_on_disk_but_its_cache(server: Server) -> None:
+    for process in [psutil.Process(server.process.pid), *server.seen.values()]:
+        for path in (file.path for file in process.open_files()):
+            assert not path.startswith("/dev/shm/")
+        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+            target = str(fd.readlink())
+            assert not target.startswith("/dev/shm/") or "(deleted)" in target
+    unix = Path("/proc/net/unix").read_text()
+    assert f"@pipeline/{server.process.pid}-" in unix, "its sockets are abstract: no file stays behind"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.Signals) -> None:
+    with Server() as server:
+        streams = [Stream(server, max_tokens=60) for _ in range(4)]
+        for stream in streams:
+            assert stream.has_text.wait(30)
+        os.kill(server.process.pid, number)
+        server.wait_for_line("draining", 5)
+        late = Stream(server)
+        for stream in streams:
+            stream.join(60)
+        ended = time.monotonic()
+        code = server.process.wait(30)
+        assert time.monotonic() - ended < 5
+        assert code == 0
+        for stream in streams:
+            assert stream.error is None
+            assert stream.events[-1] == "[DONE]"
+            finishes = [
+                choice["finish_reason"]
+                for event in stream.events[:-1]
+                for choice in json.loads(event)["choices"]
+                if choice["finish_reason"]
+            ]
+            assert finishes == ["length"], "a stream that was open when the signal came ends properly"
+        late.join(30)
+        assert late.status in (0, 503), "nobody is let in while it drains"
+        assert not server.leftovers()
+        assert f"@pipeline/{server.process.pid}-" not in Path("/proc/net/unix").read_text()
+
+
+def test_streams_that_outlast_the_drain_get_a_clear_end() -> None:
+    with Server("supervisor.drain_timeout_s=0.5") as server:
+        stream = Stream(server, max_tokens=6000)
+        assert stream.has_text.wait(30)
+        begun = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begun < 6
+        stream.join(10)
+        assert stream.events[-1] == "[DONE]"
+        assert stream.error is not None
+        assert "shutting down" in stream.error["message"]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_when_a_stage_is_killed_the_server_says_which_tells_its_clients_and_ends(name: str) -> None:
+    with Server() as server:
+        stream = Stream(server)
+        assert stream.has_text.wait(30)
+        server.stage(name).kill()
+        line = server.wait_for_line(f"{name}.0 died", 10)
+        assert "SIGKILL" in line
+        stream.join(15)
+        assert not stream.is_alive()
+        if name == "gateway":
+            assert stream.broken is not None or stream.events[-1] != "[DONE]"
+        else:
+            assert stream.error is not None
+            assert name in stream.error["message"]
+        assert server.process.wait(15) == 3
+        assert not server.leftovers()
+
+
+def test_when_the_supervisor_is_killed_all_children_are_gone_within_two_seconds() -> None:
+    with Server() as server:
+        stream = Stream(server)
+        assert stream.has_text.wait(30)
+        server.process.kill()
+        assert not server.leftovers(timeout_s=2.0)
+        assert f"@pipeline/{server.process.pid}-" not in Path("/proc/net/unix").read_text()
+
+
+def test_a_taken_port_is_said_at_once(server: Server) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    begun = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "pipeline", "serve", "--port", port], capture_output=True, text=True, timeout=30
+    )
+    assert result.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "gateway.port" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert time.monotonic() - begun < 3
+
+
+def test_a_model_that_is_not_there_is_said_clearly(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pipeline", "serve", "--port", "0", "--model", str(tmp_path / "nothing.gguf")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert "nothing.gguf" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_too_little_memory_for_kv_is_said_clearly() -> None:
+    with Server("execute.kv_cache_bytes=9000000000000", until_ready=False) as server:
+        line = server.wait_for_line("execute.0 died", 60)
+        assert "execute.kv_cache_bytes" in line
+        assert server.process.wait(20) == 1
+
+
+def test_it_starts_fast_and_is_quiet_when_idle() -> None:
+    begun = time.monotonic()
+    with Server() as server:
+        assert time.monotonic() - begun < 15, "warm; docs/performance.md has the figure for a quiet machine"
+        everyone = [psutil.Process(server.process.pid), *server.seen.values()]
+        server.until(lambda health: health["status"] == "ok")
+
+        def cpu_s() -> float:
+            return sum(sum(process.cpu_times()[:2]) for process in everyone)
+
+        before, begun = cpu_s(), time.monotonic()
+        server.process.poll()
+        threading.Event().wait(5.0)  # what is measured is how little happens meanwhile
+        share = (cpu_s() - before) / (time.monotonic() - begun)
+        assert share < 0.02, f"an idle server takes {share:.1%} of a core"
