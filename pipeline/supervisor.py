@@ -311,6 +311,7 @@ class Supervisor:
                 self._prepared = message
             case m.Drained():
                 self._is_drained = True
+                self._listener.close()  # who comes now is refused, rather than kept waiting in the backlog
             case m.AskHealth(nonce):
                 self._ask_health(sender, nonce, self._settings.supervisor.health_timeout_s)
             case m.Pong(nonce):

@@ -1,0 +1,182 @@
+"""The HTTP routes.
+
+POST /v1/chat/completions, /v1/completions    GET /v1/models, /v1/models/{model}, /health, /version
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from pipeline import messages as m
+from pipeline.stages.gateway import health, parse, writing
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.requests import Requests
+from pipeline.version import VERSION
+
+BODY_TIMEOUT_S = 60.0
+"""Longest a client may take to send a request's body."""
+
+Parser = Callable[[bytes, parse.Limits], parse.Ask]
+
+
+class Doors:
+    """Whether requests are let in, and what those are told that are not."""
+
+    def __init__(self) -> None:
+        self.facts: m.ExecuteFacts | None = None
+        """What `Start` said; None before it."""
+        self.is_draining = False
+        self.death: str | None = None
+        """Which stage died, and why."""
+
+    @property
+    def status(self) -> str:
+        if self.death is not None:
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        return "starting" if self.facts is None else "ok"
+
+    def enter(self) -> m.ExecuteFacts:
+        """Let a request in, and return what is known about the model. Raises ApiError, 503."""
+        if self.death is None and not self.is_draining and self.facts is not None:
+            return self.facts
+        message = {
+            "failed": f"the server is going down: {self.death}",
+            "draining": "the server is shutting down and takes no new requests",
+            "starting": "the server is starting",
+        }[self.status]
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=self.status)
+
+
+class Api:
+    """What each route does."""
+
+    def __init__(self, doors: Doors, requests: Requests, desk: HealthDesk, limits: parse.Limits, max_body: int) -> None:
+        self._doors = doors
+        self._requests = requests
+        self._desk = desk
+        self._limits = limits
+        self._max_body = max_body
+        self._created = int(time.time())
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_body, middlewares=[_errors_in_shape])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self.chat_completions),
+                web.post("/v1/completions", self.completions),
+                web.get("/v1/models", self.models),
+                web.get("/v1/models/{model:.+}", self.model),
+                web.get("/health", self.health),
+                web.get("/version", self.version),
+            ]
+        )
+        return app
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse.parse_chat)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse.parse_completion)
+
+    async def _generate(self, request: web.Request, parser: Parser) -> web.StreamResponse:
+        """One call from body to response. Whichever way it ends, what is still open is aborted: aiohttp cancels this
+        task as soon as the client leaves."""
+        self._doors.enter()
+        body = await self._body(request)
+        ask = parser(body, self._limits)
+        self._doors.enter()
+        call = self._requests.open(ask)
+        try:
+            send = writing.send_stream if ask.stream else writing.send_whole
+            return await send(request, call)
+        except ConnectionError:
+            return web.Response()  # nobody reads it
+        finally:
+            self._requests.leave(call)
+
+    async def _body(self, request: web.Request) -> bytes:
+        if request.content_length is not None and request.content_length > self._max_body:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await request.read()
+        except TimeoutError:
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except web.RequestPayloadError as error:
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"the body can't be read: {error}") from error
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than {self._max_body} bytes"
+        return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        card = self._card()
+        if (name := request.match_info["model"]) != card["id"]:
+            raise ApiError(
+                HTTPStatus.NOT_FOUND, f"the model '{name[:100]}' does not exist", "model", code="model_not_found"
+            )
+        return _json(card)
+
+    def _card(self) -> dict[str, Any]:
+        facts = self._doors.enter()
+        return {
+            "id": self._limits.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pipeline",
+            "max_model_len": facts.max_model_len,
+        }
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        status = self._doors.status
+        answer = await self._desk.ask() if status in ("ok", "draining") else None
+        status = self._doors.status
+        reason = self._doors.death
+        if status == "ok" and answer is None:
+            status, reason = "late", "the supervisor did not answer in time"
+        body = health.body_of(answer, status, reason, self._requests.num_open)
+        return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        return _json({"version": VERSION})
+
+
+@web.middleware
+async def _errors_in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in OpenAI's shape, those of the router too."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error(error)
+    except web.HTTPMethodNotAllowed as refusal:
+        message = f"{request.method} is not allowed for {request.path}"
+        return _error(ApiError(refusal.status, message), {"Allow": refusal.headers["Allow"]})
+    except web.HTTPNotFound as refusal:
+        return _error(ApiError(refusal.status, f"there is nothing at {request.method} {request.path}"))
+
+
+def _error(error: ApiError, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        status=error.status,
+        body=error.json(),
+        content_type="application/json",
+        headers=error.headers | (headers or {}),
+    )
+
+
+def _json(value: Any, status: int = HTTPStatus.OK) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,136 @@
+"""Request bodies of the OpenAI API, and which of its fields must keep their neutral value here.
+
+Fields that neither struct nor table names are ignored, as OpenAI's own clients and proxies expect. So are fields that
+change nothing about the text: user, metadata, parallel_tool_calls, prompt_cache_key, safety_identifier, request_id ...
+Null stands for a field's default everywhere.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 128
+
+Id = Annotated[int, Meta(ge=0, lt=2**31)]
+MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """What both endpoints take."""
+
+    model: str
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    """-1 and 0 are off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    seed: int | None = None
+    """-2**63 .. 2**64 - 1"""
+    stop: str | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[Id], Meta(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ChatBody(Body, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
+    """Wins over max_tokens, which it replaces in OpenAI's API."""
+    add_generation_prompt: bool | None = None
+
+
+class CompletionBody(Body, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[str | Id | list[Id]]
+    """A text, texts, ids, or lists of ids; not a mixture."""
+    best_of: int | None = None
+    """Must equal n: nothing is generated to be thrown away."""
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI, both endpoints
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "presence_penalty": (0,),
+    # OpenAI, chat
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": ([], ["text"]),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # OpenAI, completions
+    "echo": (False,),
+    "suffix": ("",),
+    # vLLM
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (False,),
+    "priority": (0,),
+    "repetition_penalty": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Fields the API knows and this server does not support: the values, besides null, at which they change nothing.
+Any other value is an error, so that nobody gets text other than what they asked for without being told."""
+
+CHAT_NEUTRAL = NEUTRAL | {"add_special_tokens": (False,)}
+COMPLETION_NEUTRAL = NEUTRAL | {"add_special_tokens": (True,)}

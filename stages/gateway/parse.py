@@ -1,0 +1,208 @@
+"""From the bytes of a request's body to what is asked for, checked. Pure: no sockets, no state.
+
+Every function here returns or raises `ApiError` with a 4xx, whatever the bytes are. What needs the tokenizer or the
+model's length (a prompt that is too long, ids beyond the vocabulary) is ingest's to judge.
+"""
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.stages.gateway import errors
+from pipeline.stages.gateway.bodies import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    MAX_STOP_CHARS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Message,
+    StreamOptions,
+)
+from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
+
+B = TypeVar("B", bound=Body)
+
+DEFAULT_COMPLETION_TOKENS = 16
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""By the name a client gives. OpenAI's newer models say developer where templates say system."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    model: str
+    """The name that requests must give."""
+    max_sequences: int
+    """Sequences that may be open at once: a call for more can never be served."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One client call, checked. `sampling.seed` is left to who opens the requests: each prompt gets its own."""
+
+    is_chat: bool
+    model: str
+    prompts: list[m.Prompt]
+    n: int
+    max_tokens: int | None
+    seed: int | None
+    """u64; None draws one"""
+    sampling: m.Sampling
+    text: m.TextOptions
+    stream: bool
+    include_usage: bool
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_chats = msgspec.json.Decoder(ChatBody)
+_completions = msgspec.json.Decoder(CompletionBody)
+
+
+def parse_chat(body: bytes, limits: Limits) -> Ask:
+    """Read the body of POST /v1/chat/completions. Raises ApiError."""
+    chat = _decode(_chats, body, CHAT_NEUTRAL)
+    generate = True if chat.add_generation_prompt is None else chat.add_generation_prompt
+    prompt = m.ChatPrompt([_message(i, message) for i, message in enumerate(chat.messages)], generate)
+    max_tokens = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
+    return _ask(chat, [prompt], max_tokens, limits, is_chat=True)
+
+
+def parse_completion(body: bytes, limits: Limits) -> Ask:
+    """Read the body of POST /v1/completions. Raises ApiError."""
+    completion = _decode(_completions, body, COMPLETION_NEUTRAL)
+    if completion.best_of not in (None, completion.n or 1):
+        raise unsupported("best_of", "it must equal n")
+    max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
+    return _ask(completion, _prompts(completion.prompt), max_tokens, limits, is_chat=False)
+
+
+def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
+    try:
+        given = _fields.decode(body)
+        for name in given.keys() & neutral.keys():
+            value = msgspec.json.decode(given[name])
+            if value is not None and value not in neutral[name]:
+                raise unsupported(name)
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise errors.of_validation(error) from error
+    except UnicodeDecodeError as error:
+        raise invalid(None, "the body is not valid UTF-8", "invalid_json") from error
+    except msgspec.DecodeError as error:
+        raise errors.of_malformed(error, body, json.loads) from error
+    except RecursionError as error:
+        raise invalid(None, "the body's JSON is nested too deeply", "invalid_json") from error
+
+
+def _ask(body: Body, prompts: list[m.Prompt], max_tokens: int | None, limits: Limits, *, is_chat: bool) -> Ask:
+    if body.model != limits.model:
+        message = f"the model '{body.model[:100]}' does not exist; this server has '{limits.model}'"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
+    n = body.n or 1
+    if n * len(prompts) > limits.max_sequences:
+        what = f"{len(prompts)} prompts × n = {n} sequences" if len(prompts) > 1 else f"n = {n}"
+        param = "n" if n > limits.max_sequences else "prompt"
+        raise invalid(param, f"{what} is more than this server takes at once ({limits.max_sequences})")
+    options = _stream_options(body)
+    stop_ids = body.stop_token_ids or []
+    return Ask(
+        is_chat=is_chat,
+        model=body.model,
+        prompts=prompts,
+        n=n,
+        max_tokens=max_tokens,
+        seed=_seed(body.seed),
+        sampling=m.Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            stop_token_ids=stop_ids,
+            ignore_eos=bool(body.ignore_eos),
+        ),
+        text=m.TextOptions(
+            stop=_stop(body.stop),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            stop_token_ids=stop_ids,
+        ),
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+    )
+
+
+def _stream_options(body: Body) -> StreamOptions:
+    if body.stream_options is None:
+        return StreamOptions()
+    if not body.stream:
+        raise invalid("stream_options", "'stream_options' is only allowed together with stream = true")
+    if body.stream_options.continuous_usage_stats:
+        raise unsupported("stream_options.continuous_usage_stats")
+    return body.stream_options
+
+
+def _seed(seed: int | None) -> int | None:
+    """Signed and unsigned 64-bit integers are both in use; the sampler's key is unsigned."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise invalid("seed", "'seed' must be a 64-bit integer", "invalid_value")
+    return None if seed is None else seed % 2**64
+
+
+def _stop(stop: str | list[str] | None) -> list[str]:
+    if isinstance(stop, str):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise invalid("stop", f"'stop' must be a string of 1 to {MAX_STOP_CHARS} characters", "invalid_value")
+        return [stop]
+    return stop or []
+
+
+def _message(i: int, message: Message) -> m.ChatMessage:
+    at = f"messages[{i}]"
+    if message.role in ("tool", "function"):
+        raise unsupported(f"{at}.role", "messages of tools")
+    if message.role not in ROLES:
+        raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}", "invalid_value")
+    for name in ("tool_calls", "function_call", "audio"):
+        if getattr(message, name) not in (None, []):
+            raise unsupported(f"{at}.{name}")
+    match message.content:
+        case None:
+            raise invalid(f"{at}.content", f"'{at}.content' is required")
+        case str(content):
+            pass
+        case parts:
+            for j, part in enumerate(parts):
+                if part.type != "text":
+                    raise unsupported(f"{at}.content[{j}].type", "content must be text")
+                if part.text is None:
+                    raise invalid(f"{at}.content[{j}].text", f"'{at}.content[{j}].text' is required")
+            content = "\n".join(part.text or "" for part in parts)
+    return m.ChatMessage(ROLES[message.role], content, message.name)
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[m.Prompt]:
+    if isinstance(prompt, str):
+        return [m.TextPrompt(prompt)]
+    if not prompt:
+        raise invalid("prompt", "'prompt' must not be an empty array", "invalid_value")
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        raise invalid("prompt", "'prompt' must hold strings, ids or arrays of ids, not a mixture", "invalid_type")
+    if kinds == {int}:
+        return [m.IdsPrompt(_packed(prompt))]
+    return [_prompt(i, item) for i, item in enumerate(prompt)]
+
+
+def _prompt(i: int, item: str | int | list[int]) -> m.Prompt:
+    if isinstance(item, str):
+        return m.TextPrompt(item)
+    if not item:
+        raise invalid(f"prompt[{i}]", f"'prompt[{i}]' must not be an empty array", "invalid_value")
+    return m.IdsPrompt(_packed(item))
+
+
+def _packed(ids: Any) -> bytes:
+    return np.array(ids, "<i4").tobytes()

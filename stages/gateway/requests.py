@@ -1,0 +1,339 @@
+"""Open requests: the one owner of what the gateway knows about each, and of the credits that bound them.
+
+    open ──Submit──► (Accepted) ──► Deltas, Deltas, … ──► closed ──Closed──► settled
+                         └────────────► Rejected ───────────┘
+
+A client's call opens one request for each of its prompts. A request is closed when each of its sequences has had its
+closing, and settled when, besides, the client has got everything or has left: then its credits, one for each sequence,
+come back. A client that leaves has its open requests aborted; they stay here until their closings have come.
+"""
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.stage import Stage
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parse import Ask
+
+FIRST_ATTEMPT = 1
+ID_BYTES = 4
+
+
+class Sequence(msgspec.Struct, eq=False):
+    """One sample: what has come of it, and what of that the client has not been given yet."""
+
+    pending: list[str] = []
+    num_chars: int = 0
+    """Characters of its text that have come."""
+    ids: bytearray = msgspec.field(default_factory=bytearray)
+    """int32, every output id that has come"""
+    finish: int = m.Finish.NONE
+    stop_reason: str | int | None = None
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids) // ID_BYTES
+
+    def take_text(self) -> str:
+        """The text that has come since the last time."""
+        text = "".join(self.pending)
+        self.pending.clear()
+        return text
+
+    def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int) -> None:
+        """Append what is new: a request that was driven again repeats itself from some earlier place."""
+        assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta left something out"
+        if new := text[self.num_chars - text_offset :]:
+            self.pending.append(new)
+            self.num_chars += len(new)
+        self.ids += ids[(self.num_ids - id_offset) * ID_BYTES :]
+
+
+class Request(msgspec.Struct, eq=False):
+    """One prompt of a call."""
+
+    submit: m.Submit
+    """As it was sent: prompt, seed and arrival are what the request is driven with again."""
+    call: "Call"
+    sequences: list[Sequence]
+    prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
+    """What ingest made of the prompt."""
+    is_closed: bool = False
+    is_aborted: bool = False
+
+    @property
+    def id(self) -> int:
+        return self.submit.request_id
+
+
+class Call:
+    """One client's call: its requests, and the wake of the task that writes its response."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        prefix = "chatcmpl" if ask.is_chat else "cmpl"
+        self.id = f"{prefix}-{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.requests: list[Request] = []
+        self.sequences: list[Sequence] = []
+        """Of all its requests; the place is the choice's index."""
+        self.num_unfinished = 0
+        self.num_accepted = 0
+        self.has_begun = False
+        """A delta has come: the server is computing this."""
+        self.failure: ApiError | None = None
+        self.is_over = False
+        self._changed = asyncio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.num_accepted == len(self.requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests if request.prompt_ids is not None)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(sequence.num_ids for sequence in self.sequences)
+
+    def fail(self, error: ApiError) -> None:
+        """The call ends with an error; the first one counts, and none once it has finished."""
+        if not self.is_finished:
+            self.failure = self.failure or error
+            self._changed.set()
+
+    def wake(self) -> None:
+        """Something came. A response that is sent whole waits for the end."""
+        if self.ask.stream or self.is_finished:
+            self._changed.set()
+
+    async def change(self) -> None:
+        """Wait until something has come since the last time. Raises ApiError when the call fails or has failed.
+
+        No deadline of its own: each opening has a closing, a dead stage fails every call, and so does the end of a
+        drain.
+        """
+        if self.failure is None:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.failure is not None:
+            raise self.failure
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds. Raises ApiError as `change`."""
+        while self.failure is not None or not condition():
+            await self.change()
+
+
+class Requests:
+    """The table of open requests."""
+
+    def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
+        self._stage = stage
+        self._ingest = stage.outbox("ingest")
+        self._schedule = stage.outbox("schedule")
+        self._table: dict[int, Request] = {}
+        self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
+        """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
+        self._num_credits = stage.settings.gateway.max_open_requests
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._table)
+
+    async def idle(self) -> None:
+        """Wait until nothing is open. The caller has the deadline."""
+        await self._idle.wait()
+
+    # ------------------------------------------------------------------------------------------- the client's side
+
+    def open(self, ask: Ask) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+        if self._owed or self._num_credits < len(ask.prompts) * ask.n:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the server has as many open requests as it takes", code="overloaded"
+            )
+        call = Call(ask)
+        seed = secrets.randbits(64) if ask.seed is None else ask.seed
+        for i, prompt in enumerate(ask.prompts):
+            submit = m.Submit(
+                request_id=secrets.randbits(63),
+                attempt=FIRST_ATTEMPT,
+                gateway=self._stage.replica,
+                arrival_s=time.time(),
+                prompt=prompt,
+                n=ask.n,
+                max_tokens=ask.max_tokens,
+                sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
+                text=ask.text,
+            )
+            if not self._ingest.send(submit):
+                self.leave(call)
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is overloaded", code="overloaded")
+            request = Request(submit, call, [Sequence() for _ in range(ask.n)])
+            call.requests.append(request)
+            call.sequences += request.sequences
+            call.num_unfinished += ask.n
+            self._num_credits -= ask.n
+            self._table[request.id] = request
+            self._idle.clear()
+            self._stage.log.debug("opened", extra=_fields(request, call=call.id))
+        return call
+
+    def leave(self, call: Call) -> None:
+        """The response is over, whole or not: abort what is still open, and settle what is closed."""
+        if call.is_over:
+            return
+        call.is_over = True
+        for request in call.requests:
+            if request.is_closed:
+                self._settle(request)
+            else:
+                self._abort(request)
+
+    # ------------------------------------------------------------------------------------------ the stages' side
+
+    def accepted(self, message: m.Accepted) -> None:
+        """Ingest has made ids of a prompt."""
+        ids = self._stage.arrays.take(message.prompt_ids, np.int32)
+        request = self._find(message.request_id, message.attempt)
+        if request is not None and request.prompt_ids is None and not request.is_closed:
+            request.prompt_ids = ids
+            request.call.num_accepted += 1
+            request.call.wake()
+
+    def rejected(self, message: m.Rejected) -> None:
+        """A request can't be served; all its sequences are closed."""
+        request = self._find(message.request_id, message.attempt, is_open=False)
+        if request is None or request.is_closed:
+            return
+        if not request.is_aborted:
+            failure = message.failure
+            self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
+            request.call.fail(ApiError.of(failure))
+        for sequence in request.sequences:
+            self._finish(request, sequence, m.Finish.ERROR, None)
+
+    def deltas(self, message: m.Deltas) -> None:
+        """Text and ids of some sequences."""
+        begin = 0
+        for i, request_id in enumerate(message.request_ids):
+            end = begin + message.num_ids[i] * ID_BYTES
+            ids, begin = message.ids[begin:end], end
+            finish = message.finishes[i]
+            request = self._find(request_id, message.attempts[i], is_open=finish == m.Finish.NONE)
+            if request is None:
+                continue
+            sequence = request.sequences[message.indexes[i]]
+            if sequence.finish != m.Finish.NONE:
+                continue
+            call = request.call
+            if not call.is_over:
+                sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i])
+                call.has_begun = True
+            if finish != m.Finish.NONE:
+                self._finish(request, sequence, finish, message.stop_reasons[i])
+            call.wake()
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every call with this error."""
+        for call in {id(request.call): request.call for request in self._table.values()}.values():
+            call.fail(error)
+
+    def give_up(self, error: ApiError) -> None:
+        """No closing will come any more: end every call with this error and wait for none."""
+        for request in list(self._table.values()):
+            request.call.fail(error)
+            self._close(request)
+        self._owed.clear()
+
+    def flush(self) -> None:
+        """Send what full sockets refused before; to be called once per wake."""
+        while self._owed:
+            outbox, message = self._owed[0]
+            if not outbox.send(message):
+                return
+            self._owed.popleft()
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _find(self, request_id: int, attempt: int, *, is_open: bool = True) -> Request | None:
+        """The request a message is about. One that nobody here waits for is aborted if `is_open`, that is, if the
+        sender goes on with it; what comes from an attempt before the last is dropped."""
+        request = self._table.get(request_id)
+        if request is None:
+            if is_open:
+                self._disown(request_id, attempt)
+            return None
+        return request if request.submit.attempt == attempt else None
+
+    def _finish(self, request: Request, sequence: Sequence, finish: int, stop_reason: str | int | None) -> None:
+        if sequence.finish != m.Finish.NONE:
+            return
+        if finish == m.Finish.ERROR and not request.is_aborted and request.call.failure is None:
+            self._stage.log.info("failed", extra=_fields(request))
+            request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
+        sequence.finish = finish
+        sequence.stop_reason = stop_reason
+        request.call.num_unfinished -= 1
+        if all(sequence.finish != m.Finish.NONE for sequence in request.sequences):
+            self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
+            self._close(request)
+
+    def _close(self, request: Request) -> None:
+        request.is_closed = True
+        if request.call.is_over:
+            self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        if self._table.pop(request.id, None) is not None:
+            self._num_credits += request.submit.n
+        if not self._table:
+            self._idle.set()
+
+    def _abort(self, request: Request) -> None:
+        request.is_aborted = True
+        self._stage.log.info("aborted", extra=_fields(request, call=request.call.id))
+        self._disown(request.id, request.submit.attempt)
+
+    def _disown(self, request_id: int, attempt: int) -> None:
+        """Have a request ended, wherever it is."""
+        abort = m.Abort(request_id, attempt)
+        self._send(self._ingest, abort)
+        self._send(self._schedule, abort)
+
+    def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
+        if not outbox.send(message):
+            self._owed.append((outbox, message))
+
+
+def seed_of(seed: int, prompt: int) -> int:
+    """The seed (u64) of a call's prompt number `prompt`: the client's own for the first, and for each further one
+    an output of the splitmix64 generator (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+    if prompt == 0:
+        return seed
+    mask = 2**64 - 1
+    z = (seed + prompt * 0x9E3779B97F4A7C15) & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return z ^ (z >> 31)
+
+
+def _fields(request: Request, **fields: Any) -> dict[str, Any]:
+    return {"fields": {"request": f"{request.id:x}", **fields}}

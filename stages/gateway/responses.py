@@ -1,0 +1,167 @@
+"""What goes out: response bodies and the events of a stream, in OpenAI's shapes. Pure.
+
+`stop_reason` is vLLM's addition: the stop string or id that ended a choice.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from pipeline import messages as m
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.requests import Call, Sequence
+
+FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort", m.Finish.ERROR: "error"}
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class _Message(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class _ChatChoice(msgspec.Struct):
+    index: int
+    message: _Message
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: None = None
+
+
+class _TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: None = None
+
+
+class _Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class _DeltaChoice(msgspec.Struct):
+    index: int
+    delta: _Delta
+    finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: None = None
+
+
+class _Response(msgspec.Struct):
+    """A whole response, or a chunk of a streamed one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[_ChatChoice] | list[_TextChoice] | list[_DeltaChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def usage_of(call: Call) -> Usage:
+    prompt, output = call.num_prompt_tokens, call.num_output_tokens
+    return Usage(prompt, output, prompt + output)
+
+
+def whole(call: Call) -> bytes:
+    """The body of a response that is not streamed. The call has finished."""
+    choices: list[_ChatChoice] | list[_TextChoice]
+    if call.ask.is_chat:
+        choices = [
+            _ChatChoice(i, _Message(s.take_text()), _finish_reason(s), s.stop_reason)
+            for i, s in enumerate(call.sequences)
+        ]
+    else:
+        choices = [
+            _TextChoice(i, s.take_text(), _finish_reason(s), s.stop_reason) for i, s in enumerate(call.sequences)
+        ]
+    kind = "chat.completion" if call.ask.is_chat else "text_completion"
+    return _encoder.encode(_Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call)))
+
+
+class Events:
+    """The events of one streamed response, as they become due.
+
+    chat:         role, content …, finish   for each choice, interleaved; then usage if it was asked for, then [DONE]
+    completions:  text …, finish            likewise
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        kind = "chat.completion.chunk" if call.ask.is_chat else "text_completion"
+        usage = None if call.ask.include_usage else UNSET
+        self._chunk = _Response(call.id, kind, call.created, call.ask.model, [], usage)
+        self._unfinished = dict(enumerate(call.sequences))
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the last of them has been given out."""
+        return not self._unfinished
+
+    def first(self) -> bytes:
+        """What a stream begins with, before there is any text."""
+        if not self._call.ask.is_chat:
+            return b""
+        role = _Delta("assistant", "")
+        return b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished)
+
+    def due(self) -> bytes:
+        """All that has come since the last time."""
+        return b"".join(self._due())
+
+    def _due(self) -> Iterator[bytes]:
+        is_chat = self._call.ask.is_chat
+        finished = []
+        for i, sequence in self._unfinished.items():
+            if text := sequence.take_text():
+                yield self._event(
+                    _DeltaChoice(i, _Delta(content=text), None) if is_chat else _TextChoice(i, text, None)
+                )
+            if sequence.finish != m.Finish.NONE:
+                reason, stop = _finish_reason(sequence), sequence.stop_reason
+                yield self._event(
+                    _DeltaChoice(i, _Delta(), reason, stop) if is_chat else _TextChoice(i, "", reason, stop)
+                )
+                finished.append(i)
+        for i in finished:
+            del self._unfinished[i]
+        if finished and not self._unfinished:
+            yield self._last()
+
+    def _last(self) -> bytes:
+        if not self._call.ask.include_usage:
+            return DONE
+        usage = msgspec.structs.replace(self._chunk, choices=[], usage=usage_of(self._call))
+        return _framed(_encoder.encode(usage)) + DONE
+
+    def _event(self, choice: _DeltaChoice | _TextChoice) -> bytes:
+        self._chunk.choices = [choice]  # type: ignore[assignment]
+        return _framed(_encoder.encode(self._chunk))
+
+
+def error_events(error: ApiError) -> bytes:
+    """How a stream that has begun ends with an error."""
+    return _framed(error.json()) + DONE
+
+
+def _framed(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _finish_reason(sequence: Sequence) -> str:
+    return FINISH_REASONS[m.Finish(sequence.finish)]

@@ -1,0 +1,155 @@
+"""The gateway's process: clients on one side, messages on the other, one asyncio loop between.
+
+client ──HTTP──► app ──► Requests.open ──Submit──► ingest
+client ◄──SSE─── writing ◄──wake── Requests ◄── Accepted, Rejected, Deltas
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+from http import HTTPStatus
+from typing import assert_never
+
+import uvloop
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from pipeline import messages as m
+from pipeline.channels import AsyncInbox
+from pipeline.model_folder import ModelConfig
+from pipeline.stage import Stage
+from pipeline.stages.gateway import parse
+from pipeline.stages.gateway.app import Api, Doors
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.requests import Requests
+
+LAST_WORDS_S = 1.5
+"""After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
+CLOSE_S = 1.0
+"""Longest that responses may take to end after `Stop`."""
+IDLE_CONNECTION_S = 300.0
+"""How long a connection that asks nothing is kept."""
+
+
+def run(launch: m.Launch) -> None:
+    """Run the stage until `Stop`."""
+    stage: Stage[m.GatewayInbox] = Stage(launch, m.GatewayInbox)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Gateway(stage).serve())
+    stage.close()
+
+
+class Gateway:
+    """The loop, and what the supervisor asks of it."""
+
+    def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
+        self._stage = stage
+        settings = stage.settings
+        self._doors = Doors()
+        self._requests = Requests(stage)
+        self._desk = HealthDesk(stage)
+        limits = parse.Limits(
+            settings.served_model_name or ModelConfig.load(stage.model_dir).name, settings.gateway.max_open_requests
+        )
+        self._api = Api(self._doors, self._requests, self._desk, limits, settings.gateway.max_body_bytes)
+        self._is_stopped = False
+        self._tasks: asyncio.TaskGroup
+        self._site: web.SockSite
+        self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self) -> None:
+        """Listen, say that the stage is ready, and handle messages until `Stop`."""
+        runner = web.AppRunner(
+            self._api.app(),
+            handler_cancellation=True,
+            access_log=None,
+            logger=_http_log(),
+            keepalive_timeout=IDLE_CONNECTION_S,
+            shutdown_timeout=CLOSE_S,
+        )
+        await runner.setup()
+        self._site = web.SockSite(runner, socket.socket(fileno=self._stage.launch.listen_fd))
+        await self._site.start()
+        inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
+        self._stage.ready()
+        async with asyncio.TaskGroup() as self._tasks:
+            while not self._is_stopped:
+                for message in await inbox.receive_all():
+                    self._handle(message)
+                self._requests.flush()
+                self._stage.release()
+            if self._ending is not None:
+                self._ending.cancel()
+        self._requests.give_up(_SHUTTING_DOWN)
+        await runner.cleanup()
+        inbox.close()
+
+    def _handle(self, message: m.GatewayInbox) -> None:
+        match message:
+            case m.Deltas():
+                self._requests.deltas(message)
+            case m.Accepted():
+                self._requests.accepted(message)
+            case m.Rejected():
+                self._requests.rejected(message)
+            case m.Health():
+                self._desk.answered(message)
+            case m.Ping(nonce):
+                self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
+            case m.Start(facts):
+                self._doors.facts = facts
+                gc.collect()
+                gc.freeze()
+            case m.Drain(deadline_s):
+                self._doors.is_draining = True
+                self._end(deadline_s)
+            case m.StageDied(stage, reason):
+                self._doors.death = f"stage {stage} died: {reason}"
+                self._requests.give_up(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self._doors.death, code="stage_died"))
+                self._end(0.0)
+            case m.Stop():
+                self._is_stopped = True
+            case _:
+                assert_never(message)
+
+    def _end(self, deadline_s: float) -> None:
+        if self._ending is None:
+            self._ending = self._tasks.create_task(self._drain(deadline_s))
+
+    async def _drain(self, deadline_s: float) -> None:
+        """Let open streams go on until the deadline, end those that are left, then say that nothing is open."""
+        self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
+        if not await self._idle_within(deadline_s):
+            self._requests.fail_all(_SHUTTING_DOWN)
+            await self._idle_within(LAST_WORDS_S)
+        if self._doors.death is None:  # else who comes is told of it
+            await self._site.stop()
+        self._stage.supervisor.send(m.Drained())
+
+    async def _idle_within(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._requests.idle()
+                return True
+        return False
+
+
+_SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
+
+
+class _NotTheClientsFault(logging.Filter):
+    """What a client sends that is not even HTTP is answered, and is no event of the server's life."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+def _http_log() -> logging.Logger:
+    log = logging.getLogger("pipeline.http")
+    if not log.filters:
+        log.addFilter(_NotTheClientsFault())
+    return log

@@ -1,0 +1,169 @@
+"""A gateway with an HTTP socket, between fakes: the test is client, ingest, schedule, detokenize and supervisor."""
+
+import json
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.config.settings import Gateway, Settings
+from pipeline.model_folder import ModelConfig
+from tests.rig import PATIENCE_S, Rig
+
+FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000)
+MODEL = "tiny"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+END = b"\r\n0\r\n\r\n"
+"""How a chunked response ends."""
+COMPLETION = {"model": MODEL, "prompt": "Hi"}
+
+
+class Gate:
+    """A context manager; entering it starts the stage and, unless told otherwise, sends `Start`."""
+
+    def __init__(self, folder: Path, *, start: bool = True, **gateway: Any) -> None:
+        ModelConfig(
+            name=MODEL,
+            architecture="llama",
+            num_layers=1,
+            hidden_size=8,
+            intermediate_size=8,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=8,
+            vocab_size=1000,
+            max_position=512,
+            rms_norm_eps=1e-5,
+            rope_theta=1e4,
+            tie_embeddings=True,
+            eos_ids=[0],
+            weight_files=[],
+        ).save(folder)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.address: tuple[str, int] = listener.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._start = start
+        self.rig = Rig("gateway", Settings(gateway=Gateway(**gateway)), folder, listen_fd=listener.detach())
+        self._threads = ThreadPoolExecutor(32)
+        self._chars: dict[tuple[int, int], int] = {}
+        self._ids: dict[tuple[int, int], int] = {}
+
+    def __enter__(self) -> "Gate":
+        self.rig.__enter__()
+        if self._start:
+            self.rig.start(FACTS)
+        else:
+            self.rig.receive("supervisor", m.Ready)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.rig.__exit__(*error)
+        finally:
+            self._threads.shutdown()
+            self.client.close()
+
+    # ------------------------------------------------------------------------------------------------- as a client
+
+    def do(self, function: Any, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Run something that waits for the server, beside the test."""
+        return self._threads.submit(function, *args, **kwargs)
+
+    def post(self, body: Any, path: str = "/v1/chat/completions") -> "Future[httpx.Response]":
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.do(self.client.post, path, content=content)
+
+    def complete(self, body: Any) -> "Future[httpx.Response]":
+        return self.post(body, "/v1/completions")
+
+    def raw(self, body: Any, path: str = "/v1/chat/completions") -> socket.socket:
+        """A connection of one's own that has sent a request."""
+        connection = socket.create_connection(self.address, timeout=PATIENCE_S)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        return connection
+
+    # ------------------------------------------------------------------------------------------------ as the stages
+
+    def submit(self) -> m.Submit:
+        """The next request that came to ingest."""
+        return self.rig.receive("ingest", m.Submit)
+
+    def accept(self, submit: m.Submit, num_ids: int = 3) -> None:
+        ids = np.arange(num_ids, dtype=np.int32)
+        self.rig.send(m.Accepted(submit.request_id, submit.attempt, ids.tobytes()), "ingest.0")
+
+    def reject(self, submit: m.Submit, failure: m.Failure, sender: str = "ingest.0") -> None:
+        self.rig.send(m.Rejected(submit.request_id, submit.attempt, failure), sender)
+
+    def delta(
+        self,
+        submit: m.Submit,
+        text: str = "",
+        num_ids: int = 1,
+        *,
+        index: int = 0,
+        finish: m.Finish = m.Finish.NONE,
+        stop_reason: str | int | None = None,
+        back: int = 0,
+    ) -> None:
+        """Text and ids of a sequence. With `back`, the text begins that many characters, and ids, before the end of
+        what was sent: a repetition."""
+        key = submit.request_id, index
+        chars, ids = self._chars.get(key, 0) - back, self._ids.get(key, 0) - back
+        self._chars[key], self._ids[key] = chars + len(text), ids + num_ids
+        self.rig.send(
+            m.Deltas(
+                [submit.request_id],
+                [submit.attempt],
+                [index],
+                [text],
+                [chars],
+                np.arange(ids, ids + num_ids, dtype=np.int32).tobytes(),
+                [ids],
+                [num_ids],
+                [int(finish)],
+                [stop_reason],
+            ),
+            "detokenize.0",
+        )
+
+    def finish(self, submit: m.Submit, text: str = "", index: int = 0, finish: m.Finish = m.Finish.STOP) -> None:
+        self.delta(submit, text, index=index, finish=finish)
+
+    def serve(self, text: str = "Hello") -> m.Submit:
+        """Play the stages for the next request: accept it and answer each of its sequences with `text`."""
+        submit = self.submit()
+        self.accept(submit)
+        for index in range(submit.n):
+            self.finish(submit, text, index)
+        return submit
+
+    def closed(self) -> tuple[int, int]:
+        closed = self.rig.receive("schedule", m.Closed)
+        return closed.request_id, closed.attempt
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    """Read until `mark` has come. Fails where the connection ends, or is silent for too long."""
+    data = b""
+    while mark not in data:
+        more = connection.recv(1 << 20)
+        assert more, f"the connection ended after {data[-500:]!r}"
+        data += more
+    return data
+
+
+def events_of(text: str) -> list[Any]:
+    """The events of a stream, decoded; its end must be well-formed."""
+    assert text.endswith("data: [DONE]\n\n")
+    lines = text.removesuffix("data: [DONE]\n\n").split("\n\n")
+    assert lines.pop() == ""
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]

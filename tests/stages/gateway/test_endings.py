@@ -1,0 +1,180 @@
+"""Starting, draining, a stage's death, and the truth about health."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pipeline import messages as m
+from tests.stages.gateway.gate import CHAT, END, FACTS, Gate, events_of, read_until
+
+STREAM = CHAT | {"stream": True}
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10)
+
+
+class TestBeforeStart:
+    def test_requests_are_told_to_come_again(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, start=False) as gate:
+            for response in (gate.post(CHAT).result(), gate.client.get("/v1/models")):
+                assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+                assert response.json()["error"]["code"] == "starting"
+            health = gate.client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "starting")
+            gate.rig.send(m.Start(FACTS))
+            gate.rig.load()
+            assert gate.client.get("/v1/models").status_code == 200
+
+    def test_the_stage_can_be_stopped(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, start=False):
+            pass
+
+
+def answer(gate: Gate, status: str = "ok") -> m.AskHealth:
+    question: m.AskHealth = gate.rig.receive("supervisor", m.AskHealth)
+    stages = [m.StageHealth("schedule.0", 17, "ready", 0.5)]
+    gate.rig.send(m.Health(question.nonce, status, stages, LOAD))
+    return question
+
+
+class TestHealth:
+    def test_is_the_supervisors_word(self, gate: Gate) -> None:
+        response = gate.do(gate.client.get, "/health")
+        answer(gate)
+        result = response.result()
+        assert result.status_code == 200
+        assert result.json() == {
+            "status": "ok",
+            "reason": None,
+            "stages": [{"name": "schedule.0", "pid": 17, "state": "ready", "answer_ms": 0.5}],
+            "running": 1,
+            "waiting": 2,
+            "kv_blocks": {"free": 3, "cached": 4, "held": 5, "total": 12},
+            "counters": {
+                "prompt_tokens": 6,
+                "cached_tokens": 7,
+                "output_tokens": 8,
+                "preemptions": 9,
+                "steps": 10,
+            },
+            "open_requests": 0,
+        }
+
+    def test_is_503_when_a_stage_is_late(self, gate: Gate) -> None:
+        response = gate.do(gate.client.get, "/health")
+        answer(gate, "late")
+        assert (response.result().status_code, response.result().json()["status"]) == (503, "late")
+
+    def test_asks_once_for_all_who_ask_at_once(self, gate: Gate) -> None:
+        first = gate.do(gate.client.get, "/health")
+        question = gate.rig.receive("supervisor", m.AskHealth)
+        others = [gate.do(gate.client.get, "/health") for _ in range(4)]
+        # A client that leaves does not take the question with it.
+        with socket.create_connection(gate.address, timeout=30) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        gate.rig.load()
+        gate.rig.send(m.Health(question.nonce, "ok", [], LOAD))
+        assert first.result().status_code == 200
+        while not all(other.done() for other in others):
+            if not gate.rig.nothing("supervisor", 0.05):
+                answer(gate)
+        assert [other.result().status_code for other in others] == [200] * 4
+
+    def test_is_503_when_the_supervisor_says_nothing(self, gate: Gate) -> None:
+        response = gate.client.get("/health")
+        assert (response.status_code, response.json()["status"]) == (503, "late")
+        # A late answer to it is no answer to the next question.
+        late = gate.rig.receive("supervisor", m.AskHealth)
+        following = gate.do(gate.client.get, "/health")
+        question = gate.rig.receive("supervisor", m.AskHealth)
+        gate.rig.send(m.Health(late.nonce, "dead", [], None))
+        gate.rig.send(m.Health(question.nonce, "ok", [], None))
+        assert following.result().json()["status"] == "ok"
+
+
+class TestDraining:
+    def test_an_idle_gateway_is_drained_at_once(self, gate: Gate) -> None:
+        gate.rig.send(m.Drain(30.0))
+        gate.rig.receive("supervisor", m.Drained)
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(gate.address, timeout=30):
+            pass
+
+    def test_streams_go_on_to_their_end_and_nothing_new_begins(self, gate: Gate) -> None:
+        response = gate.post(STREAM)
+        submit = gate.submit()
+        gate.accept(submit)
+        gate.delta(submit, "Hel")
+        gate.rig.send(m.Drain(30.0))
+        gate.rig.load()
+        refused = gate.post(CHAT).result()
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert "shutting down" in refused.json()["error"]["message"]
+        health = gate.do(gate.client.get, "/health")
+        answer(gate)
+        assert (health.result().status_code, health.result().json()["status"]) == (503, "draining")
+        assert gate.rig.nothing("supervisor", 0)
+        gate.finish(submit, "lo")
+        gate.rig.receive("supervisor", m.Drained)
+        events = events_of(response.result().text)
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+    def test_at_the_deadline_what_is_open_ends_with_a_clear_error(self, gate: Gate) -> None:
+        with gate.raw(STREAM) as stream:
+            submits = [gate.submit()]
+            gate.delta(submits[0], "Hel")
+            read_until(stream, b'"Hel"')
+            others = [gate.post(CHAT), gate.post(STREAM)]
+            submits += [gate.submit(), gate.submit()]
+            gate.rig.send(m.Drain(0.05))
+            aborts = {gate.rig.receive("schedule", m.Abort).request_id for _ in submits}
+            assert aborts == {submit.request_id for submit in submits}
+            assert b'data: {"error":{"message":"the server is shutting down"' in read_until(stream, END)
+        for result in (other.result() for other in others):
+            assert result.status_code == 503
+            assert result.json()["error"]["message"] == "the server is shutting down"
+        for submit in submits:
+            gate.finish(submit, finish=m.Finish.ABORT)
+        gate.rig.receive("supervisor", m.Drained)
+
+    def test_ends_though_a_closing_never_comes(self, gate: Gate) -> None:
+        response = gate.post(CHAT)
+        gate.submit()
+        gate.rig.send(m.Drain(0.05))
+        assert response.result().status_code == 503
+        gate.rig.receive("supervisor", m.Drained)
+
+    def test_can_be_cut_short_by_stop(self, tmp_path: Path) -> None:
+        with Gate(tmp_path) as gate:
+            stream = gate.raw(STREAM)
+            submit = gate.submit()
+            gate.delta(submit, "Hel")
+            read_until(stream, b'"Hel"')
+            gate.rig.send(m.Drain(30.0))
+        with stream:
+            assert b'"code":"shutting_down"' in read_until(stream, END)
+
+
+class TestADeadStage:
+    def test_ends_everything_with_its_name_and_reason(self, gate: Gate) -> None:
+        with gate.raw(STREAM) as stream:
+            submit = gate.submit()
+            gate.delta(submit, "Hel")
+            read_until(stream, b'"Hel"')
+            whole = gate.post(CHAT)
+            gate.submit()
+            gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
+            reason = "stage execute.0 died: killed by signal 9"
+            assert f'data: {{"error":{{"message":"{reason}","type":"server_error"'.encode() in read_until(stream, END)
+        assert whole.result().status_code == 500
+        assert whole.result().json()["error"]["message"] == reason
+        gate.rig.receive("supervisor", m.Drained)
+        assert gate.rig.load().num_open_requests == 0
+
+    def test_is_what_those_are_told_who_come_later(self, gate: Gate) -> None:
+        gate.rig.send(m.StageDied("ingest.0", "exit code 1"))
+        gate.rig.receive("supervisor", m.Drained)
+        refused = gate.post(CHAT).result()
+        assert refused.status_code == 503
+        assert "stage ingest.0 died: exit code 1" in refused.json()["error"]["message"]
+        health = gate.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert health.json()["reason"] == "stage ingest.0 died: exit code 1"

@@ -1,0 +1,298 @@
+"""Responses that are sent whole, errors, and the routes beside."""
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import messages as m
+from pipeline.shm.arrays import ShmRef
+from pipeline.version import VERSION
+from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, Gate
+
+
+class TestAChat:
+    def test_is_answered_whole(self, gate: Gate) -> None:
+        response = gate.post(CHAT)
+        submit = gate.submit()
+        gate.accept(submit, num_ids=5)
+        gate.delta(submit, "Hello", num_ids=2)
+        gate.delta(submit, " there", num_ids=2, finish=m.Finish.STOP, stop_reason="!")
+        result = response.result()
+        assert result.status_code == 200
+        body = result.json()
+        assert body.pop("id").startswith("chatcmpl-")
+        assert body.pop("created") > 1e9
+        assert body == {
+            "object": "chat.completion",
+            "model": MODEL,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": "Hello there", "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                    "stop_reason": "!",
+                }
+            ],
+            "usage": {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9},
+            "system_fingerprint": None,
+        }
+        assert gate.closed() == (submit.request_id, 1)
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+
+    def test_is_submitted_with_all_that_the_stages_need(self, gate: Gate) -> None:
+        response = gate.post(CHAT | {"n": 2, "seed": 7, "max_tokens": 9, "stop": "x", "temperature": 0})
+        submit = gate.submit()
+        assert submit.prompt == m.ChatPrompt([m.ChatMessage("user", "Hi")])
+        assert (submit.attempt, submit.gateway, submit.n, submit.max_tokens) == (1, 0, 2, 9)
+        assert 0 <= submit.request_id < 2**63
+        assert submit.arrival_s > 1e9
+        assert submit.sampling == m.Sampling(temperature=0.0, seed=7)
+        assert submit.text == m.TextOptions(["x"])
+        for index in (1, 0):
+            gate.finish(submit, f"choice {index}", index)
+        choices = response.result().json()["choices"]
+        assert [(c["index"], c["message"]["content"]) for c in choices] == [(0, "choice 0"), (1, "choice 1")]
+
+    def test_without_a_seed_is_given_one_at_random(self, gate: Gate) -> None:
+        seeds = set()
+        for _ in range(3):
+            response = gate.post(CHAT)
+            seeds.add(gate.serve().sampling.seed)
+            assert response.result().status_code == 200
+        assert len(seeds) == 3
+
+    @pytest.mark.parametrize(
+        ("finish", "word"), [(m.Finish.STOP, "stop"), (m.Finish.LENGTH, "length"), (m.Finish.ABORT, "abort")]
+    )
+    def test_says_why_it_ended(self, gate: Gate, finish: m.Finish, word: str) -> None:
+        response = gate.post(CHAT)
+        gate.finish(gate.submit(), "x", finish=finish)
+        assert response.result().json()["choices"][0]["finish_reason"] == word
+
+    def test_that_fails_is_an_error(self, gate: Gate) -> None:
+        response = gate.post(CHAT)
+        submit = gate.submit()
+        gate.finish(submit, finish=m.Finish.ERROR)
+        result = response.result()
+        assert (result.status_code, result.json()["error"]["type"]) == (500, "server_error")
+        assert gate.closed() == (submit.request_id, 1)
+
+    def test_takes_any_content_type(self, gate: Gate) -> None:
+        response = gate.do(
+            gate.client.post, "/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": "text/plain"}
+        )
+        gate.serve()
+        assert response.result().status_code == 200
+
+
+class TestACompletion:
+    def test_has_a_choice_for_each_sequence_of_each_prompt(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "n": 2, "seed": 5})
+        first, second = gate.submit(), gate.submit()
+        assert [s.prompt for s in (first, second)] == [m.TextPrompt("a"), m.TextPrompt("b")]
+        assert first.sampling.seed == 5 != second.sampling.seed
+        gate.accept(first, 2)
+        gate.accept(second, 3)
+        for submit, name in ((second, "b"), (first, "a")):
+            for index in range(2):
+                gate.finish(submit, f"{name}{index}", index)
+        body = response.result().json()
+        assert body["object"] == "text_completion"
+        assert body["id"].startswith("cmpl-")
+        assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
+        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+        assert {gate.closed()[0], gate.closed()[0]} == {first.request_id, second.request_id}
+
+    def test_of_which_one_prompt_is_rejected_ends_the_others(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"prompt": ["a", "b"]})
+        first, second = gate.submit(), gate.submit()
+        gate.accept(first)
+        gate.reject(second, m.Failure(400, "the prompt is too long", "prompt", "context_length_exceeded"))
+        result = response.result()
+        assert result.status_code == 400
+        assert result.json() == {
+            "error": {
+                "message": "the prompt is too long",
+                "type": "invalid_request_error",
+                "param": "prompt",
+                "code": "context_length_exceeded",
+            }
+        }
+        for stage in ("ingest", "schedule"):
+            assert gate.rig.receive(stage, m.Abort) == m.Abort(first.request_id, 1)
+        gate.rig.until(lambda load: load.num_open_requests == 1)
+        gate.finish(first, finish=m.Finish.ABORT)
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+
+    def test_of_ids_carries_them(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"prompt": [1, 2, 3]})
+        submit = gate.serve()
+        assert submit.prompt == m.IdsPrompt(
+            (1).to_bytes(4, "little") + (2).to_bytes(4, "little") + (3).to_bytes(4, "little")
+        )
+        assert response.result().status_code == 200
+
+
+class TestPromptIdsInSharedMemory:
+    def test_are_counted_and_released(self, gate: Gate) -> None:
+        response = gate.post(CHAT)
+        submit = gate.submit()
+        arena = gate.rig.arena("ingest.0")
+        ref = arena.put(bytes(4 * 2000))
+        assert isinstance(ref, ShmRef)
+        gate.rig.send(m.Accepted(submit.request_id, 1, ref), "ingest.0")
+        assert gate.rig.receive("ingest", m.Release) == m.Release([ref.offset], [ref.generation])
+        gate.finish(submit)
+        assert response.result().json()["usage"]["prompt_tokens"] == 2000
+
+    def test_of_a_request_that_is_unknown_are_released_and_it_is_aborted(self, gate: Gate) -> None:
+        ref = gate.rig.arena("ingest.0").put(bytes(8000))
+        gate.rig.send(m.Accepted(5, 1, ref), "ingest.0")
+        gate.rig.receive("ingest", m.Release)
+        assert gate.rig.receive("schedule", m.Abort) == m.Abort(5, 1)
+
+
+class TestErrors:
+    def test_have_openais_shape(self, gate: Gate) -> None:
+        result = gate.post(CHAT | {"temperature": 3}).result()
+        assert result.status_code == 400
+        assert result.headers["Content-Type"].startswith("application/json")
+        assert result.json() == {
+            "error": {
+                "message": "'temperature' must be a number <= 2.0",
+                "type": "invalid_request_error",
+                "param": "temperature",
+                "code": "invalid_value",
+            }
+        }
+
+    def test_of_bad_json_are_400(self, gate: Gate) -> None:
+        assert gate.post(b'{"model":').result().status_code == 400
+
+    def test_of_an_unknown_model_are_404(self, gate: Gate) -> None:
+        result = gate.post(CHAT | {"model": "gpt-9"}).result()
+        assert (result.status_code, result.json()["error"]["code"]) == (404, "model_not_found")
+
+    @pytest.mark.parametrize("path", ["/", "/v1/embeddings", "/v1/chat"])
+    def test_of_unknown_paths_are_404(self, gate: Gate, path: str) -> None:
+        result = gate.client.get(path)
+        assert result.status_code == 404
+        assert path in result.json()["error"]["message"]
+
+    def test_of_wrong_methods_are_405(self, gate: Gate) -> None:
+        result = gate.client.get("/v1/chat/completions")
+        assert (result.status_code, result.headers["Allow"]) == (405, "POST")
+        assert "GET" in result.json()["error"]["message"]
+
+    def test_of_an_unreadable_body_are_400(self, gate: Gate) -> None:
+        headers = {"Content-Encoding": "gzip"}
+        result = gate.client.post("/v1/completions", content=b"not gzip at all", headers=headers)
+        assert (result.status_code, result.json()["error"]["type"]) == (400, "invalid_request_error")
+
+    def test_leave_nothing_open(self, gate: Gate) -> None:
+        for body in (CHAT | {"n": 0}, CHAT | {"model": "x"}, b"[", [1]):
+            assert 400 <= gate.post(body).result().status_code < 500
+        assert gate.rig.load().num_open_requests == 0
+        assert gate.rig.nothing("ingest", 0)
+
+    def test_of_what_is_not_http_are_400_and_others_are_served(self, gate: Gate) -> None:
+        for garbage in (
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+            b"GET\r\n\r\n",
+            b"POST / HTTP/9\r\n\r\n",
+        ):
+            with socket.create_connection(gate.address, timeout=30) as connection:
+                connection.sendall(garbage)
+                assert connection.recv(1000).startswith(b"HTTP/1.")
+        assert gate.client.get("/version").status_code == 200
+
+
+class TestTooBigABody:
+    @pytest.fixture
+    def gate(self, tmp_path: Path) -> Iterator[Gate]:
+        with Gate(tmp_path, max_body_bytes=2000) as gate:
+            yield gate
+
+    def test_is_413_before_it_is_read(self, gate: Gate) -> None:
+        connection = http.client.HTTPConnection(*gate.address, timeout=30)
+        connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("Content-Length", str(10**12))
+        connection.endheaders()
+        with connection.getresponse() as response:
+            assert response.status == 413
+            assert "2000" in json.loads(response.read())["error"]["message"]
+        connection.close()
+
+    def test_is_413_when_its_length_is_not_told(self, gate: Gate) -> None:
+        result = gate.client.post("/v1/completions", content=iter([b" " * 1500, b" " * 1500]))
+        assert result.status_code == 413
+
+    def test_is_judged_unpacked(self, gate: Gate) -> None:
+        import gzip
+
+        bomb = gzip.compress(b" " * 1_000_000)
+        assert len(bomb) < 2000
+        result = gate.client.post("/v1/completions", content=bomb, headers={"Content-Encoding": "gzip"})
+        assert result.status_code == 413
+
+
+class TestModels:
+    def test_are_listed(self, gate: Gate) -> None:
+        body = gate.client.get("/v1/models").json()
+        (model,) = body["data"]
+        assert (body["object"], model["id"], model["object"]) == ("list", MODEL, "model")
+        assert model["max_model_len"] == FACTS.max_model_len
+        assert gate.client.get(f"/v1/models/{MODEL}").json() == model
+
+    def test_that_are_unknown_are_404(self, gate: Gate) -> None:
+        result = gate.client.get("/v1/models/meta/llama")
+        assert (result.status_code, result.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_version_is_told(gate: Gate) -> None:
+    assert gate.client.get("/version").json() == {"version": VERSION}
+
+
+class TestCredits:
+    @pytest.fixture
+    def gate(self, tmp_path: Path) -> Iterator[Gate]:
+        with Gate(tmp_path, max_open_requests=3) as gate:
+            yield gate
+
+    def test_count_sequences_and_come_back(self, gate: Gate) -> None:
+        open_call = gate.post(CHAT | {"n": 2})
+        submit = gate.submit()
+        refused = gate.post(CHAT | {"n": 2}).result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert int(refused.headers["Retry-After"]) >= 1
+        other = gate.post(CHAT)
+        gate.serve()
+        assert other.result().status_code == 200
+        for index in range(2):
+            gate.finish(submit, index=index)
+        assert open_call.result().status_code == 200
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+        last = gate.post(CHAT | {"n": 3})
+        gate.serve()
+        assert last.result().status_code == 200
+
+    def test_are_never_enough_for_some_calls(self, gate: Gate) -> None:
+        assert gate.post(CHAT | {"n": 4}).result().json()["error"]["param"] == "n"
+        assert gate.complete(COMPLETION | {"prompt": ["a", "b"], "n": 2}).result().json()["error"]["param"] == "prompt"
+
+    def test_are_held_by_an_aborted_request_until_its_closing(self, gate: Gate) -> None:
+        with gate.raw(CHAT | {"n": 3}):
+            submit = gate.submit()
+        gate.rig.receive("schedule", m.Abort)
+        assert gate.post(CHAT).result().status_code == 503
+        for index in range(3):
+            gate.finish(submit, index=index, finish=m.Finish.ABORT)
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+        served = gate.post(CHAT)
+        gate.serve()
+        assert served.result().status_code == 200

@@ -1,0 +1,330 @@
+"""Whatever the bytes of a body are, they are a request or an error that names the field to blame."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline.stages.gateway.bodies import NEUTRAL, Body, ChatBody, CompletionBody
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parse import Ask, Limits, parse_chat, parse_completion
+from tests.stages.gateway.gate import CHAT, COMPLETION
+
+LIMITS = Limits(model="tiny", max_sequences=64)
+
+
+def chat(**fields: Any) -> Ask:
+    return parse_chat(json.dumps(CHAT | fields).encode(), LIMITS)
+
+
+def completion(**fields: Any) -> Ask:
+    return parse_completion(json.dumps(COMPLETION | fields).encode(), LIMITS)
+
+
+def refused(body: Any, parse: Any = parse_chat) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(body if isinstance(body, bytes) else json.dumps(body).encode(), LIMITS)
+    return error.value
+
+
+class TestDefaults:
+    def test_are_those_of_openai(self) -> None:
+        ask = chat()
+        assert ask.sampling == m.Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+        assert ask.text == m.TextOptions()
+        assert (ask.n, ask.max_tokens, ask.seed, ask.stream, ask.include_usage) == (1, None, None, False, False)
+        assert completion().max_tokens == 16
+
+    @pytest.mark.parametrize("fields", [Body, ChatBody, CompletionBody])
+    def test_null_is_the_default_of_every_optional_field(self, fields: Any) -> None:
+        optional = [name for name in fields.__struct_fields__ if name not in ("model", "messages", "prompt")]
+        assert optional
+        nulls = dict.fromkeys([*optional, *NEUTRAL])
+        assert chat(**nulls) == chat()
+        assert completion(**nulls) == completion()
+
+
+class TestFields:
+    def test_sampling_reaches_the_executor(self) -> None:
+        ask = chat(temperature=0, top_p=0.5, top_k=7, min_p=0.1, stop_token_ids=[3, 4], ignore_eos=True)
+        assert ask.sampling == m.Sampling(0.0, 0.5, 7, 0.1, 0, [3, 4], True)
+        assert chat(top_k=-1).sampling.top_k == 0
+
+    def test_text_options_reach_detokenize(self) -> None:
+        ask = chat(stop="x", include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3])
+        assert ask.text == m.TextOptions(["x"], True, False, [3])
+        assert chat(stop=["a", "b"]).text.stop == ["a", "b"]
+
+    @pytest.mark.parametrize(
+        ("seed", "key"), [(0, 0), (5, 5), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63)]
+    )
+    def test_seeds_are_64_bits_of_either_sign(self, seed: int, key: int) -> None:
+        assert chat(seed=seed).seed == key
+
+    def test_max_completion_tokens_wins(self) -> None:
+        assert chat(max_tokens=5).max_tokens == 5
+        assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+
+    def test_usage_is_included_where_it_is_asked_for(self) -> None:
+        assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+
+    def test_unknown_fields_are_ignored(self) -> None:
+        assert chat(user="me", metadata={"a": "b"}, invented=[1, {"x": None}]) == chat()
+
+    def test_best_of_may_equal_n(self) -> None:
+        assert completion(best_of=2, n=2).n == 2
+
+
+class TestMessages:
+    def test_become_the_prompt(self) -> None:
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
+            {"role": "assistant", "content": ""},
+        ]
+        assert chat(messages=messages).prompts == [
+            m.ChatPrompt(
+                [
+                    m.ChatMessage("system", "Be brief."),
+                    m.ChatMessage("user", "a\nb", "Ann"),
+                    m.ChatMessage("assistant", ""),
+                ]
+            )
+        ]
+
+    def test_of_a_developer_are_the_systems(self) -> None:
+        (prompt,) = chat(messages=[{"role": "developer", "content": "x"}]).prompts
+        assert prompt == m.ChatPrompt([m.ChatMessage("system", "x")])
+
+    def test_may_be_continued_without_a_generation_prompt(self) -> None:
+        (prompt,) = chat(add_generation_prompt=False).prompts
+        assert isinstance(prompt, m.ChatPrompt) and not prompt.add_generation_prompt
+
+
+class TestPrompts:
+    def test_text(self) -> None:
+        assert completion(prompt="a").prompts == [m.TextPrompt("a")]
+        assert completion(prompt=["a", "b"]).prompts == [m.TextPrompt("a"), m.TextPrompt("b")]
+
+    def test_ids(self) -> None:
+        def ids(*values: int) -> m.IdsPrompt:
+            return m.IdsPrompt(np.array(values, np.int32).tobytes())
+
+        assert completion(prompt=[1, 2]).prompts == [ids(1, 2)]
+        assert completion(prompt=[[1], [2, 3]]).prompts == [ids(1), ids(2, 3)]
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return CHAT | {"messages": [CHAT["messages"][0], {"role": "user", "content": "x"} | fields]}
+
+
+BAD_CHATS: list[tuple[Any, str | None]] = [
+    ({"messages": CHAT["messages"]}, "model"),
+    ({"model": "tiny"}, "messages"),
+    (CHAT | {"model": 3}, "model"),
+    (CHAT | {"model": None}, "model"),
+    (CHAT | {"messages": []}, "messages"),
+    (CHAT | {"messages": "Hi"}, "messages"),
+    (CHAT | {"messages": ["Hi"]}, "messages[0]"),
+    (CHAT | {"messages": [{"content": "x"}]}, "messages[0].role"),
+    (message(role="emperor"), "messages[1].role"),
+    (message(role="tool"), "messages[1].role"),
+    (message(content=None), "messages[1].content"),
+    (message(content=5), "messages[1].content"),
+    (message(content=["x"]), "messages[1].content[0]"),
+    (message(content=[{"text": "x"}]), "messages[1].content[0].type"),
+    (message(content=[{"type": "text"}]), "messages[1].content[0].text"),
+    (message(content=[{"type": "text", "text": 1}]), "messages[1].content[0].text"),
+    (
+        message(content=[{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]),
+        "messages[1].content[1].type",
+    ),
+    (message(name=7), "messages[1].name"),
+    (message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls"),
+    (CHAT | {"temperature": -0.1}, "temperature"),
+    (CHAT | {"temperature": 2.1}, "temperature"),
+    (CHAT | {"temperature": "1"}, "temperature"),
+    (CHAT | {"temperature": True}, "temperature"),
+    (CHAT | {"top_p": 0}, "top_p"),
+    (CHAT | {"top_p": 1.01}, "top_p"),
+    (CHAT | {"top_k": -2}, "top_k"),
+    (CHAT | {"top_k": 1.5}, "top_k"),
+    (CHAT | {"min_p": -0.1}, "min_p"),
+    (CHAT | {"min_p": 1.1}, "min_p"),
+    (CHAT | {"n": 0}, "n"),
+    (CHAT | {"n": 129}, "n"),
+    (CHAT | {"n": 65}, "n"),
+    (CHAT | {"n": 2.0}, "n"),
+    (CHAT | {"max_tokens": 0}, "max_tokens"),
+    (CHAT | {"max_tokens": -1}, "max_tokens"),
+    (CHAT | {"max_tokens": 10**30}, "max_tokens"),
+    (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT | {"seed": 2**64}, "seed"),
+    (CHAT | {"seed": -(2**63) - 1}, "seed"),
+    (CHAT | {"seed": "7"}, "seed"),
+    (CHAT | {"seed": 0.5}, "seed"),
+    (CHAT | {"stop": ""}, "stop"),
+    (CHAT | {"stop": "x" * 1025}, "stop"),
+    (CHAT | {"stop": 3}, "stop"),
+    (CHAT | {"stop": ["x", ""]}, "stop[1]"),
+    (CHAT | {"stop": ["x" * 1025]}, "stop[0]"),
+    (CHAT | {"stop": ["x"] * 17}, "stop"),
+    (CHAT | {"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+    (CHAT | {"stop_token_ids": [2**31]}, "stop_token_ids[0]"),
+    (CHAT | {"stop_token_ids": ["1"]}, "stop_token_ids[0]"),
+    (CHAT | {"stop_token_ids": [1] * 129}, "stop_token_ids"),
+    (CHAT | {"ignore_eos": "yes"}, "ignore_eos"),
+    (CHAT | {"stream": 1}, "stream"),
+    (CHAT | {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT | {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    (
+        CHAT | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
+    (CHAT | {"temperature": math.nan}, "temperature"),
+    (CHAT | {"top_p": math.inf}, "top_p"),
+    (CHAT | {"min_p": -math.inf}, "min_p"),
+    (CHAT | {"logit_bias": {"5": math.nan}}, "logit_bias.5"),
+    (b'{"model": "tiny", "temperature": 1e999, "messages": []}', "temperature"),
+    (b'{"model": "tiny", "seed": ' + b"9" * 5000 + b"}", "seed"),
+    ([], None),
+    (3, None),
+    (b"", None),
+    (b"{", None),
+    (b'{"model": "tiny"} x', None),
+    (b'{"model": "\xff"}', None),
+    (b'{"model": "\\ud800"}', None),
+    (b'{"x": ' + b"[" * 100_000, None),
+    (b'{"temperature": NaN, "x": ' + b"[" * 100_000, None),
+    (b"\x1f\x8b\x08\x00", None),
+]
+
+BAD_COMPLETIONS: list[tuple[Any, str]] = [
+    ({"model": "tiny"}, "prompt"),
+    (COMPLETION | {"prompt": None}, "prompt"),
+    (COMPLETION | {"prompt": 3}, "prompt"),
+    (COMPLETION | {"prompt": []}, "prompt"),
+    (COMPLETION | {"prompt": [[1], []]}, "prompt[1]"),
+    (COMPLETION | {"prompt": ["a", 1]}, "prompt"),
+    (COMPLETION | {"prompt": [1, [1]]}, "prompt"),
+    (COMPLETION | {"prompt": [True]}, "prompt[0]"),
+    (COMPLETION | {"prompt": [-1]}, "prompt[0]"),
+    (COMPLETION | {"prompt": [[0, 2**31]]}, "prompt[0][1]"),
+    (COMPLETION | {"prompt": [["a"]]}, "prompt[0][0]"),
+    (COMPLETION | {"prompt": [1.5]}, "prompt[0]"),
+    (COMPLETION | {"prompt": ["a"] * 65}, "prompt"),
+    (COMPLETION | {"prompt": ["a"] * 33, "n": 2}, "prompt"),
+    (COMPLETION | {"best_of": 2}, "best_of"),
+    (COMPLETION | {"prompt": [1, math.nan]}, "prompt[1]"),
+]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(("body", "param"), BAD_CHATS)
+    def test_of_a_chat_names_the_field(self, body: Any, param: str | None) -> None:
+        error = refused(body)
+        assert (error.status, error.param) == (400, param)
+        if param is not None:
+            assert f"'{param}'" in error.message or param in error.message
+
+    @pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
+    def test_of_a_completion_names_the_field(self, body: Any, param: str) -> None:
+        error = refused(body, parse_completion)
+        assert (error.status, error.param) == (400, param)
+        assert param in error.message
+
+    def test_is_told_in_the_users_words(self) -> None:
+        assert refused(CHAT | {"temperature": "hot"}).message == "'temperature' must be a number or null, not a string"
+        assert refused(CHAT | {"n": 0}).message == "'n' must be an integer >= 1"
+        assert refused({"model": "tiny"}).message == "'messages' is required"
+        assert refused([]).message == "the body must be an object, not an array"
+        assert refused(CHAT | {"top_p": math.nan}).message == "'top_p' must be a finite number"
+
+    def test_an_unknown_model_is_404(self) -> None:
+        error = refused(CHAT | {"model": "other"})
+        assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1},
+    "logprobs": True,
+    "presence_penalty": -1,
+    "audio": {"voice": "x"},
+    "functions": [{"name": "f"}],
+    "prediction": {"type": "content"},
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "tools": [{"type": "function"}],
+    "top_logprobs": 2,
+    "echo": True,
+    "suffix": "x",
+    "min_tokens": 1,
+    "repetition_penalty": 1.1,
+    "structured_outputs": {"regex": "x"},
+    "use_beam_search": True,
+}
+
+
+class TestUnsupportedFields:
+    @pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
+    def test_are_refused_by_name(self, name: str, value: Any) -> None:
+        for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
+            error = refused(body | {name: value}, parse)
+            assert (error.status, error.param, error.code) == (400, name, "unsupported")
+            assert "not supported" in error.message
+
+    @pytest.mark.parametrize(("name", "values"), NEUTRAL.items())
+    def test_pass_at_their_neutral_values(self, name: str, values: tuple[Any, ...]) -> None:
+        for value in values:
+            assert chat(**{name: value}) == chat()
+            assert completion(**{name: value}) == completion()
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+values = st.recursive(
+    scalars, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4), max_leaves=8
+)
+names = st.sampled_from(
+    sorted(
+        {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *NEUTRAL, "role", "content", "type", "text"}
+    )
+)
+bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lists(st.dictionaries(names, values)))
+
+
+def is_answered(body: bytes) -> None:
+    for parse in (parse_chat, parse_completion):
+        try:
+            assert isinstance(parse(body, LIMITS), Ask)
+        except ApiError as error:
+            assert 400 <= error.status < 500
+            assert error.message
+            assert json.loads(error.json())["error"]["type"] == "invalid_request_error"
+
+
+class TestAnyBytes:
+    @given(st.binary())
+    @example(b'{"a":NaN,"b":"\xff"}')
+    def test_are_answered(self, body: bytes) -> None:
+        is_answered(body)
+
+    @given(values)
+    def test_of_json_are_answered(self, body: Any) -> None:
+        is_answered(json.dumps(body).encode())
+
+    @given(bodies)
+    def test_of_fields_with_any_value_are_answered(self, fields: dict[str, Any]) -> None:
+        for base in (CHAT, COMPLETION):
+            is_answered(json.dumps(base | fields).encode())
+
+    @given(st.binary(min_size=1, max_size=4), st.integers(min_value=0))
+    def test_of_a_request_that_was_garbled_are_answered(self, garbage: bytes, place: int) -> None:
+        body = json.dumps(CHAT | {"temperature": 0.5, "stop": ["a"]}).encode()
+        place %= len(body)
+        is_answered(body[:place] + garbage + body[place + len(garbage) :])
