@@ -6,7 +6,8 @@ refused.
 
     Outbox.send  ──►  PUSH, bounded, never blocks  ──►  PULL  ──►  Inbox.receive / AsyncInbox.receive
 
-Nobody blocks in a send: an outbox whose bound is reached says so, and its owner decides what then.
+Nobody blocks in a send: an outbox whose bound is reached says so, and its owner decides what then. An edge holds its
+bound on the sender's side, `INBOX_BOUND` on the receiver's, and what fits the kernel's buffer between them.
 """
 
 import asyncio
@@ -21,8 +22,9 @@ from pipeline.messages import Envelope
 
 T = TypeVar("T")
 
-NEVER_BOUND = 0
-"""ZeroMQ's word for no bound. Inboxes have none of their own: each edge is bounded where it begins."""
+INBOX_BOUND = 1024
+"""Messages of each sender that may wait inside a receiver. Without it the receiver's I/O thread would go on taking
+messages for a stage that hangs, and no sender would ever reach its bound."""
 
 
 def address_of(server: str, name: str, incarnation: int) -> str:
@@ -30,17 +32,37 @@ def address_of(server: str, name: str, incarnation: int) -> str:
     return f"ipc://@pipeline/{server}/{name}.{incarnation}"
 
 
+class MessageDecoder(Generic[T]):
+    """Decodes MessagePack of one type or union. Raises msgspec.DecodeError alone, whatever the bytes are."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, data: bytes) -> T:
+        try:
+            return self._decoder.decode(data)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(f"a string is not UTF-8: {error}") from error
+        except RecursionError as error:
+            raise msgspec.DecodeError("nested too deeply") from error
+
+
 class Inbox(Generic[T]):
     """Where a stage receives. `union` is the union of messages it takes."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, union: Any) -> None:
         self._socket = context.socket(zmq.PULL)
-        self._socket.set_hwm(NEVER_BOUND)
-        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+        self._socket.set_hwm(INBOX_BOUND)
+        # The kernel reports the effective user of who connects.
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-        self._envelopes = msgspec.msgpack.Decoder(Envelope)
-        self._messages: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
+        self._messages: MessageDecoder[T] = MessageDecoder(union)
         self._incarnations: dict[str, int] = {}
         self.num_received = 0
         self.num_stale = 0
@@ -48,8 +70,16 @@ class Inbox(Generic[T]):
         self.last_sender = ""
 
     def fileno(self) -> int:
-        """The descriptor that turns readable, edge-triggered: after each wake, receive until there is no more."""
+        """The descriptor that turns readable when something has happened, perhaps a message.
+
+        It stays readable until the socket is used, and then says nothing about messages that wait: ask `has_message`
+        after each wake, and again before each wait.
+        """
         return int(self._socket.get(zmq.FD))
+
+    def has_message(self) -> bool:
+        """Whether a message waits now. Makes the descriptor unreadable until something new happens."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a message is there, at most `timeout_s`."""
@@ -58,8 +88,8 @@ class Inbox(Generic[T]):
     def receive(self) -> T | None:
         """The next message, or None where there is none now.
 
-        Raises msgspec.ValidationError if a peer sent what this inbox does not take: peers are our own stages, so that
-        is a bug and ends the stage.
+        Raises msgspec.DecodeError if a peer sent what this inbox does not take: peers are our own stages, so that is
+        a bug and ends the stage.
         """
         while True:
             try:
@@ -98,14 +128,23 @@ class AsyncInbox(Generic[T]):
         self._inbox = inbox
         self._readable = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(inbox.fileno(), self._readable.set)
+        self._loop.add_reader(inbox.fileno(), self._wake)
+
+    def _wake(self) -> None:
+        # Asking is also what makes the descriptor unreadable: else the loop would spin through this callback for as
+        # long as the receiver is busy with something else.
+        if self._inbox.has_message():
+            self._readable.set()
 
     async def receive_all(self, limit: int = 256) -> list[T]:
         """Wait for a message, then take what is there, at most `limit` so that a flood leaves room for other tasks.
+        They have a turn before each receive, also when messages are there already. No message is lost to a
+        cancellation.
 
         The wait has no deadline of its own: an idle server has nothing to receive. The supervisor's death and `Stop`
         both end it.
         """
+        await asyncio.sleep(0)
         while True:
             messages: list[T] = []
             while len(messages) < limit and (message := self._inbox.receive()) is not None:
@@ -113,7 +152,7 @@ class AsyncInbox(Generic[T]):
             if messages:
                 return messages
             self._readable.clear()
-            if not self._inbox.wait(0):
+            if not self._inbox.has_message():
                 await self._readable.wait()
 
     def close(self) -> None:
@@ -148,7 +187,11 @@ class Outbox(Generic[T]):
         return True
 
     def flush(self, timeout_s: float) -> None:
-        """Close, giving what is queued at most `timeout_s` to leave."""
+        """Close, giving what is queued at most `timeout_s` to leave.
+
+        What has left may still be lost if the receiver is at its bound just then: libzmq gives up a connection whose
+        other end has gone before it reads on. So stages stop in flow order, when nothing is on its way any more.
+        """
         self._socket.close(linger=round(timeout_s * 1000))
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ class Arrays:
         if isinstance(array, bytes):
             return np.frombuffer(array, dtype).copy()
         data = self._memories[array.segment][array.offset : array.offset + array.length]
+        assert len(data) == array.length, f"{array} reaches beyond its segment"
         result = np.frombuffer(data, dtype).copy()
         self.done(array)
         return result
@@ -59,6 +60,12 @@ class Arrays:
         read, self._read = self._read, {}
         return [(name, Release(offsets, generations)) for name, (offsets, generations) in read.items()]
 
+    def not_released(self, name: str, release: Release) -> None:
+        """A release could not be sent: note its slabs again, for the next time."""
+        offsets, generations = self._read.setdefault(name, ([], []))
+        offsets += release.offsets
+        generations += release.generations
+
     def retract(self, array: Array) -> None:
         """Take back an array that was put for one reader into a message that was not sent."""
         if isinstance(array, ShmRef):
@@ -73,7 +80,8 @@ class Arrays:
 
 
 class Stage(Generic[T]):
-    """One process of the pipeline, seen from inside. `T` is the union its inbox takes.
+    """One process of the pipeline, seen from inside. `T` is the union its inbox takes. As a context manager it is
+    closed at the end, whatever the end is.
 
     Segments are called by the name of the stage that writes them, so a release goes to the peer of that name.
     """
@@ -105,9 +113,17 @@ class Stage(Generic[T]):
         self.supervisor.send(m.Ready(facts))
 
     def release(self) -> None:
-        """Tell the owners which slabs were read; to be called once per wake."""
+        """Tell the owners which slabs were read; to be called once per wake. What a full socket refuses goes with the
+        next call."""
         for owner, release in self.arrays.releases():
-            self._outboxes[owner].send(release)
+            if not self._outboxes[owner].send(release):
+                self.arrays.not_released(owner, release)
+
+    def __enter__(self) -> "Stage[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self, linger_s: float = 1.0) -> None:
         """Close all sockets; what is queued to peers has `linger_s` to leave."""

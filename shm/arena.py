@@ -5,7 +5,8 @@
 
 Only the writer moves states, and its tables are ordinary memory of its own: what is shared is bytes alone. The order
 is: write the bytes, then send the message that names them. The message is the publication; readers never poll.
-A slab's generation grows with every use, so a release that comes twice or late is recognised and ignored.
+A slab's generation grows with every use, so a release that comes after the slab has gone is recognised and ignored.
+Readers are counted, not named: each of them releases once.
 
 Slabs are ranges in units of 64 bytes. Free ranges are kept sorted by offset and joined with their neighbours when they
 come back; the first that fits is taken. Arrays live for one hop of a message, so the list stays short.
@@ -38,8 +39,9 @@ class Arena:
         return len(self._live)
 
     def put(self, data: bytes | memoryview, *, readers: int = 1) -> Array:
-        """Hand over `data`: inline where it is small or the arena is full, else as a reference that each of `readers`
-        processes must release once."""
+        """Hand over `data`, bytes or a one-dimensional view of bytes: inline where it is small or the arena is full,
+        else as a reference that each of `readers` processes must release once."""
+        assert readers > 0
         length = len(data)
         if length <= INLINE_BYTES:
             return bytes(data)

@@ -93,10 +93,14 @@ class Server:
             assert time.monotonic() < end, f"still {health}"
         return health
 
-    def is_idle(self) -> bool:
-        """Whether nothing runs, waits, or holds memory, and no request is open."""
-        health = self.health()
-        return health["running"] == health["waiting"] == health["kv_blocks"]["held"] == 0
+    def until_idle(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait until nothing runs, waits or holds memory, and no request is open."""
+        return self.until(
+            lambda health: (
+                health["running"] == health["waiting"] == health["kv_blocks"]["held"] == health["open_requests"] == 0
+            ),
+            timeout_s,
+        )
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Signal it and wait for its exit code."""

@@ -53,7 +53,7 @@ CASES: list[tuple[str, str, bytes | dict[str, Any], int, str | None]] = [
     ("too many stop strings", "completions", TEXT | {"stop": ["x"] * 1000}, 400, "stop"),
     ("stop ids beyond the vocabulary", "completions", TEXT | {"stop_token_ids": [10**8]}, 400, "stop_token_ids"),
     ("prompt ids beyond the vocabulary", "completions", TEXT | {"prompt": [1, 10**6]}, 400, "prompt"),
-    ("negative prompt ids", "completions", TEXT | {"prompt": [-1]}, 400, "prompt"),
+    ("negative prompt ids", "completions", TEXT | {"prompt": [-1]}, 400, "prompt[0]"),
     ("an empty prompt", "completions", TEXT | {"prompt": ""}, 400, "prompt"),
     ("an empty list of prompts", "completions", TEXT | {"prompt": []}, 400, "prompt"),
     ("a prompt too long", "completions", TEXT | {"prompt": "word " * 9000}, 400, "prompt"),
@@ -104,6 +104,6 @@ def test_strange_but_valid_text_is_served(server: Server) -> None:
 
 
 def test_after_all_that_the_server_is_well(server: Server) -> None:
-    health = server.until(lambda _: server.is_idle())
+    health = server.until_idle()
     assert health["status"] == "ok"
     assert all(process.is_running() for process in server.seen.values())

@@ -1,0 +1,174 @@
+"""The live sequences: what schedule has settled goes in, what the gateways have to be told comes out.
+
+    open ──settle──► live ──settle with a finish──► gone
+                      │                               ▲
+                      └─stop string found──► judged ──┘  later ids are dropped; schedule, which is asked to end
+                                                         it, closes it like any other
+
+What a sequence has to tell waits in it until `sent`: entries that a full socket refused grow, and none is lost.
+"""
+
+from collections import defaultdict
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.stages.detokenize.stops import Judge, StopStrings
+from pipeline.stages.detokenize.text import Text
+from pipeline.stages.detokenize.vocabulary import Vocabulary
+
+
+class Sequence:
+    """One sequence, with what its gateway has not been told yet."""
+
+    __slots__ = (
+        "_include_stop",
+        "_judge",
+        "_num_settled",
+        "_stop_token_ids",
+        "_text",
+        "attempt",
+        "finish",
+        "gateway",
+        "id_offset",
+        "ids",
+        "index",
+        "request_id",
+        "stop_reason",
+        "text_offset",
+        "texts",
+    )
+
+    def __init__(self, opening: m.Open, options: m.TextOptions, stops: StopStrings, vocabulary: Vocabulary) -> None:
+        self.request_id = opening.request_id
+        self.attempt = opening.attempt
+        self.index = opening.index
+        self.gateway = opening.gateway
+        prompt_tail = np.frombuffer(opening.prompt_tail, "<i4").tolist()
+        self._text = Text(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
+        self._judge = Judge(stops, include_stop=options.include_stop)
+        self._stop_token_ids = options.stop_token_ids
+        self._include_stop = options.include_stop
+        self._num_settled = 0
+        self.texts: list[str] = []
+        self.text_offset = 0
+        self.ids: list[int] = []
+        self.id_offset = 0
+        self.finish: int = m.Finish.NONE
+        self.stop_reason: str | int | None = None
+
+    def settle(self, start: int, ids: list[int], finish: int) -> None:
+        """Take ids that begin at output id `start`; those that were taken before are skipped."""
+        assert start <= self._num_settled, f"ids {self._num_settled} to {start} of {self.request_id:x} never came"
+        if start < self._num_settled:
+            ids = ids[self._num_settled - start :]
+        self._num_settled += len(ids)
+        num_shown = len(ids)
+        if finish == m.Finish.STOP:
+            stop_id = ids[-1]
+            asked_for = stop_id in self._stop_token_ids
+            self.stop_reason = stop_id if asked_for else None
+            if not (asked_for and self._include_stop):
+                num_shown -= 1
+        self.finish = finish
+        self._show(ids, num_shown)
+
+    def _show(self, ids: list[int], num_shown: int) -> None:
+        """Append the text of the first ids, and all ids: or those up to the one that completes a stop string."""
+        text, judge, texts = self._text, self._judge, self.texts
+        for place in range(num_shown):
+            texts.append(judge.push(text.add(ids[place])))
+            if judge.found is not None:
+                self.ids += ids[: place + 1]
+                self._judged()
+                return
+        self.ids += ids
+        if self.finish:
+            texts.append(judge.push(text.finish()))
+            if judge.found is not None:
+                self._judged()
+            else:
+                texts.append(judge.finish())
+
+    def _judged(self) -> None:
+        self.finish = m.Finish.STOP
+        self.stop_reason = self._judge.found
+
+    def sent(self) -> None:
+        """The gateway has been told everything up to now."""
+        self.text_offset += sum(map(len, self.texts))
+        self.texts = []
+        self.id_offset += len(self.ids)
+        self.ids = []
+
+
+class Sequences:
+    """All sequences of this process."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._options = msgspec.msgpack.Decoder(m.TextOptions)
+        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
+        """Those of live sequences: long ones take a while to build, and sequences share them."""
+        self._live: dict[int, Sequence] = {}
+        self._unsent: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)
+        """By gateway, then by `seq`."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def open(self, opening: m.Open) -> None:
+        assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
+        options = self._options.decode(opening.text)
+        key = tuple(options.stop)
+        if (stops := self._stops.get(key)) is None:
+            stops = self._stops[key] = StopStrings(key)
+        self._live[opening.seq] = Sequence(opening, options, stops, self._vocabulary)
+
+    def settle(
+        self, seqs: list[int], starts: list[int], counts: list[int], ids: list[int], finishes: list[int]
+    ) -> list[m.Abort]:
+        """Take the arrays of a `Settled`. Returns what schedule has to end because a stop string was found."""
+        aborts: list[m.Abort] = []
+        end = 0
+        for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
+            begin, end = end, end + count
+            assert seq in self._live, f"sequence {seq} was never opened, or closed before"
+            sequence = self._live.pop(seq) if finish else self._live[seq]
+            if sequence.finish:
+                continue  # judged; its gateway was told so
+            sequence.settle(start, ids[begin:end], finish)
+            if sequence.finish and not finish:
+                aborts.append(m.Abort(sequence.request_id, sequence.attempt, sequence.index, m.Finish.STOP))
+            if sequence.ids or sequence.finish:
+                self._unsent[sequence.gateway][seq] = sequence
+        assert end == len(ids), f"{len(ids)} ids came for {end}"
+        return aborts
+
+    def unsent(self) -> list[int]:
+        """The gateways that have to be told something."""
+        return [gateway for gateway, sequences in self._unsent.items() if sequences]
+
+    def deltas(self, gateway: int) -> m.Deltas:
+        """All that a gateway has to be told."""
+        sequences = self._unsent[gateway].values()
+        return m.Deltas(
+            request_ids=[sequence.request_id for sequence in sequences],
+            attempts=[sequence.attempt for sequence in sequences],
+            indexes=[sequence.index for sequence in sequences],
+            texts=["".join(sequence.texts) for sequence in sequences],
+            text_offsets=[sequence.text_offset for sequence in sequences],
+            ids=np.array([token_id for sequence in sequences for token_id in sequence.ids], "<i4").tobytes(),
+            id_offsets=[sequence.id_offset for sequence in sequences],
+            num_ids=[len(sequence.ids) for sequence in sequences],
+            finishes=[int(sequence.finish) for sequence in sequences],
+            stop_reasons=[sequence.stop_reason for sequence in sequences],
+        )
+
+    def sent(self, gateway: int) -> None:
+        """The gateway's socket took `deltas`."""
+        for sequence in self._unsent[gateway].values():
+            sequence.sent()
+        self._unsent[gateway].clear()

@@ -1,0 +1,89 @@
+"""Turns settled ids into text, and judges stop strings.
+
+    schedule ──Open, Settled, Refuse──►  detokenize  ──Deltas, Rejected──►  gateway
+        ▲                                    │
+        └──────────Abort (stop string)───────┘
+
+It never blocks in a send: what a full socket refused waits here, merged, and goes with a later wake.
+"""
+
+import gc
+from typing import Any, assert_never
+
+from pipeline import messages as m
+from pipeline.channels import Outbox
+from pipeline.messages import Launch
+from pipeline.stage import Stage
+from pipeline.stages.detokenize.sequences import Sequences
+from pipeline.stages.detokenize.vocabulary import Vocabulary
+
+IDLE_S = 60.0
+"""Longest wait where there is nothing to do."""
+
+RETRY_S = 0.01
+"""Longest wait while something could not be sent."""
+
+
+def run(launch: Launch) -> None:
+    """The stage. Returns after `Stop`."""
+    stage: Stage[m.DetokenizeInbox]
+    with Stage(launch, m.DetokenizeInbox) as stage:
+        detokenize = Detokenize(stage, Vocabulary.load(stage.model_dir / "tokenizer.json"))
+        stage.ready()
+        while not detokenize.stopped:
+            detokenize.turn()
+
+
+class Detokenize:
+    """The loop's state: the sequences, and single messages that wait for room in a socket."""
+
+    def __init__(self, stage: Stage[m.DetokenizeInbox], vocabulary: Vocabulary) -> None:
+        self._stage = stage
+        self._sequences = Sequences(vocabulary)
+        self._letters: list[tuple[Outbox[Any], m.Rejected | m.Abort]] = []
+        self.stopped = False
+
+    def turn(self) -> None:
+        """One wake: take everything that is there, then tell each receiver once."""
+        waiting = self._letters or self._sequences.unsent()
+        for message in self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S):
+            self._take(message)
+        self._tell()
+        self._stage.release()
+
+    def _take(self, message: m.DetokenizeInbox) -> None:
+        match message:
+            case m.Settled():
+                self._settle(message)
+            case m.Open():
+                self._sequences.open(message)
+            case m.Refuse():
+                rejected = m.Rejected(message.request_id, message.attempt, message.failure)
+                self._letters.append((self._stage.outbox("gateway", message.gateway), rejected))
+            case m.Ping():
+                self._stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(len(self._sequences))))
+            case m.Start():
+                gc.collect()
+                gc.freeze()
+            case m.Stop():
+                self.stopped = True
+            case _:
+                assert_never(message)
+
+    def _settle(self, message: m.Settled) -> None:
+        take = self._stage.arrays.take
+        aborts = self._sequences.settle(
+            take(message.seqs, "<u8").tolist(),
+            take(message.starts, "<i4").tolist(),
+            take(message.counts, "<i4").tolist(),
+            take(message.ids, "<i4").tolist(),
+            take(message.finishes, "u1").tolist(),
+        )
+        schedule = self._stage.outbox("schedule")
+        self._letters += [(schedule, abort) for abort in aborts]
+
+    def _tell(self) -> None:
+        for gateway in self._sequences.unsent():
+            if self._stage.outbox("gateway", gateway).send(self._sequences.deltas(gateway)):
+                self._sequences.sent(gateway)
+        self._letters = [(outbox, letter) for outbox, letter in self._letters if not outbox.send(letter)]

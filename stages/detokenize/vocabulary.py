@@ -1,0 +1,175 @@
+"""What each id contributes to the text, taken from the tokenizer's own tables.
+
+A decoder of a `tokenizer.json` joins tokens and then makes characters of their bytes. Both kinds that decoder-only
+models ship do that piece by piece, so that text can grow by one id without any look back:
+
+    ByteLevel                                   each letter of a token stands for a byte (GPT-2, Llama 3, SmolLM2 …)
+    Replace, ByteFallback, Fuse, maybe Strip    tokens are text, and `<0xE2>` is a byte (Llama 2, Mistral, Gemma …)
+
+An id's piece is `str` where it is whole characters by itself, and `bytes` where it may be a part of one. The table
+fills itself as ids come up, so a large vocabulary costs nothing at start.
+"""
+
+import codecs
+import re
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+Piece = str | bytes
+
+WHOLE_PARTS = "replace"
+"""A character that broke off shows as one U+FFFD, as Unicode recommends and ByteLevel does (Python's own handler)."""
+
+EACH_BYTE = "pipeline.each_byte"
+"""A character that broke off shows as one U+FFFD for each of its bytes, as ByteFallback does."""
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(EACH_BYTE, _replace_each_byte)
+
+
+class _Pattern(msgspec.Struct, rename="pascal"):
+    string: str | None = None
+    regex: str | None = None
+
+
+class _ByteLevel(msgspec.Struct, tag_field="type", tag="ByteLevel"):
+    pass
+
+
+class _Replace(msgspec.Struct, tag_field="type", tag="Replace"):
+    pattern: _Pattern
+    content: str
+
+
+class _ByteFallback(msgspec.Struct, tag_field="type", tag="ByteFallback"):
+    pass
+
+
+class _Fuse(msgspec.Struct, tag_field="type", tag="Fuse"):
+    pass
+
+
+class _Strip(msgspec.Struct, tag_field="type", tag="Strip"):
+    content: str
+    start: int
+    stop: int
+
+
+class _Sequence(msgspec.Struct, tag_field="type", tag="Sequence"):
+    decoders: list[_ByteLevel | _Replace | _ByteFallback | _Fuse | _Strip]
+
+
+_Decoder = _ByteLevel | _Sequence
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that stand for bytes in byte-level vocabularies.
+
+    Printable bytes of Latin-1 stand for themselves, all others follow in order from U+0100 on: `bytes_to_unicode` of
+    GPT-2 (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_LETTERS = _byte_letters()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _whole_or_part(data: bytes) -> Piece:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+class Pieces(dict[int, Piece]):
+    """Id → piece. Ids that the vocabulary does not have, and tokens that are hidden, are the empty string."""
+
+    def __init__(self, vocabulary: "Vocabulary", hidden: frozenset[str]) -> None:
+        self._vocabulary = vocabulary
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> Piece:
+        token = self._vocabulary.token(token_id)
+        piece = "" if token is None or token in self._hidden else self._vocabulary.piece(token)
+        self[token_id] = piece
+        return piece
+
+
+class Vocabulary:
+    """A tokenizer, as far as decoding needs it.
+
+    Raises ValueError where its decoder is of another kind than those above.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._replacements: list[tuple[str, str]] = []
+        self.strip = ""
+        """What is taken away at the very start of a text, at most `num_strip` times."""
+        self.num_strip = 0
+        self._read_decoder()
+        special = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+        self._shown = {True: Pieces(self, special), False: Pieces(self, frozenset())}
+
+    @classmethod
+    def load(cls, path: Path) -> "Vocabulary":
+        """Read a `tokenizer.json`."""
+        return cls(Tokenizer.from_file(str(path)))
+
+    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
+        return self._shown[skip_special_tokens]
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+
+    def piece(self, token: str) -> Piece:
+        if self._is_byte_level:
+            try:
+                return _whole_or_part(bytes(map(_BYTE_LETTERS.__getitem__, token)))
+            except KeyError:
+                return token  # an added token, which is plain text
+        for pattern, content in self._replacements:
+            token = token.replace(pattern, content)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return _whole_or_part(bytes.fromhex(byte[1]))
+        return token
+
+    def _read_decoder(self) -> None:
+        state = self._tokenizer.decoder.__getstate__() if self._tokenizer.decoder is not None else b"null"
+        try:
+            decoder = msgspec.json.decode(state, type=_Decoder)
+        except msgspec.ValidationError as error:
+            raise _not_known(state) from error
+        steps = decoder.decoders if isinstance(decoder, _Sequence) else [decoder]
+        match steps:
+            case [_ByteLevel()]:
+                self._is_byte_level, self.errors = True, WHOLE_PARTS
+            case [*replaces, _ByteFallback(), _Fuse()]:
+                self._is_byte_level, self.errors = False, EACH_BYTE
+            case [*replaces, _ByteFallback(), _Fuse(), _Strip(stop=0) as strip]:
+                self._is_byte_level, self.errors = False, EACH_BYTE
+                self.strip, self.num_strip = strip.content, strip.start
+            case _:
+                raise _not_known(state)
+        if not self._is_byte_level:
+            for replace in replaces:
+                if not isinstance(replace, _Replace) or replace.pattern.string is None:
+                    raise _not_known(state)
+                self._replacements.append((replace.pattern.string, replace.content))
+
+
+def _not_known(state: bytes) -> ValueError:
+    return ValueError(
+        "the model's tokenizer.json turns ids into text in a way that is not known here; known are ByteLevel and "
+        f"Replace, ByteFallback, Fuse, Strip; its decoder is {state.decode()}"
+    )

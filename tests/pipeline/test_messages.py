@@ -1,0 +1,185 @@
+"""The wire: every message comes back as it was sent, and no field ever moves."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline.channels import MessageDecoder
+from pipeline.config.settings import Settings
+from pipeline.shm.arrays import ShmRef
+
+SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
+"""Sample → its MessagePack in hex. Appending a field changes a line here, and its beginning stays; anything else breaks
+peers that are older or newer."""
+
+INBOXES: dict[str, Any] = {
+    "supervisor": m.SupervisorInbox,
+    "gateway": m.GatewayInbox,
+    "ingest": m.IngestInbox,
+    "schedule": m.ScheduleInbox,
+    "execute": m.ExecuteInbox,
+    "detokenize": m.DetokenizeInbox,
+}
+
+IDS = bytes.fromhex("0100000002000000")
+REF = ShmRef("ingest.0", 64, 8192, 3)
+SAMPLING = m.Sampling(0.5, 0.25, 40, 0.125, 2**64 - 1, [7, 8], True)
+TEXT = m.TextOptions(["\n\n", "é"], True, False, [7])
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10)
+FAILURE = m.Failure(400, "too long", "messages", "context_length_exceeded")
+REQUEST_ID = 0xFEDCBA9876543210
+
+
+def packed(struct: msgspec.Struct) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(struct))
+
+
+SAMPLES: dict[str, msgspec.Struct] = {
+    "envelope": m.Envelope("ingest.0", 3),
+    "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
+    "ping": m.Ping(5),
+    "stop": m.Stop(),
+    "ready": m.Ready(m.ExecuteFacts(100, 16, 2048, 49152)),
+    "ready without facts": m.Ready(),
+    "failed": m.Failed("no memory"),
+    "pong of schedule": m.Pong(5, LOAD),
+    "pong of gateway": m.Pong(5, m.GatewayLoad(2)),
+    "pong of others": m.Pong(5, m.PlainLoad(2)),
+    "ask_health": m.AskHealth(6),
+    "drained": m.Drained(),
+    "prepared": m.Prepared("/models/x", "x"),
+    "accepted": m.Accepted(REQUEST_ID, 1, IDS),
+    "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
+    "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),
+    "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
+    "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
+    "drain": m.Drain(30.0),
+    "stage_died": m.StageDied("execute.0", "killed by signal 9"),
+    "submit of a chat": m.Submit(
+        REQUEST_ID, 1, 0, 1.5, m.ChatPrompt([m.ChatMessage("user", "hi", "ada")], False), 2, None, SAMPLING, TEXT
+    ),
+    "submit of text": m.Submit(REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT),
+    "submit of ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT),
+    "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
+    "release": m.Release([0, 64], [1, 2]),
+    "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT)),
+    "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
+    "closed": m.Closed(REQUEST_ID, 1),
+    "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
+    "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT)),
+    "settled": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01"),
+    "refuse": m.Refuse(REQUEST_ID, 1, 0, FAILURE),
+    "launch": m.Launch(
+        "ingest",
+        0,
+        0,
+        1,
+        "pipeline.stages.ingest.stage",
+        Settings(),
+        "/models/x",
+        "ipc://@pipeline/x/ingest.0.1",
+        [m.Peer("schedule.0", "ipc://@pipeline/x/schedule.0.1", 64)],
+        [m.Segment("ingest.0", 7, 65536, True)],
+        5,
+        6,
+    ),
+}
+
+
+def inboxes_of(struct: msgspec.Struct) -> list[str]:
+    return [name for name, union in INBOXES.items() if type(struct) in get_args(union)]
+
+
+def plain(value: Any) -> Any:
+    """A struct as builtins, so that undecoded parts compare by their bytes."""
+    if isinstance(value, msgspec.Raw):
+        return bytes(value)
+    if isinstance(value, msgspec.Struct):
+        return [type(value).__name__, *(plain(getattr(value, name)) for name in value.__struct_fields__)]
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_message_comes_back_as_it_was_sent_in_every_inbox_that_takes_it(name):
+    sample = SAMPLES[name]
+    data = msgspec.msgpack.encode(sample)
+    for union in [INBOXES[inbox] for inbox in inboxes_of(sample)] or [type(sample)]:
+        assert plain(MessageDecoder[Any](union).decode(data)) == plain(sample)
+
+
+def test_every_member_of_every_inbox_has_a_sample():
+    sampled = {type(sample) for sample in SAMPLES.values()}
+    for union in INBOXES.values():
+        assert set(get_args(union)) <= sampled
+
+
+def test_every_inbox_takes_what_the_supervisor_says_to_any_stage():
+    for name, union in INBOXES.items():
+        assert name == "supervisor" or set(get_args(m.Control)) <= set(get_args(union))
+
+
+@pytest.mark.parametrize("name", INBOXES)
+def test_tags_are_unique_in_an_inbox(name):
+    tags = [member.__struct_config__.tag for member in get_args(INBOXES[name])]
+    assert len(set(tags)) == len(tags)
+    assert all(isinstance(tag, str) for tag in tags)
+
+
+def test_one_tag_means_one_message_on_the_whole_wire():
+    members = {member for union in INBOXES.values() for member in get_args(union)}
+    assert len({member.__struct_config__.tag for member in members}) == len(members)
+
+
+def test_the_wire_has_not_moved():
+    now = {name: msgspec.msgpack.encode(sample).hex() for name, sample in SAMPLES.items() if name != "launch"}
+    assert now == json.loads(SNAPSHOT.read_text())
+
+
+@pytest.mark.parametrize("name", ["deltas", "abort", "settled", "open"])
+def test_an_appended_field_is_ignored_by_those_who_do_not_know_it(name):
+    sample = SAMPLES[name]
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(sample))
+    longer = msgspec.msgpack.encode([*fields, "new"])
+    for inbox in inboxes_of(sample):
+        assert plain(MessageDecoder[Any](INBOXES[inbox]).decode(longer)) == plain(sample)
+
+
+DECODERS = [MessageDecoder[Any](union) for union in [*INBOXES.values(), m.Envelope, m.Launch]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_only_decode_errors(data):
+    for decoder in DECODERS:
+        try:
+            decoder.decode(data)
+        except msgspec.DecodeError:
+            continue
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SAMPLES)),
+    edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
+    cut=st.integers(0, 10_000),
+    tail=st.sampled_from([b"", b"\x91" * 3000, b"\xa1\xff"]),
+)
+def test_spoilt_messages_raise_only_decode_errors(name, edits, cut, tail):
+    data = bytearray(msgspec.msgpack.encode(SAMPLES[name]))
+    for place, value in edits:
+        data[place % len(data)] = value
+    spoilt = bytes(data[: cut % (len(data) + 1)]) + tail
+    for decoder in DECODERS:
+        for candidate in (bytes(data), spoilt):
+            try:
+                decoder.decode(candidate)
+            except msgspec.DecodeError:
+                continue

@@ -1,0 +1,233 @@
+"""What gateways are told, over random histories of sequences."""
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline.stages.detokenize.sequences import Sequences
+from pipeline.stages.detokenize.text import Text
+from pipeline.stages.detokenize.vocabulary import Vocabulary
+from tests.stages.detokenize.test_stops import expected
+from tests.stages.detokenize.vocabularies import byte_ids, byte_level
+
+VOCABULARY = Vocabulary(byte_level())
+BYTES = byte_ids(byte_level())
+END = byte_level().token_to_id("<|end|>")
+
+
+def ids_of(text: str) -> list[int]:
+    return [BYTES[byte] for byte in text.encode()]
+
+
+def opening(seq: int, options: m.TextOptions | None = None, gateway: int = 0, tail: list[int] | None = None) -> m.Open:
+    raw = msgspec.Raw(msgspec.msgpack.encode(options or m.TextOptions()))
+    return m.Open(seq, 1000 + seq, 2, seq % 3, gateway, np.array(tail or [], np.int32).tobytes(), raw)
+
+
+class Told:
+    """A gateway that joins the entries of a sequence, and checks that they fit together."""
+
+    def __init__(self) -> None:
+        self.text: dict[int, str] = {}
+        self.ids: dict[int, list[int]] = {}
+        self.closing: dict[int, tuple[int, str | int | None]] = {}
+
+    def take(self, deltas: m.Deltas) -> None:
+        assert len(set(deltas.request_ids)) == len(deltas.request_ids)
+        ids = np.frombuffer(deltas.ids, "<i4").tolist()
+        for place, request_id in enumerate(deltas.request_ids):
+            seq = request_id - 1000
+            assert seq not in self.closing, "an entry behind the closing one"
+            assert (deltas.attempts[place], deltas.indexes[place]) == (2, seq % 3)
+            assert deltas.text_offsets[place] == len(self.text.setdefault(seq, ""))
+            assert deltas.id_offsets[place] == len(self.ids.setdefault(seq, []))
+            self.text[seq] += deltas.texts[place]
+            self.ids[seq] += ids[: deltas.num_ids[place]]
+            ids = ids[deltas.num_ids[place] :]
+            if deltas.finishes[place]:
+                self.closing[seq] = (deltas.finishes[place], deltas.stop_reasons[place])
+            else:
+                assert deltas.stop_reasons[place] is None
+                assert deltas.num_ids[place] > 0
+        assert ids == []
+
+
+def tell(sequences: Sequences, told: Told) -> None:
+    for gateway in sequences.unsent():
+        told.take(sequences.deltas(gateway))
+        sequences.sent(gateway)
+    assert sequences.unsent() == []
+
+
+def run_one(
+    ids: list[int], finish: int, options: m.TextOptions | None = None, cuts: list[int] | None = None
+) -> tuple[Told, list[m.Abort]]:
+    """One sequence, its ids grouped by `cuts`, told after each message."""
+    sequences, told, aborts = Sequences(VOCABULARY), Told(), []
+    sequences.open(opening(5, options))
+    edges = [0, *sorted(cut for cut in cuts or [] if cut < len(ids)), len(ids)]
+    for begin, end in pairwise(edges):
+        closing = finish if end == len(ids) else m.Finish.NONE
+        aborts += sequences.settle([5], [begin], [end - begin], ids[begin:end], [closing])
+        tell(sequences, told)
+        if closing:
+            break
+    assert len(sequences) == 0
+    return told, aborts
+
+
+OUTPUTS = st.lists(
+    st.one_of(st.sampled_from(ids_of("ab \n")), st.sampled_from(BYTES), st.integers(0, byte_level().get_vocab_size())),
+    min_size=1,
+    max_size=24,
+)
+OPTIONS = st.builds(
+    m.TextOptions,
+    stop=st.lists(st.text("ab \n\ufffd", max_size=3), max_size=3),
+    include_stop=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    stop_token_ids=st.lists(st.sampled_from([END, BYTES[0x61]]), max_size=1),
+)
+FINISHES = st.sampled_from([m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT, m.Finish.ERROR])
+
+
+def outcome(ids: list[int], finish: int, options: m.TextOptions) -> tuple[str, list[int], int, str | int | None]:
+    """What a client must have in the end: text, ids, finish, stop reason; by the whole text and the naive rule."""
+    stopped_by_id = finish == m.Finish.STOP
+    asked_for = stopped_by_id and ids[-1] in options.stop_token_ids
+    shown = ids[:-1] if stopped_by_id and not (asked_for and options.include_stop) else ids
+    text = Text(VOCABULARY, [], skip_special_tokens=options.skip_special_tokens)
+    lengths, whole = [], ""
+    for token_id in shown:
+        whole += text.add(token_id)
+        lengths.append(len(whole))
+    whole += text.finish()
+    result, found = expected(options.stop, whole, options.include_stop)
+    if found is None:
+        return result, ids, finish, ids[-1] if asked_for else None
+    end = len(result) + (0 if options.include_stop else len(found))
+    num_ids = next((place for place, length in enumerate(lengths, 1) if length >= end), len(ids))
+    return result, ids[:num_ids], m.Finish.STOP, found
+
+
+@settings(max_examples=500, deadline=None)
+@given(OUTPUTS, FINISHES, OPTIONS, st.lists(st.integers(0, 24), max_size=6))
+def test_what_is_told_depends_on_ids_and_options_alone(ids, finish, options, cuts):
+    told, _ = run_one(ids, finish, options, cuts)
+    text, shown_ids, closing, reason = outcome(ids, finish, options)
+    assert told.text[5] == text
+    assert told.ids[5] == shown_ids
+    assert told.closing[5] == (closing, reason)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans=st.lists(st.tuples(OUTPUTS, FINISHES, OPTIONS), min_size=1, max_size=5), data=st.data())
+def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
+    """Messages hold entries of any sequences; a gateway's socket takes deltas only now and then; ids come twice."""
+    num = len(plans)
+    sequences, told = Sequences(VOCABULARY), [Told(), Told()]
+    for seq, (_, _, options) in enumerate(plans):
+        sequences.open(opening(seq, options, gateway=seq % 2))
+    settled = [0] * num
+    live = set(range(num))
+    aborts = []
+    while live:
+        chosen = data.draw(st.just(sorted(live)) | st.lists(st.sampled_from(sorted(live)), min_size=1, unique=True))
+        starts, counts, ids, finishes = [], [], [], []
+        for seq in chosen:
+            output, finish, _ = plans[seq]
+            start = data.draw(st.integers(max(0, settled[seq] - 2), settled[seq]))
+            end = min(len(output), settled[seq] + data.draw(st.sampled_from([24, 6, 2, 1, 0])))
+            closing = finish if end == len(output) and end > settled[seq] else m.Finish.NONE
+            starts.append(start)
+            counts.append(end - start)
+            ids += output[start:end]
+            finishes.append(closing)
+            settled[seq] = end
+            if closing:
+                live.discard(seq)
+        aborts += sequences.settle(chosen, starts, counts, ids, finishes)
+        assert len(sequences) == len(live)
+        for gateway in sequences.unsent():
+            deltas = sequences.deltas(gateway)
+            if data.draw(st.booleans()):
+                told[gateway].take(deltas)
+                sequences.sent(gateway)
+    for gateway in sequences.unsent():
+        told[gateway].take(sequences.deltas(gateway))
+        sequences.sent(gateway)
+    for seq, (output, finish, options) in enumerate(plans):
+        text, ids, closing, reason = outcome(output, finish, options)
+        gateway = told[seq % 2]
+        assert (gateway.text[seq], gateway.ids[seq], gateway.closing[seq]) == (text, ids, (closing, reason))
+    assert len({abort.request_id for abort in aborts}) == len(aborts)
+    for abort in aborts:
+        *_, reason = outcome(*plans[abort.request_id - 1000])
+        assert isinstance(reason, str)
+        assert (abort.attempt, abort.index, abort.finish) == (2, (abort.request_id - 1000) % 3, m.Finish.STOP)
+
+
+def test_the_id_that_stopped_it_counts_but_is_not_shown():
+    told, _ = run_one([*ids_of("hi"), END], m.Finish.STOP, m.TextOptions(skip_special_tokens=False))
+    assert (told.text[5], told.ids[5]) == ("hi", [*ids_of("hi"), END])
+    assert told.closing[5] == (m.Finish.STOP, None)
+
+
+def test_a_stop_id_that_was_asked_for_is_the_reason_and_shown_on_request():
+    [stop_id] = ids_of("!")
+    for include_stop, text in ((False, "hi"), (True, "hi!")):
+        options = m.TextOptions(stop_token_ids=[stop_id], include_stop=include_stop)
+        told, _ = run_one(ids_of("hi!"), m.Finish.STOP, options)
+        assert (told.text[5], told.closing[5]) == (text, (m.Finish.STOP, stop_id))
+
+
+def test_a_stop_string_asks_schedule_to_end_the_sequence_once_and_drops_what_follows():
+    sequences, told = Sequences(VOCABULARY), Told()
+    sequences.open(opening(5, m.TextOptions(stop=["b c"])))
+    aborts = sequences.settle([5], [0], [6], ids_of("ab cde"), [m.Finish.NONE])
+    assert aborts == [m.Abort(1005, 2, 2, m.Finish.STOP)]
+    tell(sequences, told)
+    assert (told.text[5], told.ids[5], told.closing[5]) == ("a", ids_of("ab c"), (m.Finish.STOP, "b c"))
+    assert sequences.settle([5], [6], [2], ids_of("ff"), [m.Finish.NONE]) == []
+    assert len(sequences) == 1
+    assert sequences.settle([5], [8], [0], [], [m.Finish.STOP]) == []
+    assert len(sequences) == 0
+    assert sequences.unsent() == []
+
+
+def test_a_stop_string_that_schedules_closing_completes_needs_no_abort():
+    told, aborts = run_one(ids_of("ab"), m.Finish.LENGTH, m.TextOptions(stop=["b"]))
+    assert aborts == []
+    assert (told.text[5], told.closing[5]) == ("a", (m.Finish.STOP, "b"))
+
+
+def test_text_that_may_begin_a_stop_string_waits_while_its_ids_go_on():
+    sequences, told = Sequences(VOCABULARY), Told()
+    sequences.open(opening(5, m.TextOptions(stop=["xyz"])))
+    sequences.settle([5], [0], [3], ids_of("axy"), [m.Finish.NONE])
+    tell(sequences, told)
+    assert (told.text[5], told.ids[5]) == ("a", ids_of("axy"))
+    sequences.settle([5], [3], [1], ids_of("x"), [m.Finish.NONE])
+    tell(sequences, told)
+    assert told.text[5] == "axy"
+    sequences.settle([5], [4], [0], [], [m.Finish.LENGTH])
+    tell(sequences, told)
+    assert (told.text[5], told.closing[5]) == ("axyx", (m.Finish.LENGTH, None))
+
+
+def test_what_schedule_may_not_do_ends_the_stage():
+    sequences = Sequences(VOCABULARY)
+    with pytest.raises(AssertionError, match="never opened"):
+        sequences.settle([5], [0], [1], [7], [m.Finish.NONE])
+    sequences.open(opening(5))
+    with pytest.raises(AssertionError, match="opened twice"):
+        sequences.open(opening(5))
+    with pytest.raises(AssertionError, match="never came"):
+        sequences.settle([5], [1], [1], [7], [m.Finish.NONE])
+    with pytest.raises(AssertionError, match="2 ids came for 1"):
+        sequences.settle([5], [0], [1], [7, 8], [m.Finish.NONE])

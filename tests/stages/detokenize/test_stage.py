@@ -1,0 +1,243 @@
+"""The stage between fakes of schedule and the gateways, over real sockets."""
+
+import os
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from pipeline import messages as m
+from pipeline.channels import Inbox, Outbox, address_of
+from pipeline.config.settings import Settings
+from pipeline.shm.arrays import Array, ShmRef
+from pipeline.stage import Stage
+from pipeline.stages.detokenize.stage import Detokenize
+from pipeline.stages.detokenize.vocabulary import Vocabulary
+from tests.pipeline.test_channels import until
+from tests.rig import Rig
+from tests.stages.detokenize.test_sequences import Told, ids_of, opening
+from tests.stages.detokenize.vocabularies import byte_level
+
+FACTS = m.ExecuteFacts(num_blocks=8, block_size=16, max_model_len=128, vocab_size=420)
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.fixture
+def rig(model_dir):
+    with Rig("detokenize", model_dir=model_dir) as rig:
+        rig.start(FACTS)
+        yield rig
+
+
+def settled(entries: list[tuple[int, int, list[int], int]], put=lambda array: array.tobytes()) -> m.Settled:
+    """A message of (seq, start, ids, finish) entries."""
+    seqs, starts, ids, finishes = zip(*entries, strict=True)
+    return m.Settled(
+        seqs=put(np.array(seqs, np.uint64)),
+        starts=put(np.array(starts, np.int32)),
+        counts=put(np.array([len(part) for part in ids], np.int32)),
+        ids=put(np.array([token_id for part in ids for token_id in part], np.int32)),
+        finishes=put(np.array(finishes, np.uint8)),
+    )
+
+
+def say(rig: Rig, message: m.Open | m.Settled | m.Refuse) -> None:
+    rig.send(message, sender="schedule.0")
+
+
+def told_until_closed(rig: Rig, *seqs: int) -> Told:
+    told = Told()
+    while not set(seqs) <= set(told.closing):
+        told.take(rig.receive("gateway", m.Deltas))
+    return told
+
+
+def test_ids_become_text_and_the_last_entry_says_why_it_ended(rig):
+    say(rig, opening(1))
+    say(rig, settled([(1, 0, ids_of("hello "), m.Finish.NONE)]))
+    say(rig, settled([(1, 6, ids_of("🤖"), m.Finish.LENGTH)]))
+    told = told_until_closed(rig, 1)
+    assert (told.text[1], told.ids[1]) == ("hello 🤖", ids_of("hello 🤖"))
+    assert told.closing[1] == (m.Finish.LENGTH, None)
+    assert rig.load() == m.PlainLoad(0)
+
+
+def test_a_wake_makes_one_message_with_one_entry_for_each_sequence(rig):
+    for seq in range(3):
+        say(rig, opening(seq))
+    rig.until(lambda load: load.num_open == 3)
+    say(rig, settled([(seq, 0, ids_of("ab"), m.Finish.NONE) for seq in range(3)]))
+    deltas = rig.receive("gateway")
+    assert deltas.texts == ["ab"] * 3
+    assert deltas.num_ids == [2] * 3
+
+
+def test_the_text_continues_the_prompt(rig):
+    character = ids_of("🤖")
+    say(rig, opening(1, tail=[*ids_of("x"), *character[:2]]))
+    say(rig, settled([(1, 0, character[2:], m.Finish.LENGTH)]))
+    assert told_until_closed(rig, 1).text[1] == "🤖"
+
+
+def test_a_stop_string_is_told_to_the_client_and_to_schedule_and_the_closing_is_swallowed(rig):
+    say(rig, opening(1, m.TextOptions(stop=["stop"])))
+    say(rig, settled([(1, 0, ids_of("go stop and"), m.Finish.NONE)]))
+    told = told_until_closed(rig, 1)
+    assert (told.text[1], told.ids[1]) == ("go ", ids_of("go stop"))
+    assert told.closing[1] == (m.Finish.STOP, "stop")
+    assert rig.receive("schedule", m.Abort) == m.Abort(1001, 2, 1, m.Finish.STOP)
+    assert rig.load().num_open == 1
+    say(rig, settled([(1, 11, ids_of(" more"), m.Finish.STOP)]))
+    rig.until(lambda load: load.num_open == 0)
+    assert rig.nothing("gateway")
+    assert rig.nothing("schedule")
+
+
+def test_a_refusal_is_passed_on(rig):
+    failure = m.Failure(503, "too much is waiting")
+    say(rig, m.Refuse(77, 3, 0, failure))
+    assert rig.receive("gateway") == m.Rejected(77, 3, failure)
+
+
+def test_large_arrays_come_by_shared_memory_and_are_released(rig):
+    num = 2000
+    arena = rig.arena("schedule.0")
+    for seq in range(num):
+        say(rig, opening(seq))
+
+    def put(array: np.ndarray) -> Array:
+        return arena.put(array.data.cast("B"))
+
+    message = settled([(seq, 0, ids_of("ab"), m.Finish.LENGTH) for seq in range(num)], put)
+    assert isinstance(message.ids, ShmRef)
+    assert isinstance(message.seqs, ShmRef)
+    num_live = arena.num_live
+    say(rig, message)
+    told = told_until_closed(rig, *range(num))
+    assert set(told.text.values()) == {"ab"}
+    num_released = 0
+    while num_released < num_live:
+        release = rig.receive("schedule", m.Release)
+        for offset, generation in zip(release.offsets, release.generations, strict=True):
+            assert arena.release(offset, generation)
+            num_released += 1
+    assert arena.num_live == 0
+
+
+def test_everything_that_came_before_stop_is_told(model_dir):
+    with Rig("detokenize", model_dir=model_dir) as rig:
+        rig.start(FACTS)
+        say(rig, opening(1))
+        rig.until(lambda load: load.num_open == 1)
+        say(rig, settled([(1, 0, ids_of("ab"), m.Finish.LENGTH)]))
+        told = told_until_closed(rig, 1)
+    assert told.text[1] == "ab"
+
+
+def test_a_broken_invariant_ends_the_stage(model_dir):
+    with (
+        pytest.raises(AssertionError, match="sequence 9 was never opened"),
+        Rig("detokenize", model_dir=model_dir) as rig,
+    ):
+        rig.start(FACTS)
+        say(rig, settled([(9, 0, [5], m.Finish.NONE)]))
+        rig.receive("gateway")
+
+
+def test_a_folder_whose_tokenizer_is_of_another_kind_is_refused_in_words(tmp_path):
+    tokenizer = byte_level().from_str(byte_level().to_str())
+    tokenizer.decoder = None
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="not known here"), Rig("detokenize", model_dir=tmp_path) as rig:
+        rig.receive("supervisor", m.Ready)
+
+
+def test_what_a_full_socket_refuses_waits_merged_and_is_told_later(model_dir):
+    """Neither gateway nor schedule exist yet, and their edges hold one message each."""
+    server = f"detokenize-{os.getpid()}"
+    names = ("supervisor.0", "gateway.0", "schedule.0", "detokenize.0")
+    address = {name: address_of(server, name, 1) for name in names}
+    launch = m.Launch(
+        stage="detokenize",
+        replica=0,
+        rank=0,
+        incarnation=1,
+        entry="",
+        settings=Settings(),
+        model_dir=str(model_dir),
+        address=address["detokenize.0"],
+        peers=[m.Peer(name, address[name], 1) for name in names[:3]],
+        segments=[],
+        death_fd=-1,
+    )
+    stage: Stage[m.DetokenizeInbox] = Stage(launch, m.DetokenizeInbox)
+    detokenize = Detokenize(stage, Vocabulary.load(model_dir / "tokenizer.json"))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    schedule: Outbox[m.DetokenizeInbox] = Outbox(context, stage.launch.address, m.Envelope("schedule.0", 1), 1000)
+
+    def turn_with(message: m.DetokenizeInbox) -> None:
+        num = stage.inbox.num_received
+        assert schedule.send(message)
+        until(lambda: detokenize.turn() or stage.inbox.num_received > num)
+
+    stop = m.TextOptions(stop=["."])
+    text = "one two three"
+    for seq in range(3):
+        turn_with(opening(seq, stop))
+    for place, token_id in enumerate(ids_of(text)):
+        turn_with(settled([(seq, place, [token_id], m.Finish.NONE) for seq in range(3)]))
+    turn_with(m.Refuse(77, 3, 0, m.Failure(503, "full")))
+    turn_with(settled([(seq, len(text), ids_of("."), m.Finish.NONE) for seq in range(3)]))
+    assert stage.outbox("gateway").num_sent == 1
+    assert stage.outbox("gateway").num_refused > 0
+    begin = time.monotonic()
+    detokenize.turn()
+    assert time.monotonic() - begin < 1, "it waits as if nothing were left to send"
+
+    inboxes: dict[str, Inbox[object]] = {
+        "gateway": Inbox(context, address["gateway.0"], m.GatewayInbox),
+        "schedule": Inbox(context, address["schedule.0"], m.ScheduleInbox),
+    }
+    told, others = Told(), []
+
+    def all_told() -> bool:
+        assert schedule.send(m.Ping(0))  # so that a turn with nothing left to send ends
+        detokenize.turn()
+        for inbox in inboxes.values():
+            for message in inbox.receive_all():
+                if isinstance(message, m.Deltas):
+                    told.take(message)
+                else:
+                    others.append(message)
+        return len(told.closing) == 3 and len(others) == 4
+
+    until(all_told)
+    assert told.text == dict.fromkeys(range(3), text)
+    assert told.ids == dict.fromkeys(range(3), ids_of(text + "."))
+    assert m.Rejected(77, 3, m.Failure(503, "full")) in others
+    assert sum(isinstance(message, m.Abort) for message in others) == 3
+    assert stage.outbox("gateway").num_sent <= 4, "what waited was not merged"
+    stage.close()
+    for end in (*inboxes.values(), schedule):
+        end.close()
+    context.term()
+
+
+def test_the_options_that_schedule_passes_on_are_those_of_the_gateway(rig):
+    """They travel undecoded, inside the message."""
+    options = m.TextOptions(["\n"], True, False, [3])
+    admit = m.Admit(
+        5, 0, 0, 0.0, b"", 1, 4, msgspec.Raw(msgspec.msgpack.encode(m.Sampling())), opening(5, options).text
+    )
+    passed_on = msgspec.msgpack.decode(msgspec.msgpack.encode(admit), type=m.Admit).text
+    say(rig, m.Open(5, 1005, 2, 2, 0, b"", passed_on))
+    say(rig, settled([(5, 0, ids_of("a\nb"), m.Finish.NONE)]))
+    told = told_until_closed(rig, 5)
+    assert (told.text[5], told.closing[5]) == ("a\n", (m.Finish.STOP, "\n"))

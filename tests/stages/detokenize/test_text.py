@@ -1,0 +1,203 @@
+"""Text that grows by ids equals text that is decoded at once."""
+
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from pipeline.stages.detokenize.text import Text
+from pipeline.stages.detokenize.vocabulary import Vocabulary
+from tests.stages.detokenize.vocabularies import CHARACTERS, byte_fallback, byte_ids, byte_level
+
+LEVEL = Vocabulary(byte_level())
+FALLBACK = Vocabulary(byte_fallback())
+LEVEL_BYTES = byte_ids(byte_level())
+FALLBACK_BYTES = byte_ids(byte_fallback())
+
+
+def grown(vocabulary: Vocabulary, tail: list[int], ids: list[int], skip: bool) -> str:
+    text = Text(vocabulary, tail, skip_special_tokens=skip)
+    return "".join([*map(text.add, ids), text.finish()])
+
+
+def any_ids(tokenizer: Tokenizer, **sizes: int) -> st.SearchStrategy[list[int]]:
+    """Ids of any token, many of single bytes, and some of none."""
+    known = st.integers(0, tokenizer.get_vocab_size() - 1)
+    unknown = st.sampled_from([tokenizer.get_vocab_size(), 10**6, 2**31 - 1, -1])
+    return st.lists(st.one_of(known, st.sampled_from(byte_ids(tokenizer)), unknown), **sizes)
+
+
+def decoded(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    return tokenizer.decode([token_id for token_id in ids if token_id >= 0], skip_special_tokens=skip)
+
+
+def settled_by(tail: list[int], skip: bool) -> str:
+    """The text of `tail` that no continuation changes."""
+    probes = [[], [LEVEL_BYTES[ord("a")]]]
+    for length in (1, 2, 3):
+        probes += [
+            [LEVEL_BYTES[byte] for byte in bytes_] for bytes_ in product((0x80, 0x90, 0xA0, 0xBF), repeat=length)
+        ]
+    texts = [decoded(byte_level(), tail + probe, skip) for probe in probes]
+    same = [len(set(characters)) == 1 for characters in zip(*texts, strict=False)]
+    return texts[0][: [*same, False].index(False)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(any_ids(byte_level(), max_size=40), st.booleans())
+def test_byte_level_text_equals_the_whole_decode(ids, skip):
+    assert grown(LEVEL, [], ids, skip) == decoded(byte_level(), ids, skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_ids(byte_level(), max_size=6), any_ids(byte_level(), max_size=12), st.booleans())
+def test_byte_level_text_continues_the_prompt(tail, ids, skip):
+    # Half a surrogate at the prompt's end: Python waits for its third byte, though none can make it a character.
+    assume(LEVEL_BYTES[0xED] not in tail[-2:] or LEVEL_BYTES[0xED] == tail[-1])
+    whole = decoded(byte_level(), tail + ids, skip)
+    settled = settled_by(tail, skip)
+    assert whole.startswith(settled)
+    assert grown(LEVEL, tail, ids, skip) == whole[len(settled) :]
+
+
+def test_a_character_that_the_prompt_began_is_shown_whole():
+    tail = [LEVEL_BYTES[byte] for byte in "x🤖".encode()[:3]]
+    ids = [LEVEL_BYTES[byte] for byte in "x🤖!".encode()[3:]]
+    assert grown(LEVEL, tail, ids, True) == "🤖!"
+
+
+def test_nothing_is_shown_of_half_a_character_until_the_end():
+    text = Text(LEVEL, [], skip_special_tokens=True)
+    assert [text.add(LEVEL_BYTES[byte]) for byte in "🤖".encode()] == ["", "", "", "🤖"]
+    assert text.finish() == ""
+    assert [text.add(LEVEL_BYTES[byte]) for byte in "🤖".encode()[:3]] == ["", "", ""]
+    assert text.finish() == "\ufffd"
+
+
+def test_a_hidden_special_token_does_not_break_a_character():
+    first, *rest = [LEVEL_BYTES[byte] for byte in "é".encode()]
+    special = byte_level().token_to_id("<|end|>")
+    assert grown(LEVEL, [], [first, special, *rest], True) == "é"
+    assert grown(LEVEL, [], [first, special, *rest], False) == "\ufffd<|end|>\ufffd"
+
+
+FALLBACK_TOKENS = [
+    byte_fallback().token_to_id(token)
+    for token in ["<unk>", "<s>", "▁", "▁the", "▁fox", "the", "fox", "▁▁", "é", "你", ".", "\n", "▁<0x"]
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    pieces=st.lists(
+        st.one_of(
+            st.sampled_from(FALLBACK_TOKENS).map(lambda token_id: [token_id]),
+            st.sampled_from(CHARACTERS).map(lambda character: [FALLBACK_BYTES[byte] for byte in character.encode()]),
+        ),
+        max_size=20,
+    ),
+    num_tail=st.integers(0, 4),
+    num_broken=st.integers(0, 3),
+    strip=st.sampled_from([0, 1, 2]),
+    skip=st.booleans(),
+)
+def test_byte_fallback_text_equals_the_whole_decode_where_bytes_are_characters(
+    pieces, num_tail, num_broken, strip, skip
+):
+    tokenizer = byte_fallback(strip)
+    # Output that ends within a character, behind a token that is not a byte.
+    broken = [FALLBACK_TOKENS[3], *(FALLBACK_BYTES[byte] for byte in "🤖".encode()[:num_broken])]
+    tail = [token_id for piece in pieces[:num_tail] for token_id in piece]
+    ids = [token_id for piece in pieces[num_tail:] for token_id in piece] + broken
+    whole = decoded(tokenizer, tail + ids, skip)
+    assert decoded(tokenizer, tail, skip) + grown(Vocabulary(tokenizer), tail, ids, skip) == whole
+
+
+def shown_bytes(data: bytes) -> str:
+    """Each character where one begins, else U+FFFD for the byte."""
+    text, place = "", 0
+    while place < len(data):
+        for length in (1, 2, 3, 4):
+            try:
+                text += data[place : place + length].decode()
+            except UnicodeDecodeError:
+                continue
+            place += length
+            break
+        else:
+            text += "\ufffd"
+            place += 1
+    return text
+
+
+@settings(max_examples=400, deadline=None)
+@given(ids=any_ids(byte_fallback(), max_size=30), skip=st.booleans())
+def test_byte_fallback_keeps_good_characters_beside_bad_bytes(ids, skip):
+    tokenizer = byte_fallback(0)
+    special = {tokenizer.token_to_id(token) for token in ("<unk>", "<s>", "</s>")} if skip else set()
+    expected, run = "", b""
+    for token_id in ids:
+        token = tokenizer.id_to_token(token_id) if token_id >= 0 else None
+        if token is None or token_id in special:
+            continue
+        if token_id in FALLBACK_BYTES:
+            run += bytes([FALLBACK_BYTES.index(token_id)])
+        else:
+            expected += shown_bytes(run) + token.replace("▁", " ")
+            run = b""
+    assert grown(Vocabulary(tokenizer), [], ids, skip) == expected + shown_bytes(run)
+
+
+def test_a_leading_space_is_taken_away_only_where_the_text_begins():
+    the, space = byte_fallback().token_to_id("▁the"), byte_fallback().token_to_id("▁▁")
+    start = byte_fallback().token_to_id("<s>")
+    assert grown(FALLBACK, [start], [the, the], True) == "the the"
+    assert grown(FALLBACK, [start, the], [the], True) == " the"
+    assert grown(FALLBACK, [], [space, the], True) == "  the"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_ids_that_the_vocabulary_lacks_have_no_text(skip):
+    a = LEVEL_BYTES[ord("a")]
+    assert grown(LEVEL, [], [a, 10**9, -1, a], skip) == "aa"
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.WordPiece(),
+        decoders.Metaspace(),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.Fuse(), decoders.ByteFallback(), decoders.Fuse()]),
+    ],
+)
+def test_a_decoder_of_another_kind_is_refused_in_words(decoder):
+    tokenizer = Tokenizer(models.BPE())
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    with pytest.raises(ValueError, match=r"tokenizer\.json turns ids into text in a way that is not known here"):
+        Vocabulary(tokenizer)
+
+
+def test_a_vocabulary_is_read_from_a_file(tmp_path):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    ids = byte_level().encode("naïve café 🤖").ids
+    assert grown(Vocabulary.load(tmp_path / "tokenizer.json"), [], ids, True) == "naïve café 🤖"
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 49_200), max_size=40), skip=st.booleans())
+def test_the_default_models_text_equals_the_whole_decode(smollm2_dir, ids, skip):
+    vocabulary, tokenizer = smollm2(smollm2_dir)
+    assert grown(vocabulary, [], ids, skip) == decoded(tokenizer, ids, skip)
+
+
+@cache
+def smollm2(folder: Path) -> tuple[Vocabulary, Tokenizer]:
+    path = folder / "tokenizer.json"
+    return Vocabulary.load(path), Tokenizer.from_file(str(path))

@@ -1,0 +1,80 @@
+"""Tiny prepared folders: a byte-level vocabulary, or whatever tokenizer and template a test wants."""
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from pipeline import messages as m
+from pipeline.messages import ExecuteFacts
+from pipeline.model_folder import ModelConfig
+
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant:' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One id per byte, 0..255 in the order of the byte-level alphabet, then <s> and </s>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    return tokenizer
+
+
+def facts(max_model_len: int = 64, vocab_size: int = 258) -> ExecuteFacts:
+    return ExecuteFacts(num_blocks=64, block_size=16, max_model_len=max_model_len, vocab_size=vocab_size)
+
+
+def folder(path: Path, template: str | None = CHATML, tokenizer: Tokenizer | None = None) -> Path:
+    """A prepared folder without weights."""
+    (tokenizer or byte_tokenizer()).save(str(path / "tokenizer.json"))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    ModelConfig(
+        name="tiny",
+        architecture="llama",
+        num_layers=1,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=258,
+        max_position=64,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_embeddings=True,
+        eos_ids=[257],
+        bos_id=256,
+        weight_files=[],
+    ).save(path)
+    return path
+
+
+def submit(
+    prompt: m.Prompt | str,
+    *,
+    request_id: int = 1,
+    attempt: int = 0,
+    max_tokens: int | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+) -> m.Submit:
+    """A request, with a text prompt where `prompt` is a string."""
+    return m.Submit(
+        request_id=request_id,
+        attempt=attempt,
+        gateway=0,
+        arrival_s=5.0,
+        prompt=m.TextPrompt(prompt) if isinstance(prompt, str) else prompt,
+        n=2,
+        max_tokens=max_tokens,
+        sampling=m.Sampling(seed=7, stop_token_ids=list(stop_token_ids)),
+        text=m.TextOptions(stop=["x"]),
+    )
+
+
+def chat(*contents: str, role: str = "user") -> m.ChatPrompt:
+    return m.ChatPrompt([m.ChatMessage(role, content) for content in contents])

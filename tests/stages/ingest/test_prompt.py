@@ -1,0 +1,216 @@
+"""A prompt becomes ids, or a refusal in the client's words; never anything else."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers import models as tokenizer_models
+
+from pipeline import messages as m
+from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest.prompt import Prompts, Refusal, longest_id_bytes
+from tests.stages.ingest import models as tiny
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    folder = tiny.folder(tmp_path_factory.mktemp("tiny"))
+    return prompt_module.load(folder, tiny.facts(), Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+
+def refused(prompts: Prompts, submit: m.Submit) -> m.Failure:
+    """The failure a request ends with."""
+    with pytest.raises(Refusal) as caught:
+        ids_of(prompts, submit)
+    return caught.value.failure
+
+
+def ids_of(prompts: Prompts, submit: m.Submit) -> tuple[list[int], int]:
+    prompt = submit.prompt
+    ids = np.frombuffer(prompt.ids, np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt)
+    return ids.tolist(), prompts.max_tokens(ids, submit)
+
+
+def given_ids(*ids: int) -> m.IdsPrompt:
+    return m.IdsPrompt(np.array(ids, np.int32).tobytes())
+
+
+def test_a_chat_is_written_by_the_template_and_its_special_tokens_are_single_ids(prompts: Prompts) -> None:
+    ids, room = ids_of(prompts, tiny.submit(tiny.chat("hi")))
+    text = tiny.byte_tokenizer().decode(ids, skip_special_tokens=False)
+    assert text == "<s>user:hi</s><s>assistant:"
+    assert (ids[0], ids.count(257), room) == (256, 1, 64 - len(ids))
+
+
+def test_only_a_text_gets_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    made = prompt_module.load(tiny.folder(tmp_path, "{{ messages[0].content }}"), tiny.facts(), tokenizer)
+    chat, text = made.encode(tiny.chat("a")).tolist(), made.encode(m.TextPrompt("a")).tolist()
+    assert text == [256, *chat]
+
+
+def test_all_that_fits_may_be_generated_where_nothing_was_asked(prompts: Prompts) -> None:
+    assert ids_of(prompts, tiny.submit("x" * 60))[1] == 4
+    assert ids_of(prompts, tiny.submit("x" * 60, max_tokens=3))[1] == 3
+    assert ids_of(prompts, tiny.submit("x" * 63))[1] == 1
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(prompts: Prompts) -> None:
+    failure = refused(prompts, tiny.submit("x" * 64))
+    assert (failure.status, failure.param, failure.code) == (400, "prompt", "context_length_exceeded")
+    assert "64 tokens" in failure.message
+    assert "prompt has 64" in failure.message
+    assert refused(prompts, tiny.submit(tiny.chat("x" * 64))).param == "messages"
+
+
+def test_asking_for_more_than_fits_is_refused(prompts: Prompts) -> None:
+    failure = refused(prompts, tiny.submit("x" * 60, max_tokens=5))
+    assert (failure.status, failure.param, failure.code) == (400, "max_tokens", "context_length_exceeded")
+    assert "65: 60 in the prompt and 5 to generate" in failure.message
+    assert refused(prompts, tiny.submit("x", max_tokens=0)).param == "max_tokens"
+
+
+def test_a_text_too_long_for_any_ids_is_refused_before_it_is_tokenized(prompts: Prompts) -> None:
+    failure = refused(prompts, tiny.submit("x" * 10_000_000))
+    assert failure.code == "context_length_exceeded"
+    assert "at least" in failure.message
+
+
+def test_what_the_template_writes_is_bounded_too(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path, "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}")
+    made = prompt_module.load(folder, tiny.facts(), tiny.byte_tokenizer())
+    assert refused(made, tiny.submit(tiny.chat("hi"))).code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("ids", [(-1,), (258,), (1, 2, 2**31 - 1), (-(2**31),)])
+def test_ids_outside_the_vocabulary_are_refused(prompts: Prompts, ids: tuple[int, ...]) -> None:
+    failure = refused(prompts, tiny.submit(given_ids(*ids)))
+    assert (failure.status, failure.param) == (400, "prompt")
+    assert str(ids[-1]) in failure.message
+    assert ids_of(prompts, tiny.submit(given_ids(0, 257)))[0] == [0, 257]
+
+
+@pytest.mark.parametrize("stop_id", [-1, 258, 2**62])
+def test_stop_ids_outside_the_vocabulary_are_refused(prompts: Prompts, stop_id: int) -> None:
+    failure = refused(prompts, tiny.submit("x", stop_token_ids=(0, stop_id)))
+    assert (failure.status, failure.param) == (400, "stop_token_ids")
+
+
+def test_the_executors_vocabulary_decides_not_the_tokenizers() -> None:
+    made = Prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=300))
+    assert ids_of(made, tiny.submit(given_ids(299)))[0] == [299]
+    assert refused(Prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=100)), tiny.submit("ÿ" * 3)).status == 400
+
+
+@pytest.mark.parametrize("prompt", ["", given_ids(), m.ChatPrompt([])])
+def test_an_empty_prompt_is_refused(prompts: Prompts, prompt: m.Prompt | str) -> None:
+    failure = refused(prompts, tiny.submit(prompt))
+    assert failure.status == 400
+    assert "empty" in failure.message
+
+
+def test_a_model_without_a_template_refuses_chats_and_says_what_to_do(tmp_path: Path) -> None:
+    made = prompt_module.load(tiny.folder(tmp_path, template=None), tiny.facts(), tiny.byte_tokenizer())
+    failure = refused(made, tiny.submit(tiny.chat("hi")))
+    assert (failure.status, failure.param) == (400, "messages")
+    assert "/v1/completions" in failure.message
+
+
+def test_a_template_that_is_not_valid_leaves_completions_working(tmp_path: Path) -> None:
+    made = prompt_module.load(tiny.folder(tmp_path, template="{% for %}"), tiny.facts(), tiny.byte_tokenizer())
+    assert "not valid" in refused(made, tiny.submit(tiny.chat("hi"))).message
+    assert len(ids_of(made, tiny.submit("hi"))[0]) == 2
+
+
+def test_what_a_template_raises_reaches_the_client(tmp_path: Path) -> None:
+    source = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
+    made = prompt_module.load(tiny.folder(tmp_path, source), tiny.facts(), tiny.byte_tokenizer())
+    failure = refused(made, tiny.submit(tiny.chat("hi", role="robot")))
+    assert (failure.status, failure.param) == (400, "messages")
+    assert "roles must alternate" in failure.message
+    assert len(ids_of(made, tiny.submit(tiny.chat("hi")))[0]) == 2
+
+
+def test_begin_and_end_tokens_come_from_the_models_config(tmp_path: Path) -> None:
+    made = prompt_module.load(
+        tiny.folder(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"),
+        tiny.facts(),
+        tiny.byte_tokenizer(),
+    )
+    ids = made.encode(tiny.chat("a")).tolist()
+    assert (ids[0], ids[-1], len(ids)) == (256, 257, 3)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompt=st.one_of(
+        st.text(st.characters()).map(m.TextPrompt),
+        st.lists(
+            st.builds(m.ChatMessage, st.text(st.characters()), st.text(st.characters()), st.none() | st.text()),
+            max_size=4,
+        ).map(m.ChatPrompt),
+        st.lists(st.integers(-(2**31), 2**31 - 1), max_size=80).map(lambda ids: given_ids(*ids)),
+    ),
+    max_tokens=st.none() | st.integers(-(2**63), 2**63 - 1),
+    stop_token_ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple),
+)
+def test_whatever_is_asked_ends_in_ids_that_fit_or_in_a_refusal_that_travels(
+    prompts: Prompts, prompt: m.Prompt, max_tokens: int | None, stop_token_ids: tuple[int, ...]
+) -> None:
+    submit = tiny.submit(prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    try:
+        ids, room = ids_of(prompts, submit)
+    except Refusal as refusal:
+        assert refusal.failure.status == 400
+        refusal.failure.message.encode()
+    else:
+        assert all(0 <= i < 258 for i in ids)
+        assert 1 <= room <= 64 - len(ids)
+        assert room == max_tokens or max_tokens is None
+
+
+def test_the_size_bound_is_the_longest_token_where_no_byte_can_be_lost() -> None:
+    byte_level = tiny.byte_tokenizer()
+    assert longest_id_bytes(byte_level) == len("</s>")
+    byte_level.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    assert longest_id_bytes(byte_level) is None
+
+    lowercasing = tiny.byte_tokenizer()
+    lowercasing.normalizer = normalizers.NFKC()
+    assert longest_id_bytes(lowercasing) is None
+
+    words = Tokenizer(tokenizer_models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    assert longest_id_bytes(words) is None
+
+    pieces = Tokenizer(tokenizer_models.BPE({"▁": 0, "▁hello": 1}, [], byte_fallback=True))
+    pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieces.decoder = decoders.ByteFallback()
+    assert longest_id_bytes(pieces) == len("▁hello".encode())
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_a_refusal() -> None:
+    made = Prompts(Tokenizer(tokenizer_models.WordLevel({"a": 0}, "[UNK]")), tiny.facts())
+    failure = refused(made, tiny.submit("b"))
+    assert (failure.status, failure.param) == (400, "prompt")
+
+
+def test_smollm2_writes_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(smollm2_dir / "tokenizer.json"),
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=(smollm2_dir / "chat_template.jinja").read_text(),
+    )
+    made = prompt_module.load(
+        smollm2_dir, tiny.facts(8192, 49152), Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    )
+    messages = [{"role": "user", "content": "  Count to  10:\n\n 1 2 3"}, {"role": "assistant", "content": "4 <5>"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ours = made.encode(m.ChatPrompt([m.ChatMessage(**message) for message in messages]))
+    assert ours.tolist() == expected

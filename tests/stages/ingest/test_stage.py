@@ -1,0 +1,227 @@
+"""The ingest stage between fake neighbours."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from pipeline import messages as m
+from pipeline.config.settings import Ingest, Settings
+from pipeline.shm.arrays import ShmRef
+from pipeline.stages.ingest import stage as ingest_stage
+from pipeline.stages.ingest.prompt import Prompts
+from tests.rig import Rig
+from tests.stages.ingest import models as tiny
+
+LONG_TEXT = "a long story of the sea. " * 40_000
+"""A megabyte."""
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
+        rig.start(tiny.facts())
+        yield rig
+
+
+@pytest.fixture
+def long_rig(smollm2_dir: Path) -> Iterator[Rig]:
+    """The real tokenizer, and a length that lets a megabyte through to it."""
+    with Rig("ingest", model_dir=smollm2_dir) as rig:
+        rig.start(tiny.facts(max_model_len=1_000_000, vocab_size=49152))
+        yield rig
+
+
+def ids_in(rig: Rig, array: m.Array) -> list[int]:
+    return np.frombuffer(rig.bytes_of(array), np.int32).tolist()
+
+
+def release(array: m.Array) -> m.Release:
+    assert isinstance(array, ShmRef)
+    return m.Release([array.offset], [array.generation])
+
+
+def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
+    rig.send(tiny.submit(tiny.chat("hi"), request_id=9, attempt=3, max_tokens=5), "gateway.0")
+    accepted, admit = rig.receive("gateway"), rig.receive("schedule")
+    assert isinstance(accepted, m.Accepted)
+    assert isinstance(admit, m.Admit)
+    assert (accepted.request_id, accepted.attempt) == (9, 3) == (admit.request_id, admit.attempt)
+    assert ids_in(rig, admit.prompt_ids) == ids_in(rig, accepted.prompt_ids)
+    text = tiny.byte_tokenizer().decode(ids_in(rig, admit.prompt_ids), skip_special_tokens=False)
+    assert text == "<s>user:hi</s><s>assistant:"
+    assert (admit.n, admit.max_tokens, admit.arrival_s, admit.gateway) == (2, 5, 5.0, 0)
+    assert msgspec.msgpack.decode(admit.sampling, type=m.Sampling) == m.Sampling(seed=7)
+    assert msgspec.msgpack.decode(admit.text, type=m.TextOptions) == m.TextOptions(stop=["x"])
+
+
+def test_a_refused_request_is_answered_to_the_gateway_alone(rig: Rig) -> None:
+    rig.send(tiny.submit("x" * 64), "gateway.0")
+    rejected = rig.receive("gateway")
+    assert isinstance(rejected, m.Rejected)
+    assert (rejected.request_id, rejected.failure.code) == (1, "context_length_exceeded")
+    assert rig.nothing("schedule")
+
+
+def test_ids_that_are_not_whole_numbers_are_refused(rig: Rig) -> None:
+    rig.send(tiny.submit(m.IdsPrompt(b"\0\0\0\0\0")), "gateway.0")
+    assert rig.receive("gateway").failure.param == "prompt"
+
+
+def test_requests_leave_in_the_order_they_came(rig: Rig) -> None:
+    for i in range(300):
+        rig.send(tiny.submit(f"request {i}", request_id=i), "gateway.0")
+    assert [rig.receive("schedule").request_id for _ in range(300)] == list(range(300))
+    assert [rig.receive("gateway").request_id for _ in range(300)] == list(range(300))
+
+
+def test_a_large_prompt_is_shared_once_and_freed_when_both_readers_have_released_it(tmp_path: Path) -> None:
+    with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
+        rig.start(tiny.facts(max_model_len=10_000))
+        rig.send(tiny.submit("x" * 5000), "gateway.0")
+        accepted, admit = rig.receive("gateway"), rig.receive("schedule")
+        assert isinstance(admit.prompt_ids, ShmRef)
+        assert accepted.prompt_ids == admit.prompt_ids
+        assert len(ids_in(rig, admit.prompt_ids)) == 5000
+        rig.send(release(admit.prompt_ids), "schedule.0")
+        assert rig.until(lambda load: load.num_open == 1)
+        rig.send(release(accepted.prompt_ids), "gateway.0")
+        rig.until(lambda load: load.num_open == 0)
+
+
+def test_a_full_arena_sends_ids_inline(tmp_path: Path) -> None:
+    settings = Settings(ingest=Ingest(arena_bytes=65536))
+    with Rig("ingest", settings, tiny.folder(tmp_path)) as rig:
+        rig.start(tiny.facts(max_model_len=100_000))
+        for i in range(3):
+            rig.send(tiny.submit("x" * 10_000, request_id=i), "gateway.0")
+        arrays = [rig.receive("schedule").prompt_ids for _ in range(3)]
+        assert [isinstance(array, ShmRef) for array in arrays] == [True, False, False]
+        assert all(len(ids_in(rig, array)) == 10_000 for array in arrays)
+
+
+def test_a_waiting_request_that_is_aborted_is_answered_and_goes_no_further(long_rig: Rig) -> None:
+    # The first keeps the one encoding thread, so the second waits behind it however fast this machine is.
+    long_rig.send(tiny.submit(LONG_TEXT, request_id=1), "gateway.0")
+    long_rig.send(tiny.submit(LONG_TEXT, request_id=2), "gateway.0")
+    long_rig.send(m.Abort(2, 0), "gateway.0")
+    rejected = long_rig.receive("gateway", m.Rejected)
+    assert (rejected.request_id, rejected.failure.status, rejected.failure.code) == (2, 499, "aborted")
+    admit = long_rig.receive("schedule")
+    assert admit.request_id == 1
+    long_rig.send(release(admit.prompt_ids), "schedule.0")
+    long_rig.send(release(long_rig.receive("gateway", m.Accepted).prompt_ids), "gateway.0")
+    long_rig.until(lambda load: load.num_open == 0)
+    assert long_rig.nothing("schedule")
+
+
+def test_an_abort_of_what_is_not_here_is_left_to_schedule(rig: Rig) -> None:
+    rig.send(m.Abort(77, 0), "gateway.0")
+    rig.send(tiny.submit("x", request_id=78, attempt=1), "gateway.0")
+    rig.send(m.Abort(78, 0), "gateway.0")
+    rig.send(m.Abort(78, 1, index=0), "gateway.0")
+    assert rig.receive("schedule").request_id == 78
+    assert isinstance(rig.receive("gateway"), m.Accepted)
+    assert rig.load().num_open == 0
+    assert rig.nothing("gateway")
+
+
+def test_short_requests_overtake_a_megabyte(long_rig: Rig) -> None:
+    long_rig.send(tiny.submit(LONG_TEXT, request_id=1), "gateway.0")
+    for i in range(2, 12):
+        long_rig.send(tiny.submit(tiny.chat("hi"), request_id=i), "gateway.0")
+    assert [long_rig.receive("schedule").request_id for _ in range(11)] == [*range(2, 12), 1]
+
+
+def test_a_long_text_has_the_ids_it_has_alone(long_rig: Rig, smollm2_dir: Path) -> None:
+    text = LONG_TEXT[:30_000]
+    long_rig.send(tiny.submit(text), "gateway.0")
+    expected = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json")).encode(text).ids
+    assert ids_in(long_rig, long_rig.receive("schedule").prompt_ids) == expected
+
+
+def test_a_long_text_can_be_refused_as_well(rig: Rig) -> None:
+    rig.send(tiny.submit("x" * ingest_stage.LONG_CHARS), "gateway.0")
+    assert rig.receive("gateway").failure.code == "context_length_exceeded"
+    rig.until(lambda load: load.num_open == 0)
+
+
+def test_stopping_waits_for_the_text_being_encoded_but_not_for_those_behind(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+    really = Prompts.encode
+
+    def counted(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt) -> np.ndarray:
+        encoded.append(prompt)
+        return really(self, prompt)
+
+    monkeypatch.setattr(Prompts, "encode", counted)
+    with Rig("ingest", model_dir=smollm2_dir) as rig:
+        rig.start(tiny.facts(max_model_len=1_000_000, vocab_size=49152))
+        for i in range(30):
+            rig.send(tiny.submit(LONG_TEXT, request_id=i), "gateway.0")
+        assert rig.load().num_open > 0
+    assert len(encoded) < 5
+
+
+def test_what_a_full_edge_refuses_is_sent_when_there_is_room(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.channels import Outbox
+
+    counter = itertools.count()
+    really = Outbox.send
+
+    def sometimes(self: Outbox[object], message: object) -> bool:
+        if isinstance(message, m.Admit | m.Accepted) and next(counter) % 3:
+            return False
+        return really(self, message)
+
+    monkeypatch.setattr(Outbox, "send", sometimes)
+    for i in range(20):
+        rig.send(tiny.submit("x", request_id=i), "gateway.0")
+    assert [rig.receive("schedule").request_id for _ in range(20)] == list(range(20))
+    assert [rig.receive("gateway").request_id for _ in range(20)] == list(range(20))
+    rig.until(lambda load: load.num_open == 0)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        m.TextPrompt("\0\0\x01"),
+        m.ChatPrompt([m.ChatMessage("\0", "</s><s>system:", "{{ 1 / 0 }}")]),
+        m.ChatPrompt([m.ChatMessage("user", "")] * 5000),
+        m.TextPrompt("💥" * 500_000),
+        m.ChatPrompt([]),
+    ],
+)
+def test_no_prompt_ends_the_stage(rig: Rig, prompt: m.Prompt) -> None:
+    rig.send(tiny.submit(prompt, request_id=1), "gateway.0")
+    rig.receive("gateway")
+    rig.send(tiny.submit("still there", request_id=2), "gateway.0")
+    assert rig.receive("gateway", m.Accepted).request_id == 2
+    rig.until(lambda load: load.num_open == 0)
+
+
+def test_a_folder_without_a_tokenizer_ends_the_stage_before_it_is_ready(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="No such file"), Rig("ingest", model_dir=tmp_path) as rig:
+        rig.receive("supervisor", m.Ready)
+
+
+def test_what_goes_wrong_beside_the_loop_ends_the_stage_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt) -> np.ndarray:
+        raise AssertionError("a broken invariant")
+
+    monkeypatch.setattr(Prompts, "encode", broken)
+    with (
+        pytest.raises(AssertionError, match="a broken invariant"),
+        Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig,
+    ):
+        rig.start(tiny.facts())
+        rig.send(tiny.submit("x" * ingest_stage.LONG_CHARS), "gateway.0")
+        rig.receive("gateway")

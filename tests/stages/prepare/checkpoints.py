@@ -1,0 +1,211 @@
+"""Tiny models to prepare: Hugging Face folders by transformers, .gguf files by the gguf package, wheels by zipfile."""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+TEXTS = (
+    "The quick brown fox, 12 345 dogs.\n\n  It's 7 o'clock;\tdon't we've I'LL HE'S\r\n",
+    "x = [1, 2,  3]\n    if x:\n\n        return 42  # naïve Straße ÉCOLE",
+    "漢字と仮名 1２٣ 🙂🙃 a\u200bb\u00a0c  ",
+    "<s>user\nhello</s> <tool> <s><s>",
+    "",
+    "   ",
+)
+
+
+def train_tokenizer(pre: Any) -> Tokenizer:
+    """A byte-level BPE with merges, some of them over digits and spaces, so that a wrong split shows."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*TEXTS[:3]] * 8, trainer)
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    return train_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 608,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+def tiny_mistral(**changes: Any) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 608,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": 32,
+    }
+    return MistralForCausalLM(MistralConfig(**{**settings, **changes})).eval()
+
+
+def save_folder(
+    folder: Path,
+    model: Any,
+    *,
+    shard_size: str = "5GB",
+    tokenizer_config: Mapping[str, Any] | None = None,
+    add_bos: bool = False,
+) -> Path:
+    """A Hugging Face folder with a tokenizer."""
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    tokenizer = byte_level()
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **(tokenizer_config or {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a config.json; None takes a key away."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def permute(weight: "np.ndarray[Any, Any]", num_heads: int) -> "np.ndarray[Any, Any]":
+    """llama.cpp's order of the rows of q and k."""
+    shape = (num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
+    return f"{GGUF_NAMES[stem]}.{kind}"
+
+
+def save_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    *,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    tokenizer: Tokenizer | None = None,
+    pre: str = "gpt-2",
+    architecture: str = "llama",
+    metadata: Mapping[str, Any] | None = None,
+    extra_tensors: Mapping[str, "np.ndarray[Any, Any]"] | None = None,
+    without: str = "",
+    chat_template: str = "{{ messages }}",
+) -> Path:
+    """A .gguf file as llama.cpp's converter would write it; matrices are stored as `kind`."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_chat_template(chat_template)
+    _add_vocabulary(writer, tokenizer or byte_level(), pre, config.vocab_size)
+    for key, value in (metadata or {}).items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](key, value)
+    for name, tensor in model.state_dict().items():
+        if name == without or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        weight = tensor.float().numpy()
+        if "q_proj" in name:
+            weight = permute(weight, config.num_attention_heads)
+        if "k_proj" in name:
+            weight = permute(weight, config.num_key_value_heads)
+        if weight.ndim == 1:
+            writer.add_tensor(gguf_name(name), weight)
+        else:
+            writer.add_tensor(gguf_name(name), gguf.quantize(weight, kind), raw_dtype=kind)
+    for name, array in (extra_tensors or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, size: int) -> None:
+    vocab = tokenizer.get_vocab()
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 5 if token.startswith("[PAD") else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
+def save_wheel(folder: Path, files: Mapping[str, bytes | Path], name: str = "tiny-model", version: str = "1.0") -> str:
+    """A wheel that pip takes, in `folder`. Returns its sha256."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, content in files.items():
+            archive.writestr(inside, content.read_bytes() if isinstance(content, Path) else content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,160 @@
+"""An entry of the cache is there completely or not at all, whoever asks and whoever is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.stages.prepare.cache import STAMP, Cache, require_room
+from pipeline.stages.prepare.source import ModelError
+
+PATIENCE_S = 30.0
+
+
+def ensure(cache: Cache, fill: "object" = None, said: list[str] | None = None, timeout_s: float = PATIENCE_S) -> Path:
+    return cache.ensure("key", "a test", fill or write, (said if said is not None else []).append, timeout_s)  # type: ignore[arg-type]
+
+
+def write(folder: Path) -> None:
+    (folder / "a").write_bytes(b"12345")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "b").write_bytes(b"678")
+
+
+def never(folder: Path) -> None:
+    raise AssertionError("a complete entry was filled again")
+
+
+def test_an_entry_is_filled_once(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "not" / "there" / "yet")
+    assert cache.lookup("key") is None
+    folder = ensure(cache)
+    assert (folder / "deep" / "b").read_bytes() == b"678"
+    assert ensure(cache, never) == folder == cache.lookup("key")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "stampless", "stamp cut"])
+def test_an_incomplete_entry_is_filled_again(tmp_path: Path, damage: str) -> None:
+    cache = Cache(tmp_path)
+    folder = ensure(cache)
+    match damage:
+        case "cut":
+            (folder / "a").write_bytes(b"12")
+        case "gone":
+            (folder / "deep" / "b").unlink()
+        case "stampless":
+            (folder / STAMP).unlink()
+        case "stamp cut":
+            (folder / STAMP).write_bytes((folder / STAMP).read_bytes()[:-3])
+    assert cache.lookup("key") is None
+    assert (ensure(cache) / "a").read_bytes() == b"12345"
+    assert cache.lookup("key") == folder
+
+
+def test_a_filling_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise ModelError("no")
+
+    cache = Cache(tmp_path)
+    with pytest.raises(ModelError, match="no"):
+        ensure(cache, fail)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-key"]
+    ensure(cache)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from pipeline.stages.prepare.cache import Cache
+
+def fill(folder):
+    (folder / "a").write_bytes(b"half")
+    print("half", flush=True)
+    sys.stdin.read()
+
+Cache(Path(sys.argv[1])).ensure("key", "a test", fill, print, 30.0)
+"""
+
+
+def test_a_kill_in_the_middle_costs_only_the_work(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout.readline() == b"half\n"
+    cache = Cache(tmp_path)
+    assert cache.lookup("key") is None
+    with pytest.raises(ModelError, match=r"another process has held .*prepare_timeout_s"):
+        ensure(cache, never, timeout_s=0.1)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(PATIENCE_S)
+    child.stdout.close()
+    child.stdin.close()
+    assert (ensure(cache) / "a").read_bytes() == b"12345"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock-key", "key"]
+
+
+def test_of_two_at_once_one_fills_and_the_other_waits_and_says_so(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    begun, waiting = threading.Event(), threading.Event()
+    fills: list[Path] = []
+
+    def fill(folder: Path) -> None:
+        fills.append(folder)
+        begun.set()
+        assert waiting.wait(PATIENCE_S)
+        write(folder)
+
+    first = threading.Thread(target=ensure, args=(cache, fill))
+    first.start()
+    assert begun.wait(PATIENCE_S)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        waiting.set()
+
+    folder = cache.ensure("key", "a test", fill, say, PATIENCE_S)
+    first.join(PATIENCE_S)
+    assert (len(fills), len(said)) == (1, 1)
+    assert "another process is preparing" in said[0]
+    assert cache.lookup("key") == folder
+
+
+def test_a_root_that_cannot_be_written_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=r"cannot write the cache .*set cache_dir"):
+        ensure(Cache(tmp_path / "file" / "below"))
+
+
+def test_errors_that_are_not_the_caches_stay_what_they_are(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        Path("/no/such/model.gguf").read_bytes()
+
+    with pytest.raises(FileNotFoundError, match=r"model\.gguf"):
+        ensure(Cache(tmp_path), fill)
+
+
+def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
+    require_room(tmp_path, 1)
+    with pytest.raises(ModelError, match=r"needs \d+ MiB in .*\d+ MiB are free"):
+        require_room(tmp_path, 1 << 60)
+
+
+def test_the_root_is_the_setting_or_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert Cache.of(Settings(cache_dir=str(tmp_path))).root == tmp_path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert Cache.of(Settings()).root == tmp_path / "xdg" / "pipeline"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Cache.of(Settings()).root == tmp_path / ".cache" / "pipeline"

@@ -1,0 +1,235 @@
+"""A Hugging Face folder is served from where it is, or answered with what is wrong in it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from pipeline.config.settings import Settings
+from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.stage import prepare
+from tests.stages.prepare import checkpoints
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save_folder(tmp_path_factory.mktemp("llama"), checkpoints.tiny_llama())
+
+
+@pytest.fixture
+def source(original: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(original, tmp_path / "tiny"))
+
+
+def prepared(folder: Path) -> Path:
+    return prepare(Settings(model=str(folder), cache_dir=str(folder.parent / "cache")))
+
+
+def config_of(folder: Path) -> ModelConfig:
+    return ModelConfig.load(prepared(folder))
+
+
+def test_weights_are_read_in_place_and_the_rest_is_ours(source: Path) -> None:
+    folder = prepared(source)
+    config = ModelConfig.load(folder)
+    assert config.weight_paths(folder) == [source / "model.safetensors"]
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("fox").ids
+    assert config == ModelConfig(
+        name="tiny",
+        architecture="llama",
+        num_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=608,
+        max_position=256,
+        rms_norm_eps=1e-6,
+        rope_theta=5000.0,
+        tie_embeddings=False,
+        eos_ids=[2],
+        bos_id=1,
+        weight_files=[str(source / "model.safetensors")],
+    )
+
+
+def test_sharded_weights_are_all_named(tmp_path: Path) -> None:
+    model = checkpoints.tiny_llama()
+    folder = checkpoints.save_folder(tmp_path / "sharded", model, shard_size="100KB")
+    paths = ModelConfig.load(prepared(folder)).weight_paths(prepared(folder))
+    assert len(paths) > 2
+    names = {name for path in paths for name in load_file(path)}
+    assert names == set(model.state_dict())
+
+
+def test_mistral_has_its_head_size_and_window(tmp_path: Path) -> None:
+    config = config_of(checkpoints.save_folder(tmp_path / "mistral", checkpoints.tiny_mistral()))
+    assert (config.architecture, config.head_dim, config.sliding_window) == ("mistral", 32, 32)
+    everywhere = checkpoints.tiny_mistral(sliding_window=None)
+    assert config_of(checkpoints.save_folder(tmp_path / "full", everywhere)).sliding_window is None
+
+
+def test_biases_and_tied_embeddings_are_found(tmp_path: Path) -> None:
+    model = checkpoints.tiny_llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    config = config_of(checkpoints.save_folder(tmp_path / "biased", model))
+    assert (config.attention_bias, config.mlp_bias, config.tie_embeddings) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_parameters": {**LLAMA3, "rope_theta": 7000.0}},
+        {"rope_parameters": None, "rope_scaling": LLAMA3, "rope_theta": 7000.0},
+        {"rope_parameters": None, "rope_scaling": {**LLAMA3, "type": "llama3"}, "rope_theta": 7000.0},
+    ],
+)
+def test_rope_is_read_in_the_old_spelling_and_in_the_new(source: Path, spelling: dict[str, Any]) -> None:
+    checkpoints.edit_config(source, **spelling)
+    config = config_of(source)
+    assert config.rope_theta == 7000.0
+    assert config.rope_scaling == Llama3Rope(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64
+    )
+
+
+def test_an_old_config_without_newer_keys_means_what_it_always_meant(source: Path) -> None:
+    checkpoints.edit_config(source, rope_parameters=None, head_dim=None, attention_bias=None, mlp_bias=None)
+    config = config_of(source)
+    assert (config.rope_theta, config.rope_scaling, config.head_dim) == (10000.0, None, 16)
+
+
+def test_all_ends_count_and_the_tokenizers_own_comes_first(source: Path) -> None:
+    checkpoints.edit_config(source, eos_token_id=[5, 2])
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
+    assert config_of(source).eos_ids == [2, 5, 9]
+
+
+def test_whether_the_tokenizer_adds_the_beginning_is_seen(tmp_path: Path) -> None:
+    folder = checkpoints.save_folder(tmp_path / "bos", checkpoints.tiny_llama(), add_bos=True)
+    assert config_of(folder).add_bos
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ one }}", [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ one }}"}]]
+)
+def test_the_chat_template_may_be_in_the_tokenizers_config(source: Path, template: Any) -> None:
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert (prepared(source) / "chat_template.jinja").read_text() == "{{ one }}"
+    (source / "chat_template.jinja").write_text("{{ its own file }}")
+    assert (prepared(source) / "chat_template.jinja").read_text() == "{{ its own file }}"
+
+
+def test_a_model_without_a_template_has_none(source: Path) -> None:
+    assert not (prepared(source) / "chat_template.jinja").exists()
+
+
+def test_a_changed_file_is_prepared_again_and_an_unchanged_one_is_not(source: Path) -> None:
+    first = prepared(source)
+    assert prepared(source) == first
+    checkpoints.edit_config(source, eos_token_id=3)
+    assert ModelConfig.load(prepared(source)).eos_ids == [2, 3]
+
+
+def test_a_tokenizer_in_an_older_form_is_converted(source: Path) -> None:
+    tokenizer = json.loads((source / "tokenizer.json").read_text())["model"]
+    (source / "tokenizer.json").unlink()
+    (source / "vocab.json").write_text(json.dumps(tokenizer["vocab"]))
+    (source / "merges.txt").write_text("\n".join(" ".join(pair) for pair in tokenizer["merges"]))
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"})
+    )
+    converted = Tokenizer.from_file(str(prepared(source) / "tokenizer.json"))
+    original = checkpoints.byte_level()
+    for text in checkpoints.TEXTS:
+        assert converted.encode(text).ids == original.encode(text).ids
+
+
+def spoil(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    match how:
+        case "no config":
+            (folder / "config.json").unlink()
+        case "no json":
+            (folder / "config.json").write_text("{")
+        case "no tokenizer":
+            (folder / "tokenizer.json").unlink()
+        case "bad tokenizer":
+            (folder / "tokenizer.json").write_text("{}")
+        case "no weights":
+            weights.unlink()
+        case "bin only":
+            weights.rename(folder / "pytorch_model.bin")
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        case "cut early":
+            weights.write_bytes(weights.read_bytes()[:100])
+        case "no safetensors":
+            weights.write_bytes(b"\xff" * 1000)
+        case "shard missing":
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "model-7.safetensors"}})
+            )
+        case "template":
+            (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "rag"}]}))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("no config", r"config\.json is missing"),
+        ("no json", r"config\.json is not a JSON object"),
+        ("no tokenizer", r"tokenizer\.json .*is missing"),
+        ("bad tokenizer", r"tokenizer\.json cannot be read"),
+        ("no weights", r"safetensors files are missing"),
+        ("bin only", r"pytorch_model\.bin: only safetensors.*save_pretrained"),
+        ("cut", r"model\.safetensors is cut short: \d+ bytes of \d+"),
+        ("cut early", r"model\.safetensors is not a safetensors file, or only the beginning"),
+        ("no safetensors", r"model\.safetensors is not a safetensors file"),
+        ("shard missing", r"index\.json names model-7\.safetensors, which is missing"),
+        ("template", r"tokenizer_config\.json: chat_template must be"),
+    ],
+)
+def test_a_folder_that_is_not_complete_is_told_what_is_missing(source: Path, how: str, words: str) -> None:
+    spoil(source, how)
+    with pytest.raises(ModelError, match=words):
+        prepared(source)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, r"model_type is 'gpt2'; supported are 'llama' and 'mistral'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures is .*LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config says 'gptq'"),
+        ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; 'silu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, r"rope_type 'yarn'; supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, r"lacks 'low_freq_factor'"),
+        ({"rope_parameters": {"rope_theta": "big"}}, r"rope_theta is 'big'"),
+        ({"num_hidden_layers": None}, r"num_hidden_layers is None; it must be a positive integer"),
+        ({"hidden_size": "wide"}, r"hidden_size is 'wide'"),
+        ({"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2\."),
+        ({"intermediate_size": 128}, r"has shape \(96, 64\), config\.json says \(128, 64\)"),
+        ({"num_hidden_layers": 1}, r"'model\.layers\.1\.\S+' is not part of a model"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id is '</s>'"),
+    ],
+)
+def test_a_config_we_cannot_serve_is_told_by_its_key(source: Path, changes: dict[str, Any], words: str) -> None:
+    checkpoints.edit_config(source, **changes)
+    with pytest.raises(ModelError, match=words):
+        prepared(source)
+    assert not any(path.name.startswith("model-") for path in (source.parent / "cache").iterdir())

