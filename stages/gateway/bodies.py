@@ -12,7 +12,7 @@ from msgspec import Meta
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]

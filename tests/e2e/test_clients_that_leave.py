@@ -43,6 +43,6 @@ async def test_a_hundred_streams_dropped_at_random_points_leave_nothing(server: 
     assert health["status"] == "ok"
     assert health["kv_blocks"]["free"] + health["kv_blocks"]["cached"] == health["kv_blocks"]["total"]
     async with aiohttp.ClientSession() as session:
-        body = {"model": MODEL, "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
+        body = {"model": MODEL, "prompt": "One, two, three, four,", "max_tokens": 4, "temperature": 0}
         async with session.post(f"{server.url}/v1/completions", json=body) as response:
-            assert (await response.json())["choices"][0]["text"].startswith(" three")
+            assert (await response.json())["choices"][0]["text"].startswith(" five")
