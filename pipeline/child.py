@@ -28,8 +28,10 @@ def main(launch_fd: int) -> None:
     with open(launch_fd, "rb") as file:
         launch = msgspec.msgpack.decode(file.read(), type=Launch)
     _die_with_parent(launch.death_fd)
-    # A terminal's Ctrl-C reaches the whole group; the supervisor alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the supervisor alone decides what they
+    # mean, and says so with `Stop`.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
     log = open_log(launch.name, launch.settings.log_level)
     try:

@@ -1,7 +1,6 @@
 """How a server starts, ends, and dies."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -103,7 +102,8 @@ def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.
         streams = [Stream(server, max_tokens=60) for _ in range(4)]
         for stream in streams:
             assert stream.has_text.wait(30)
-        os.kill(server.process.pid, number)
+        for process in [psutil.Process(server.process.pid), *server.seen.values()]:
+            process.send_signal(number)  # as a terminal or a service manager does: to everybody
         server.wait_for_line("draining", 5)
         late = Stream(server)
         for stream in streams:

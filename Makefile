@@ -1,0 +1,48 @@
+# make serve            install what serving needs into .venv, then serve the default model on 127.0.0.1:8000
+# make serve ARGS="…"   the same with options of `pipeline serve`, as ARGS="--config throughput --port 9000"
+# make test             install, then check everything: format, lint, types, imports, tests
+# make check            the same, going on after a failure
+# make clean            remove .venv
+#
+# Installing is skipped while pyproject.toml and constraints.txt are as they were.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+RUN_STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: serve test check clean
+.DELETE_ON_ERROR:
+
+serve: $(RUN_STAMP)
+	exec $(VENV)/bin/pipeline serve $(ARGS)
+
+test: $(DEV_STAMP)
+	tools/check $(ARGS)
+
+check: $(DEV_STAMP)
+	tools/check --keep-going $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# setuptools comes first, from constraints.txt: a build of its own would fetch whatever version is newest.
+$(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@ $(RUN_STAMP)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "Python can't make virtual environments here; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -1,0 +1,220 @@
+"""Reading settings from a TOML file and the command line, with errors in the user's words.
+
+Sources are laid over the defaults in order: the file, `--set section.key=value`, then the flags that have a name of
+their own (`--port`). Each source is checked by itself, so that an error can name it; all problems are told at once.
+"""
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from pipeline.config import rules
+from pipeline.config.keys import Key, needs, sections
+from pipeline.config.settings import Settings
+
+PRESETS_DIR = Path(__file__).parent
+
+Origin = str
+Given = dict[str, tuple[Origin, Any]]
+"""Dotted key → where it was given, and its value."""
+
+
+class ConfigError(ValueError):
+    """Settings that can't be used. `problems` has a line for each: where, which key, and what would be right."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+def load(path: Path | None = None, sets: Sequence[str] = (), flags: Mapping[str, str] | None = None) -> Settings:
+    """The settings that a file and the command line make.
+
+    `path` is a TOML file or a preset's name, `sets` are texts `section.key=value`, and `flags` maps dotted keys to the
+    values of command-line options named after them. Raises ConfigError with every problem found.
+    """
+    tree = _Tree()
+    given: Given = {}
+    if path is not None:
+        file = find(path)
+        tree.read_table(str(path), "", _parse(file), given)
+    for text in sets:
+        tree.read_text(f"--set {text}", text, given)
+    for dotted, value in (flags or {}).items():
+        tree.read_text(f"--{dotted.rpartition('.')[2].replace('_', '-')} {value}", f"{dotted}={value}", given)
+    if tree.problems:
+        raise ConfigError(tree.problems)
+
+    settings = msgspec.convert(_nested({dotted: value for dotted, (_, value) in given.items()}), Settings)
+    if problems := rules.contradictions(settings):
+        raise ConfigError([_with_origin(problem, given) for problem in problems])
+    return settings
+
+
+def presets() -> dict[str, Path]:
+    """The settings files that come with the package, by name."""
+    return {file.stem: file for file in sorted(PRESETS_DIR.glob("*.toml"))}
+
+
+def find(path: Path) -> Path:
+    """The file meant by a path or by a preset's name. Raises ConfigError where there is neither."""
+    if path.is_file():
+        return path
+    known = presets()
+    if str(path) in known:
+        return known[str(path)]
+    if path.exists():
+        raise ConfigError([f"{path}: is not a file"])
+    hint = _closest(str(path), known)
+    raise ConfigError(
+        [f"{path}: no such file, and no preset of that name{hint}; presets are {', '.join(known)}"],
+    )
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{file}: is not valid TOML: {error}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{file}: is not UTF-8 text (byte {error.start})"]) from error
+    except OSError as error:
+        raise ConfigError([f"{file}: can't be read: {error.strerror}"]) from error
+
+
+class _Tree:
+    """The keys there are, and the problems found while values are held against them."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        tables = list(sections())
+        self._sections = {table.name for table in tables}
+        self._keys = {key.dotted: key for table in tables for key in table.keys}
+
+    def read_table(self, origin: Origin, prefix: str, table: dict[str, Any], given: Given) -> None:
+        """Take the values of a table and of those in it."""
+        for name, value in table.items():
+            dotted = f"{prefix}.{name}" if prefix else name
+            if dotted not in self._sections:
+                self._take(origin, dotted, value, given)
+            elif isinstance(value, dict):
+                self.read_table(origin, dotted, value, given)
+            else:
+                self.problems.append(f"{origin}: {dotted}: is a section, written [{dotted}], got {_shown(value)}")
+
+    def read_text(self, origin: Origin, text: str, given: Given) -> None:
+        """Take one `section.key=value`, the value in TOML or as a bare text."""
+        dotted, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not dotted:
+            self.problems.append(f"{origin}: needs the form section.key=value")
+        elif dotted in self._sections:
+            self.problems.append(f"{origin}: {dotted} is a section; one key of it is set by {dotted}.key=value")
+        else:
+            key = self._keys.get(dotted)
+            self._take(origin, dotted, value if key is None else _from_text(value, key), given)
+
+    def _take(self, origin: Origin, dotted: str, value: Any, given: Given) -> None:
+        key = self._keys.get(dotted)
+        if key is None:
+            self.problems.append(f"{origin}: {self._unknown(dotted, isinstance(value, dict))}")
+            return
+        try:
+            given[dotted] = (origin, _converted(value, key))
+        except ValueError:
+            self.problems.append(f"{origin}: {dotted}: needs {needs(key)}, got {_shown(value)}")
+
+    def _unknown(self, dotted: str, is_table: bool) -> str:
+        section, _, name = dotted.rpartition(".")
+        if is_table:
+            section, name = dotted, ""
+        if section not in self._sections:
+            return f"there is no section [{section}]{_closest(section, self._sections) or self._same(name)}"
+        return f"{dotted}: there is no such key{self._same(name) or _closest(dotted, self._keys)}"
+
+    def _same(self, name: str) -> str:
+        """Where else a key of this very name stands."""
+        places = [dotted for dotted in self._keys if dotted.rpartition(".")[2] == name]
+        return f"; did you mean {' or '.join(places)}?" if places else ""
+
+
+def _closest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, [name for name in known if name], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _with_origin(problem: str, given: Given) -> str:
+    """A problem between keys, with the place where its first key was given."""
+    dotted = problem.partition(":")[0]
+    return f"{given[dotted][0]}: {problem}" if dotted in given else problem
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of a text such as `512MiB` (1024-based), `64kB` (1000-based). Raises ValueError for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"not a size: {text!r}")
+    number, letter, binary = match.groups()
+    factor: int = (1024 if binary else 1000) ** _POWERS[letter.lower()]
+    return round(float(number) * factor)
+
+
+def _converted(value: Any, key: Key) -> Any:
+    """A value as its key's type. Raises ValueError (as msgspec.ValidationError) where it is none."""
+    if key.is_size and isinstance(value, str):
+        value = size_in_bytes(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("not finite")
+    return msgspec.convert(value, key.annotation)
+
+
+def _from_text(text: str, key: Key) -> Any:
+    """A value from the command line: TOML where it is that, else the text itself. Keys that take a text need no quotes,
+    even where the text would be a number in TOML."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    kinds = key.type.types if isinstance(key.type, inspect.UnionType) else (key.type,)
+    if not isinstance(value, str) and any(isinstance(kind, inspect.StrType) for kind in kinds) and len(kinds) == 1:
+        return text
+    return value
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f'the text "{value}"'
+        case int() | float():
+            return f"the number {value}"
+        case dict():
+            return "a table"
+        case list():
+            return "a list"
+        case _:
+            return f"{type(value).__name__} {value}"
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for dotted, value in flat.items():
+        table = tree
+        *path, name = dotted.split(".")
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return tree

@@ -1,0 +1,47 @@
+"""What holds between keys: combinations that can't work, and options that would have no effect."""
+
+import os
+
+from pipeline.config.settings import Settings
+
+BYTES_PER_ID = 4
+
+
+def contradictions(settings: Settings) -> list[str]:
+    """Combinations that can't work, each as a sentence that begins with the key to change."""
+    problems = []
+    schedule = settings.schedule
+    if schedule.max_num_batched_tokens < schedule.block_size:
+        problems.append(
+            f"schedule.max_num_batched_tokens: needs at least schedule.block_size = {schedule.block_size}, "
+            f"got {schedule.max_num_batched_tokens}"
+        )
+    longest_bytes = settings.max_model_len * BYTES_PER_ID
+    for name, num_bytes in (
+        ("ingest.arena_bytes", settings.ingest.arena_bytes),
+        ("schedule.arena_bytes", schedule.arena_bytes),
+    ):
+        if num_bytes < longest_bytes:
+            problems.append(
+                f"{name}: needs at least {longest_bytes} to hold the ids of one prompt of "
+                f"max_model_len = {settings.max_model_len} tokens, got {num_bytes}"
+            )
+    return problems
+
+
+def remarks(settings: Settings) -> list[str]:
+    """Options that work but do not what they seem to, each as a sentence that begins with the key."""
+    found = []
+    schedule, execute = settings.schedule, settings.execute
+    if schedule.max_num_seqs > schedule.max_num_batched_tokens:
+        found.append(
+            f"schedule.max_num_seqs: a step computes schedule.max_num_batched_tokens = "
+            f"{schedule.max_num_batched_tokens} tokens, so not all of {schedule.max_num_seqs} sequences "
+            f"advance in each step"
+        )
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if execute.threads > num_cores:
+        found.append(f"execute.threads: {execute.threads} threads would share {num_cores} cores; 0 takes one per core")
+    if settings.supervisor.health_timeout_s > settings.supervisor.start_timeout_s:
+        found.append("supervisor.health_timeout_s: is longer than supervisor.start_timeout_s")
+    return found

@@ -1,0 +1,209 @@
+"""Settings: what is read, in which order, and what is said about mistakes."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import ConfigError, load, presets, size_in_bytes
+from pipeline.config.settings import Settings
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_text(text, "utf-8")
+        return path
+
+    return write
+
+
+def problems_of(
+    path: Path | None = None, sets: list[str] | None = None, flags: dict[str, str] | None = None
+) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, sets or [], flags)
+    return caught.value.problems
+
+
+def test_nothing_given_makes_the_defaults() -> None:
+    assert load() == Settings()
+
+
+def test_flags_win_over_sets_and_sets_over_the_file(write) -> None:
+    path = write('served_model_name = "a"\n[gateway]\nport = 1\n[schedule]\nmax_num_seqs = 3\n')
+    settings = load(
+        path, ["gateway.port=2", "schedule.max_num_seqs=4", "schedule.max_num_seqs=5"], {"gateway.port": "3"}
+    )
+    assert (settings.served_model_name, settings.schedule.max_num_seqs, settings.gateway.port) == ("a", 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("served_model_name=plain", "plain"),
+        ('served_model_name="quoted"', "quoted"),
+        ("served_model_name=123", "123"),
+        ("served_model_name=true", "true"),
+        ("served_model_name=a=b", "a=b"),
+        ("served_model_name = a b ", "a b"),
+        ("served_model_name=", ""),
+        ("served_model_name=2024-01-01", "2024-01-01"),
+    ],
+)
+def test_texts_need_no_quotes_on_the_command_line(text: str, value: str) -> None:
+    assert load(sets=[text]).served_model_name == value
+
+
+def test_numbers_and_switches_are_toml() -> None:
+    settings = load(sets=["schedule.prefix_caching=false", "supervisor.stop_timeout_s=2", "gateway.port=1_000"])
+    assert settings.schedule.prefix_caching is False
+    assert settings.supervisor.stop_timeout_s == 2.0
+    assert settings.gateway.port == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1b", 1), ("64KiB", 65536), ("512MiB", 2**29), ("1.5 GiB", 3 * 2**29), ("2TiB", 2**41), ("3mb", 3_000_000)],
+)
+def test_sizes_are_understood(text: str, num_bytes: int) -> None:
+    assert size_in_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1", "1 M", "1e3KiB", "1MiBs"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        size_in_bytes(text)
+
+
+def test_sizes_may_be_given_for_keys_that_count_bytes(write) -> None:
+    assert load(write('[execute]\nkv_cache_bytes = "1GiB"\n')).execute.kv_cache_bytes == 2**30
+    assert load(sets=["execute.kv_cache_bytes=2MiB"]).execute.kv_cache_bytes == 2**21
+    assert load(sets=["execute.kv_cache_bytes=2097152"]).execute.kv_cache_bytes == 2**21
+
+
+def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) -> None:
+    path = write(
+        """
+        port = 3
+        modle = "x"
+        gateway = 3
+        [schedul]
+        depth = 1
+        [schedule]
+        depth = 3
+        max_num_seqs = 10000000000000000000000
+        prefix_cachin = true
+        block_size = "16"
+        [execute]
+        kv_cache_bytes = "12 foo"
+        threads = -1
+        [supervisor]
+        drain_timeout_s = inf
+        stop_timeout_s = 0
+        start_timeout_s = true
+        """
+    )
+    assert problems_of(path) == [
+        f"{path}: port: there is no such key; did you mean gateway.port?",
+        f"{path}: modle: there is no such key; did you mean model?",
+        f"{path}: gateway: is a section, written [gateway], got the number 3",
+        f"{path}: there is no section [schedul]; did you mean schedule?",
+        f"{path}: schedule.depth: needs 1 or 2, got the number 3",
+        f"{path}: schedule.max_num_seqs: needs a whole number from 1 to 4096, got the number 10000000000000000000000",
+        f"{path}: schedule.prefix_cachin: there is no such key; did you mean schedule.prefix_caching?",
+        f'{path}: schedule.block_size: needs 16, got the text "16"',
+        f"{path}: execute.kv_cache_bytes: needs a whole number of at least 1048576, "
+        'or a size such as "512MiB", got the text "12 foo"',
+        f"{path}: execute.threads: needs a whole number of at least 0, got the number -1",
+        f"{path}: supervisor.drain_timeout_s: needs a number above 0, got the number inf",
+        f"{path}: supervisor.stop_timeout_s: needs a number above 0, got the number 0",
+        f"{path}: supervisor.start_timeout_s: needs a number above 0, got true",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("foo", "--set foo: needs the form section.key=value"),
+        ("=3", "--set =3: needs the form section.key=value"),
+        ("gateway=1", "--set gateway=1: gateway is a section; one key of it is set by gateway.key=value"),
+        (
+            "gateway.portt=1",
+            "--set gateway.portt=1: gateway.portt: there is no such key; did you mean gateway.port?",
+        ),
+        ("zzzz=1", "--set zzzz=1: zzzz: there is no such key"),
+        ("zz.yy=1", "--set zz.yy=1: there is no section [zz]"),
+        (
+            "execute.threads=many",
+            '--set execute.threads=many: execute.threads: needs a whole number of at least 0, got the text "many"',
+        ),
+        (
+            "log_level=loud",
+            '--set log_level=loud: log_level: needs "debug", "error", "info" or "warning", got the text "loud"',
+        ),
+        (
+            "schedule.prefix_caching=1",
+            "--set schedule.prefix_caching=1: schedule.prefix_caching: needs true or false, got the number 1",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line_name_the_option(text: str, problem: str) -> None:
+    assert problems_of(sets=[text]) == [problem]
+
+
+def test_mistakes_in_flags_name_the_flag() -> None:
+    assert problems_of(flags={"gateway.port": "99999"}) == [
+        "--port 99999: gateway.port: needs a whole number from 0 to 65535, got the number 99999"
+    ]
+
+
+def test_an_empty_model_is_refused(write) -> None:
+    path = write('model = ""\n')
+    assert problems_of(path) == [f'{path}: model: needs a text that is not empty, got the text ""']
+
+
+def test_bad_toml_names_the_line(write) -> None:
+    path = write("model = 'a'\nport 3\n")
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}: is not valid TOML: ")
+    assert "line 2" in problem
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"model = '\xff'")
+    assert problems_of(path) == [f"{path}: is not UTF-8 text (byte 9)"]
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    assert problems_of(tmp_path) == [f"{tmp_path}: is not a file"]
+
+
+def test_an_unknown_preset_is_answered_with_those_there_are() -> None:
+    (problem,) = problems_of(Path("thruput"))
+    assert problem.startswith(
+        "thruput: no such file, and no preset of that name; did you mean throughput?; presets are "
+    )
+    assert all(name in problem for name in presets())
+
+
+def test_contradictions_name_where_the_key_was_given() -> None:
+    problems = problems_of(sets=["max_model_len=1000000", "ingest.arena_bytes=65536"])
+    assert problems == [
+        "--set ingest.arena_bytes=65536: ingest.arena_bytes: needs at least 4000000 to hold the ids of one prompt of "
+        "max_model_len = 1000000 tokens, got 65536",
+    ]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_loads_by_its_name(name: str) -> None:
+    assert load(Path(name)) == load(presets()[name])
+    if name != "default":
+        assert load(Path(name)) != Settings()
+
+
+def test_a_file_wins_over_a_preset_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "throughput").write_text("[gateway]\nport = 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert load(Path("throughput")).gateway.port == 7

@@ -1,0 +1,131 @@
+"""Settings written down: every key is explained, and what is written reads back."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from pipeline.config.keys import Key, needs, sections, value_of
+from pipeline.config.load import load, presets
+from pipeline.config.rules import remarks
+from pipeline.config.settings import Settings
+from pipeline.config.show import as_toml
+
+ALL_KEYS = [key for section in sections() for key in section.keys]
+
+
+@pytest.mark.parametrize("key", ALL_KEYS, ids=lambda key: key.dotted)
+def test_every_key_is_described_and_its_default_is_right(key: Key) -> None:
+    assert key.description.endswith(".")
+    assert needs(key)
+    assert msgspec.convert(key.default, key.annotation) == key.default
+    assert value_of(Settings(), key) == key.default
+
+
+def test_every_section_is_described() -> None:
+    assert [section.name for section in sections() if not section.description.endswith(".")] == []
+
+
+def test_all_fields_of_the_tree_are_keys() -> None:
+    def count(tree: dict[str, Any]) -> int:
+        return sum(count(value) if isinstance(value, dict) else 1 for value in tree.values())
+
+    assert len(ALL_KEYS) == count(msgspec.to_builtins(Settings()))
+
+
+@pytest.mark.parametrize("name", presets())
+def test_what_is_shown_reads_back(name: str, tmp_path: Path) -> None:
+    settings = load(presets()[name])
+    path = tmp_path / "shown.toml"
+    path.write_text(as_toml(settings), "utf-8")
+    assert load(path) == settings
+
+
+@given(
+    name=st.text(st.characters(exclude_categories=["Cs"])),
+    num_bytes=st.integers(2**20, 2**50),
+    wait=st.floats(1e-6, 1e9),
+)
+def test_any_value_reads_back(name: str, num_bytes: int, wait: float) -> None:
+    settings = msgspec.structs.replace(
+        Settings(),
+        served_model_name=name,
+        execute=msgspec.structs.replace(Settings().execute, kv_cache_bytes=num_bytes),
+        supervisor=msgspec.structs.replace(Settings().supervisor, stop_timeout_s=wait),
+    )
+    shown = tomllib.loads(as_toml(settings))
+    assert shown["served_model_name"] == name
+    assert shown["supervisor"]["stop_timeout_s"] == wait
+    written = shown["execute"]["kv_cache_bytes"]
+    assert load(sets=[f"execute.kv_cache_bytes={written}"]).execute.kv_cache_bytes == num_bytes
+
+
+def test_the_default_preset_is_what_config_show_prints() -> None:
+    assert presets()["default"].read_text("utf-8") == as_toml(Settings()), (
+        "the settings have changed: run `pipeline config show > config/default.toml`"
+    )
+
+
+def test_presets_draw_no_remarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name: remarks(load(path)) for name, path in presets().items()} == {name: [] for name in presets()}
+
+
+def test_presets_begin_with_what_they_are_for() -> None:
+    assert [name for name, path in presets().items() if not path.read_text("utf-8").startswith("# ")] == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "key"),
+    [
+        (["schedule.max_num_batched_tokens=16"], "schedule.max_num_seqs"),
+        (["execute.threads=100000"], "execute.threads"),
+        (["supervisor.health_timeout_s=500"], "supervisor.health_timeout_s"),
+    ],
+)
+def test_options_that_do_not_do_what_they_seem_to_are_remarked_upon(sets: list[str], key: str) -> None:
+    (remark,) = remarks(load(sets=sets))
+    assert remark.startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (bool, "true or false"),
+        (int, "a whole number"),
+        (Annotated[int, Meta(ge=1)], "a whole number of at least 1"),
+        (Annotated[int, Meta(le=9)], "a whole number of at most 9"),
+        (Annotated[int, Meta(ge=1, le=9)], "a whole number from 1 to 9"),
+        (Annotated[float, Meta(gt=0)], "a number above 0"),
+        (Annotated[float, Meta(gt=0, le=1)], "a number above 0 to 1"),
+        (Annotated[float, Meta(ge=0, lt=1)], "a number from 0 and below 1"),
+        (Annotated[str, Meta(min_length=1)], "a text that is not empty"),
+        (list[Annotated[int, Meta(ge=1)]], "a list, each entry a whole number of at least 1"),
+        (int | None, "a whole number"),
+    ],
+)
+def test_types_are_put_into_words(annotation: Any, words: str) -> None:
+    tree = msgspec.defstruct("Tree", [("key", annotation)])
+    ((key,),) = (section.keys for section in sections(tree))
+    assert needs(key) == words
+
+
+def test_values_that_are_not_set_lists_and_tables_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.config import show
+
+    tree = msgspec.defstruct(
+        "Tree",
+        [
+            ("a", Annotated[int | None, Meta(description="A.")], None),
+            ("b", Annotated[list[str], Meta(description="B.")], msgspec.field(default_factory=list)),
+            ("c", Annotated[dict[str, int], Meta(description="C.")], msgspec.field(default_factory=dict)),
+        ],
+    )
+    monkeypatch.setattr(show, "sections", lambda: sections(tree))
+    text = as_toml(tree(b=['x"', "y\x7f"], c={"k k": 1}))
+    assert tomllib.loads(text) == {"b": ['x"', "y\x7f"], "c": {"k k": 1}}
+    assert "# a is not set" in text
