@@ -12,7 +12,6 @@ bound on the sender's side, `INBOX_BOUND` on the receiver's, and what fits the k
 
 import asyncio
 import os
-import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -196,8 +195,3 @@ class Outbox(Generic[T]):
 
     def close(self) -> None:
         self._socket.close()
-
-
-def deadline(timeout_s: float) -> float:
-    """The monotonic time `timeout_s` from now."""
-    return time.monotonic() + timeout_s

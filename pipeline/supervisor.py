@@ -8,6 +8,7 @@
 Nothing outlives it: children die with it (see child.py), sockets are abstract, shared memory is anonymous.
 """
 
+import errno
 import logging
 import os
 import secrets
@@ -56,14 +57,18 @@ def serve(settings: Settings) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The HTTP socket. Opened before anything that takes time, so that a taken port is said at once."""
+    """The HTTP socket. Opened before anything that takes time, so that a taken port is said at once.
+
+    Raises OSError, in words for the user, where the address can't be listened on.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen on {host}:{port} ({error.strerror or error}); choose another gateway.port"
-        ) from error
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        why = os.strerror(error.errno) if is_port and error.errno else (error.strerror or str(error))
+        key = "gateway.port" if is_port else "gateway.host"
+        raise OSError(f"cannot listen on {host}:{port}: {why}; choose another {key}") from error
 
 
 class Stopping(Exception):
@@ -152,28 +157,29 @@ class Supervisor:
 
     def _watch(self) -> int:
         """Serve until a signal or a death, then end in order."""
-        try:
-            self._turn_until(lambda: False, float("inf"), "a signal")
-        except Stopping as stopping:
-            code = stopping.code
-        gateway = self._children["gateway.0"]
+        code = self._turn_until_stopped(lambda: False, float("inf"))
         if code == EXIT_OK:
             timeout_s = self._settings.supervisor.drain_timeout_s
             self._say("draining", timeout_s=timeout_s)
             self._outboxes["gateway.0"].send(m.Drain(timeout_s))
-            timeout_s += TELL_CLIENTS_S
-        elif gateway.is_alive:
+            code = self._turn_until_stopped(lambda: self._is_drained, timeout_s + TELL_CLIENTS_S)
+        if code == EXIT_STAGE_DIED and self._children["gateway.0"].is_alive:
             stage, reason = next(iter(self._reasons.items()))
+            self._is_drained = False
             self._outboxes["gateway.0"].send(m.StageDied(stage, reason))
-            timeout_s = TELL_CLIENTS_S
-        if gateway.is_alive:
-            try:
-                self._turn_until(lambda: self._is_drained, timeout_s, "open streams to end")
-            except Stopping as stopping:
-                code = max(code, stopping.code)
+            self._turn_until_stopped(lambda: self._is_drained, TELL_CLIENTS_S)
         self._stop()
         self._say("stopped", code=code)
         return code
+
+    def _turn_until_stopped(self, condition: Callable[[], bool], timeout_s: float) -> int:
+        """Turn the loop until a condition holds or the time is up (`EXIT_OK`), a signal comes (the same), or a stage
+        ends (`EXIT_STAGE_DIED`)."""
+        try:
+            self._turn_until(condition, timeout_s, "open streams to end")
+        except Stopping as stopping:
+            return stopping.code
+        return EXIT_OK
 
     def _stop(self) -> None:
         """Stop what runs, in flow order, so that nobody sends to the dead."""

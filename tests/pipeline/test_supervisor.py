@@ -51,7 +51,7 @@ def test_who_is_still_starting_says_so() -> None:
 def test_a_taken_port_is_an_error_that_names_the_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port} .* gateway.port"):
+        with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: .* gateway.port"):
             listen("127.0.0.1", port)
 
 
@@ -64,3 +64,8 @@ def test_every_arrow_has_an_inbox_that_takes_it() -> None:
             assert topology.row(owner).has_arena
             assert owner in row.sends_to, "who reads a segment must be able to release it"
             assert topology.arena_bytes(Settings(), owner) > 0
+
+
+def test_a_host_that_is_not_here_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0: .* gateway\.host"):
+        listen("192.0.2.1", 0)
