@@ -60,6 +60,10 @@ class BlockPool:
         """The block with this key."""
         return self._by_key.get(key)
 
+    def num_refs(self, block: int) -> int:
+        """How many hold it."""
+        return self._refs[block]
+
     def is_cached(self, block: int) -> bool:
         """Whether nobody holds it, so that holding it makes one less available."""
         return block in self._cached
@@ -102,16 +106,6 @@ class BlockPool:
             _, blocks = self._retired.popleft()
             self.num_retired -= len(blocks)
             self.release(blocks)
-
-    def reset(self) -> int:
-        """Forget all keys, so that nothing is found any more. Returns how many blocks lost theirs."""
-        num_keys = len(self._by_key)
-        for block in self._by_key.values():
-            self._keys[block] = None
-        self._by_key.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
-        return num_keys
 
     def check(self) -> None:
         """Assert every invariant; for tests."""

@@ -37,8 +37,6 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every settled id: the prompt, then outputs"""
     limit: int
     """Ids at which it ends by length."""
-    sent: int
-    """Ids that detokenize has been sent, the prompt among them."""
     row: int = NO_ROW
     keys: list[bytes] = []
     """Prefix keys of its full blocks, as far as they were needed."""
@@ -48,14 +46,3 @@ class Sequence(msgspec.Struct, eq=False):
     def order(self) -> tuple[float, int]:
         """Its place among all sequences: who came first goes first, and is preempted last."""
         return self.request.arrival_s, self.seq
-
-
-class Parting(msgspec.Struct, frozen=True):
-    """What detokenize is still to be told about a sequence that has left its row: it has ended, or it waits again."""
-
-    seq: int
-    start: int
-    """Output ids before these."""
-    ids: Ids
-    finish: int
-    """`Finish`; NONE where it was preempted"""

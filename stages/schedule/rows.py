@@ -69,7 +69,7 @@ class Rows:
         self.planned[row] = num_cached
         self.promised[row] = 0
         self.limit[row] = sequence.limit
-        self.sent[row] = sequence.sent
+        self.sent[row] = known  # whoever waits has said all it had to say
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_blocks[row] = len(blocks)
         self.num_keyed[row] = 0
@@ -90,7 +90,6 @@ class Rows:
         sequence = self.sequences[row]
         assert sequence is not None and self.active[row], f"row {row} is not running"
         sequence.ids = self.ids[row, : self.known[row]].copy()
-        sequence.sent = int(self.sent[row])
         sequence.row = NO_ROW
         blocks: list[int] = self.table[row, : self.num_blocks[row]][::-1].tolist()
         self.sequences[row] = None

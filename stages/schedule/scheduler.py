@@ -20,7 +20,8 @@ from pipeline.messages import Finish
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule import policy, prefix
 from pipeline.stages.schedule.blocks import BlockPool
-from pipeline.stages.schedule.request import Parting, Request, Sequence
+from pipeline.stages.schedule.outgoing import Outgoing, Put
+from pipeline.stages.schedule.request import Request, Sequence
 from pipeline.stages.schedule.rows import Int64s, Rows
 
 MAX_TOMBSTONES = 65536
@@ -30,7 +31,6 @@ PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Put = Callable[["np.ndarray[Any, Any]"], Array]
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 
 
@@ -64,14 +64,15 @@ def from_inline(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
 class Scheduler:
     """Owns requests, the waiting and the running, the block pool and the settled ids.
 
-    The verbs: `admit`, `abort` and `close` for requests, `plan` and `settle` for steps, `report` and `reported` for
-    what detokenize is told. `put` and `take` carry arrays out of and into messages.
+    The verbs: `admit`, `abort` and `close` for requests, `plan` and `settle` for steps; `outgoing` has what detokenize
+    is to be told. `put` and `take` carry arrays out of and into messages.
     """
 
     def __init__(self, limits: Limits, incarnation: int = 1, put: Put = inline, take: Take = from_inline) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        self.outgoing = Outgoing(self.rows, put)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self._incarnation = incarnation
@@ -79,8 +80,6 @@ class Scheduler:
         self._take = take
         self._waiting: list[tuple[tuple[float, int], Sequence]] = []
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self._partings: list[Parting] = []
-        self._reported: Int64s = np.zeros(0, np.int64)
         self._drops: list[int] = []
         self._next_seq = 1
         self._last_step = 0
@@ -95,7 +94,7 @@ class Scheduler:
         failure = None
         if self._tombstones.pop((message.request_id, message.attempt), self) is None:
             failure = m.Failure(499, "the request was aborted", code="aborted")
-        elif (num_blocks := self._blocks_for(limit)) > self.limits.num_blocks:
+        elif (num_blocks := self._blocks_for(limit - 1)) > self.limits.num_blocks:
             failure = m.Failure(
                 400,
                 f"prompt and output need {num_blocks} KV blocks, but this server has {self.limits.num_blocks}: "
@@ -121,7 +120,7 @@ class Scheduler:
         )
         self.requests[request.request_id] = request
         for index in range(request.n):
-            sequence = Sequence(self._next_seq, request, index, prompt, limit, sent=len(prompt))
+            sequence = Sequence(self._next_seq, request, index, prompt, limit)
             self._next_seq += 1
             request.open_sequences[index] = sequence
             insort(self._waiting, (sequence.order, sequence))
@@ -139,6 +138,8 @@ class Scheduler:
                 self._tombstones[message.request_id, message.attempt] = None
                 if len(self._tombstones) > MAX_TOMBSTONES:
                     self._tombstones.popitem(last=False)
+            return
+        if request.attempt > message.attempt:
             return
         for sequence in list(request.open_sequences.values()):
             if message.index in (-1, sequence.index):
@@ -203,37 +204,38 @@ class Scheduler:
 
     def _cover(self, running: Int64s, counts: Int64s) -> tuple[Int64s, Int64s, list[tuple[int, int]], bool]:
         """Append the blocks that the granted positions fall into, preempting the youngest where there are none.
-        Returns who still runs and how much, the (row, block) pairs, and whether anyone was preempted."""
+        Returns who still runs and how much, the (row, block) pairs, and whether anyone was preempted.
+
+        A row starts with blocks for all its ids and gains one id a step, so it lacks one block at most. Rows are
+        covered by age, so nobody who has just got a block is preempted for a later one."""
         rows, pool = self.rows, self.pool
-        missing = -(-(rows.planned[running] + counts) // self.limits.block_size) - rows.num_blocks[running]
+        full = rows.planned[running] + counts > rows.num_blocks[running] * self.limits.block_size
         appended: list[tuple[int, int]] = []
         skipped: list[int] = []
         preempted = False
-        for place in np.flatnonzero(missing > 0).tolist():
-            row, num_missing = int(running[place]), int(missing[place])
-            while rows.active[row] and pool.num_available < num_missing:
-                if pool.num_available + pool.num_retired >= num_missing:
-                    skipped.append(place)  # what it needs comes back when the step in flight is settled
-                    break
+        for place in np.flatnonzero(full).tolist():
+            row = int(running[place])
+            while rows.active[row] and pool.num_available == 0 and pool.num_retired == 0:
                 self._preempt(rows.youngest)
                 preempted = True
+            if not rows.active[row]:
+                continue
+            if pool.num_available:
+                block = pool.take()
+                rows.append_block(row, block)
+                appended.append((row, block))
             else:
-                if rows.active[row]:
-                    for _ in range(num_missing):
-                        block = pool.take()
-                        rows.append_block(row, block)
-                        appended.append((row, block))
+                skipped.append(place)  # a block comes back when the step in flight is settled
         keep = rows.active[running]
         keep[skipped] = False
-        return running[keep], counts[keep], [pair for pair in appended if rows.active[pair[0]]], preempted
+        return running[keep], counts[keep], appended, preempted
 
     def _preempt(self, row: int) -> None:
         """Take a running sequence's blocks. It waits again, in its old place, and is computed again from its ids;
         what steps in flight sample for it is dropped, and sampled again with the same noise."""
-        sequence = self._leave(row)
+        sequence = self._leave(row, Finish.NONE)
         sequence.num_preemptions += 1
         self._totals["preemptions"] += 1
-        self._part(sequence, Finish.NONE)
         insort(self._waiting, (sequence.order, sequence))
 
     def _start_waiting(self, budget: int, adds: list[m.RowAdd]) -> list[tuple[int, int, bool]]:
@@ -380,23 +382,17 @@ class Scheduler:
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
         """End a sequence, wherever it is, with its one closing."""
         if sequence.row >= 0:
-            self._leave(sequence.row)
+            self._leave(sequence.row, finish)
         else:
             self._waiting.remove((sequence.order, sequence))
-        self._part(sequence, finish)
+            self.outgoing.part(sequence, len(sequence.ids), finish)
         del sequence.request.open_sequences[sequence.index]
 
-    def _part(self, sequence: Sequence, finish: Finish) -> None:
-        """Note what detokenize is still to be told about a sequence that has no row."""
-        start = sequence.sent - len(sequence.request.prompt)
-        fresh = sequence.ids[sequence.sent :]
-        sequence.sent = len(sequence.ids)
-        if len(fresh) or finish != Finish.NONE:
-            self._partings.append(Parting(sequence.seq, start, fresh, finish))
-
-    def _leave(self, row: int) -> Sequence:
+    def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks return when no step in flight names them."""
+        num_sent = int(self.rows.sent[row])
         sequence, blocks = self.rows.end(row)
+        self.outgoing.part(sequence, num_sent, finish)
         self._drops.append(row)
         if self.in_flight:
             self.pool.retire(blocks, self._last_step)
@@ -406,37 +402,6 @@ class Scheduler:
 
     def _blocks_for(self, num_ids: int) -> int:
         return -(-num_ids // self.limits.block_size)
-
-    # -------------------------------------------------------------------------------------------------- report
-
-    def report(self) -> m.Settled | None:
-        """What detokenize has not been told, or None. It stays due until `reported` says that it was sent."""
-        rows = self.rows
-        order = rows.order
-        fresh = order[rows.known[order] > rows.sent[order]]
-        self._reported = fresh
-        if len(fresh) == 0 and not self._partings:
-            return None
-        starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
-        if (counts == 1).all():
-            ids = rows.ids[fresh, starts]
-        else:
-            ids = np.concatenate([rows.ids[r, rows.sent[r] : rows.known[r]] for r in fresh.tolist()])
-        # Partings come first: a sequence that was preempted may run again and have more to say.
-        parted, put = self._partings, self._put
-        return m.Settled(
-            seqs=put(np.concatenate((np.array([p.seq for p in parted], np.uint64), rows.seq[fresh]))),
-            starts=put(_int32s([p.start for p in parted], starts - rows.num_prompt[fresh])),
-            counts=put(_int32s([len(p.ids) for p in parted], counts)),
-            ids=put(np.concatenate((*(p.ids for p in parted), ids)).astype(np.int32)),
-            finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
-        )
-
-    def reported(self) -> None:
-        """The last report was sent."""
-        fresh = self._reported
-        self.rows.sent[fresh] = self.rows.known[fresh]
-        self._partings = []
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
@@ -448,12 +413,10 @@ class Scheduler:
             assert rows.planned[row] <= rows.known[row] + rows.promised[row] <= rows.limit[row]
             for block in rows.table[row, : rows.num_blocks[row]].tolist():
                 held[block] = held.get(block, 0) + 1
-        assert sum(held.values()) + pool.num_retired == sum(pool._refs), "a reference belongs to nobody"
+        assert sum(held.values()) + pool.num_retired == sum(map(pool.num_refs, range(pool.num_total))), (
+            "a reference belongs to nobody"
+        )
         for request in self.requests.values():
             for sequence in request.open_sequences.values():
                 waits = any(other is sequence for _, other in self._waiting)
                 assert waits != (sequence.row >= 0), "a sequence is in two queues, or in none"
-
-
-def _int32s(first: list[int], then: Int64s) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    return np.concatenate((np.array(first, np.int64), then)).astype(np.int32)

@@ -118,12 +118,12 @@ class ScheduleStage:
             if not self._detokenize.send(self._openings[0]):
                 return False
             self._openings.popleft()
-        report = self._scheduler.report()
+        report = self._scheduler.outgoing.report()
         if report is not None:
             if not self._detokenize.send(report):
                 self._retract(report)
                 return False
-            self._scheduler.reported()
+            self._scheduler.outgoing.reported()
         return True
 
     def _retract(self, report: m.Settled) -> None:

@@ -93,18 +93,6 @@ def test_releasing_twice_is_caught() -> None:
         pool.release([block])
 
 
-def test_reset_forgets_every_key() -> None:
-    pool = BlockPool(3)
-    held, cached = pool.take(), pool.take()
-    pool.register(held, key(1))
-    pool.register(cached, key(2))
-    pool.release([cached])
-    assert pool.reset() == 2
-    assert (pool.find(key(1)), pool.find(key(2))) == (None, None)
-    assert (pool.num_free, pool.num_cached, pool.num_held) == (2, 0, 1)
-    pool.check()
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_history_keeps_every_block_in_exactly_one_state(data: st.DataObject) -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pipeline import messages as m
 from pipeline.messages import Finish
-from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Limits, Scheduler
 from tests.fakes import FakeExecutor, expected, next_id
 from tests.rig import raw
 
@@ -28,6 +28,7 @@ class Bench:
         self.executor = FakeExecutor(limits.num_blocks)
         self.depth = depth
         self.steps: deque[m.Step] = deque()
+        self.tables: deque[set[int]] = deque()
         self.opened: dict[int, m.Open] = {}
         self.received: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
@@ -70,15 +71,33 @@ class Bench:
     def fill(self) -> None:
         while len(self.steps) < self.depth and (step := self.scheduler.plan()) is not None:
             self.steps.append(step)
+            self.tables.append(self._tables(step))
 
     def answer(self) -> None:
+        self.tables.popleft()
         self.scheduler.settle(self.executor.run(self.steps.popleft()))
 
+    def _tables(self, step: m.Step) -> set[int]:
+        """The blocks that a step names: the tables of the rows it computes."""
+        rows = self.scheduler.rows
+        return {
+            block
+            for row in np.frombuffer(_bytes(step.rows), np.int32).tolist()
+            for block in rows.table[row, : rows.num_blocks[row]].tolist()
+        }
+
+    def check(self) -> None:
+        """Every invariant; and no block that a step in flight names is anybody's to take."""
+        self.scheduler.check()
+        pool = self.scheduler.pool
+        for blocks in self.tables:
+            assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
+
     def report(self, sent: bool = True) -> None:
-        message = self.scheduler.report()
+        message = self.scheduler.outgoing.report()
         if message is None or not sent:
             return
-        self.scheduler.reported()
+        self.scheduler.outgoing.reported()
         ids = np.frombuffer(_bytes(message.ids), np.int32).tolist()
         for seq, start, num, finish in zip(
             np.frombuffer(_bytes(message.seqs), np.uint64).tolist(),
@@ -96,13 +115,14 @@ class Bench:
         assert not ids
 
     def run(self) -> int:
-        """Run until there is nothing to do. Returns the number of steps."""
+        """Run until there is nothing to do, in the stage's order: settle, plan, report. Returns the number of steps."""
+        self.fill()
         for steps in range(MAX_STEPS):
-            self.fill()
             if not self.steps:
                 self.report()
                 return steps
             self.answer()
+            self.fill()
             self.report()
         raise AssertionError("it never ends")
 
@@ -315,6 +335,7 @@ def test_an_abort_frees_blocks_when_the_step_in_flight_is_settled() -> None:
     assert bench.scheduler.load().num_running == 0
     assert bench.scheduler.load().num_blocks_held == 3, "a step in flight names them still"
     bench.answer()
+    assert bench.scheduler.load().num_blocks_held == 3, "so does the next"
     bench.answer()
     bench.report()
     assert bench.scheduler.load().num_blocks_held == 0
@@ -396,6 +417,114 @@ def test_a_fake_id_depends_on_every_id_before_it() -> None:
     assert next_id([1, 2, 3], 0, 0) != next_id([2, 2, 3], 0, 0)
 
 
+def test_a_half_computed_prompt_that_is_aborted_lends_only_what_was_computed() -> None:
+    bench = Bench(limits(max_num_batched_tokens=32), depth=1)
+    first = bench.admit(range(100))
+    bench.fill()
+    bench.answer()
+    bench.scheduler.abort(m.Abort(first, 1))
+    bench.admit(range(100))
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_cached_tokens == 32
+
+
+def test_when_part_of_a_prompt_is_evicted_its_head_is_still_found() -> None:
+    bench = Bench(limits(num_blocks=8, max_num_seqs=1), depth=1)
+    bench.admit(range(97), max_tokens=1)  # seven blocks, six of them full
+    bench.run()
+    bench.admit(range(500, 540), max_tokens=4)  # takes the free ones, and a cached one
+    bench.run()
+    before = bench.scheduler.load().num_cached_tokens
+    bench.admit(range(97), max_tokens=1)
+    bench.run()
+    assert bench.scheduler.load().num_cached_tokens - before == 80, "the tail was evicted, not the head"
+
+
+def test_a_newcomer_leaves_running_sequences_their_next_blocks() -> None:
+    bench = Bench(limits(num_blocks=12, max_num_seqs=8), depth=1)
+    for number in range(4):
+        bench.admit(range(number * 100, number * 100 + 30), max_tokens=18)  # two blocks now, three in the end
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_preemptions == 0
+
+
+def test_nobody_is_preempted_for_a_block_that_is_about_to_come_back() -> None:
+    bench = Bench(limits(num_blocks=5, max_num_seqs=3, max_model_len=64, prefix_caching=False), depth=2)
+    bench.admit(range(16), max_tokens=30)
+    bench.admit(range(100, 116), max_tokens=2)
+    bench.run()
+    assert bench.scheduler.load().num_preemptions == 0
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_used_again_still_fills_the_prefix_cache(depth: int) -> None:
+    bench = Bench(limits(max_num_seqs=1), depth)
+    bench.admit(range(200, 260), max_tokens=2)
+    bench.run()
+    for _ in range(2):
+        bench.admit(range(60), max_tokens=2)
+        bench.run()
+    assert bench.scheduler.load().num_cached_tokens == 48
+
+
+def test_the_longest_prompt_leaves_room_for_one_id_and_a_longer_one_is_refused() -> None:
+    bench = Bench(limits(max_model_len=64), depth=1)
+    bench.admit(range(63), max_tokens=10)
+    bench.admit(range(64), max_tokens=10)
+    bench.run()
+    assert len(bench.received[1]) == 1
+    assert bench.finished[1] == Finish.LENGTH
+    assert bench.refused[0].failure.status == 400
+    assert len(bench.opened) == 1
+
+
+def test_the_last_id_needs_no_block_for_it_is_never_computed() -> None:
+    bench = Bench(limits(num_blocks=4, max_model_len=80), depth=1)
+    bench.admit(range(60), max_tokens=5)
+    bench.run()
+    bench.check_outputs()
+    assert bench.finished == {1: Finish.LENGTH}
+
+
+def test_an_abort_of_an_older_attempt_leaves_the_newer_alone() -> None:
+    bench = Bench(limits(), depth=1)
+    request = bench.admit(range(10), max_tokens=4)
+    bench.scheduler.abort(m.Abort(request, 0))
+    bench.run()
+    assert bench.finished == {1: Finish.LENGTH}
+
+
+def test_closing_an_open_request_ends_its_sequences() -> None:
+    bench = Bench(limits(), depth=1)
+    request = bench.admit(range(10), max_tokens=40, n=2)
+    bench.fill()
+    bench.answer()
+    bench.scheduler.close(m.Closed(request, 1))
+    bench.run()
+    assert bench.finished == {1: Finish.ABORT, 2: Finish.ABORT}
+    assert not bench.scheduler.requests
+
+
+def test_closing_takes_the_tombstone_away() -> None:
+    bench = Bench(limits(), depth=1)
+    bench.scheduler.abort(m.Abort(5, 1))
+    bench.scheduler.close(m.Closed(5, 1))
+    bench.admit(range(10), request_id=5)
+    assert not bench.refused
+
+
+def test_tombstones_are_bounded() -> None:
+    bench = Bench(limits(), depth=1)
+    for request in range(MAX_TOMBSTONES + 1):
+        bench.scheduler.abort(m.Abort(10 + request, 1))
+    bench.admit(range(10), request_id=10)
+    bench.admit(range(10), request_id=11)
+    assert [refusal.request_id for refusal in bench.refused] == [11], "the oldest was forgotten"
+
+
 PROMPTS = st.one_of(
     st.integers(1, 90).map(lambda length: list(range(length))),  # all share a prefix
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
@@ -442,6 +571,18 @@ class Histories(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, index: int) -> None:
         self.bench.scheduler.abort(m.Abort(data.draw(st.sampled_from(self.known)), 1, index))
 
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        self.bench.scheduler.close(m.Closed(data.draw(st.sampled_from(self.known)), 1))
+
+    @rule(prompt=PROMPTS)
+    def abort_before_it_comes(self, prompt: list[int]) -> None:
+        request = 1_000_000 + len(self.bench.refused)
+        self.bench.scheduler.abort(m.Abort(request, 1))
+        self.bench.admit(prompt, request_id=request)
+        assert self.bench.refused[-1].request_id == request
+
     @rule()
     def fill(self) -> None:
         self.bench.fill()
@@ -458,15 +599,15 @@ class Histories(RuleBasedStateMachine):
     @rule(turns=st.integers(1, 12))
     def turn(self, turns: int) -> None:
         for _ in range(turns):
-            self.bench.fill()
             if self.bench.steps:
                 self.bench.answer()
+            self.bench.fill()
             self.bench.report()
 
     @invariant()
     def everything_holds(self) -> None:
         if hasattr(self, "bench"):
-            self.bench.scheduler.check()
+            self.bench.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):

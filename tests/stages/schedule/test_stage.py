@@ -1,16 +1,19 @@
 """The schedule stage as a process would run it: real sockets and segments, the executor played by a fake."""
 
+import time
 from collections import defaultdict
 
 import numpy as np
 import pytest
 
 from pipeline import messages as m
+from pipeline.channels import Outbox
 from pipeline.config.settings import Schedule, Settings
 from pipeline.messages import Finish
 from pipeline.shm.arrays import ShmRef
+from pipeline.stages.schedule.outgoing import Outgoing
 from tests.fakes import FakeExecutor, expected
-from tests.rig import Rig, raw
+from tests.rig import PATIENCE_S, Rig, raw
 
 FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_size=997)
 
@@ -45,7 +48,9 @@ class Neighbours:
         return step
 
     def until_finished(self, num_sequences: int) -> None:
+        end = time.monotonic() + PATIENCE_S
         while len(self.finished) < num_sequences:
+            assert time.monotonic() < end, f"only {self.finished} have finished"
             if not self.rig.nothing("execute", 0):
                 self.step()
             if not self.rig.nothing("detokenize", 0.001):
@@ -61,6 +66,7 @@ class Neighbours:
                 counts = np.frombuffer(self._bytes(settled.counts), np.int32).tolist()
                 finishes = np.frombuffer(self._bytes(settled.finishes), np.uint8).tolist()
                 for seq, num, finish in zip(seqs, counts, finishes, strict=True):
+                    assert seq not in self.finished, "an entry came after the closing"
                     self.received[seq] += ids[:num]
                     ids = ids[num:]
                     if finish:
@@ -102,6 +108,7 @@ def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -
         rig.send(m.Release([step.adds[0].ids.offset], [step.adds[0].ids.generation]), "execute.0")
         around.until_finished(1)
         assert around.finished == {1: Finish.LENGTH}
+        assert rig.until(lambda load: load.num_running == 0).num_blocks_held == 0
 
 
 def test_at_depth_2_the_next_step_is_there_before_the_first_is_answered() -> None:
@@ -163,3 +170,57 @@ def test_a_stage_that_was_never_started_stops() -> None:
     with Rig("schedule") as rig:
         rig.receive("supervisor", m.Ready)
         assert rig.load() == m.PlainLoad()
+
+
+def test_slabs_of_a_starting_row_are_used_again_once_released() -> None:
+    """Each prompt takes more than half of the arena; without the release the second would travel inline."""
+    with Rig("schedule", Settings(schedule=Schedule(arena_bytes=65536))) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        prompt = [number % 997 for number in range(3000)]
+        for request_id in range(1, 12):
+            around.admit(request_id, [request_id, *prompt], max_tokens=1)
+            step = around.step()
+            slab = step.adds[0].ids
+            assert isinstance(slab, ShmRef)
+            rig.send(m.Release([slab.offset], [slab.generation]), "execute.0")
+            around.until_finished(request_id)
+
+
+def test_the_executor_is_fed_before_anybody_is_told() -> None:
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, [1, 2, 3], max_tokens=3)
+        step = rig.receive("execute", m.Step)
+        rig.receive("detokenize", m.Open)
+        order: list[str] = []
+        feed, tell = Outbox.send, Outgoing.report
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Outbox, "send", lambda self, one: (order.append(type(one).__name__), feed(self, one))[1])
+            patch.setattr(Outgoing, "report", lambda self: (order.append("report"), tell(self))[1])
+            rig.send(around.executor.run(step), "execute.0")
+            rig.receive("detokenize", m.Settled)
+        assert order.index("Step") < order.index("report")
+
+
+def test_what_detokenize_does_not_take_is_offered_again_and_nothing_is_lost() -> None:
+    refused = 0
+    send = Outbox.send
+
+    def refuse_now_and_then(self: "Outbox[object]", message: object) -> bool:
+        nonlocal refused
+        if isinstance(message, m.Settled | m.Open) and refused < 25:
+            refused += 1
+            return False
+        return send(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outbox, "send", refuse_now_and_then)
+        with Rig("schedule") as rig:
+            rig.start(FACTS)
+            around = Neighbours(rig)
+            around.admit(1, [1, 2, 3], max_tokens=12)
+            around.until_finished(1)
+            assert refused == 25
+            assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 12)[0]
