@@ -12,6 +12,7 @@ import setproctitle
 import zmq
 
 from pipeline.channels import Outbox
+from pipeline.errors import UserError
 from pipeline.logs import open_log
 from pipeline.messages import Envelope, Failed, Launch, SupervisorInbox
 from pipeline.stage import SUPERVISOR
@@ -28,19 +29,13 @@ def main(launch_fd: int) -> None:
     with open(launch_fd, "rb") as file:
         launch = msgspec.msgpack.decode(file.read(), type=Launch)
     _die_with_parent(launch.death_fd)
-    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the supervisor alone decides what they
-    # mean, and says so with `Stop`.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
     log = open_log(launch.name, launch.settings.log_level)
     try:
         importlib.import_module(launch.entry).run(launch)
     except BaseException as error:
         reason = str(error) or type(error).__name__
-        log.debug("failed", exc_info=True)
-        # What a user can mend is said in a line; what only we can mend needs its traceback.
-        if not isinstance(error, (ValueError, OSError, MemoryError)):
+        if not isinstance(error, UserError):
             log.error("failed", exc_info=True)
             reason = f"{type(error).__name__}: {reason}"
         _say_why(launch, reason)

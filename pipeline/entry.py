@@ -2,6 +2,7 @@
 descriptor that holds the `Launch`."""
 
 import os
+import signal
 import sys
 
 
@@ -26,6 +27,9 @@ def adopt_package() -> None:
 
 
 if __name__ == "__main__":
+    # A service manager's SIGTERM reaches every process; the supervisor alone decides what it means, and says `Stop`.
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_number, signal.SIG_IGN)
     adopt_package()
     from pipeline import child
 

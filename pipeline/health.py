@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pipeline.messages import Health, Pong, ScheduleLoad, StageHealth
 from pipeline.process import Child
 
+WORST_FIRST = ("dead", "late", "stopping", "starting")
+
 
 class HealthRound:
     """One question to every stage, and what they answered until the deadline."""
@@ -22,7 +24,9 @@ class HealthRound:
 
     def is_over(self, children: Iterable[Child]) -> bool:
         """Whether everybody has answered, or the time is up."""
-        return time.monotonic() >= self.deadline or all(child.name in self._answers for child in children)
+        return time.monotonic() >= self.deadline or all(
+            child.name in self._answers or child.state == "dead" for child in children
+        )
 
     def result(self, children: Iterable[Child]) -> Health:
         stages = []
@@ -33,5 +37,5 @@ class HealthRound:
             stages.append(StageHealth(child.name, child.pid, state, round(took_s * 1000, 3)))
             if pong is not None and isinstance(pong.load, ScheduleLoad):
                 schedule = pong.load
-        status = next((stage.state for stage in stages if stage.state != "ready"), "ok")
+        status = next((state for state in WORST_FIRST if any(stage.state == state for stage in stages)), "ok")
         return Health(self._nonce, status, stages, schedule)

@@ -34,9 +34,11 @@ class Child:
         self.state = "starting"
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch fits a pipe; were it ever too big, an error is better than a hang
+        data = msgspec.msgpack.encode(launch)
         try:
-            os.write(write_fd, msgspec.msgpack.encode(launch))
+            num_written = os.write(write_fd, data)
             os.close(write_fd)
+            assert num_written == len(data), "the launch does not fit the pipe"
             fds = [read_fd, launch.death_fd, *(segment.fd for segment in launch.segments)]
             if launch.listen_fd >= 0:
                 fds.append(launch.listen_fd)
@@ -45,6 +47,7 @@ class Child:
                 [sys.executable, "-P", str(Path(entry.__file__)), str(read_fd)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's Ctrl-C is for the supervisor, who tells the others
                 env=os.environ | SINGLE_THREADED | (threads if launch.stage in THREADED else {}),
             )
         finally:

@@ -37,6 +37,10 @@ LISTEN_BACKLOG = 1024
 INCARNATION = 1
 TELL_CLIENTS_S = 2.0
 """How long the gateway may take to tell its clients that a stage has died."""
+LAST_WORDS_S = 0.5
+MIN_STOP_S = 0.3
+"""What each stage has to stop in, though others took all the time."""
+SAME_SIGNAL_S = 0.5
 POLL_S = 1.0
 """The longest that deadlines wait to be looked at."""
 
@@ -98,6 +102,8 @@ class Supervisor:
         self._prepared: m.Prepared | None = None
         self._reasons: dict[str, str] = {}
         self._is_drained = False
+        self._is_serving = False
+        self._first_health: m.Health | None = None
         self._rounds: dict[int, HealthRound] = {}
         self._next_nonce = 1
         self._signals = _Signals()
@@ -115,6 +121,9 @@ class Supervisor:
             return self._watch()
         except Stopping as stopping:
             return stopping.code
+        except MemoryError as error:  # of the segments: it says what to change
+            self._log.error(str(error))
+            return EXIT_NOT_STARTED
 
     def _prepare(self) -> None:
         """Let prepare resolve the model; it ends by itself."""
@@ -143,8 +152,13 @@ class Supervisor:
         assert self._facts is not None, "the executor was ready without facts"
         for name in reversed(topology.FLOW):  # the gateway last: what it lets in finds everybody at work
             self._outboxes[f"{name}.0"].send(m.Start(self._facts))
-        nonce = self._ask_health(SUPERVISOR, 0, settings.supervisor.start_timeout_s)
-        self._turn_until(lambda: nonce not in self._rounds, settings.supervisor.start_timeout_s, "the first answers")
+        self._ask_health(SUPERVISOR, 0, settings.supervisor.start_timeout_s)
+        self._turn_until(
+            lambda: self._first_health is not None and self._first_health.status == "ok",
+            settings.supervisor.start_timeout_s,
+            "the first answers",
+        )
+        self._is_serving = True
         assert self._prepared is not None
         host, port = self._listener.getsockname()[:2]
         self._say(
@@ -168,7 +182,8 @@ class Supervisor:
             self._is_drained = False
             self._outboxes["gateway.0"].send(m.StageDied(stage, reason))
             self._turn_until_stopped(lambda: self._is_drained, TELL_CLIENTS_S)
-        self._stop()
+        if not self._stop():
+            code = max(code, EXIT_STAGE_DIED)
         self._say("stopped", code=code)
         return code
 
@@ -181,18 +196,26 @@ class Supervisor:
             return stopping.code
         return EXIT_OK
 
-    def _stop(self) -> None:
-        """Stop what runs, in flow order, so that nobody sends to the dead."""
+    def _stop(self) -> bool:
+        """Stop what runs, in flow order, so that nobody sends to the dead. Returns whether all ended well in time."""
         timeout_s = self._settings.supervisor.stop_timeout_s
+        end = time.monotonic() + timeout_s
+        well = True
         for name in topology.FLOW:
             child = self._children.get(f"{name}.0")
             if child is None or not child.is_alive:
                 continue
             child.state = "stopping"
             self._outboxes[child.name].send(m.Stop())
-            if not child.wait(timeout_s):
-                self._log.warning("killed", extra={"fields": {"stage": child.name, "after_s": timeout_s}})
+            if not child.wait(max(MIN_STOP_S, end - time.monotonic())):
+                self._log.error(f"{child.name} did not stop within {timeout_s:g} s and is killed")
                 child.kill()
+            if child.exit_code:
+                self._drain_inbox()
+                reason = self._reasons.get(child.name, child.describe_end())
+                self._log.error(f"{child.name} ended badly: {reason}")
+                well = False
+        return well
 
     def close(self) -> None:
         """Kill what is left and give everything back."""
@@ -260,9 +283,9 @@ class Supervisor:
         """Raise Stopping where a stage has ended that should be running."""
         for child in self._children.values():
             if child.state in ("starting", "ready") and not child.is_alive:
+                self._hear_last_words(child)
                 if child.stage == "prepare" and self._prepared is not None:
                     continue
-                self._drain_inbox()  # its last words may be there already
                 reason = self._reasons.get(child.name, child.describe_end())
                 self._reasons = {child.name: reason}
                 code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
@@ -273,9 +296,15 @@ class Supervisor:
                 )
                 raise Stopping(code)
 
-    @property
-    def _is_serving(self) -> bool:
-        return all(child.state != "starting" for child in self._children.values())
+    def _hear_last_words(self, child: Child) -> None:
+        """Wait a little for what a child said before it ended: its socket may still be on the way to ours."""
+        end = time.monotonic() + LAST_WORDS_S
+        self._drain_inbox()
+        while child.name not in self._reasons and self._prepared is None and (child.exit_code or 0) > 0:
+            left_s = end - time.monotonic()
+            if left_s <= 0 or not self._inbox.wait(left_s):
+                return
+            self._drain_inbox()
 
     # ------------------------------------------------------------------------------------------------------- loop
 
@@ -286,8 +315,11 @@ class Supervisor:
             self._drain_inbox()
             if condition():
                 return
-            if self._signals.take():
-                raise Stopping(EXIT_OK if self._is_serving else 128 + signal.SIGINT)
+            if number := self._signals.take():
+                if self._is_serving:
+                    raise Stopping(EXIT_OK)
+                self._say(f"stopped by {signal.Signals(number).name} before it was ready")
+                raise Stopping(128 + number)
             self._check_children()
             self._end_rounds()
             now = time.monotonic()
@@ -341,8 +373,11 @@ class Supervisor:
         for nonce, one in list(self._rounds.items()):
             if one.is_over(self._children.values()):
                 del self._rounds[nonce]
-                if one.asker in self._outboxes:
-                    self._outboxes[one.asker].send(one.result(self._children.values()))
+                health = one.result(self._children.values())
+                if one.asker == SUPERVISOR:
+                    self._first_health = health
+                elif one.asker in self._outboxes:
+                    self._outboxes[one.asker].send(health)
 
     def _say(self, text: str, **fields: object) -> None:
         self._log.info(text, extra={"fields": fields})
@@ -354,6 +389,7 @@ class _Signals:
     WATCHED = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
+        self._taken = -SAME_SIGNAL_S
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -363,13 +399,19 @@ class _Signals:
     def fileno(self) -> int:
         return self._read
 
-    def take(self) -> bool:
-        """Whether one came since the last call."""
+    def take(self) -> int:
+        """The number of one that came since the last call, or 0. What comes right behind another is the same: a process
+        group and whoever started us may both pass on what they were sent."""
         try:
             numbers = os.read(self._read, 64)
         except BlockingIOError:
-            return False
-        return any(number in self.WATCHED for number in numbers)
+            return 0
+        number = next((number for number in numbers if number in self.WATCHED), 0)
+        now = time.monotonic()
+        if number and now - self._taken < SAME_SIGNAL_S:
+            return 0
+        self._taken = now if number else self._taken
+        return number
 
     def close(self) -> None:
         for number, handler in self._before.items():

@@ -1,0 +1,1 @@
+"""The executor: computes a step (forward pass, sampling, stopping on ids), and owns weights, KV memory and rows."""

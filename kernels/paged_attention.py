@@ -1,0 +1,151 @@
+"""Causal attention of a step's queries over keys and values in blocks, optionally with a sliding window.
+
+The step is ragged: entries that compute one token (decode) and entries that compute many (chunks). What depends only
+on lengths and block tables is worked out once a step, in `AttentionPlan.prepare`, and used by every layer:
+
+    decode  entries of similar length are one group: their blocks are gathered into [B, L, K, D], padded to the
+            longest, and one call computes the group
+    chunk   each entry by itself, over its own blocks
+
+With a window of W, position i sees the positions j with i - W < j <= i, and blocks before them are not read.
+
+Shapes: T tokens, B entries, Q query heads, K key-value heads, D head_dim, L keys.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    tokens: Tensor
+    """[B] int64; where their queries are in the batch"""
+    blocks: Tensor
+    """[B * L / BLOCK_SIZE] int64"""
+    mask: Tensor
+    """[B, 1, 1, L]; 0 where a key is seen, else -inf"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    begin: int
+    end: int
+    """Tokens of the batch."""
+    blocks: Tensor
+    num_keys: int
+    mask: Tensor | None
+    """[end - begin, num_keys] bool, or None where the mask is a plain triangle"""
+
+
+class AttentionPlan:
+    """How the attention of one step is computed. Prepared anew for each step, in place."""
+
+    def __init__(self, window: int | None, dtype: torch.dtype) -> None:
+        self.window = window
+        self.dtype = dtype
+        self.decodes: list[_Decode] = []
+        self.chunks: list[_Chunk] = []
+
+    def prepare(self, inputs: StepInputs) -> None:
+        """Plan the step that `inputs` holds."""
+        starts, counts = inputs.starts[: inputs.num_rows], inputs.counts[: inputs.num_rows]
+        firsts = np.zeros_like(starts) if self.window is None else np.maximum(0, starts - self.window + 1)
+        single = counts == 1
+        # Powers of two: at most half of a gathered group is padding, and there are few groups.
+        num_blocks = starts // BLOCK_SIZE + 1 - firsts // BLOCK_SIZE
+        sizes = np.where(single, np.ceil(np.log2(num_blocks)).astype(np.int32), -1)
+        self.decodes = [self._decode(inputs, np.flatnonzero(sizes == size), firsts) for size in set(sizes[single])]
+        self.chunks = [self._chunk(inputs, int(entry), int(firsts[entry])) for entry in np.flatnonzero(~single)]
+
+    def _decode(
+        self, inputs: StepInputs, entries: "np.ndarray[tuple[int], np.dtype[np.intp]]", firsts: IntArray
+    ) -> _Decode:
+        last = inputs.starts[entries]
+        first = firsts[entries]
+        first_block = first // BLOCK_SIZE
+        num_blocks = last // BLOCK_SIZE + 1 - first_block
+        steps = np.arange(num_blocks.max())
+        index = np.minimum(first_block[:, None] + steps, (last // BLOCK_SIZE)[:, None])
+        blocks = inputs.block_tables[entries[:, None], index]
+        keys = first_block[:, None] * BLOCK_SIZE + np.arange(len(steps) * BLOCK_SIZE)
+        hidden = torch.from_numpy((keys > last[:, None]) | (keys < first[:, None]))
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+        return _Decode(
+            torch.from_numpy(inputs.offsets[entries].astype(np.int64)),
+            torch.from_numpy(blocks.reshape(-1).astype(np.int64)),
+            mask[:, None, None],
+        )
+
+    def _chunk(self, inputs: StepInputs, entry: int, first: int) -> _Chunk:
+        start, count = int(inputs.starts[entry]), int(inputs.counts[entry])
+        begin = int(inputs.offsets[entry])
+        first_block = first // BLOCK_SIZE
+        base, end = first_block * BLOCK_SIZE, start + count
+        blocks = inputs.block_tables[entry, first_block : -(-end // BLOCK_SIZE)]
+        queries = torch.arange(start, end)[:, None]
+        keys = torch.arange(base, end)[None]
+        mask: Tensor | None = None
+        if start > 0 or (self.window is not None and count > self.window):
+            mask = keys <= queries
+            if self.window is not None:
+                mask &= keys > queries - self.window
+        return _Chunk(begin, begin + count, torch.from_numpy(blocks.astype(np.int64)), end - base, mask)
+
+
+def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan) -> None:
+    """Attend from the step's queries to their rows' keys and values, all of which are in the cache already.
+
+    out [T, Q * D]; qkv [T, (Q + 2K) * D], of which the queries are read; scores are scaled by 1 / sqrt(D).
+    """
+    _, _, num_kv_heads, head_dim = kv.keys.shape
+    heads_out = out.view(len(out), -1, head_dim)
+    num_heads = heads_out.shape[1]
+    queries = qkv.view(len(qkv), -1, head_dim)[:, :num_heads]
+    for group in plan.decodes:
+        num = len(group.tokens)
+        # A key-value head's queries are its rows, so that grouped heads read their keys once.
+        query = queries.index_select(0, group.tokens).view(num, num_kv_heads, -1, head_dim)
+        keys = kv.keys.index_select(0, group.blocks).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
+        values = kv.values.index_select(0, group.blocks).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
+        attended = scaled_dot_product_attention(query, keys, values, attn_mask=group.mask)
+        heads_out.index_copy_(0, group.tokens, attended.reshape(num, num_heads, head_dim))
+    for chunk in plan.chunks:
+        query = queries[chunk.begin : chunk.end].transpose(0, 1)[None]
+        keys = kv.keys.index_select(0, chunk.blocks).view(-1, num_kv_heads, head_dim)[: chunk.num_keys]
+        values = kv.values.index_select(0, chunk.blocks).view(-1, num_kv_heads, head_dim)[: chunk.num_keys]
+        attended = scaled_dot_product_attention(
+            query,
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            enable_gqa=True,
+        )
+        heads_out[chunk.begin : chunk.end] = attended[0].transpose(0, 1)
+
+
+def paged_attention_reference(queries: Tensor, kv: LayerKV, inputs: StepInputs, window: int | None) -> Tensor:
+    """The formula in float64, a token and a head at a time. queries [T, Q, D]; returns [T, Q, D]."""
+    num_heads, head_dim = queries.shape[1:]
+    group = num_heads // kv.keys.shape[2]
+    out = torch.zeros(queries.shape, dtype=torch.float64)
+    for entry in range(inputs.num_rows):
+        for step in range(int(inputs.counts[entry])):
+            token, position = int(inputs.offsets[entry]) + step, int(inputs.starts[entry]) + step
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = [
+                (int(inputs.block_tables[entry, j // BLOCK_SIZE]), j % BLOCK_SIZE) for j in range(first, position + 1)
+            ]
+            for head in range(num_heads):
+                keys = torch.stack([kv.keys[block, place, head // group] for block, place in seen]).double()
+                values = torch.stack([kv.values[block, place, head // group] for block, place in seen]).double()
+                scores = keys @ queries[token, head].double() / head_dim**0.5
+                out[token, head] = torch.softmax(scores, 0) @ values
+    return out

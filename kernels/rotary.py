@@ -1,0 +1,46 @@
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and the write of keys and values behind it.
+
+The layout is Hugging Face's: dimension i turns together with dimension i + D/2.
+Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+
+
+def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor) -> None:
+    """Cosines and sines for a step, the same for all layers. cos and sin [T, D] float32; positions [T] int64;
+    frequencies [D/2] float32, radians a position. The first half of `sin` carries the minus sign of the rotation."""
+    half = len(frequencies)
+    angles = torch.outer(positions.float(), frequencies)
+    cos[:, :half] = cos[:, half:] = torch.cos(angles)
+    torch.sin(angles, out=angles)
+    sin[:, half:] = angles
+    torch.neg(angles, out=sin[:, :half])
+
+
+def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
+    """Turn queries and keys by their angles, in float32; the queries go back to where they were, keys and values into
+    the cache. qkv [T, (Q + 2K) * D], slots [T] int64."""
+    _, _, num_kv_heads, head_dim = kv.keys.shape
+    heads = qkv.view(len(qkv), -1, head_dim)
+    turning = heads[:, :-num_kv_heads]
+    turned = turning * cos[:, None]
+    turned += turning.roll(head_dim // 2, -1) * sin[:, None]
+    num_blocks = len(kv.keys)
+    heads[:, : -2 * num_kv_heads] = turned[:, :-num_kv_heads]
+    keys = turned[:, -num_kv_heads:].to(kv.keys.dtype)
+    kv.keys.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, keys)
+    kv.values.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, heads[:, -num_kv_heads:])
+
+
+def rotary_reference(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Turn `x` [T, heads, D] in float64, each pair of dimensions as a complex number."""
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    angles = torch.outer(positions.double(), frequencies.double())[:, None]
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)

@@ -1,0 +1,61 @@
+"""The one choice of functions: made when the executor starts, never at a call."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels import kv_layout, linear, logits, paged_attention, rms_norm, rotary, sample, silu_mul, take_rows
+from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.paged_attention import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The functions of one backend for one dtype. Each writes into memory that it is given, so that calls can be
+    recorded; the files they come from say what they take."""
+
+    name: str
+    device: str
+    dtype: torch.dtype
+    take_rows: Callable[[Tensor, Tensor, Tensor], None]
+    rms_norm: Callable[[Tensor, Tensor, Tensor, float], None]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
+    linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
+    logits: Callable[[Tensor, Tensor, Tensor], None]
+    rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    rotary_write: Callable[[Tensor, Tensor, Tensor, Tensor, LayerKV], None]
+    attention_plan: Callable[[int | None, torch.dtype], AttentionPlan]
+    attention: Callable[[Tensor, Tensor, LayerKV, AttentionPlan], None]
+    silu_mul: Callable[[Tensor, Tensor], None]
+    argmax: Callable[[Tensor], Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    kv_block_bytes: Callable[[int, int, int, torch.dtype], int]
+    kv_allocate: Callable[[int, int, int, int, torch.dtype, str], list[LayerKV]]
+
+
+def select(device: str, dtype: torch.dtype) -> Ops:
+    """The best functions for a device and a dtype on this machine. Raises ValueError for a device we have none for."""
+    if device != "cpu":
+        raise ValueError(f"no kernels for device {device!r}")
+    widen = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return Ops(
+        name="torch, widened" if widen else "torch",
+        device=device,
+        dtype=dtype,
+        take_rows=take_rows.take_rows,
+        rms_norm=rms_norm.rms_norm,
+        add_rms_norm=rms_norm.add_rms_norm,
+        linear=linear.linear_widened if widen else linear.linear,
+        logits=logits.logits_widened if widen else logits.logits,
+        rotary_angles=rotary.rotary_angles,
+        rotary_write=rotary.rotary_write,
+        attention_plan=AttentionPlan,
+        attention=paged_attention.paged_attention,
+        silu_mul=silu_mul.silu_mul,
+        argmax=sample.argmax,
+        sample=sample.sample,
+        kv_block_bytes=kv_layout.block_bytes,
+        kv_allocate=kv_layout.allocate,
+    )

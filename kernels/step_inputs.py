@@ -1,0 +1,77 @@
+"""What one step computes, as kernels see it.
+
+All arrays are allocated once and stay where they are, so that a recorded program can name them. A step fills their
+beginnings and sets the three counts. On the CPU the numpy arrays and the tensors are two views of one memory.
+
+Shapes: T max_num_tokens, R max_num_rows, B blocks of the longest row.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+LongArray = np.ndarray[Any, np.dtype[np.int64]]
+
+BLOCK_SIZE = 16
+"""Tokens in one KV block."""
+
+
+class StepInputs:
+    """The inputs of one step at a time. Entry i computes tokens `offsets[i] .. offsets[i] + counts[i]` of the batch,
+    which are positions `starts[i] .. starts[i] + counts[i]` of its row."""
+
+    def __init__(self, max_num_tokens: int, max_num_rows: int, max_num_blocks: int) -> None:
+        self.max_num_tokens = max_num_tokens
+        self.max_num_rows = max_num_rows
+        self.num_tokens = 0
+        self.num_rows = 0
+        self.num_samples = 0
+        self.starts: IntArray = np.zeros(max_num_rows, np.int32)
+        self.counts: IntArray = np.zeros(max_num_rows, np.int32)
+        self.offsets: IntArray = np.zeros(max_num_rows, np.int32)
+        self.block_tables: IntArray = np.zeros((max_num_rows, max_num_blocks), np.int32)
+        """[R, B]; beyond a row's own blocks it holds what earlier steps left there."""
+        self._ids: LongArray = np.zeros(max_num_tokens, np.int64)
+        self._positions: LongArray = np.zeros(max_num_tokens, np.int64)
+        self._slots: LongArray = np.zeros(max_num_tokens, np.int64)
+        self._sampled: LongArray = np.zeros(max_num_rows, np.int64)
+        self.ids = torch.from_numpy(self._ids)
+        """[T] int64"""
+        self.positions = torch.from_numpy(self._positions)
+        """[T] int64; each token's place in its row"""
+        self.slots = torch.from_numpy(self._slots)
+        """[T] int64; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
+        self.sampled = torch.from_numpy(self._sampled)
+        """[R] int64; the tokens whose logits are wanted"""
+
+    def fill(
+        self, ids: IntArray, starts: IntArray, counts: IntArray, block_tables: IntArray, samples: "np.ndarray[Any, Any]"
+    ) -> None:
+        """Set the next step.
+
+        `ids` are those of all entries, one after the other; `starts`, `counts` and `samples` (whether the entry's last
+        logits are wanted) have one value an entry, and `block_tables` [entries, blocks] holds at least the blocks that
+        each entry writes or reads.
+        """
+        num_rows, num_tokens = len(starts), len(ids)
+        assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
+        assert num_tokens <= self.max_num_tokens, f"{num_tokens} tokens in a step, {self.max_num_tokens} at most"
+        assert int(counts.sum()) == num_tokens
+        ends = np.cumsum(counts, dtype=np.int32)
+        offsets = ends - counts
+        entry = np.repeat(np.arange(num_rows), counts)
+        positions = np.arange(num_tokens) - offsets[entry] + starts[entry]
+        self.num_rows, self.num_tokens = num_rows, num_tokens
+        self.starts[:num_rows] = starts
+        self.counts[:num_rows] = counts
+        self.offsets[:num_rows] = offsets
+        self.block_tables[:num_rows, : block_tables.shape[1]] = block_tables
+        self._ids[:num_tokens] = ids
+        self._positions[:num_tokens] = positions
+        blocks = block_tables[entry, positions // BLOCK_SIZE]
+        self._slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        sampled = ends[samples.astype(bool)] - 1
+        self.num_samples = len(sampled)
+        self._sampled[: self.num_samples] = sampled

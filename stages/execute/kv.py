@@ -1,0 +1,42 @@
+"""The executor's KV memory: how many blocks it has, and how long a sequence can be in it."""
+
+from dataclasses import dataclass
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.select import Ops
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.model_folder import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """The blocks of all layers. Which block belongs to whom is the scheduler's business."""
+
+    layers: list[LayerKV]
+    num_blocks: int
+    max_model_len: int
+    """The longest sequence: the least of the model's limit, the settings' and what all blocks hold."""
+
+
+def plan_kv(settings: Settings, config: ModelConfig, ops: Ops) -> tuple[int, int]:
+    """The number of blocks, and max_model_len. Raises ValueError where the memory doesn't hold one block."""
+    block_bytes = ops.kv_block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, ops.dtype)
+    num_blocks = settings.execute.kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise UserError(
+            f"execute.kv_cache_bytes is {settings.execute.kv_cache_bytes}, but one block of {BLOCK_SIZE} tokens of "
+            f"this model takes {block_bytes} bytes: raise execute.kv_cache_bytes"
+        )
+    limits = [config.max_position, num_blocks * BLOCK_SIZE]
+    if settings.max_model_len > 0:
+        limits.append(settings.max_model_len)
+    return num_blocks, min(limits)
+
+
+def allocate_kv(settings: Settings, config: ModelConfig, ops: Ops) -> KVMemory:
+    """Reserve the memory. Raises ValueError as `plan_kv` does."""
+    num_blocks, max_model_len = plan_kv(settings, config, ops)
+    layers = ops.kv_allocate(config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device)
+    return KVMemory(layers, num_blocks, max_model_len)

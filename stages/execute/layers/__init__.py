@@ -1,0 +1,1 @@
+"""What models are made of. A layer holds its weights and records its calls into a program."""

@@ -1,0 +1,122 @@
+"""The row table: what the executor knows of each running sequence, as arrays over all rows.
+
+    free ──add──► live ──an id that ends it──► ended ──drop──► free
+                    └──────────────drop────────────────────────►┘
+
+Rows are added and dropped by the scheduler alone. The executor ends a row by itself when it samples an id that stops
+it, so that a step planned before that was known neither computes nor emits for it.
+
+Shapes: R max_num_seqs, L max_model_len, B blocks of the longest row.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from pipeline.kernels.noise import sequence_key
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
+from pipeline.messages import Finish, Sampling
+
+NOT_YET = -1
+"""`num_computed` of a row that no step has named: it may begin behind a cached prefix of any length."""
+
+
+class RowTable:
+    """Owned by the runner. Every method asserts what a correct scheduler keeps to."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_blocks: int, vocab_size: int) -> None:
+        self.max_model_len = max_model_len
+        self._pool_size = num_blocks
+        self._vocab_size = vocab_size
+        max_num_blocks = -(-max_model_len // BLOCK_SIZE)
+        self.ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
+        """[R, L]; the first `num_ids` of each row are known"""
+        self.num_ids: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.num_computed: IntArray = np.full(max_num_seqs, NOT_YET, np.int32)
+        """Tokens whose KV is written, or was when the row was added."""
+        self.blocks: IntArray = np.zeros((max_num_seqs, max_num_blocks), np.int32)
+        """[R, B]; the first `num_blocks` of each row are its own"""
+        self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.generations: np.ndarray[Any, np.dtype[np.uint32]] = np.zeros(max_num_seqs, np.uint32)
+        self.taken: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_num_seqs, np.bool_)
+        self.ended: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_num_seqs, np.bool_)
+        self.temperature: np.ndarray[Any, np.dtype[np.float32]] = np.zeros(max_num_seqs, np.float32)
+        self.top_p: np.ndarray[Any, np.dtype[np.float32]] = np.ones(max_num_seqs, np.float32)
+        self.min_p: np.ndarray[Any, np.dtype[np.float32]] = np.zeros(max_num_seqs, np.float32)
+        self.top_k: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(max_num_seqs, np.int64)
+        self.keys: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
+        """Noise keys, see kernels/noise.py."""
+        self.stops: list[frozenset[int]] = [frozenset()] * max_num_seqs
+
+    @property
+    def num_live(self) -> int:
+        return int(np.count_nonzero(self.taken & ~self.ended))
+
+    def drop(self, rows: IntArray) -> None:
+        assert self.taken[rows].all(), f"rows dropped that are not taken: {rows[~self.taken[rows]]}"
+        assert len(np.unique(rows)) == len(rows), f"rows dropped twice: {rows}"
+        self.taken[rows] = False
+
+    def add(
+        self,
+        row: int,
+        generation: int,
+        index: int,
+        ids: IntArray,
+        blocks: IntArray,
+        sampling: Sampling,
+        eos_ids: Collection[int],
+    ) -> None:
+        """A sequence with these known ids takes a row."""
+        assert not self.taken[row], f"row {row} is taken already"
+        assert 0 < len(ids) <= self.max_model_len, f"{len(ids)} ids for row {row}, {self.max_model_len} at most"
+        assert ids.min() >= 0 and ids.max() < self._vocab_size, f"row {row} has ids outside of the vocabulary"
+        self.taken[row], self.ended[row] = True, False
+        self.generations[row] = generation
+        self.ids[row, : len(ids)] = ids
+        self.num_ids[row] = len(ids)
+        self.num_computed[row] = NOT_YET
+        self.num_blocks[row] = 0
+        self.append_blocks(np.full(len(blocks), row, np.int32), blocks)
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.top_k[row] = min(sampling.top_k, self._vocab_size)
+        self.keys[row] = sequence_key(sampling.seed, index)
+        self.stops[row] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
+
+    def append_blocks(self, rows: IntArray, blocks: IntArray) -> None:
+        """Parallel arrays; several blocks of one row come in order."""
+        if not len(rows):
+            return
+        assert self.taken[rows].all(), "blocks for a row that is not taken"
+        assert blocks.min() >= 0 and blocks.max() < self._pool_size, "blocks outside of the KV memory"
+        for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
+            self.blocks[row, self.num_blocks[row]] = block
+            self.num_blocks[row] += 1
+
+    def begin(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, Any]") -> None:
+        """A step computes these entries, none of which has ended; checked against what is known of their rows."""
+        ends = starts + counts
+        assert len(np.unique(rows)) == len(rows), f"a row is computed twice in one step: {rows}"
+        assert self.taken[rows].all(), f"rows computed that are not taken: {rows[~self.taken[rows]]}"
+        assert (counts > 0).all(), f"an entry computes nothing: {counts}"
+        assert (starts >= 0).all(), f"an entry starts before its row: {starts}"
+        expected = self.num_computed[rows]
+        wrong = (expected != NOT_YET) & (expected != starts)
+        assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
+        assert (ends <= self.num_ids[rows]).all(), "tokens computed before they are known"
+        assert (ends <= self.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
+        sampling = samples.astype(bool)
+        assert (ends == self.num_ids[rows])[sampling].all(), "sampled before the last known token is computed"
+        assert (ends < self.max_model_len)[sampling].all(), "sampled beyond max_model_len"
+        self.num_computed[rows] = ends
+
+    def append_ids(self, rows: IntArray, ids: IntArray) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """The ids that were sampled. Rows that one of them stops are ended. Returns a `Finish` for each, uint8."""
+        self.ids[rows, self.num_ids[rows]] = ids
+        self.num_ids[rows] += 1
+        stopped = [token in self.stops[row] for row, token in zip(rows.tolist(), ids.tolist(), strict=True)]
+        self.ended[rows] = stopped
+        return np.where(stopped, Finish.STOP, Finish.NONE).astype(np.uint8)

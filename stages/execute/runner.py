@@ -1,0 +1,110 @@
+"""One step, from the message to what was sampled: apply its changes, run the program, sample, end rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from pipeline.config.settings import Settings
+from pipeline.kernels.select import select
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
+from pipeline.model_folder import ModelConfig
+from pipeline.shm.arrays import Array
+from pipeline.stages.execute.kv import allocate_kv
+from pipeline.stages.execute.models.registry import load_model
+from pipeline.stages.execute.program import Program
+from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.sampler import Sampler
+from pipeline.stages.execute.weights import Weights
+
+Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
+"""Copies an array out of a message: (array, dtype) → one-dimensional."""
+
+NO_ID = -1
+"""What a row that had ended already yields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled: parallel arrays, one value for each of its entries with `samples` set."""
+
+    rows: IntArray
+    generations: "np.ndarray[Any, np.dtype[np.uint32]]"
+    ids: IntArray
+    finishes: "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+class Runner:
+    """The model, its memory and its rows. Raises ValueError, in the user's words, where the model can't be run so."""
+
+    def __init__(self, settings: Settings, model_dir: Path) -> None:
+        config = ModelConfig.load(model_dir)
+        ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
+        kv = allocate_kv(settings, config, ops)
+        max_num_seqs = settings.schedule.max_num_seqs
+        self.facts = ExecuteFacts(kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size)
+        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
+        self.inputs = StepInputs(
+            settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
+        )
+        self.program = Program(self.inputs, ops.dtype)
+        self.logits = load_model(config, Weights(model_dir, config, ops.dtype)).record(self.program, ops, kv.layers)
+        self._sampler = Sampler(ops, self.rows)
+        self._eos_ids = config.eos_ids
+        self._samplings = msgspec.msgpack.Decoder(Sampling)
+
+    def step(self, step: Step, take: Take) -> Sampled:
+        """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage."""
+        self._change_rows(step, take)
+        rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
+        samples = take(step.samples, np.uint8).astype(bool)
+        assert len(rows) == len(starts) == len(counts) == len(samples)
+        running = ~self.rows.ended[rows]
+        if running.any():
+            ids = self._compute(rows[running], starts[running], counts[running], samples[running])
+        else:
+            ids = np.empty(0, np.int32)
+        return self._result(rows[samples], running[samples], ids)
+
+    def _change_rows(self, step: Step, take: Take) -> None:
+        self.rows.drop(take(step.drops, np.int32))
+        for add in step.adds:
+            self.rows.add(
+                add.row,
+                add.generation,
+                add.index,
+                take(add.ids, np.int32),
+                np.frombuffer(add.blocks, np.int32),
+                self._samplings.decode(add.sampling),
+                self._eos_ids,
+            )
+        self.rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
+
+    def _compute(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, np.dtype[np.bool_]]"
+    ) -> IntArray:
+        """Run the program over entries that have not ended. Returns the sampled ids, int32."""
+        self.rows.begin(rows, starts, counts, samples)
+        entry = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(len(entry)) - (np.cumsum(counts) - counts)[entry] + starts[entry]
+        ids = self.rows.ids[rows[entry], positions]
+        num_blocks = int(self.rows.num_blocks[rows].max())
+        self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], samples)
+        with torch.inference_mode():
+            self.program.run()
+            if not samples.any():
+                return np.empty(0, np.int32)
+            return self._sampler.sample(self.program.view(self.logits), rows[samples])
+
+    def _result(self, rows: IntArray, running: "np.ndarray[Any, np.dtype[np.bool_]]", sampled: IntArray) -> Sampled:
+        """Write ids to their rows, end those that stop, and leave a gap for the rows that had ended before."""
+        ids = np.full(len(rows), NO_ID, np.int32)
+        finishes = np.full(len(rows), Finish.NONE, np.uint8)
+        ids[running] = sampled
+        finishes[running] = self.rows.append_ids(rows[running], sampled)
+        return Sampled(rows, self.rows.generations[rows], ids, finishes)

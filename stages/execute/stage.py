@@ -1,0 +1,96 @@
+"""The executor's loop.
+
+Each message is handled in the order it came; a step's result is sent the moment it is complete, before anything else
+is looked at. Shared memory that steps came in is released once per wake, with the results: the scheduler is then awake
+anyway, and no core is taken from the step that runs.
+"""
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
+
+from pipeline import messages as m
+from pipeline.stage import Stage
+
+if TYPE_CHECKING:
+    from pipeline.stages.execute.runner import Runner
+
+IDLE_S = 1.0
+"""Longest wait for a message before the loop turns."""
+
+SPIN_COUNT = "1000"
+"""How often a thread looks for its fellows before it sleeps: some microseconds."""
+
+
+def run(launch: m.Launch) -> None:
+    """Load the model, then compute steps until `Stop`.
+
+    Raises ValueError, in the user's words, where the model can't be run with these settings; any error of a step
+    propagates, for a broken step ends the stage.
+    """
+    stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
+    try:
+        runner = _load(launch)
+        stage.log.info("loaded model=%s blocks=%d", launch.model_dir, runner.facts.num_blocks)
+        stage.ready(runner.facts)
+        _serve(stage, runner)
+    finally:
+        stage.close()
+
+
+def _load(launch: m.Launch) -> "Runner":
+    # Libraries read these when they are loaded, so torch is imported below and not above.
+    num_threads = launch.settings.execute.threads or len(os.sched_getaffinity(0))
+    os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
+    # The other stages share these cores. A thread that spins until its fellows arrive keeps the core from just the
+    # fellow that it waits for: with the library's own count a step can take fifty times as long beside a busy process.
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    import torch
+
+    from pipeline.stages.execute.runner import Runner
+
+    torch.set_num_threads(num_threads)
+    runner = Runner(launch.settings, Path(launch.model_dir))
+    gc.collect()
+    gc.freeze()
+    return runner
+
+
+def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
+    idle_since = time.monotonic()
+    while True:
+        for message in stage.inbox.wait_all(IDLE_S):
+            match message:
+                case m.Step():
+                    _publish(stage, runner, message, idle_since)
+                    idle_since = time.monotonic()
+                case m.Release():
+                    stage.arrays.released(message)
+                case m.Ping():
+                    stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
+                case m.Start():
+                    pass
+                case m.Stop():
+                    return
+                case _:
+                    assert_never(message)
+        stage.release()
+
+
+def _publish(stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_since: float) -> None:
+    began = time.monotonic()
+    sampled = runner.step(step, stage.arrays.take)
+    result = m.StepResult(
+        incarnation=step.incarnation,
+        step_id=step.step_id,
+        rows=stage.arrays.put(sampled.rows),
+        generations=stage.arrays.put(sampled.generations),
+        ids=stage.arrays.put(sampled.ids),
+        finishes=stage.arrays.put(sampled.finishes),
+        compute_s=time.monotonic() - began,
+        wait_s=began - idle_since,
+    )
+    sent = stage.outbox("schedule").send(result)
+    assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"
