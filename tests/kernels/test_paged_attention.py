@@ -1,0 +1,124 @@
+"""Rotary positions, KV writes and attention over blocks agree with references that go token by token."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.kv_layout import LayerKV, allocate, block_bytes
+from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
+from pipeline.kernels.rotary import rotary_angles, rotary_reference, rotary_write
+from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
+
+HEAD_DIM = 16
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_inputs(entries: list[tuple[int, int]], seed: int = 0, num_blocks: int = 200) -> StepInputs:
+    """Entries are (start, count); block tables are drawn without sharing."""
+    rng = np.random.default_rng(seed)
+    starts, counts = (np.array(column, np.int32) for column in zip(*entries, strict=True))
+    widest = int((-(-(starts + counts) // BLOCK_SIZE)).max())
+    tables = rng.permutation(num_blocks)[: len(entries) * widest].reshape(len(entries), widest).astype(np.int32)
+    inputs = StepInputs(max_num_tokens=512, max_num_rows=16, max_num_blocks=40)
+    inputs.fill(rng.integers(0, 100, counts.sum()), starts, counts, tables, np.ones(len(entries), np.uint8))
+    return inputs
+
+
+def make_kv(num_kv_heads: int, dtype: torch.dtype, seed: int = 0, num_blocks: int = 200) -> LayerKV:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
+    return LayerKV(*(torch.randn(shape, generator=generator).to(dtype) for _ in range(2)))
+
+
+def test_inputs_say_where_each_token_goes_and_which_are_sampled() -> None:
+    inputs = StepInputs(max_num_tokens=64, max_num_rows=4, max_num_blocks=8)
+    tables = np.array([[5, 6, 7], [1, 2, 3]], np.int32)
+    inputs.fill(
+        np.arange(4, dtype=np.int32), np.array([40, 15], np.int32), np.array([1, 3], np.int32), tables, np.array([1, 0])
+    )
+    assert (inputs.num_tokens, inputs.num_rows, inputs.num_samples) == (4, 2, 1)
+    assert inputs.ids[:4].tolist() == [0, 1, 2, 3]
+    assert inputs.positions[:4].tolist() == [40, 15, 16, 17]
+    assert inputs.slots[:4].tolist() == [7 * 16 + 8, 1 * 16 + 15, 2 * 16, 2 * 16 + 1]
+    assert inputs.sampled[:1].tolist() == [0]
+    assert inputs.offsets[:2].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_rotary_turns_queries_in_place_and_writes_keys_and_values_to_their_slots(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int
+) -> None:
+    inputs = make_inputs([(37, 1), (0, 19), (30, 5)])
+    kv = make_kv(num_kv_heads, dtype)
+    before = LayerKV(kv.keys.clone(), kv.values.clone())
+    frequencies = 1.0 / (100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+    positions, slots = inputs.positions[: inputs.num_tokens], inputs.slots[: inputs.num_tokens]
+    heads = torch.randn(
+        inputs.num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM, generator=torch.Generator().manual_seed(1)
+    ).to(dtype)
+    qkv = heads.reshape(inputs.num_tokens, -1).clone()
+    cos, sin = torch.empty(2, inputs.num_tokens, HEAD_DIM)
+    rotary_angles(cos, sin, positions, frequencies)
+    rotary_write(qkv, cos, sin, slots, kv)
+
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    turned = rotary_reference(heads[:, : num_heads + num_kv_heads], positions, frequencies)
+    queries = qkv.view(heads.shape)[:, :num_heads].double()
+    torch.testing.assert_close(queries, turned[:, :num_heads], **tolerance)
+    keys, values = (half.flatten(0, 1) for half in kv)
+    torch.testing.assert_close(keys[slots].double(), turned[:, num_heads:], **tolerance)
+    assert torch.equal(values[slots], heads[:, num_heads + num_kv_heads :])
+    untouched = torch.ones(len(keys), dtype=torch.bool)
+    untouched[slots] = False
+    assert torch.equal(keys[untouched], before.keys.flatten(0, 1)[untouched])
+    assert torch.equal(values[untouched], before.values.flatten(0, 1)[untouched])
+
+
+RAGGED = {
+    "one decode": [(40, 1)],
+    "decode at a block's first and last place": [(0, 1), (15, 1), (16, 1), (31, 1)],
+    "decodes of very different lengths": [(3, 1), (100, 1), (17, 1), (64, 1), (5, 1)],
+    "one whole prompt": [(0, 37)],
+    "a chunk behind a prefix": [(21, 30)],
+    "decodes and chunks": [(50, 1), (33, 1), (0, 20), (16, 16), (7, 2), (0, 1)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+@pytest.mark.parametrize("entries", RAGGED.values(), ids=RAGGED.keys())
+def test_attention_agrees_with_its_formula(
+    entries: list[tuple[int, int]], window: int | None, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads = 6, 2
+    inputs, kv = make_inputs(entries, seed=len(entries)), make_kv(num_kv_heads, dtype)
+    qkv = torch.randn(
+        inputs.num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM, generator=torch.Generator().manual_seed(2)
+    ).to(dtype)
+    plan = AttentionPlan(window, dtype)
+    plan.prepare(inputs)
+    out = torch.full((inputs.num_tokens, num_heads * HEAD_DIM), torch.nan, dtype=dtype)
+    paged_attention(out, qkv, kv, plan)
+    queries = qkv.view(inputs.num_tokens, -1, HEAD_DIM)[:, :num_heads]
+    expected = paged_attention_reference(queries, kv, inputs, window)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out.double().view(expected.shape), expected, **tolerance)
+
+
+def test_a_plan_is_used_for_one_step_and_then_another() -> None:
+    kv, plan = make_kv(1, torch.float32), AttentionPlan(None, torch.float32)
+    for entries in ([(0, 9), (30, 1)], [(9, 1)]):
+        inputs = make_inputs(entries)
+        plan.prepare(inputs)
+        qkv = torch.randn(inputs.num_tokens, 3 * HEAD_DIM, generator=torch.Generator().manual_seed(3))
+        out = torch.empty(inputs.num_tokens, HEAD_DIM)
+        paged_attention(out, qkv, kv, plan)
+        expected = paged_attention_reference(qkv[:, None, :HEAD_DIM], kv, inputs, None)
+        torch.testing.assert_close(out.double(), expected[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_take_the_bytes_that_are_said_and_begin_as_zeros() -> None:
+    layers = allocate(3, 5, 2, HEAD_DIM, torch.bfloat16, "cpu")
+    assert sum(half.nbytes for layer in layers for half in layer) == 5 * block_bytes(3, 2, HEAD_DIM, torch.bfloat16)
+    assert all(not half.any() for layer in layers for half in layer)

@@ -1,0 +1,144 @@
+"""A least scheduler: it plans steps for a runner by hand, so that tests choose rows, chunks and cached prefixes."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.stages.execute.runner import Runner, Sampled
+
+GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
+
+
+def settings(
+    *, dtype: str = "float32", kv_mib: int = 16, max_num_seqs: int = 8, tokens: int = 128, max_model_len: int = 0
+) -> Settings:
+    return Settings(
+        max_model_len=max_model_len,
+        execute=Execute(dtype=dtype, kv_cache_bytes=kv_mib * 1024**2, threads=1),
+        schedule=Schedule(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
+    )
+
+
+def take(array: m.Array, dtype: Any) -> np.ndarray:
+    assert isinstance(array, bytes)
+    return np.frombuffer(array, dtype).copy()
+
+
+def i32(values: Any) -> bytes:
+    return np.asarray(list(values), np.int32).tobytes()
+
+
+def row_add(
+    row: int, ids: list[int], blocks: list[int], sampling: m.Sampling = GREEDY, *, index: int = 0, generation: int = 1
+) -> m.RowAdd:
+    return m.RowAdd(
+        row=row,
+        generation=generation,
+        index=index,
+        ids=i32(ids),
+        num_prompt=len(ids),
+        blocks=i32(blocks),
+        sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)),
+    )
+
+
+def make_step(
+    entries: list[tuple[int, int, int, bool]] = (),  # type: ignore[assignment]
+    *,
+    adds: list[m.RowAdd] = (),  # type: ignore[assignment]
+    drops: list[int] = (),  # type: ignore[assignment]
+    blocks: list[tuple[int, int]] = (),  # type: ignore[assignment]
+    step_id: int = 0,
+) -> m.Step:
+    """`entries` are (row, start, count, samples), `blocks` (row, block) pairs to append."""
+    return m.Step(
+        incarnation=1,
+        step_id=step_id,
+        drops=i32(drops),
+        adds=list(adds),
+        block_rows=i32(row for row, _ in blocks),
+        block_ids=i32(block for _, block in blocks),
+        rows=i32(entry[0] for entry in entries),
+        starts=i32(entry[1] for entry in entries),
+        counts=i32(entry[2] for entry in entries),
+        samples=np.asarray([entry[3] for entry in entries], np.uint8).tobytes(),
+    )
+
+
+class Driver:
+    """Plans for one runner: rows and blocks are handed out in order and given back by `clear`."""
+
+    def __init__(self, model_dir: str | Path, config: Settings) -> None:
+        self.runner = Runner(config, Path(model_dir))
+        self._budget = config.schedule.max_num_batched_tokens
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        taken = np.flatnonzero(self.runner.rows.taken).tolist()
+        if taken:
+            self.step(drops=taken)
+        self._next_block = 0
+        self._next_row = 0
+
+    @property
+    def layers(self) -> list[LayerKV]:
+        """The runner's KV memory."""
+        return [arg for call in self.runner.program.calls for arg in call.args if isinstance(arg, LayerKV)][::2]
+
+    def step(self, *args: Any, **kwargs: Any) -> Sampled:
+        return self.runner.step(make_step(*args, **kwargs), take)
+
+    def logits(self) -> np.ndarray:
+        """Of the last step: [samples, vocab_size]."""
+        return self.runner.program.view(self.runner.logits).numpy().copy()
+
+    def take_blocks(self, num_tokens: int) -> list[int]:
+        num = -(-num_tokens // BLOCK_SIZE)
+        self._next_block += num
+        assert self._next_block <= self.runner.facts.num_blocks
+        return list(range(self._next_block - num, self._next_block))
+
+    def take_row(self) -> int:
+        self._next_row += 1
+        return self._next_row - 1
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        num: int,
+        *,
+        chunk: int | None = None,
+        shared: list[list[int]] | None = None,
+        cached: list[int] | None = None,
+        sampling: m.Sampling = GREEDY,
+    ) -> list[list[int]]:
+        """`num` ids for each prompt, all rows in one batch. `chunk` bounds the tokens of a prompt in one step;
+        `shared[i]` are blocks that hold the first `cached[i]` ids of prompt i already."""
+        rows = [self.take_row() for _ in prompts]
+        known = [list(prompt) for prompt in prompts]
+        computed = list(cached or [0] * len(prompts))
+        adds = []
+        for i, prompt in enumerate(prompts):
+            blocks = list(shared[i]) if shared else []
+            blocks += self.take_blocks(len(prompt) + num - len(blocks) * BLOCK_SIZE)
+            adds.append(row_add(rows[i], prompt, blocks, sampling))
+        while not all(len(ids) == len(prompt) + num for ids, prompt in zip(known, prompts, strict=True)):
+            entries, left = [], self._budget
+            for i, row in enumerate(rows):
+                count = min(len(known[i]) - computed[i], chunk or left, left)
+                if count and len(known[i]) < len(prompts[i]) + num:
+                    entries.append((row, computed[i], count, computed[i] + count == len(known[i])))
+                    computed[i] += count
+                    left -= count
+            result = self.step(entries, adds=adds)
+            adds = []
+            for row, token in zip(result.rows.tolist(), result.ids.tolist(), strict=True):
+                known[rows.index(row)].append(token)
+        return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]

@@ -1,0 +1,136 @@
+"""Our models' logits are those of transformers, however a sequence is cut into steps."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.stages.execute import checkpoints
+from tests.stages.execute.checkpoints import VOCAB_SIZE
+from tests.stages.execute.driver import Driver, row_add, settings
+
+MAX_ERROR = 1e-4
+
+
+def random_ids(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, num).tolist()
+
+
+class Checked:
+    """A driver that keeps every row of logits it makes, to compare them with the reference's."""
+
+    def __init__(self, folder: Path, model: torch.nn.Module) -> None:
+        self.driver = Driver(folder, settings())
+        self._model = model
+        self._expected: dict[tuple[int, ...], np.ndarray] = {}
+        self._made: list[tuple[tuple[int, ...], np.ndarray]] = []
+
+    def clear(self) -> None:
+        self.driver.clear()
+        self._made = []
+
+    def step(self, entries: list[tuple[int, int, int, bool]], adds: list = ()) -> None:
+        self.driver.step(entries, adds=adds)
+        table = self.driver.runner.rows
+        sampling = [entry for entry in entries if entry[3]]
+        for (row, start, count, _), logits in zip(sampling, self.driver.logits(), strict=True):
+            self._made.append((tuple(table.ids[row, : start + count].tolist()), logits))
+
+    def compare(self) -> int:
+        """Compare what was made. Returns how many rows that were."""
+        # The longest first: the reference yields the logits of all its beginnings with it.
+        for ids, logits in sorted(self._made, key=lambda made: -len(made[0])):
+            np.testing.assert_allclose(logits, self.reference(ids), rtol=0, atol=MAX_ERROR)
+        return len(self._made)
+
+    def reference(self, ids: tuple[int, ...]) -> np.ndarray:
+        """The logits behind `ids`: [vocab_size]."""
+        if ids not in self._expected:
+            for end, row in enumerate(checkpoints.reference_logits(self._model, list(ids)).numpy(), 1):
+                self._expected[ids[:end]] = row
+        return self._expected[ids]
+
+
+@pytest.fixture(scope="module", params=checkpoints.VARIANTS.values(), ids=checkpoints.VARIANTS.keys())
+def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return Checked(folder, checkpoints.write(folder, checkpoints.config_of(**request.param)))
+
+
+@pytest.fixture
+def model(checked: Checked) -> Checked:
+    checked.clear()
+    return checked
+
+
+def test_logits_of_random_models_differ_enough_to_compare(model: Checked) -> None:
+    assert model.reference(tuple(random_ids(60, 0))).std() > 100 * MAX_ERROR
+
+
+def test_a_prompt_at_once_then_token_by_token(model: Checked) -> None:
+    ids = random_ids(60, 1)
+    model.step([(0, 0, 60, True)], [row_add(0, ids, model.driver.take_blocks(80))])
+    for position in range(60, 75):
+        model.step([(0, position, 1, True)])
+    assert model.compare() == 16
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_a_prompt_in_chunks(model: Checked, chunk: int) -> None:
+    ids = random_ids(50, 2)
+    adds = [row_add(0, ids, model.driver.take_blocks(64))]
+    for start in range(0, 50, chunk):
+        count = min(chunk, 50 - start)
+        model.step([(0, start, count, start + count == 50)], adds)
+        adds = []
+    model.step([(0, 50, 1, True)])
+    assert model.compare() == 2
+
+
+def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
+    lengths = [40, 3, 17, 64, 30]
+    adds = [row_add(row, random_ids(num, row), model.driver.take_blocks(90)) for row, num in enumerate(lengths)]
+    model.step([(0, 0, 40, True), (1, 0, 3, True), (2, 0, 9, False)], adds)
+    model.step([(1, 3, 1, True), (0, 40, 1, True), (2, 9, 8, True), (3, 0, 50, False), (4, 0, 30, True)])
+    model.step([(4, 30, 1, True), (0, 41, 1, True), (2, 17, 1, True), (1, 4, 1, True), (3, 50, 14, True)])
+    for step in range(12):
+        model.step([(row, num + step + (row in (0, 1)) + (row in (0, 1, 2, 4)), 1, True) for row, num in
+                    enumerate(lengths)])  # fmt: skip
+    assert model.compare() == 2 + 4 + 5 + 12 * 5
+
+
+def test_a_row_behind_a_prefix_that_an_earlier_step_computed(model: Checked) -> None:
+    prefix = random_ids(48, 3)
+    blocks = model.driver.take_blocks(48)
+    model.step([(0, 0, 48, True)], [row_add(0, prefix, blocks)])
+    adds = [
+        row_add(1, prefix + random_ids(9, 4), blocks + model.driver.take_blocks(16)),
+        row_add(2, prefix[:32] + random_ids(30, 5), blocks[:2] + model.driver.take_blocks(32)),
+        row_add(3, prefix, [*blocks[:2], *model.driver.take_blocks(16)]),
+    ]
+    model.step([(1, 48, 9, True), (2, 32, 30, True), (3, 32, 16, True)], adds)
+    assert model.compare() == 4
+
+
+def test_a_row_behind_a_prefix_that_the_same_step_computes(model: Checked) -> None:
+    prefix = random_ids(32, 6)
+    blocks = model.driver.take_blocks(32)
+    adds = [
+        row_add(0, prefix + random_ids(5, 7), blocks + model.driver.take_blocks(16)),
+        row_add(1, prefix + random_ids(20, 8), blocks + model.driver.take_blocks(32)),
+        row_add(2, [*prefix, 44], blocks + model.driver.take_blocks(16)),
+    ]
+    # The row that computes the prefix comes last: order within a step must not matter.
+    model.step([(2, 32, 1, True), (1, 32, 20, True), (0, 0, 37, True)], adds)
+    assert model.compare() == 3
+
+
+def test_blocks_that_served_another_sequence_are_used_again(model: Checked) -> None:
+    blocks = model.driver.take_blocks(64)
+    model.step([(0, 0, 60, True)], [row_add(0, random_ids(60, 9), blocks)])
+    model.driver.step(drops=[0])
+    model.step([(0, 0, 20, True)], [row_add(0, random_ids(20, 10), blocks[::-1])])
+    for position in range(20, 36):
+        model.step([(0, position, 1, True)])
+    assert model.compare() == 18

@@ -1,0 +1,144 @@
+"""The executor's loop, between fakes of the supervisor and the scheduler."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.shm.arrays import ShmRef
+from tests.rig import Rig
+from tests.stages.execute import checkpoints
+from tests.stages.execute.checkpoints import VOCAB_SIZE
+from tests.stages.execute.driver import Driver, make_step, row_add, settings
+
+PROMPT = [5, 9, 200, 31, 7]
+SCHEDULE = "schedule.0"
+
+
+@pytest.fixture
+def rig(tiny_dir: Path) -> Iterator[Rig]:
+    with Rig("execute", settings(), tiny_dir) as rig:
+        yield rig
+    gc.unfreeze()
+
+
+def begin(rig: Rig) -> m.ExecuteFacts:
+    """Wait until the stage is ready, then start it with its own facts."""
+    ready = rig.receive("supervisor", m.Ready)
+    rig.send(m.Start(ready.facts))
+    return ready.facts
+
+
+def ids_of(rig: Rig, result: m.StepResult) -> list[int]:
+    return np.frombuffer(rig.bytes_of(result.ids), np.int32).tolist()
+
+
+def test_it_says_what_it_has_learnt_when_it_is_ready(rig: Rig) -> None:
+    facts = begin(rig)
+    assert facts == m.ExecuteFacts(16 * 1024**2 // 12288, 16, 256, VOCAB_SIZE)
+
+
+def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None:
+    expected = Driver(tiny_dir, settings()).generate([PROMPT], 4)[0]
+    begin(rig)
+    made = []
+    rig.send(make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3], generation=6)], step_id=1), SCHEDULE)
+    for step in range(1, 5):
+        result = rig.receive("schedule", m.StepResult)
+        assert (result.incarnation, result.step_id) == (1, step)
+        assert np.frombuffer(rig.bytes_of(result.rows), np.int32).tolist() == [0]
+        assert np.frombuffer(rig.bytes_of(result.generations), np.uint32).tolist() == [6]
+        assert rig.bytes_of(result.finishes) == bytes([m.Finish.NONE])
+        assert result.compute_s > 0 and result.wait_s >= 0
+        made += ids_of(rig, result)
+        rig.send(make_step([(0, 4 + step, 1, True)], step_id=step + 1), SCHEDULE)
+    assert made == expected
+
+
+def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(rig: Rig, tiny_dir: Path) -> None:
+    sampling = m.Sampling(temperature=2.0, seed=4, ignore_eos=True)
+    expected = Driver(tiny_dir, settings()).generate([PROMPT], 3, sampling=sampling)[0]
+    assert len(set(expected)) == 3
+    begin(rig)
+    stop = msgspec.structs.replace(sampling, stop_token_ids=[expected[2]])
+    rig.send(make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3], stop)], step_id=1), SCHEDULE)
+    for ahead in range(4):
+        rig.send(make_step([(0, 5 + ahead, 1, True)], step_id=2 + ahead), SCHEDULE)
+    results = [rig.receive("schedule", m.StepResult) for _ in range(5)]
+    assert [result.step_id for result in results] == [1, 2, 3, 4, 5]
+    assert [ids_of(rig, result) for result in results] == [[expected[0]], [expected[1]], [expected[2]], [-1], [-1]]
+    finishes = [rig.bytes_of(result.finishes)[0] for result in results]
+    assert finishes == [m.Finish.NONE, m.Finish.NONE, m.Finish.STOP, m.Finish.NONE, m.Finish.NONE]
+
+
+def test_a_ping_is_answered_with_the_number_of_live_rows(rig: Rig) -> None:
+    begin(rig)
+    assert rig.load() == m.PlainLoad(0)
+    adds = [row_add(row, PROMPT, [row]) for row in range(3)]
+    rig.send(make_step([(row, 0, 5, True) for row in range(3)], adds=adds), SCHEDULE)
+    rig.receive("schedule", m.StepResult)
+    assert rig.load() == m.PlainLoad(3)
+    rig.send(make_step(drops=[0, 2]), SCHEDULE)
+    assert ids_of(rig, rig.receive("schedule", m.StepResult)) == []
+    assert rig.load() == m.PlainLoad(1)
+
+
+def test_arrays_in_shared_memory_are_read_and_released_once(tiny_dir: Path, tmp_path: Path) -> None:
+    weights = str(tiny_dir / "model.safetensors")
+    checkpoints.config_of(max_position=2048, weight_files=[weights]).save(tmp_path)
+    ids = np.random.default_rng(0).integers(3, VOCAB_SIZE, 1100).astype(np.int32)
+    expected = Driver(tmp_path, settings()).generate([ids.tolist()], 1)[0]
+    with Rig("execute", settings(), tmp_path) as rig:
+        begin(rig)
+        slab = rig.arena(SCHEDULE).put(ids.data.cast("B"))
+        assert isinstance(slab, ShmRef)
+        add = msgspec.structs.replace(row_add(0, [], list(range(69))), ids=slab, num_prompt=1100)
+        for start in range(0, 1100, 100):
+            rig.send(make_step([(0, start, 100, start == 1000)], adds=[add] if start == 0 else []), SCHEDULE)
+        release = rig.receive("schedule", m.Release)
+        assert (release.offsets, release.generations) == ([slab.offset], [slab.generation])
+        results = [rig.receive("schedule", m.StepResult) for _ in range(11)]
+        assert [ids_of(rig, result) for result in results] == [[]] * 10 + [expected]
+        assert rig.nothing("schedule")
+    gc.unfreeze()
+
+
+def test_large_results_go_by_reference_and_their_slabs_come_back(tiny_dir: Path) -> None:
+    num = 1100
+    config = Settings(
+        max_model_len=16,
+        execute=Execute(dtype="float32", kv_cache_bytes=16 * 1024**2, threads=1, arena_bytes=65536),
+        schedule=Schedule(max_num_seqs=num, max_num_batched_tokens=num),
+    )
+    with Rig("execute", config, tiny_dir) as rig:
+        begin(rig)
+        for _ in range(6):  # More rounds than the arena has room for.
+            adds = [row_add(row, [row % VOCAB_SIZE], [row]) for row in range(num)]
+            rig.send(make_step([(row, 0, 1, True) for row in range(num)], adds=adds), SCHEDULE)
+            result = rig.receive("schedule", m.StepResult)
+            slabs = [result.rows, result.generations, result.ids]
+            assert all(isinstance(slab, ShmRef) for slab in slabs)
+            assert len(ids_of(rig, result)) == num
+            rig.send(m.Release([s.offset for s in slabs], [s.generation for s in slabs]), SCHEDULE)
+            rig.send(make_step(drops=list(range(num))), SCHEDULE)
+            rig.receive("schedule", m.StepResult)
+    gc.unfreeze()
+
+
+def test_a_step_that_cannot_be_right_ends_the_stage(tiny_dir: Path) -> None:
+    with pytest.raises(AssertionError, match="not taken"), Rig("execute", settings(), tiny_dir) as rig:
+        begin(rig)
+        rig.send(make_step([(0, 0, 1, True)]), SCHEDULE)
+        rig.receive("schedule", m.StepResult)
+    gc.unfreeze()
+
+
+def test_a_model_that_cannot_be_run_ends_the_stage_before_it_is_ready(tmp_path: Path) -> None:
+    checkpoints.config_of(weight_files=[], num_layers=500, head_dim=64).save(tmp_path)
+    with pytest.raises(ValueError, match="kv_cache_bytes"), Rig("execute", settings(kv_mib=1), tmp_path) as rig:
+        rig.receive("supervisor", m.Ready)
