@@ -117,7 +117,12 @@ def _serve(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from pipeline.supervisor import serve
 
-    return serve(settings)
+    try:
+        return serve(settings)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # the address can't be listened on, in words for the user
+        raise ConfigError([str(error)]) from error
 
 
 # ----------------------------------------------------------------------------------------------------------- config

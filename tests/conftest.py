@@ -10,6 +10,8 @@ import pytest
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(_variable, "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Threads that spin while they wait starve each other where a server runs beside a test; execute does the same.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare

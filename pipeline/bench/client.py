@@ -41,18 +41,19 @@ class Client:
     async def find_model(self) -> None:
         """Take the model that the server lists first. Raises ServerError."""
         body = await self._json("GET", f"{self._base}/models")
-        models = body.get("data") if isinstance(body, dict) else None
-        if not models:
-            raise ServerError(f"{self._base}/models lists no model; name one with --model")
-        self.model = models[0]["id"]
+        match body:
+            case {"data": [{"id": str() as model}, *_]}:
+                self.model = model
+            case _:
+                raise ServerError(f"{self._base}/models lists no model; name one with --model")
 
     async def count_tokens(self, prompt: str, options: dict[str, Any]) -> int:
         """How many tokens the server makes of a prompt, by asking for one token. Raises ServerError."""
         body = await self._json("POST", self._url, self._body(prompt, options | {"max_tokens": 1}))
-        usage = body.get("usage") if isinstance(body, dict) else None
-        if not usage or not usage.get("prompt_tokens"):
-            raise ServerError(f"{self._url} reports no usage, so that prompts can't be sized in tokens; give words")
-        return int(usage["prompt_tokens"])
+        match body:
+            case {"usage": {"prompt_tokens": int() as num_tokens}} if num_tokens > 0:
+                return num_tokens
+        raise ServerError(f"{self._url} reports no usage, so that prompts can't be sized in tokens; give words")
 
     async def generate(self, prompt: str, options: dict[str, Any]) -> Record:
         """Stream one answer to its end. Errors of server and connection are in the record."""

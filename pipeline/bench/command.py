@@ -3,7 +3,8 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report. Returns 1 where a request failed or the server can't be used. Raises ConfigError."""
     workload = workload_of(args)
     _check(workload)
+    if args.json and args.json != "-":
+        _require_writable(Path(args.json))
     try:
         report = _run_loop(_measure(args, workload))
     except ServerError as error:
@@ -56,11 +59,29 @@ def _check(workload: Workload) -> None:
         )
 
 
+def _require_writable(path: Path) -> None:
+    """Raise ConfigError where the report could not be written, before minutes of measuring are lost."""
+    with _writing(path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return  # opening a pipe or a device would be seen at its other end
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+
+
 def _write(path: Path, data: bytes) -> None:
-    try:
+    with _writing(path):
         path.write_bytes(data)
-    except OSError as error:
-        raise ConfigError([f"--json {path}: can't be written: {error.strerror}"]) from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([f"--json {path}: can't be written: {reason}"]) from error
 
 
 def _run_loop(work: Coroutine[Any, Any, Report]) -> Report:

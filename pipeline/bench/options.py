@@ -4,6 +4,7 @@ import argparse
 import re
 import secrets
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -53,12 +54,12 @@ SHARED = Preset((16,), Length(650, "words"), Length(600, "words"), 64)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline bench`."""
     server = parser.add_argument_group("server")
-    server.add_argument("--url", default="http://127.0.0.1:8000", help="where it is; by default %(default)s")
+    server.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="where it is; by default %(default)s")
     server.add_argument("--model", default="auto", help="name to ask for; by default the first that it lists")
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
     )
-    server.add_argument("--api-key", help="sent as a bearer token")
+    server.add_argument("--api-key", type=_api_key, help="sent as a bearer token")
     server.add_argument(
         "--timeout", type=_duration, default=600.0, metavar="TIME", help="deadline of each request; by default 10m"
     )
@@ -132,6 +133,26 @@ def _preset(group: Any, option: str, preset: Preset, words: str) -> None:
 
 
 # argparse shows an ArgumentTypeError's words after the name of the option.
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"needs http:// or https:// in front, got {text!r}")
+    try:
+        parts = urlsplit(text)
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that don't match, or a port that is no port
+        is_whole = False
+    if not is_whole or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"needs an address such as http://127.0.0.1:8000, got {text!r}")
+    return text
+
+
+def _api_key(text: str) -> str:
+    if not text.isprintable():
+        # Not shown: a key is a secret.
+        raise argparse.ArgumentTypeError("has a line break or another character that a header can't hold")
+    return text
 
 
 def _whole(text: str, least: int) -> int:

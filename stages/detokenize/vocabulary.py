@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from pipeline.errors import UserError
+
 Piece = str | bytes
 
 WHOLE_PARTS = "replace"
@@ -108,7 +110,7 @@ class Pieces(dict[int, Piece]):
 class Vocabulary:
     """A tokenizer, as far as decoding needs it.
 
-    Raises ValueError where its decoder is of another kind than those above.
+    Raises UserError where its decoder is of another kind than those above.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -168,8 +170,8 @@ class Vocabulary:
                 self._replacements.append((replace.pattern.string, replace.content))
 
 
-def _not_known(state: bytes) -> ValueError:
-    return ValueError(
+def _not_known(state: bytes) -> UserError:
+    return UserError(
         "the model's tokenizer.json turns ids into text in a way that is not known here; known are ByteLevel and "
         f"Replace, ByteFallback, Fuse, Strip; its decoder is {state.decode()}"
     )

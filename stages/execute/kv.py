@@ -8,6 +8,7 @@ from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.select import Ops
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.model_folder import ModelConfig
+from pipeline.shm.available import available_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,20 @@ class KVMemory:
 
 
 def plan_kv(settings: Settings, config: ModelConfig, ops: Ops) -> tuple[int, int]:
-    """The number of blocks, and max_model_len. Raises ValueError where the memory doesn't hold one block."""
+    """The number of blocks, and max_model_len. Raises UserError where the memory doesn't hold one
+    block, or the machine doesn't hold the memory."""
     block_bytes = ops.kv_block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, ops.dtype)
     num_blocks = settings.execute.kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise UserError(
             f"execute.kv_cache_bytes is {settings.execute.kv_cache_bytes}, but one block of {BLOCK_SIZE} tokens of "
             f"this model takes {block_bytes} bytes: raise execute.kv_cache_bytes"
+        )
+    available = available_bytes()
+    if settings.execute.kv_cache_bytes > available:
+        raise UserError(
+            f"execute.kv_cache_bytes is {settings.execute.kv_cache_bytes}, but only {available} bytes of memory are "
+            "free: lower execute.kv_cache_bytes"
         )
     limits = [config.max_position, num_blocks * BLOCK_SIZE]
     if settings.max_model_len > 0:
@@ -36,7 +44,7 @@ def plan_kv(settings: Settings, config: ModelConfig, ops: Ops) -> tuple[int, int
 
 
 def allocate_kv(settings: Settings, config: ModelConfig, ops: Ops) -> KVMemory:
-    """Reserve the memory. Raises ValueError as `plan_kv` does."""
+    """Reserve the memory. Raises UserError as `plan_kv` does."""
     num_blocks, max_model_len = plan_kv(settings, config, ops)
     layers = ops.kv_allocate(config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device)
     return KVMemory(layers, num_blocks, max_model_len)

@@ -40,7 +40,7 @@ class Sampled:
 
 
 class Runner:
-    """The model, its memory and its rows. Raises ValueError, in the user's words, where the model can't be run so."""
+    """The model, its memory and its rows. Raises UserError, in the user's words, where the model can't be run so."""
 
     def __init__(self, settings: Settings, model_dir: Path) -> None:
         config = ModelConfig.load(model_dir)

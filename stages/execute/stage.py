@@ -27,7 +27,7 @@ SPIN_COUNT = "1000"
 def run(launch: m.Launch) -> None:
     """Load the model, then compute steps until `Stop`.
 
-    Raises ValueError, in the user's words, where the model can't be run with these settings; any error of a step
+    Raises UserError, in the user's words, where the model can't be run with these settings; any error of a step
     propagates, for a broken step ends the stage.
     """
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)

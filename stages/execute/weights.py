@@ -27,7 +27,7 @@ class Weights:
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """One tensor. Raises ValueError where it is missing or has another shape."""
+        """One tensor. Raises UserError where it is missing or has another shape."""
         if name not in self._files:
             raise UserError(f"the weights of the model in {self._folder} lack the tensor {name!r}")
         tensor: Tensor = self._files[name].get_tensor(name)
