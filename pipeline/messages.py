@@ -262,7 +262,7 @@ class StageHealth(msgspec.Struct, array_like=True, frozen=True):
 class Health(Message, frozen=True, tag="health"):
     nonce: int
     status: str
-    """ok, or the worst of its stages' states"""
+    """ok, or the worst of its stages' states: dead, late, stopping, starting"""
     stages: list[StageHealth]
     schedule: ScheduleLoad | None
 
@@ -389,7 +389,7 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     ids: Array
     """int32; every id known so far: the prompt, and outputs if the sequence was preempted"""
     num_prompt: int
-    blocks: bytes
+    blocks: Array
     """int32; its block table so far"""
     sampling: Raw
 
@@ -442,7 +442,8 @@ class Open(Message, frozen=True, tag="open"):
 
 
 class Settled(Message, frozen=True, tag="settled"):
-    """From schedule: ids that can't change any more; parallel arrays, one entry a sequence."""
+    """From schedule: ids that can't change any more; parallel arrays. A sequence that was preempted and runs again may
+    have two entries, in the order of its ids."""
 
     seqs: Array
     """uint64"""

@@ -52,8 +52,8 @@ MESSAGES_PER_REQUEST = 4
 
 
 def bound_of(settings: Settings) -> int:
-    """Messages that may wait on an edge. Open requests are bounded by the gateway's credits, so no edge but a dead
-    peer's ever fills."""
+    """Messages that may wait on an edge. What belongs to requests is bounded by the gateway's credits and always has
+    room; `Settled` and `Deltas`, one a step, may fill an edge to a slow peer, and their senders then merge them."""
     return settings.gateway.max_open_requests * MESSAGES_PER_REQUEST + 64
 
 

@@ -36,12 +36,12 @@ def expected(prompt: list[int], sampling: m.Sampling, index: int, max_tokens: in
 
 
 class _Row:
-    def __init__(self, add: m.RowAdd, ids: "np.ndarray[Any, Any]") -> None:
+    def __init__(self, add: m.RowAdd, ids: "np.ndarray[Any, Any]", blocks: "np.ndarray[Any, Any]") -> None:
         self.generation = add.generation
         self.index = add.index
         self.sampling = msgspec.msgpack.decode(add.sampling, type=m.Sampling)
         self.ids = dict(enumerate(ids.tolist()))
-        self.table: list[int] = np.frombuffer(add.blocks, np.int32).tolist()
+        self.table: list[int] = blocks.tolist()
         self.dead = False
 
 
@@ -67,7 +67,7 @@ class FakeExecutor:
             del self.rows[row]
         for add in step.adds:
             assert add.row not in self.rows, f"row {add.row} is taken"
-            self.rows[add.row] = _Row(add, take(add.ids, np.int32))
+            self.rows[add.row] = _Row(add, take(add.ids, np.int32), take(add.blocks, np.int32))
         for row, block in zip(
             take(step.block_rows, np.int32).tolist(), take(step.block_ids, np.int32).tolist(), strict=True
         ):

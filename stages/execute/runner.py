@@ -79,7 +79,7 @@ class Runner:
                 add.generation,
                 add.index,
                 take(add.ids, np.int32),
-                np.frombuffer(add.blocks, np.int32),
+                take(add.blocks, np.int32),
                 self._samplings.decode(add.sampling),
                 self._eos_ids,
             )

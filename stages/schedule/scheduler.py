@@ -278,7 +278,7 @@ class Scheduler:
             index=sequence.index,
             ids=self._put(ids),
             num_prompt=len(request.prompt),
-            blocks=np.array(blocks, np.int32).tobytes(),
+            blocks=self._put(np.array(blocks, np.int32)),
             sampling=request.sampling,
         )
 

@@ -41,11 +41,15 @@ class Server:
         self.url = ""
         self.seen: dict[int, psutil.Process] = {}
         if until_ready:
-            line = self.wait_for_line(r"ready on http", START_S)
+            try:
+                line = self.wait_for_line(r"ready on http", START_S)
+            except AssertionError:
+                self.process.kill()
+                raise
             match = re.search(r"ready on (http://\S+)", line)
             assert match
             self.url = match[1]
-            self.seen = {child.pid: child for child in psutil.Process(self.process.pid).children(recursive=True)}
+            self.look()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -69,6 +73,11 @@ class Server:
             self._news.wait_for(look, timeout_s)
         assert found, f"no line {pattern!r} in the log:\n" + "\n".join(self.lines)
         return found[0]
+
+    def look(self) -> None:
+        """Remember the processes that there are now, to see whether any is left behind."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self.seen[child.pid] = child
 
     def stage(self, name: str) -> psutil.Process:
         """The process of a stage, known by its title."""
@@ -105,6 +114,7 @@ class Server:
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Signal it and wait for its exit code."""
         if self.process.poll() is None:
+            self.look()
             os.kill(self.process.pid, number)
         code = self.process.wait(timeout_s)
         self._reader.join(10)

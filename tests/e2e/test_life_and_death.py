@@ -85,13 +85,12 @@ def test_only_execute_has_loaded_torch(server: Server) -> None:
     assert with_torch == {"execute"}
 
 
-def test_nothing_of_a_server_is_on_disk_but_its_cache(server: Server) -> None:
+def test_nothing_of_a_server_is_on_disk(server: Server) -> None:
     for process in [psutil.Process(server.process.pid), *server.seen.values()]:
-        for path in (file.path for file in process.open_files()):
-            assert not path.startswith("/dev/shm/")
+        written = [file.path for file in process.open_files() if file.mode != "r"]
+        assert written == [], f"{process.cmdline()[0]} writes to files"
         for fd in Path(f"/proc/{process.pid}/fd").iterdir():
-            target = str(fd.readlink())
-            assert not target.startswith("/dev/shm/") or "(deleted)" in target
+            assert not str(fd.readlink()).startswith("/dev/shm/")
     unix = Path("/proc/net/unix").read_text()
     assert f"@pipeline/{server.process.pid}-" in unix, "its sockets are abstract: no file stays behind"
 
@@ -104,7 +103,7 @@ def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.
             assert stream.has_text.wait(30)
         for process in [psutil.Process(server.process.pid), *server.seen.values()]:
             process.send_signal(number)  # as a terminal or a service manager does: to everybody
-        server.wait_for_line("draining", 5)
+        server.wait_for_line(r"gateway\.0 draining", 5)
         late = Stream(server)
         for stream in streams:
             stream.join(60)
@@ -123,7 +122,7 @@ def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.
             ]
             assert finishes == ["length"], "a stream that was open when the signal came ends properly"
         late.join(30)
-        assert late.status in (0, 503), "nobody is let in while it drains"
+        assert late.status == 503 or isinstance(late.broken, urllib.error.URLError), "nobody is let in while it drains"
         assert not server.leftovers()
         assert f"@pipeline/{server.process.pid}-" not in Path("/proc/net/unix").read_text()
 
@@ -139,6 +138,42 @@ def test_streams_that_outlast_the_drain_get_a_clear_end() -> None:
         assert stream.events[-1] == "[DONE]"
         assert stream.error is not None
         assert "shutting down" in stream.error["message"]
+
+
+def test_a_second_signal_ends_the_drain() -> None:
+    with Server() as server:
+        stream = Stream(server, max_tokens=6000)
+        assert stream.has_text.wait(30)
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for_line(r"gateway\.0 draining", 5)
+        threading.Event().wait(0.6)  # sooner, it would count as an echo of the first
+        begun = time.monotonic()
+        assert server.stop(signal.SIGINT) == 0
+        assert time.monotonic() - begun < 5
+        stream.join(10)
+        assert not stream.is_alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_it_is_ready_ends_the_start(number: signal.Signals) -> None:
+    with Server("log_level=debug", until_ready=False) as server:
+        server.wait_for_line("started stage=execute", 60)
+        assert server.stop(number, timeout_s=10) == 128 + number
+        assert "Traceback" not in server.log()
+        assert f"stopped by {number.name}" in server.log()
+
+
+def test_a_stage_that_dies_while_streams_drain_is_told_to_them() -> None:
+    with Server() as server:
+        stream = Stream(server, max_tokens=6000)
+        assert stream.has_text.wait(30)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_line(r"gateway\.0 draining", 5)
+        server.stage("execute").kill()
+        stream.join(15)
+        assert stream.error is not None
+        assert "execute" in stream.error["message"]
+        assert server.process.wait(15) == 3
 
 
 @pytest.mark.parametrize("name", STAGES)

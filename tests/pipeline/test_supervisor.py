@@ -69,3 +69,12 @@ def test_every_arrow_has_an_inbox_that_takes_it() -> None:
 def test_a_host_that_is_not_here_is_an_error_that_names_the_key() -> None:
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0: .* gateway\.host"):
         listen("192.0.2.1", 0)
+
+
+def test_the_whole_is_as_bad_as_its_worst_stage() -> None:
+    children = [FakeChild("execute.0", "starting"), FakeChild("ingest.0"), FakeChild("schedule.0", "dead")]
+    round_ = HealthRound("gateway.0", nonce=1, timeout_s=60)
+    round_.answered("execute.0", m.Pong(1, m.PlainLoad()))
+    round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))
+    assert round_.is_over(children), "the dead are not waited for"
+    assert round_.result(children).status == "dead"
