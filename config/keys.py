@@ -115,11 +115,9 @@ def _either(words: list[str]) -> str:
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:
-    low = f"above {kind.gt}" if kind.gt is not None else f"from {kind.ge}" if kind.ge is not None else ""
-    high = f"below {kind.lt}" if kind.lt is not None else f"to {kind.le}" if kind.le is not None else ""
-    if not high and kind.ge is not None:
-        low = f"of at least {kind.ge}"
-    if not low and kind.le is not None:
-        high = f"of at most {kind.le}"
-    words = " and ".join([low, high]) if low and high and "to" not in high else f"{low} {high}"
-    return f" {words.strip()}" if words.strip() else ""
+    if kind.ge is not None and kind.le is not None:
+        return f" from {kind.ge} to {kind.le}"
+    limits = {"above": kind.gt, "at least": kind.ge, "below": kind.lt, "at most": kind.le}
+    words = " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
+    of = " of" if words.startswith("at") else ""
+    return f"{of} {words}" if words else ""

@@ -65,13 +65,16 @@ def presets() -> dict[str, Path]:
 
 def find(path: Path) -> Path:
     """The file meant by a path or by a preset's name. Raises ConfigError where there is neither."""
-    if path.is_file():
-        return path
     known = presets()
+    try:
+        if path.is_file():
+            return path
+        if str(path) not in known and path.exists():
+            raise ConfigError([f"{path}: is not a file"])
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError([f"{path}: can't be read: {error.strerror}"]) from error
     if str(path) in known:
         return known[str(path)]
-    if path.exists():
-        raise ConfigError([f"{path}: is not a file"])
     hint = _closest(str(path), known)
     raise ConfigError(
         [f"{path}: no such file, and no preset of that name{hint}; presets are {', '.join(known)}"],
@@ -80,11 +83,13 @@ def find(path: Path) -> Path:
 
 def _parse(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text("utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{file}: is not valid TOML: {error}"]) from error
+        return tomllib.loads(file.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError([f"{file}: is not UTF-8 text (byte {error.start})"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{file}: is not valid settings: it is nested too deeply"]) from error
+    except ValueError as error:  # a TOMLDecodeError, or a number with more digits than Python reads
+        raise ConfigError([f"{file}: is not valid TOML: {error}"]) from error
     except OSError as error:
         raise ConfigError([f"{file}: can't be read: {error.strerror}"]) from error
 
@@ -102,7 +107,10 @@ class _Tree:
         """Take the values of a table and of those in it."""
         for name, value in table.items():
             dotted = f"{prefix}.{name}" if prefix else name
-            if dotted not in self._sections:
+            if "." in name:
+                within = f" in [{prefix}]" if prefix else ""
+                self.problems.append(f'{origin}: "{name}"{within}: in quotes this is one name; write it without them')
+            elif dotted not in self._sections:
                 self._take(origin, dotted, value, given)
             elif isinstance(value, dict):
                 self.read_table(origin, dotted, value, given)
@@ -127,7 +135,7 @@ class _Tree:
             return
         try:
             given[dotted] = (origin, _converted(value, key))
-        except ValueError:
+        except (ValueError, OverflowError):
             self.problems.append(f"{origin}: {dotted}: needs {needs(key)}, got {_shown(value)}")
 
     def _unknown(self, dotted: str, is_table: bool) -> str:
@@ -185,7 +193,7 @@ def _from_text(text: str, key: Key) -> Any:
     even where the text would be a number in TOML."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     kinds = key.type.types if isinstance(key.type, inspect.UnionType) else (key.type,)
     if not isinstance(value, str) and any(isinstance(kind, inspect.StrType) for kind in kinds) and len(kinds) == 1:
@@ -199,6 +207,8 @@ def _shown(value: Any) -> str:
             return "true" if value else "false"
         case str():
             return f'the text "{value}"'
+        case int() if value.bit_length() > 1024:  # Python doesn't write numbers of any length
+            return "a number far beyond that"
         case int() | float():
             return f"the number {value}"
         case dict():

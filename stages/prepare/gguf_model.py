@@ -17,8 +17,9 @@ import numpy as np
 from pipeline.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
 from pipeline.stages.prepare.cache import require_room
-from pipeline.stages.prepare.gguf_tokenizer import Vocabulary
+from pipeline.stages.prepare.gguf_tokenizer import ADDS_BOS, Vocabulary
 from pipeline.stages.prepare.progress import Progress
+from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError
 from pipeline.stages.prepare.tensors import Bf16Writer, Shape, expected_shapes
 
@@ -45,6 +46,25 @@ LAYER_NAMES = {
 }
 ROPE_FREQUENCIES = "rope_freqs.weight"
 
+KEYS = {
+    "num_layers": "llama.block_count",
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_heads": "llama.attention.head_count",
+    "num_kv_heads": "llama.attention.head_count_kv",
+    "head_dim": "llama.attention.key_length",
+    "max_position": "llama.context_length",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    "rope_theta": "llama.rope.freq_base",
+    "sliding_window": "llama.attention.sliding_window",
+    "vocab_size": "token_embd.weight",
+}
+"""Where the file says our fields."""
+
+EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+"""The id that ends a sequence, then those that end a turn or a message."""
+BOS_KEY = "tokenizer.ggml.bos_token_id"
+
 _QUANTISATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
 
@@ -60,8 +80,11 @@ class Metadata:
         field = self._fields.get(key)
         if field is None:
             return default
-        value = field.contents()
-        if not isinstance(value, kind):
+        try:
+            value = field.contents()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: {key} is not UTF-8 text: {error}") from error
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
             raise ModelError(f"{self.path}: {key} is {value!r}, not of type {kind}")
         return value
 
@@ -70,6 +93,22 @@ class Metadata:
         if value is None:
             raise ModelError(f"{self.path}: the key {key} is missing")
         return value
+
+    def need_number(self, field: str) -> int:
+        """The number that `KEYS` says of a field of `ModelConfig`."""
+        value: int = self.need(KEYS[field], int)
+        return value
+
+    def list_of(self, key: str, kind: type, length: int | None = None) -> "list[Any] | None":
+        """The list under a key, None where there is none. Raises ModelError unless it is `length` values of `kind`."""
+        values: list[Any] | None = self.get(key, list)
+        if values is None:
+            return None
+        if not all(isinstance(value, kind) for value in values):
+            raise ModelError(f"{self.path}: {key} has values that are not of type {kind}")
+        if length is not None and len(values) != length:
+            raise ModelError(f"{self.path}: {key} has {len(values)} values; tokenizer.ggml.tokens has {length}")
+        return values
 
     def refuse_unless(self, key: str, expected: Any, what: str) -> None:
         """Raises ModelError where the key is there with another value than the one that changes nothing."""
@@ -90,7 +129,7 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
     shapes = _checked_shapes(path, tensors, config)
     require_room(folder, 2 * sum(int(np.prod(shape)) for shape in shapes.values()))
 
-    vocabulary = _vocabulary(metadata)
+    vocabulary = _vocabulary(metadata, config.vocab_size)
     gguf_tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
     template = metadata.get("tokenizer.chat_template", str)
     if template:
@@ -127,54 +166,60 @@ def _config(metadata: Metadata, tensors: dict[str, gguf.ReaderTensor]) -> ModelC
     scaling = metadata.get("llama.rope.scaling.type", str, "none")
     if scaling not in ("none", "linear") or metadata.get("llama.rope.scaling.factor", float, 1.0) != 1.0:
         raise ModelError(f"{path}: llama.rope.scaling.type is {scaling!r}: this rope scaling is not supported")
-    heads = metadata.need("llama.attention.head_count", int)
-    kv_heads = metadata.get("llama.attention.head_count_kv", int, heads)
-    hidden = metadata.need("llama.embedding_length", int)
-    head_dim = metadata.get("llama.attention.key_length", int, hidden // heads)
+    metadata.refuse_unless("llama.rope.scale_linear", 1.0, "linear rope scaling")
+    heads, hidden = metadata.need_number("num_heads"), metadata.need_number("hidden_size")
+    head_dim = metadata.get(KEYS["head_dim"], int)
+    if head_dim is None:
+        head_dim = derived_head_dim(hidden, heads, path, KEYS)
     metadata.refuse_unless("llama.attention.value_length", head_dim, "a value size other than the key size")
     metadata.refuse_unless("llama.rope.dimension_count", head_dim, "rotating a part of each head")
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path}: the tensor token_embd.weight is missing")
-    sliding_window = metadata.get("llama.attention.sliding_window", int) or None
-    return ModelConfig(
+    sliding_window = metadata.get(KEYS["sliding_window"], int) or None
+    vocab_size = int(tensors["token_embd.weight"].shape[-1])
+    config = ModelConfig(
         name=_QUANTISATION.sub("", path.stem),
         architecture="mistral" if sliding_window else "llama",
-        num_layers=metadata.need("llama.block_count", int),
+        num_layers=metadata.need_number("num_layers"),
         hidden_size=hidden,
-        intermediate_size=metadata.need("llama.feed_forward_length", int),
+        intermediate_size=metadata.need_number("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=metadata.get(KEYS["num_kv_heads"], int, heads),
         head_dim=head_dim,
-        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
-        max_position=metadata.need("llama.context_length", int),
+        vocab_size=vocab_size,
+        max_position=metadata.need_number("max_position"),
         # Stored as float32: the shortest decimal that rounds to it is the number the model was made with.
-        rms_norm_eps=_shortest(metadata.need("llama.attention.layer_norm_rms_epsilon", float)),
-        rope_theta=_shortest(metadata.get("llama.rope.freq_base", float, 10000.0)),
+        rms_norm_eps=_shortest(metadata.need(KEYS["rms_norm_eps"], float)),
+        rope_theta=_shortest(metadata.get(KEYS["rope_theta"], float, 10000.0)),
         sliding_window=sliding_window,
         tie_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        eos_ids=_eos_ids(metadata),
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id", int),
+        eos_ids=list(dict.fromkeys(i for key in EOS_KEYS if (i := _token_id(metadata, key, vocab_size)) is not None)),
+        bos_id=_token_id(metadata, BOS_KEY, vocab_size),
         add_bos=_adds_bos(metadata),
         weight_files=[WEIGHTS],
     )
+    check_shape(config, path, KEYS)
+    return config
 
 
 def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _eos_ids(metadata: Metadata) -> list[int]:
-    """The id that ends a sequence first, then those that end a turn or a message."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    ids = [metadata.get(key, int) for key in keys]
-    return list(dict.fromkeys(i for i in ids if i is not None))
+def _token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:
+    """The id under a key, None where there is none. Raises ModelError unless it is one of `num_tokens`."""
+    token_id: int | None = metadata.get(key, int)
+    if token_id is not None:
+        check_ids([token_id], num_tokens, metadata.path, key)
+    return token_id
 
 
 def _adds_bos(metadata: Metadata) -> bool:
-    """Files without the flag: llama.cpp adds it to SentencePiece vocabularies."""
-    default = metadata.get("tokenizer.ggml.model", str) == "llama"
+    """Files without the flag: llama.cpp adds it to SentencePiece vocabularies, and to some others by their split."""
+    by_model = metadata.get("tokenizer.ggml.model", str) == "llama"
+    default = by_model or metadata.get("tokenizer.ggml.pre", str) in ADDS_BOS
     return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
 
 
@@ -200,18 +245,26 @@ def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, A
     return divisors
 
 
-def _vocabulary(metadata: Metadata) -> Vocabulary:
-    tokens = metadata.need("tokenizer.ggml.tokens", list)
+def _vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
+    """Raises ModelError where the lists don't fit each other or the embedding's rows."""
+    tokens = metadata.list_of("tokenizer.ggml.tokens", str)
+    if tokens is None:
+        raise ModelError(f"{metadata.path}: the key tokenizer.ggml.tokens is missing")
+    count = len(tokens)
+    if count > vocab_size:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens, and token_embd.weight rows for {vocab_size}"
+        )
     return Vocabulary(
         model=metadata.need("tokenizer.ggml.model", str),
         pre=metadata.get("tokenizer.ggml.pre", str, "default"),
         tokens=tokens,
-        types=metadata.get("tokenizer.ggml.token_type", list, [1] * len(tokens)),
-        scores=metadata.get("tokenizer.ggml.scores", list, [0.0] * len(tokens)),
-        merges=metadata.get("tokenizer.ggml.merges", list, []),
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id", int),
-        eos_id=metadata.get("tokenizer.ggml.eos_token_id", int),
-        unknown_id=metadata.get("tokenizer.ggml.unknown_token_id", int),
+        types=metadata.list_of("tokenizer.ggml.token_type", int, count) or [1] * count,
+        scores=metadata.list_of("tokenizer.ggml.scores", float, count) or [0.0] * count,
+        merges=metadata.list_of("tokenizer.ggml.merges", str) or [],
+        bos_id=_token_id(metadata, BOS_KEY, count),
+        eos_id=_token_id(metadata, EOS_KEYS[0], count),
+        unknown_id=_token_id(metadata, "tokenizer.ggml.unknown_token_id", count),
         add_bos=_adds_bos(metadata),
         add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, False),
         add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),

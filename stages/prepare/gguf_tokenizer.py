@@ -37,6 +37,8 @@ SPLITS = {
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Splits after which a word that is in the vocabulary is taken as it is, without merging."""
+ADDS_BOS = WHOLE_WORDS
+"""Splits whose texts begin with the id for the beginning, unless the file says otherwise."""
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "▁"
@@ -78,13 +80,15 @@ def build(vocabulary: Vocabulary, where: str) -> Tokenizer:
 
 def _byte_level(vocabulary: Vocabulary, where: str) -> Tokenizer:
     pairs = (merge.partition(" ") for merge in vocabulary.merges)
-    tokenizer = Tokenizer(
-        models.BPE(
+    try:
+        model = models.BPE(
             vocab={token: i for i, token in enumerate(vocabulary.tokens)},
             merges=[(left, right) for left, _, right in pairs],
             ignore_merges=vocabulary.pre in WHOLE_WORDS,
         )
-    )
+    except Exception as error:  # the library raises nothing more precise
+        raise ModelError(f"{where}: tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _split(vocabulary.pre, where)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

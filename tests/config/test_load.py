@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from msgspec import inspect
 
+from pipeline.config.keys import Key, needs, sections
 from pipeline.config.load import ConfigError, load, presets, size_in_bytes
 from pipeline.config.settings import Settings
 
@@ -113,12 +115,12 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         f"{path}: schedule.max_num_seqs: needs a whole number from 1 to 4096, got the number 10000000000000000000000",
         f"{path}: schedule.prefix_cachin: there is no such key; did you mean schedule.prefix_caching?",
         f'{path}: schedule.block_size: needs 16, got the text "16"',
-        f"{path}: execute.kv_cache_bytes: needs a whole number of at least 1048576, "
+        f"{path}: execute.kv_cache_bytes: needs a whole number from 1048576 to 1125899906842624, "
         'or a size such as "512MiB", got the text "12 foo"',
-        f"{path}: execute.threads: needs a whole number of at least 0, got the number -1",
-        f"{path}: supervisor.drain_timeout_s: needs a number above 0, got the number inf",
-        f"{path}: supervisor.stop_timeout_s: needs a number above 0, got the number 0",
-        f"{path}: supervisor.start_timeout_s: needs a number above 0, got true",
+        f"{path}: execute.threads: needs a whole number from 0 to 4096, got the number -1",
+        f"{path}: supervisor.drain_timeout_s: needs a number above 0 and at most 1000000, got the number inf",
+        f"{path}: supervisor.stop_timeout_s: needs a number above 0 and at most 1000000, got the number 0",
+        f"{path}: supervisor.start_timeout_s: needs a number above 0 and at most 1000000, got true",
     ]
 
 
@@ -136,7 +138,7 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         ("zz.yy=1", "--set zz.yy=1: there is no section [zz]"),
         (
             "execute.threads=many",
-            '--set execute.threads=many: execute.threads: needs a whole number of at least 0, got the text "many"',
+            '--set execute.threads=many: execute.threads: needs a whole number from 0 to 4096, got the text "many"',
         ),
         (
             "log_level=loud",
@@ -163,6 +165,27 @@ def test_an_empty_model_is_refused(write) -> None:
     assert problems_of(path) == [f'{path}: model: needs a text that is not empty, got the text ""']
 
 
+def test_an_empty_host_is_refused_as_it_would_listen_everywhere() -> None:
+    assert problems_of(flags={"gateway.host": ""}) == [
+        '--host : gateway.host: needs a text that is not empty, got the text ""'
+    ]
+
+
+NUMBERS = [
+    key for section in sections() for key in section.keys if isinstance(key.type, inspect.IntType | inspect.FloatType)
+]
+
+
+@pytest.mark.parametrize("key", NUMBERS, ids=lambda key: key.dotted)
+def test_no_key_takes_a_number_beyond_what_can_work(key: Key) -> None:
+    for value in (str(2**63), str(2**64), "1e300", "0x" + "f" * 5000):
+        (problem,) = problems_of(sets=[f"{key.dotted}={value}"])
+        assert f"{key.dotted}: needs {needs(key)}, got " in problem
+    if key.is_size:
+        (problem,) = problems_of(sets=[f"{key.dotted}={'9' * 400}TiB"])
+        assert f"{key.dotted}: needs {needs(key)}, got " in problem
+
+
 def test_bad_toml_names_the_line(write) -> None:
     path = write("model = 'a'\nport 3\n")
     (problem,) = problems_of(path)
@@ -174,6 +197,36 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(b"model = '\xff'")
     assert problems_of(path) == [f"{path}: is not UTF-8 text (byte 9)"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xef\xbb\xbf[gateway]\nport = 7\n")
+    assert load(path).gateway.port == 7
+
+
+def test_settings_nested_without_end_are_refused(write) -> None:
+    path = write("model = " + "[" * 100_000)
+    assert problems_of(path) == [f"{path}: is not valid settings: it is nested too deeply"]
+    assert problems_of(sets=["schedule.depth=" + "[" * 100_000])[0].startswith("--set schedule.depth=[")
+
+
+def test_numbers_of_thousands_of_digits_are_refused(write) -> None:
+    path = write(f"max_model_len = {'9' * 5000}")
+    (problem,) = problems_of(path)
+    assert problem.startswith(f"{path}: is not valid TOML: ")
+
+
+def test_a_name_that_is_too_long_is_refused() -> None:
+    assert problems_of(Path("x" * 300)) == [f"{'x' * 300}: can't be read: File name too long"]
+
+
+def test_a_dotted_name_in_quotes_is_not_a_key_of_a_section(write) -> None:
+    path = write('"gateway.port" = 9\n[gateway]\n"port.x" = 1\n')
+    assert problems_of(path) == [
+        f'{path}: "gateway.port": in quotes this is one name; write it without them',
+        f'{path}: "port.x" in [gateway]: in quotes this is one name; write it without them',
+    ]
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_what_is_shown_reads_back(name: str, tmp_path: Path) -> None:
 @given(
     name=st.text(st.characters(exclude_categories=["Cs"])),
     num_bytes=st.integers(2**20, 2**50),
-    wait=st.floats(1e-6, 1e9),
+    wait=st.floats(1e-6, 1e6),
 )
 def test_any_value_reads_back(name: str, num_bytes: int, wait: float) -> None:
     settings = msgspec.structs.replace(
@@ -83,7 +83,7 @@ def test_presets_begin_with_what_they_are_for() -> None:
     ("sets", "key"),
     [
         (["schedule.max_num_batched_tokens=16"], "schedule.max_num_seqs"),
-        (["execute.threads=100000"], "execute.threads"),
+        (["execute.threads=4096"], "execute.threads"),
         (["supervisor.health_timeout_s=500"], "supervisor.health_timeout_s"),
     ],
 )
@@ -101,8 +101,8 @@ def test_options_that_do_not_do_what_they_seem_to_are_remarked_upon(sets: list[s
         (Annotated[int, Meta(le=9)], "a whole number of at most 9"),
         (Annotated[int, Meta(ge=1, le=9)], "a whole number from 1 to 9"),
         (Annotated[float, Meta(gt=0)], "a number above 0"),
-        (Annotated[float, Meta(gt=0, le=1)], "a number above 0 to 1"),
-        (Annotated[float, Meta(ge=0, lt=1)], "a number from 0 and below 1"),
+        (Annotated[float, Meta(gt=0, le=1)], "a number above 0 and at most 1"),
+        (Annotated[float, Meta(ge=0, lt=1)], "a number of at least 0 and below 1"),
         (Annotated[str, Meta(min_length=1)], "a text that is not empty"),
         (list[Annotated[int, Meta(ge=1)]], "a list, each entry a whole number of at least 1"),
         (int | None, "a whole number"),

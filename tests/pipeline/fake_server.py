@@ -24,6 +24,9 @@ class FakeServer:
         self.max_open = 0
         self.url = ""
         self.has_usage = True
+        self.models: Any = {"object": "list", "data": [{"id": "fake", "object": "model"}]}
+        self.usage: Any = None
+        """What answers that are not streamed report instead of what was counted."""
         self._fails = fails
         self._open = 0
         self._started = threading.Event()
@@ -67,7 +70,7 @@ class FakeServer:
         return handle
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        return web.json_response(self.models)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -89,7 +92,7 @@ class FakeServer:
         num_prompt = TEMPLATE_TOKENS + len(prompt.split())
         usage = {"prompt_tokens": num_prompt, "completion_tokens": body["max_tokens"]}
         if not body.get("stream"):
-            return web.json_response({"choices": [choice("word")], "usage": usage})
+            return web.json_response({"choices": [choice("word")], "usage": self.usage or usage})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for _ in range(1 if fault == "cut" else body["max_tokens"]):

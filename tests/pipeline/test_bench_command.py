@@ -156,11 +156,65 @@ def test_a_server_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    "models", [[], None, {"data": None}, {"data": []}, {"data": {"a": 1}}, {"data": ["a"]}, {"data": [{"name": "a"}]}]
+)
+def test_a_server_that_lists_models_otherwise_is_one_clear_line(
+    models: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        server.models = models
+        assert main(["bench", "--url", server.url]) == 1
+    message = f"{server.url}/v1/models lists no model; name one with --model"
+    assert capsys.readouterr() == ("", f"pipeline bench: error: {message}\n")
+
+
+@pytest.mark.parametrize("usage", ["many", ["x"], {"prompt_tokens": "x"}, {"prompt_tokens": -1}, {"tokens": 3}])
+def test_a_server_that_counts_otherwise_is_one_clear_line(usage: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        server.usage = usage
+        assert main(["bench", "--url", server.url]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "reports no usage" in err
+
+
+@pytest.mark.parametrize("name", [".", "no/such/folder.json", "x" * 300, "a\0b"])
+def test_a_report_that_could_not_be_written_is_noticed_before_measuring(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        assert main(["bench", "--url", server.url, "--json", str(tmp_path / name)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), server.bodies) == ("", 1, [])
+    assert err.startswith(f"pipeline: error: --json {tmp_path}")
+    assert "can't be written: " in err
+
+
+def test_a_measurement_that_fails_leaves_no_report_and_keeps_the_last_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        pass
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    for path in (tmp_path / "new.json", old):
+        assert main(["bench", "--url", server.url, "--json", str(path)]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text() == "{}"
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--concurrency", "1,x"], "--concurrency: needs a whole number of at least 1, got 'x'"),
         (["--duration", "soon"], "--duration: needs a time such as 20s or 2m, got 'soon'"),
         (["--temperature", "nan"], "--temperature: needs a number from 0 to 2, got 'nan'"),
+        (["--url", "foo"], "--url: needs http:// or https:// in front, got 'foo'"),
+        (["--url", "127.0.0.1:8000"], "--url: needs http:// or https:// in front"),
+        (["--url", "http://"], "--url: needs an address such as http://127.0.0.1:8000, got 'http://'"),
+        (["--url", "http://[::1"], "--url: needs an address such as"),
+        (["--url", "http://localhost:99999"], "--url: needs an address such as"),
+        (["--api-key", "a\nb: c"], "--api-key: has a line break or another character"),
         (["--prefill", "--shared"], "not allowed with argument"),
         (["--prompt-tokens=64", "--shared-prefix-tokens=64"], "--shared-prefix-tokens 64: needs less than"),
     ],

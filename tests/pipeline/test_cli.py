@@ -93,6 +93,19 @@ def test_an_interrupt_ends_without_a_traceback(
     assert run("serve", capsys=capsys) == (130, "", "")
 
 
+def test_an_address_that_cannot_be_listened_on_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taken(settings: Settings) -> int:
+        raise OSError("cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port")
+
+    supervisor = ModuleType("pipeline.supervisor")
+    supervisor.serve = taken  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pipeline.supervisor", supervisor)
+    words = "cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port"
+    assert run("serve", capsys=capsys) == (2, "", f"pipeline: error: {words}\n")
+
+
 def test_config_show_prints_what_would_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run("config", "show", "--config", "exact", "--set", "gateway.port=7", capsys=capsys)
     assert (code, err) == (0, "")
@@ -106,6 +119,30 @@ def test_config_check_says_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path = tmp_path / "mine.toml"
     path.write_text("[gateway]\nport = 1\n")
     assert run("config", "check", str(path), capsys=capsys) == (0, f"{path}: ok\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model = " + "[" * 100_000, "nested too deeply"),
+        ("[schedule]\nmax_num_batched_tokens = 99999999999999999999", "needs a whole number from 16 to 1048576"),
+        ('"gateway.port" = 9', "in quotes this is one name"),
+    ],
+)
+def test_config_check_has_no_file_that_it_cannot_answer(
+    tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    code, out, err = run("config", "check", str(path), capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_config_check_has_no_name_that_it_cannot_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("config", "check", "x" * 300, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "File name too long" in err
 
 
 def test_config_check_says_everything_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,9 @@
 """The chat template's environment is the one templates are written for, and whatever goes wrong is words."""
 
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.messages import ChatMessage
 from pipeline.stages.ingest.template import MAX_WORDS_CHARS, ChatTemplate, TemplateFailure, TextTooLong
 
+ROOT = Path(__file__).parents[3]
 USER = [ChatMessage("user", "hi")]
 
 
@@ -97,9 +100,34 @@ def test_a_template_that_fails_is_only_a_failure_of_the_request(source: str) -> 
     assert sys.getrecursionlimit() >= 1000
 
 
-def test_a_template_that_is_not_valid_says_so_when_it_is_made() -> None:
-    with pytest.raises(TemplateFailure, match="not valid"):
-        ChatTemplate("{% for message in %}")
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for message in %}", "Expected an expression"),
+        ("{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}", "RecursionError"),
+        ("{{ " + "9" * 5000 + " }}", "ValueError: Exceeds the limit"),
+    ],
+)
+def test_a_template_that_is_not_valid_says_so_when_it_is_made(source: str, words: str) -> None:
+    with pytest.raises(TemplateFailure, match=f"not valid: .*{words}"):
+        ChatTemplate(source)
+    assert sys.getrecursionlimit() >= 1000
+
+
+HUGE = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure
+try:
+    ChatTemplate("{{ '%0999999999d' % 3 }}")
+except TemplateFailure as failure:
+    print(failure)
+"""
+
+
+def test_a_constant_that_fills_the_memory_is_only_a_template_that_is_not_valid() -> None:
+    result = subprocess.run([sys.executable, "-c", HUGE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "the model's chat template is not valid: MemoryError\n")
 
 
 def test_writing_stops_at_the_bound() -> None:

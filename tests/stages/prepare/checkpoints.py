@@ -3,7 +3,7 @@
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,15 @@ def save_gguf(
     writer.add_chat_template(chat_template)
     _add_vocabulary(writer, tokenizer or byte_level(), pre, config.vocab_size)
     for key, value in (metadata or {}).items():
-        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add: dict[type, Callable[[str, Any], None]] = {
+            str: writer.add_string,
+            bytes: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }
+        writer.kv_data[0].pop(key, None)
         add[type(value)](key, value)
     for name, tensor in model.state_dict().items():
         if name == without or (name == "lm_head.weight" and config.tie_word_embeddings):

