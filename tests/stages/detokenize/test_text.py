@@ -57,7 +57,7 @@ def test_byte_level_text_equals_the_whole_decode(ids, skip):
 @given(any_ids(byte_level(), max_size=6), any_ids(byte_level(), max_size=12), st.booleans())
 def test_byte_level_text_continues_the_prompt(tail, ids, skip):
     # Half a surrogate at the prompt's end: Python waits for its third byte, though none can make it a character.
-    assume(LEVEL_BYTES[0xED] not in tail[-2:] or LEVEL_BYTES[0xED] == tail[-1])
+    assume(LEVEL_BYTES[0xED] not in tail[:-1])
     whole = decoded(byte_level(), tail + ids, skip)
     settled = settled_by(tail, skip)
     assert whole.startswith(settled)
