@@ -291,9 +291,8 @@ class Supervisor:
                 code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
                 child.state = "dead"
                 self._poller.unregister(child.pidfd)  # it would stay readable
-                self._log.error(
-                    f"{child.name} died: {reason}", extra={"fields": {"pid": child.pid, "end": child.describe_end()}}
-                )
+                what = f"{child.name} died" if self._is_serving else f"cannot start: {child.stage}"
+                self._log.error(f"{what}: {reason}", extra={"fields": {"end": child.describe_end()}})
                 raise Stopping(code)
 
     def _hear_last_words(self, child: Child) -> None:

@@ -10,18 +10,21 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from pipeline import messages as m
 from pipeline.stages.gateway import health, parse, writing
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.requests import Requests
 from pipeline.version import VERSION
 
 BODY_TIMEOUT_S = 60.0
 """Longest a client may take to send a request's body."""
+ENCODINGS = ("identity", "gzip", "deflate")
+"""How bodies may be packed."""
 
 Parser = Callable[[bytes, parse.Limits], parse.Ask]
 
@@ -71,12 +74,12 @@ class Api:
         app = web.Application(client_max_size=self._max_body, middlewares=[_errors_in_shape])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self.chat_completions),
-                web.post("/v1/completions", self.completions),
-                web.get("/v1/models", self.models),
-                web.get("/v1/models/{model:.+}", self.model),
-                web.get("/health", self.health),
-                web.get("/version", self.version),
+                web.post("/v1/chat/completions", self.chat_completions, expect_handler=_expect),
+                web.post("/v1/completions", self.completions, expect_handler=_expect),
+                web.get("/v1/models", self.models, expect_handler=_expect),
+                web.get("/v1/models/{model:.+}", self.model, expect_handler=_expect),
+                web.get("/health", self.health, expect_handler=_expect),
+                web.get("/version", self.version, expect_handler=_expect),
             ]
         )
         return app
@@ -106,6 +109,9 @@ class Api:
     async def _body(self, request: web.Request) -> bytes:
         if request.content_length is not None and request.content_length > self._max_body:
             raise self._too_large()
+        if (encoding := request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
+            message = f"a body in '{shown(encoding)}' can't be read, only in {', '.join(ENCODINGS)}"
+            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
@@ -114,7 +120,9 @@ class Api:
         except web.HTTPRequestEntityTooLarge:
             raise self._too_large() from None
         except web.RequestPayloadError as error:
-            raise ApiError(HTTPStatus.BAD_REQUEST, f"the body can't be read: {error}") from error
+            cause = error.__cause__
+            reason = cause.message if isinstance(cause, HttpProcessingError) else str(error)
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"the body can't be read: {shown(reason)}") from error
 
     def _too_large(self) -> ApiError:
         message = f"the body is larger than {self._max_body} bytes"
@@ -163,10 +171,26 @@ async def _errors_in_shape(request: web.Request, handler: Handler) -> web.Stream
     except ApiError as error:
         return _error(error)
     except web.HTTPMethodNotAllowed as refusal:
-        message = f"{request.method} is not allowed for {request.path}"
+        message = f"{request.method} is not allowed for {shown(request.path)}"
         return _error(ApiError(refusal.status, message), {"Allow": refusal.headers["Allow"]})
     except web.HTTPNotFound as refusal:
-        return _error(ApiError(refusal.status, f"there is nothing at {request.method} {request.path}"))
+        return _error(ApiError(refusal.status, f"there is nothing at {request.method} {shown(request.path)}"))
+    except web.HTTPException as refusal:
+        return _error(ApiError(refusal.status, refusal.text or refusal.reason))
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """Answer an Expect header: go on, or refuse. aiohttp asks before any middleware runs, so the refusal is returned,
+    not raised."""
+    expectation = request.headers["Expect"]
+    if request.version < HttpVersion11:
+        return None  # RFC 9110, 10.1.1: to be ignored
+    if expectation.lower() != "100-continue":
+        message = f"the server can't meet the expectation '{shown(expectation)}', only 100-continue"
+        return _error(ApiError(HTTPStatus.EXPECTATION_FAILED, message))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the response itself has not begun
+    return None
 
 
 def _error(error: ApiError, headers: dict[str, str] | None = None) -> web.Response:

@@ -5,7 +5,8 @@ change nothing about the text: user, metadata, parallel_tool_calls, prompt_cache
 Null stands for a field's default everywhere.
 """
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -45,6 +46,9 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+
+
+B = TypeVar("B", bound=Body)
 
 
 class ContentPart(msgspec.Struct):
@@ -132,5 +136,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields the API knows and this server does not support: the values, besides null, at which they change nothing.
 Any other value is an error, so that nobody gets text other than what they asked for without being told."""
 
-CHAT_NEUTRAL = NEUTRAL | {"add_special_tokens": (False,)}
-COMPLETION_NEUTRAL = NEUTRAL | {"add_special_tokens": (True,)}
+CHAT_NEUTRAL = NEUTRAL | {"add_special_tokens": (False,), "best_of": (1,)}
+COMPLETION_NEUTRAL = NEUTRAL | {"add_special_tokens": (True,), "max_completion_tokens": ()}
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value changes nothing. To Python False is 0, but in this API 0 may ask for something: `logprobs: 0`
+    wants the log-probabilities of the chosen tokens."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+
+
+def with_unsupported(body: type[B], neutral: Mapping[str, tuple[Any, ...]]) -> type[B]:
+    """A body that also takes the fields of a table, whatever their values, so that one pass over the bytes reads
+    both."""
+    fields = [(name, Any, None) for name in neutral]
+    wider: type[Any] = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
+    return wider

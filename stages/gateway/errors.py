@@ -2,15 +2,21 @@
 
 import math
 import re
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-from pipeline import messages as m
-
 RETRY_AFTER_S = 1
 """What a client that is told 503 is asked to wait."""
+MAX_SHOWN_CHARS = 200
+"""The most of a client's own words that an error repeats."""
+
+
+def shown(words: str) -> str:
+    """A client's words as an error repeats them."""
+    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -33,10 +39,6 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
-
-    @classmethod
-    def of(cls, failure: m.Failure) -> "ApiError":
-        return cls(failure.status, failure.message, failure.param, failure.code)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -72,6 +74,9 @@ _MISSING = re.compile(r"Object missing required field `(.+)`")
 _MISMATCH = re.compile(r"Expected `(.+)`, got `(.+)`")
 _BOUND = re.compile(r"Expected `(.+)` (.+)")
 _CONSTANT = re.compile(rb"[:,\[]\s*-?(NaN|Infinity)\b")
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_HALF_PAIR = "has half a surrogate pair, which is no character"
 
 
 def _words(types: str) -> str:
@@ -94,30 +99,61 @@ def of_validation(error: msgspec.ValidationError) -> ApiError:
 
 
 def of_malformed(error: Exception, body: bytes, loads: Any) -> ApiError:
-    """A body that is not JSON. Clients in Python write NaN and Infinity, which are not JSON: name the field then.
+    """A body that is not JSON. Clients in Python write NaN, Infinity and halves of surrogate pairs, which are not JSON:
+    name the field then.
 
     `loads` is a lenient JSON decoder that takes them.
     """
-    if _CONSTANT.search(body):
+    if _CONSTANT.search(body) or _ESCAPED_SURROGATE.search(body):
         try:
-            param = _find_not_finite(loads(body))
+            found = _find_no_json(loads(body))
         except (ValueError, RecursionError):
-            param = None
-        if param is not None:
-            return invalid(param, f"'{param}' must be a finite number", "invalid_value")
+            found = None
+        if found is not None:
+            param, complaint = found
+            return invalid(param, f"'{param}' {complaint}", "invalid_value")
     return invalid(None, f"the body is not valid JSON: {error}", "invalid_json")
 
 
-def _find_not_finite(root: Any) -> str | None:
-    """The path of the first number that is not finite."""
-    stack: list[tuple[str, Any]] = [("", root)]
-    while stack:
-        path, value = stack.pop()
-        match value:
-            case float() if not math.isfinite(value):
-                return path or None
-            case dict():
-                stack += [(f"{path}.{key}" if path else str(key), item) for key, item in reversed(value.items())]
-            case list():
-                stack += [(f"{path}[{i}]", item) for i, item in reversed(list(enumerate(value)))]
+def _find_no_json(root: Any) -> tuple[str, str] | None:
+    """The first value that JSON can't hold, though `loads` takes it: its path, and what is wrong with it."""
+    # One iterator for each container on the way down, so that memory goes with the depth and not with the siblings.
+    keys: list[str | int] = []
+    levels = [_items(root)]
+    while levels:
+        for key, value in levels[-1]:
+            match value:
+                case float() if not math.isfinite(value):
+                    return _path([*keys, key]), "must be a finite number"
+                case str() if _SURROGATE.search(value):
+                    return _path([*keys, key]), _HALF_PAIR
+            if isinstance(key, str) and _SURROGATE.search(key):
+                return _path([*keys, key]), _HALF_PAIR
+            if isinstance(value, (dict, list)):
+                keys.append(key)
+                levels.append(_items(value))
+                break
+        else:
+            levels.pop()
+            del keys[-1:]
     return None
+
+
+def _items(container: Any) -> Iterator[tuple[str | int, Any]]:
+    match container:
+        case dict():
+            return iter(container.items())
+        case list():
+            return enumerate(container)
+        case _:
+            return iter(())
+
+
+def _path(keys: list[str | int]) -> str:
+    """How a client finds the field: `a.b[2]`. Keys are the client's own, so they may be long, or no text at all."""
+    path = ""
+    for key in keys:
+        path += f"[{key}]" if isinstance(key, int) else f".{key[:MAX_SHOWN_CHARS]}" if path else key[:MAX_SHOWN_CHARS]
+        if len(path) > MAX_SHOWN_CHARS:
+            break
+    return shown(path.encode(errors="backslashreplace").decode())

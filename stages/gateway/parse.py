@@ -7,7 +7,7 @@ model's length (a prompt that is too long, ids beyond the vocabulary) is ingest'
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,15 +18,16 @@ from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
     MAX_STOP_CHARS,
+    B,
     Body,
     ChatBody,
     CompletionBody,
     Message,
     StreamOptions,
+    is_neutral,
+    with_unsupported,
 )
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
-
-B = TypeVar("B", bound=Body)
 
 DEFAULT_COMPLETION_TOKENS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -48,6 +49,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[m.Prompt]
     n: int
     max_tokens: int | None
+    max_tokens_param: str
+    """The field that said so."""
     seed: int | None
     """u64; None draws one"""
     sampling: m.Sampling
@@ -56,9 +59,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
 
 
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_chats = msgspec.json.Decoder(ChatBody)
-_completions = msgspec.json.Decoder(CompletionBody)
+_chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_NEUTRAL))
+_completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_NEUTRAL))
 
 
 def parse_chat(body: bytes, limits: Limits) -> Ask:
@@ -66,8 +68,11 @@ def parse_chat(body: bytes, limits: Limits) -> Ask:
     chat = _decode(_chats, body, CHAT_NEUTRAL)
     generate = True if chat.add_generation_prompt is None else chat.add_generation_prompt
     prompt = m.ChatPrompt([_message(i, message) for i, message in enumerate(chat.messages)], generate)
-    max_tokens = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
-    return _ask(chat, [prompt], max_tokens, limits, is_chat=True)
+    if chat.max_completion_tokens is None:
+        return _ask(chat, [prompt], chat.max_tokens, limits, is_chat=True)
+    return _ask(
+        chat, [prompt], chat.max_completion_tokens, limits, is_chat=True, max_tokens_param="max_completion_tokens"
+    )
 
 
 def parse_completion(body: bytes, limits: Limits) -> Ask:
@@ -81,12 +86,7 @@ def parse_completion(body: bytes, limits: Limits) -> Ask:
 
 def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
     try:
-        given = _fields.decode(body)
-        for name in given.keys() & neutral.keys():
-            value = msgspec.json.decode(given[name])
-            if value is not None and value not in neutral[name]:
-                raise unsupported(name)
-        return decoder.decode(body)
+        request = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error) from error
     except UnicodeDecodeError as error:
@@ -95,9 +95,21 @@ def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[st
         raise errors.of_malformed(error, body, json.loads) from error
     except RecursionError as error:
         raise invalid(None, "the body's JSON is nested too deeply", "invalid_json") from error
+    for name, values in neutral.items():
+        if (value := getattr(request, name)) is not None and not is_neutral(value, values):
+            raise unsupported(name)
+    return request
 
 
-def _ask(body: Body, prompts: list[m.Prompt], max_tokens: int | None, limits: Limits, *, is_chat: bool) -> Ask:
+def _ask(
+    body: Body,
+    prompts: list[m.Prompt],
+    max_tokens: int | None,
+    limits: Limits,
+    *,
+    is_chat: bool,
+    max_tokens_param: str = "max_tokens",
+) -> Ask:
     if body.model != limits.model:
         message = f"the model '{body.model[:100]}' does not exist; this server has '{limits.model}'"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
@@ -114,6 +126,7 @@ def _ask(body: Body, prompts: list[m.Prompt], max_tokens: int | None, limits: Li
         prompts=prompts,
         n=n,
         max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
         seed=_seed(body.seed),
         sampling=m.Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,

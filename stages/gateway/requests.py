@@ -4,8 +4,9 @@
                          └────────────► Rejected ───────────┘
 
 A client's call opens one request for each of its prompts. A request is closed when each of its sequences has had its
-closing, and settled when, besides, the client has got everything or has left: then its credits, one for each sequence,
-come back. A client that leaves has its open requests aborted; they stay here until their closings have come.
+closing and its prompt's ids have come, or nobody needs them any more: results come by another way than `Accepted` and
+may overtake it. It is settled when, besides, the client has got everything or has left: then its credits, one for each
+sequence, come back. A client that leaves has its open requests aborted; they stay here until their closings have come.
 """
 
 import asyncio
@@ -74,6 +75,11 @@ class Request(msgspec.Struct, eq=False):
     def id(self) -> int:
         return self.submit.request_id
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether each of its sequences has had its closing."""
+        return all(sequence.finish != m.Finish.NONE for sequence in self.sequences)
+
 
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
@@ -86,7 +92,8 @@ class Call:
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
-        self.num_unfinished = 0
+        self.num_open = 0
+        """Of its requests, those that are not closed."""
         self.num_accepted = 0
         self.has_begun = False
         """A delta has come: the server is computing this."""
@@ -96,7 +103,7 @@ class Call:
 
     @property
     def is_finished(self) -> bool:
-        return self.num_unfinished == 0
+        return self.num_open == 0
 
     @property
     def is_accepted(self) -> bool:
@@ -149,7 +156,9 @@ class Requests:
         self._table: dict[int, Request] = {}
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
-        self._num_credits = stage.settings.gateway.max_open_requests
+        self._max_open = stage.settings.gateway.max_open_requests
+        """Sequences"""
+        self._num_credits = self._max_open
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -165,9 +174,12 @@ class Requests:
 
     def open(self, ask: Ask) -> Call:
         """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
-        if self._owed or self._num_credits < len(ask.prompts) * ask.n:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the server has as many open requests as it takes", code="overloaded"
+        if self._owed:
+            raise _overloaded("its stages take no more messages")
+        if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
+            raise _overloaded(
+                f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
+                f"request opens {num_wanted}: n for each prompt"
             )
         call = Call(ask)
         seed = secrets.randbits(64) if ask.seed is None else ask.seed
@@ -185,11 +197,11 @@ class Requests:
             )
             if not self._ingest.send(submit):
                 self.leave(call)
-                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is overloaded", code="overloaded")
+                raise _overloaded("its stages take no more messages")
             request = Request(submit, call, [Sequence() for _ in range(ask.n)])
             call.requests.append(request)
             call.sequences += request.sequences
-            call.num_unfinished += ask.n
+            call.num_open += 1
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
@@ -210,12 +222,17 @@ class Requests:
     # ------------------------------------------------------------------------------------------ the stages' side
 
     def accepted(self, message: m.Accepted) -> None:
-        """Ingest has made ids of a prompt."""
+        """Ingest has made ids of a prompt.
+
+        A request that is not here any more was closed while this was on its way, and an Abort would be left lying in
+        schedule; one that never was here is aborted at its first delta.
+        """
         ids = self._stage.arrays.take(message.prompt_ids, np.int32)
-        request = self._find(message.request_id, message.attempt)
-        if request is not None and request.prompt_ids is None and not request.is_closed:
+        request = self._find(message.request_id, message.attempt, is_open=False)
+        if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
             request.call.num_accepted += 1
+            self._close_if_over(request)
             request.call.wake()
 
     def rejected(self, message: m.Rejected) -> None:
@@ -226,7 +243,7 @@ class Requests:
         if not request.is_aborted:
             failure = message.failure
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
-            request.call.fail(ApiError.of(failure))
+            request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
 
@@ -291,13 +308,19 @@ class Requests:
             request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
         sequence.finish = finish
         sequence.stop_reason = stop_reason
-        request.call.num_unfinished -= 1
-        if all(sequence.finish != m.Finish.NONE for sequence in request.sequences):
+        self._close_if_over(request)
+
+    def _close_if_over(self, request: Request) -> None:
+        call = request.call
+        needs_ids = request.prompt_ids is None and not request.is_aborted and call.failure is None
+        if request.is_finished and not needs_ids and not request.is_closed:
             self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
             self._close(request)
 
     def _close(self, request: Request) -> None:
-        request.is_closed = True
+        if not request.is_closed:
+            request.is_closed = True
+            request.call.num_open -= 1
         if request.call.is_over:
             self._settle(request)
 
@@ -309,8 +332,11 @@ class Requests:
 
     def _abort(self, request: Request) -> None:
         request.is_aborted = True
-        self._stage.log.info("aborted", extra=_fields(request, call=request.call.id))
-        self._disown(request.id, request.submit.attempt)
+        if request.is_finished:
+            self._close_if_over(request)  # only its prompt's ids were still to come
+        else:
+            self._stage.log.info("aborted", extra=_fields(request, call=request.call.id))
+            self._disown(request.id, request.submit.attempt)
 
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
@@ -319,7 +345,7 @@ class Requests:
         self._send(self._schedule, abort)
 
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
-        if not outbox.send(message):
+        if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
 
 
@@ -333,6 +359,22 @@ def seed_of(seed: int, prompt: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
     return z ^ (z >> 31)
+
+
+def _overloaded(why: str) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the server is overloaded: {why}", code="overloaded")
+
+
+def _param(request: Request, param: str | None) -> str | None:
+    """The field to blame, as the client called it: the stages behind know one prompt, and one name for its length."""
+    call = request.call
+    match param:
+        case "prompt" if len(call.ask.prompts) > 1:
+            return f"prompt[{call.requests.index(request)}]"
+        case "max_tokens":
+            return call.ask.max_tokens_param
+        case _:
+            return param
 
 
 def _fields(request: Request, **fields: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from pipeline import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.requests import Call, Sequence
 
-FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort", m.Finish.ERROR: "error"}
+FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
+"""A sequence that ends with an error has none: its call does."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -99,6 +100,8 @@ class Events:
 
     chat:         role, content …, finish   for each choice, interleaved; then usage if it was asked for, then [DONE]
     completions:  text …, finish            likewise
+
+    A sequence that failed has no finish, so that the events of its call are never over: an error ends them.
     """
 
     def __init__(self, call: Call) -> None:
@@ -110,8 +113,8 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether the last of them has been given out."""
-        return not self._unfinished
+        """Whether all but `last` has been given out, and that can be."""
+        return not self._unfinished and self._call.is_finished and self._call.failure is None
 
     def first(self) -> bytes:
         """What a stream begins with, before there is any text."""
@@ -132,7 +135,7 @@ class Events:
                 yield self._event(
                     _DeltaChoice(i, _Delta(content=text), None) if is_chat else _TextChoice(i, text, None)
                 )
-            if sequence.finish != m.Finish.NONE:
+            if sequence.finish not in (m.Finish.NONE, m.Finish.ERROR):
                 reason, stop = _finish_reason(sequence), sequence.stop_reason
                 yield self._event(
                     _DeltaChoice(i, _Delta(), reason, stop) if is_chat else _TextChoice(i, "", reason, stop)
@@ -140,10 +143,9 @@ class Events:
                 finished.append(i)
         for i in finished:
             del self._unfinished[i]
-        if finished and not self._unfinished:
-            yield self._last()
 
-    def _last(self) -> bytes:
+    def last(self) -> bytes:
+        """How a stream ends that has gone well."""
         if not self._call.ask.include_usage:
             return DONE
         usage = msgspec.structs.replace(self._chunk, choices=[], usage=usage_of(self._call))
@@ -155,7 +157,7 @@ class Events:
 
 
 def error_events(error: ApiError) -> bytes:
-    """How a stream that has begun ends with an error."""
+    """How a stream ends that failed after it began: the client raises at the first event, so [DONE] comes after it."""
     return _framed(error.json()) + DONE
 
 

@@ -36,10 +36,12 @@ IDLE_CONNECTION_S = 300.0
 
 def run(launch: m.Launch) -> None:
     """Run the stage until `Stop`."""
-    stage: Stage[m.GatewayInbox] = Stage(launch, m.GatewayInbox)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    stage: Stage[m.GatewayInbox]
+    with (
+        Stage(launch, m.GatewayInbox) as stage,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(Gateway(stage).serve())
-    stage.close()
 
 
 class Gateway:
@@ -75,17 +77,25 @@ class Gateway:
         await self._site.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         self._stage.ready()
-        async with asyncio.TaskGroup() as self._tasks:
-            while not self._is_stopped:
-                for message in await inbox.receive_all():
-                    self._handle(message)
-                self._requests.flush()
-                self._stage.release()
-            if self._ending is not None:
-                self._ending.cancel()
-        self._requests.give_up(_SHUTTING_DOWN)
-        await runner.cleanup()
-        inbox.close()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._loop(inbox)
+        except BaseExceptionGroup as group:
+            # The stage ends with what went wrong first, not with the group around it.
+            raise group.exceptions[0] from group
+        finally:
+            self._requests.give_up(_SHUTTING_DOWN)
+            await runner.cleanup()
+            inbox.close()
+
+    async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
+        while not self._is_stopped:
+            for message in await inbox.receive_all():
+                self._handle(message)
+            self._requests.flush()
+            self._stage.release()
+        if self._ending is not None:
+            self._ending.cancel()
 
     def _handle(self, message: m.GatewayInbox) -> None:
         match message:
@@ -105,7 +115,8 @@ class Gateway:
                 gc.freeze()
             case m.Drain(deadline_s):
                 self._doors.is_draining = True
-                self._end(deadline_s)
+                if self._ending is None:
+                    self._end(deadline_s)
             case m.StageDied(stage, reason):
                 self._doors.death = f"stage {stage} died: {reason}"
                 self._requests.give_up(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self._doors.death, code="stage_died"))
@@ -116,8 +127,10 @@ class Gateway:
                 assert_never(message)
 
     def _end(self, deadline_s: float) -> None:
-        if self._ending is None:
-            self._ending = self._tasks.create_task(self._drain(deadline_s))
+        """Begin to drain. A drain that goes on is replaced: there is less time now."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = self._tasks.create_task(self._drain(deadline_s))
 
     async def _drain(self, deadline_s: float) -> None:
         """Let open streams go on until the deadline, end those that are left, then say that nothing is open."""
@@ -141,11 +154,12 @@ _SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shuttin
 
 
 class _NotTheClientsFault(logging.Filter):
-    """What a client sends that is not even HTTP is answered, and is no event of the server's life."""
+    """What a client sends that is not even HTTP, or can't be unpacked, is answered, and is no event of the server's
+    life."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError)
+        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 def _http_log() -> logging.Logger:

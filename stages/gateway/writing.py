@@ -62,6 +62,8 @@ async def send_stream(request: web.Request, call: Call) -> web.StreamResponse:
                 data = events.due() + responses.error_events(error)
                 break
             data = events.due()
+        else:
+            data += events.last()
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await response.write_eof(data)
     return response

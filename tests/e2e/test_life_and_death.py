@@ -231,7 +231,7 @@ def test_a_model_that_is_not_there_is_said_clearly(tmp_path: Path) -> None:
 
 def test_too_little_memory_for_kv_is_said_clearly() -> None:
     with Server("execute.kv_cache_bytes=9000000000000", until_ready=False) as server:
-        line = server.wait_for_line("execute.0 died", 60)
+        line = server.wait_for_line("cannot start: execute", 60)
         assert "execute.kv_cache_bytes" in line
         assert server.process.wait(20) == 1
 

@@ -95,6 +95,12 @@ class Gate:
         """The next request that came to ingest."""
         return self.rig.receive("ingest", m.Submit)
 
+    def begin(self) -> m.Submit:
+        """The next request that came to ingest, accepted."""
+        submit = self.submit()
+        self.accept(submit)
+        return submit
+
     def accept(self, submit: m.Submit, num_ids: int = 3) -> None:
         ids = np.arange(num_ids, dtype=np.int32)
         self.rig.send(m.Accepted(submit.request_id, submit.attempt, ids.tobytes()), "ingest.0")
@@ -139,8 +145,7 @@ class Gate:
 
     def serve(self, text: str = "Hello") -> m.Submit:
         """Play the stages for the next request: accept it and answer each of its sequences with `text`."""
-        submit = self.submit()
-        self.accept(submit)
+        submit = self.begin()
         for index in range(submit.n):
             self.finish(submit, text, index)
         return submit
@@ -148,6 +153,16 @@ class Gate:
     def closed(self) -> tuple[int, int]:
         closed = self.rig.receive("schedule", m.Closed)
         return closed.request_id, closed.attempt
+
+
+def ends_with_an_error(stream: bytes, message: str) -> bool:
+    """Whether a stream of which a part has been read ends with this error, and nothing says that it went well."""
+    return (
+        stream.endswith(b"}}\n\ndata: [DONE]\n\n" + END)
+        and stream.count(b"[DONE]") == 1
+        and stream.count(b'data: {"error":{"message":"%s"' % message.encode()) == 1
+        and b'"finish_reason":"' not in stream
+    )
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:

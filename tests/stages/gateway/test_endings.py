@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import messages as m
-from tests.stages.gateway.gate import CHAT, END, FACTS, Gate, events_of, read_until
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import CHAT, END, FACTS, Gate, ends_with_an_error, events_of, read_until
 
 STREAM = CHAT | {"stream": True}
 LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10)
@@ -127,7 +128,7 @@ class TestDraining:
             gate.rig.send(m.Drain(0.05))
             aborts = {gate.rig.receive("schedule", m.Abort).request_id for _ in submits}
             assert aborts == {submit.request_id for submit in submits}
-            assert b'data: {"error":{"message":"the server is shutting down"' in read_until(stream, END)
+            assert ends_with_an_error(read_until(stream, END), "the server is shutting down")
         for result in (other.result() for other in others):
             assert result.status_code == 503
             assert result.json()["error"]["message"] == "the server is shutting down"
@@ -163,11 +164,32 @@ class TestADeadStage:
             gate.submit()
             gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
             reason = "stage execute.0 died: killed by signal 9"
-            assert f'data: {{"error":{{"message":"{reason}","type":"server_error"'.encode() in read_until(stream, END)
+            assert ends_with_an_error(read_until(stream, END), reason)
         assert whole.result().status_code == 500
         assert whole.result().json()["error"]["message"] == reason
         gate.rig.receive("supervisor", m.Drained)
         assert gate.rig.load().num_open_requests == 0
+
+    def test_cuts_a_drain_short(self, gate: Gate) -> None:
+        with gate.raw(STREAM) as stream, gate.raw(STREAM):  # one that reads, and one that takes nothing
+            submits = [gate.begin(), gate.begin()]
+            gate.delta(submits[0], "Hel")
+            read_until(stream, b'"Hel"')
+            for _ in range(100):
+                gate.delta(submits[1], "x" * 100_000)
+            gate.rig.send(m.Drain(PATIENCE_S * 10))
+            gate.rig.load()
+            gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
+            assert ends_with_an_error(read_until(stream, END), "stage execute.0 died: killed by signal 9")
+            gate.rig.receive("supervisor", m.Drained)
+            gate.rig.load()
+            assert gate.rig.nothing("supervisor", 0)
+
+    def test_after_a_drain_is_answered_too(self, gate: Gate) -> None:
+        gate.rig.send(m.Drain(30.0))
+        gate.rig.receive("supervisor", m.Drained)
+        gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
+        gate.rig.receive("supervisor", m.Drained)
 
     def test_is_what_those_are_told_who_come_later(self, gate: Gate) -> None:
         gate.rig.send(m.StageDied("ingest.0", "exit code 1"))
@@ -178,3 +200,11 @@ class TestADeadStage:
         health = gate.client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert health.json()["reason"] == "stage ingest.0 died: exit code 1"
+
+
+def test_a_broken_invariant_ends_the_stage_by_its_own_name(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="a delta left something out"), Gate(tmp_path) as gate:
+        response = gate.post(CHAT)
+        submit = gate.submit()
+        gate.rig.send(m.Deltas([submit.request_id], [1], [0], ["x"], [7], b"", [0], [0], [0], [None]), "detokenize.0")
+        assert response.result().status_code == 503

@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ class TestAChat:
 
     def test_is_submitted_with_all_that_the_stages_need(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"n": 2, "seed": 7, "max_tokens": 9, "stop": "x", "temperature": 0})
-        submit = gate.submit()
+        submit = gate.begin()
         assert submit.prompt == m.ChatPrompt([m.ChatMessage("user", "Hi")])
         assert (submit.attempt, submit.gateway, submit.n, submit.max_tokens) == (1, 0, 2, 9)
         assert 0 <= submit.request_id < 2**63
@@ -71,7 +72,7 @@ class TestAChat:
     )
     def test_says_why_it_ended(self, gate: Gate, finish: m.Finish, word: str) -> None:
         response = gate.post(CHAT)
-        gate.finish(gate.submit(), "x", finish=finish)
+        gate.finish(gate.begin(), "x", finish=finish)
         assert response.result().json()["choices"][0]["finish_reason"] == word
 
     def test_that_fails_is_an_error(self, gate: Gate) -> None:
@@ -119,7 +120,7 @@ class TestACompletion:
             "error": {
                 "message": "the prompt is too long",
                 "type": "invalid_request_error",
-                "param": "prompt",
+                "param": "prompt[1]",
                 "code": "context_length_exceeded",
             }
         }
@@ -150,11 +151,69 @@ class TestPromptIdsInSharedMemory:
         gate.finish(submit)
         assert response.result().json()["usage"]["prompt_tokens"] == 2000
 
-    def test_of_a_request_that_is_unknown_are_released_and_it_is_aborted(self, gate: Gate) -> None:
+    def test_of_a_request_that_is_unknown_are_released_and_no_more(self, gate: Gate) -> None:
         ref = gate.rig.arena("ingest.0").put(bytes(8000))
         gate.rig.send(m.Accepted(5, 1, ref), "ingest.0")
         gate.rig.receive("ingest", m.Release)
-        assert gate.rig.receive("schedule", m.Abort) == m.Abort(5, 1)
+        gate.rig.load()
+        assert gate.rig.nothing("schedule", 0)
+        assert gate.rig.nothing("ingest", 0)
+
+
+class TestResultsThatOvertakeTheirAcceptance:
+    """They come by two ways, so that nothing says which is first."""
+
+    @pytest.mark.parametrize("body", [CHAT, CHAT | {"stream": True, "stream_options": {"include_usage": True}}])
+    def test_wait_for_it_to_count_the_prompt(self, gate: Gate, body: Any) -> None:
+        response = gate.post(body)
+        submit = gate.submit()
+        gate.finish(submit, "Hello")
+        assert gate.rig.load().num_open_requests == 1
+        assert gate.rig.nothing("schedule", 0)
+        gate.accept(submit, num_ids=5)
+        assert gate.closed() == (submit.request_id, 1)
+        assert '"usage":{"prompt_tokens":5,"completion_tokens":1,"total_tokens":6}' in response.result().text
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+
+    @pytest.mark.parametrize("finish", [m.Finish.STOP, m.Finish.ERROR])
+    def test_need_it_no_more_once_the_client_has_left_or_has_its_error(self, gate: Gate, finish: m.Finish) -> None:
+        with gate.raw(CHAT) as connection:
+            submit = gate.submit()
+            gate.finish(submit, "x", finish=finish)
+            gate.rig.load()
+            if finish == m.Finish.ERROR:
+                assert connection.recv(1000).startswith(b"HTTP/1.1 500")
+        assert gate.closed() == (submit.request_id, 1)
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+        # Nothing was left to abort, and its ids come too late to abort anything: schedule has forgotten it.
+        gate.accept(submit)
+        gate.rig.load()
+        assert gate.rig.nothing("schedule", 0)
+
+    def test_are_an_error_when_a_stage_dies_before_it(self, gate: Gate) -> None:
+        responses = [gate.post(CHAT), gate.post(CHAT | {"stream": True})]
+        for _ in responses:
+            gate.finish(gate.submit(), "Hello")
+        gate.rig.send(m.StageDied("ingest.0", "exit code 1"))
+        gate.rig.receive("supervisor", m.Drained)
+        assert all("stage ingest.0 died" in response.result().text for response in responses)
+
+
+class TestARejection:
+    def test_blames_the_field_that_the_client_used(self, gate: Gate) -> None:
+        for fields, param in (
+            ({"max_completion_tokens": 9}, "max_completion_tokens"),
+            ({"max_tokens": 9}, "max_tokens"),
+            ({}, "max_tokens"),
+        ):
+            response = gate.post(CHAT | fields)
+            gate.reject(gate.submit(), m.Failure(400, "too many", "max_tokens"))
+            assert response.result().json()["error"]["param"] == param
+
+    def test_of_the_only_prompt_blames_it_without_a_place(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION)
+        gate.reject(gate.submit(), m.Failure(400, "too long", "prompt"))
+        assert response.result().json()["error"]["param"] == "prompt"
 
 
 class TestErrors:
@@ -189,10 +248,30 @@ class TestErrors:
         assert (result.status_code, result.headers["Allow"]) == (405, "POST")
         assert "GET" in result.json()["error"]["message"]
 
-    def test_of_an_unreadable_body_are_400(self, gate: Gate) -> None:
+    def test_of_an_unreadable_body_are_400_and_no_news(self, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
         headers = {"Content-Encoding": "gzip"}
         result = gate.client.post("/v1/completions", content=b"not gzip at all", headers=headers)
         assert (result.status_code, result.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert result.json()["error"]["message"] == "the body can't be read: Can not decode content-encoding: gzip"
+        gate.rig.load()
+        assert not [record for record in caplog.records if record.exc_info]
+
+    @pytest.mark.parametrize("encoding", ["foo", "gzip, gzip", "x" * 1000])
+    def test_of_an_unknown_encoding_are_415(self, gate: Gate, encoding: str) -> None:
+        result = gate.client.post("/v1/completions", content=b"x", headers={"Content-Encoding": encoding})
+        assert (result.status_code, result.json()["error"]["code"]) == (415, "unsupported_encoding")
+        assert "gzip, deflate" in result.json()["error"]["message"]
+        assert len(result.content) < 500
+
+    def test_of_an_unknown_expectation_are_417(self, gate: Gate) -> None:
+        result = gate.client.post("/v1/completions", content=b"{}", headers={"Expect": "42"})
+        assert (result.status_code, result.json()["error"]["type"]) == (417, "invalid_request_error")
+        assert "'42'" in result.json()["error"]["message"]
+
+    def test_repeat_no_long_paths(self, gate: Gate) -> None:
+        for result in (gate.client.get("/" + "x" * 5000), gate.client.post("/v1/models/" + "x" * 5000)):
+            assert result.status_code in (404, 405)
+            assert len(result.content) < 500
 
     def test_leave_nothing_open(self, gate: Gate) -> None:
         for body in (CHAT | {"n": 0}, CHAT | {"model": "x"}, b"[", [1]):
@@ -254,6 +333,16 @@ class TestModels:
         assert (result.status_code, result.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_a_client_that_asks_first_is_told_to_go_on(gate: Gate) -> None:
+    with socket.create_connection(gate.address, timeout=30) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
+        )
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"{}")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
 def test_version_is_told(gate: Gate) -> None:
     assert gate.client.get("/version").json() == {"version": VERSION}
 
@@ -266,9 +355,13 @@ class TestCredits:
 
     def test_count_sequences_and_come_back(self, gate: Gate) -> None:
         open_call = gate.post(CHAT | {"n": 2})
-        submit = gate.submit()
+        submit = gate.begin()
         refused = gate.post(CHAT | {"n": 2}).result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.json()["error"]["message"] == (
+            "the server is overloaded: of the 3 sequences that may be open at once, 1 are left, and this request opens "
+            "2: n for each prompt"
+        )
         assert int(refused.headers["Retry-After"]) >= 1
         other = gate.post(CHAT)
         gate.serve()

@@ -1,5 +1,6 @@
 """The official client finds what it expects."""
 
+import threading
 from collections.abc import Iterator
 
 import openai
@@ -87,18 +88,29 @@ def test_raises_what_it_should(gate: Gate, client: openai.OpenAI) -> None:
     assert bad.value.param == "temperature"
 
 
-def test_raises_an_error_in_the_middle_of_a_stream(gate: Gate, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_raises_an_error_in_the_middle_of_a_stream(gate: Gate, client: openai.OpenAI, n: int) -> None:
+    has_begun = threading.Event()
+    choices: list[openai.types.chat.chat_completion_chunk.Choice] = []
+
     def read() -> None:
-        with client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True) as stream:
-            for _ in stream:
-                pass
+        with client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, n=n) as stream:
+            for chunk in stream:
+                has_begun.set()
+                choices.extend(chunk.choices)
 
     future = gate.do(read)
-    submit = gate.submit()
+    submit = gate.begin()
     gate.delta(submit, "x")
-    gate.finish(submit, finish=m.Finish.ERROR)
+    assert has_begun.wait(PATIENCE_S)
+    for index in range(1, n):
+        gate.finish(submit, index=index)
+    gate.delta(submit, "y", finish=m.Finish.ERROR)
     with pytest.raises(openai.APIError, match="could not finish"):
         future.result()
+    failed = [choice for choice in choices if choice.index == 0]
+    assert "".join(choice.delta.content or "" for choice in failed) == "xy"
+    assert all(choice.finish_reason is None for choice in failed)
 
 
 def test_that_leaves_a_stream_has_it_aborted(gate: Gate, client: openai.OpenAI) -> None:

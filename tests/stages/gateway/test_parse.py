@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import messages as m
 from pipeline.stages.gateway.bodies import NEUTRAL, Body, ChatBody, CompletionBody
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS, ApiError
 from pipeline.stages.gateway.parse import Ask, Limits, parse_chat, parse_completion
 from tests.stages.gateway.gate import CHAT, COMPLETION
 
@@ -68,7 +69,9 @@ class TestFields:
 
     def test_max_completion_tokens_wins(self) -> None:
         assert chat(max_tokens=5).max_tokens == 5
-        assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+        assert chat(max_tokens=5).max_tokens_param == "max_tokens"
+        both = chat(max_tokens=5, max_completion_tokens=7)
+        assert (both.max_tokens, both.max_tokens_param) == (7, "max_completion_tokens")
 
     def test_usage_is_included_where_it_is_asked_for(self) -> None:
         assert chat(stream=True, stream_options={"include_usage": True}).include_usage
@@ -196,9 +199,14 @@ BAD_CHATS: list[tuple[Any, str | None]] = [
     (3, None),
     (b"", None),
     (b"{", None),
-    (b'{"model": "tiny"} x', None),
+    (b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]} x', None),
     (b'{"model": "\xff"}', None),
-    (b'{"model": "\\ud800"}', None),
+    (b'{"model": "\\ud800"}', "model"),
+    (message(content="x\ud800y"), "messages[1].content"),
+    (message(content=[{"type": "text", "text": "\udfff"}]), "messages[1].content[0].text"),
+    (CHAT | {"stop": ["\ud83d\ude00", "\ud83d"]}, "stop[1]"),
+    (b'{"model": "tiny", "top_logprobs": ' + b"9" * 5000 + b', "messages": []}', "top_logprobs"),
+    (b'{"model": "tiny", "logit_bias": {"5": ' + b"9" * 5000 + b'}, "messages": []}', "logit_bias[...]"),
     (b'{"x": ' + b"[" * 100_000, None),
     (b'{"temperature": NaN, "x": ' + b"[" * 100_000, None),
     (b"\x1f\x8b\x08\x00", None),
@@ -244,6 +252,30 @@ class TestBadInput:
         assert refused({"model": "tiny"}).message == "'messages' is required"
         assert refused([]).message == "the body must be an object, not an array"
         assert refused(CHAT | {"top_p": math.nan}).message == "'top_p' must be a finite number"
+        assert refused(message(content="\ud800")).message == (
+            "'messages[1].content' has half a surrogate pair, which is no character"
+        )
+
+    def test_repeats_no_more_of_the_clients_words_than_is_needed(self) -> None:
+        for key in ("k" * 100_000, "\ud800" * 1000, "a.b[0]" * 1000):
+            error = refused(CHAT | {key: [0, math.nan]})
+            assert error.param is not None and len(error.param) <= MAX_SHOWN_CHARS
+            assert error.message.startswith(f"'{error.param}' ")
+            assert len(error.message) < 2 * MAX_SHOWN_CHARS
+            assert json.loads(error.json())["error"]["param"] == error.param
+        deep: Any = math.inf
+        for i in range(200):
+            deep = {"key" * i: [deep]}
+        assert len(refused(CHAT | {"x": deep}).message) < 2 * MAX_SHOWN_CHARS
+
+    def test_is_found_without_a_path_for_each_of_its_siblings(self) -> None:
+        body = json.dumps({"model": "m", "k" * 100_000: [*[0] * 2000, math.nan]}).encode()
+        tracemalloc.start()
+        try:
+            refused(body)
+            assert tracemalloc.get_traced_memory()[1] < 20 * len(body)
+        finally:
+            tracemalloc.stop()
 
     def test_an_unknown_model_is_404(self) -> None:
         error = refused(CHAT | {"model": "other"})
@@ -271,7 +303,27 @@ UNSUPPORTED: dict[str, Any] = {
 }
 
 
+ZEROS = ["logprobs", "prompt_logprobs", "echo", "store", "return_token_ids"]
+"""Fields that are off at false, which Python takes for 0."""
+
+
 class TestUnsupportedFields:
+    @pytest.mark.parametrize("name", ZEROS)
+    def test_that_are_off_at_false_are_not_off_at_0(self, name: str) -> None:
+        for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
+            assert parse(json.dumps(body | {name: False}).encode(), LIMITS)
+            error = refused(body | {name: 0}, parse)
+            assert (error.param, error.code) == (name, "unsupported")
+
+    def test_that_are_off_at_0_are_not_off_at_false(self) -> None:
+        assert chat(frequency_penalty=0.0) == chat(frequency_penalty=0) == chat()
+        assert refused(CHAT | {"frequency_penalty": False}).param == "frequency_penalty"
+
+    def test_of_the_other_endpoint_are_refused(self) -> None:
+        assert refused(CHAT | {"best_of": 5}).param == "best_of"
+        assert chat(best_of=1) == chat()
+        assert refused(COMPLETION | {"max_completion_tokens": 3}, parse_completion).param == "max_completion_tokens"
+
     @pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items())
     def test_are_refused_by_name(self, name: str, value: Any) -> None:
         for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
