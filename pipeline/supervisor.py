@@ -29,6 +29,7 @@ from pipeline.logs import open_log
 from pipeline.process import Child
 from pipeline.shm import segment
 from pipeline.stage import SUPERVISOR
+from pipeline.version import VERSION
 
 EXIT_OK = 0
 EXIT_NOT_STARTED = 1
@@ -72,7 +73,9 @@ def listen(host: str, port: int) -> socket.socket:
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         why = os.strerror(error.errno) if is_port and error.errno else (error.strerror or str(error))
         key = "gateway.port" if is_port else "gateway.host"
-        raise OSError(f"cannot listen on {host}:{port}: {why}; choose another {key}") from error
+        raise OSError(
+            f"cannot listen on {host}:{port}: {why}; choose another {key} (--{key.removeprefix('gateway.')})"
+        ) from error
 
 
 class Stopping(Exception):
@@ -127,6 +130,7 @@ class Supervisor:
 
     def _prepare(self) -> None:
         """Let prepare resolve the model; it ends by itself."""
+        self._say("starting", version=VERSION, model=self._settings.model)
         launch = self._launch("prepare", topology.PREPARE, [m.Peer(SUPERVISOR, self._addresses[SUPERVISOR], 16)])
         child = self._spawn(launch)
         timeout_s = self._settings.supervisor.prepare_timeout_s
@@ -292,7 +296,7 @@ class Supervisor:
                 child.state = "dead"
                 self._poller.unregister(child.pidfd)  # it would stay readable
                 what = f"{child.name} died" if self._is_serving else f"cannot start: {child.stage}"
-                self._log.error(f"{what}: {reason}", extra={"fields": {"end": child.describe_end()}})
+                self._log.error(f"{what}: {reason}")
                 raise Stopping(code)
 
     def _hear_last_words(self, child: Child) -> None:

@@ -1,5 +1,6 @@
 """The executor's KV memory: how many blocks it has, and how long a sequence can be in it."""
 
+import logging
 from dataclasses import dataclass
 
 from pipeline.config.settings import Settings
@@ -37,10 +38,15 @@ def plan_kv(settings: Settings, config: ModelConfig, ops: Ops) -> tuple[int, int
             f"execute.kv_cache_bytes is {settings.execute.kv_cache_bytes}, but only {available} bytes of memory are "
             "free: lower execute.kv_cache_bytes"
         )
-    limits = [config.max_position, num_blocks * BLOCK_SIZE]
-    if settings.max_model_len > 0:
-        limits.append(settings.max_model_len)
-    return num_blocks, min(limits)
+    wanted = min(config.max_position, settings.max_model_len or config.max_position)
+    if num_blocks * BLOCK_SIZE < wanted:
+        logging.getLogger("pipeline").warning(
+            "KV memory holds %d tokens, so max_model_len is that and not %d: raise execute.kv_cache_bytes to %d",
+            num_blocks * BLOCK_SIZE,
+            wanted,
+            -(-wanted // BLOCK_SIZE) * block_bytes,
+        )
+    return num_blocks, min(wanted, num_blocks * BLOCK_SIZE)
 
 
 def allocate_kv(settings: Settings, config: ModelConfig, ops: Ops) -> KVMemory:

@@ -184,10 +184,13 @@ def test_the_longest_sequence_is_the_least_of_the_limits(
     assert (facts.block_size, facts.max_model_len, facts.vocab_size) == (16, expected, VOCAB_SIZE)
 
 
-def test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key(tmp_path: Path) -> None:
+def test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shape = {"num_kv_heads": 16, "num_heads": 16, "head_dim": 256, "num_layers": 1, "hidden_size": 16}
     checkpoints.write(tmp_path, checkpoints.config_of(**shape))
     assert Runner(settings(kv_mib=1), tmp_path).facts.max_model_len == 2 * 16
+    assert "raise execute.kv_cache_bytes to 8388608" in caplog.text, "16 blocks hold the model's 256 positions"
     checkpoints.write(tmp_path, checkpoints.config_of(**{**shape, "num_layers": 3}))
     with pytest.raises(ValueError, match=r"raise execute\.kv_cache_bytes"):
         Runner(settings(kv_mib=1), tmp_path)
