@@ -151,10 +151,18 @@ class Rig:
         return ready
 
     def load(self) -> Any:
-        """The stage's counts, by a ping through its loop."""
-        self.send(m.Ping(nonce := next(_numbers)))
-        while (pong := self.receive("supervisor", m.Pong)).nonce != nonce:
-            pass
+        """The stage's counts, once it has handled all that was sent before: nothing orders what comes from two
+        neighbours, so each of them pings."""
+        newest: dict[str, int] = {"supervisor.0": 1}
+        for sender, _, incarnation in (key.partition("#") for key in self._outboxes):
+            newest[sender] = max(newest.get(sender, 0), int(incarnation))
+        awaited = set()
+        for sender, incarnation in newest.items():
+            awaited.add(nonce := next(_numbers))
+            self.send(m.Ping(nonce), sender, incarnation)
+        while awaited:
+            pong = self.receive("supervisor", m.Pong)
+            awaited.discard(pong.nonce)
         return pong.load
 
     def until(self, condition: Callable[[Any], bool], timeout_s: float = PATIENCE_S) -> Any:
