@@ -13,6 +13,8 @@ MAX_TOKENS = 2**31 - 1
 Seconds = Annotated[float, Meta(gt=0, le=1_000_000)]
 """Up to eleven days: the kernel counts a wait in milliseconds, in 31 bits."""
 
+Quantization = Literal["auto", "none", "q8_0", "q4_1"]
+
 
 class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What every section of the tree is: frozen, by keyword, and strict about unknown keys."""
@@ -72,6 +74,13 @@ class Execute(Frozen, frozen=True):
     dtype: Annotated[Literal["bfloat16", "float32"], Meta(description="Precision of weights and KV cache.")] = (
         "bfloat16"
     )
+    kernels: Annotated[
+        Literal["auto", "avx512", "avx2", "portable", "torch"],
+        Meta(
+            description="What computes a step: our own kernels for an instruction set (compiled at the first start), "
+            'or torch; "auto" takes the fastest that this machine and the dtype allow.'
+        ),
+    ] = "auto"
     kv_cache_bytes: Annotated[int, Meta(ge=1024**2, le=MAX_BYTES, description="Memory for KV blocks, in bytes.")] = (
         512 * 1024**2
     )
@@ -109,6 +118,13 @@ class Settings(Frozen, frozen=True):
         int,
         Meta(ge=0, le=MAX_TOKENS, description="Longest prompt plus output in tokens; 0 takes the model's own limit."),
     ] = 0
+    quantization: Annotated[
+        Quantization,
+        Meta(
+            description='Format of the weights: "auto" keeps what the files hold, "none" makes floats of it, "q8_0" '
+            'and "q4_1" make 8 and 4 bits of it with a scale for every 32 weights.'
+        ),
+    ] = "auto"
     cache_dir: Annotated[
         str, Meta(description="Where prepared models are kept; empty takes ~/.cache/pipeline (or $XDG_CACHE_HOME).")
     ] = ""

@@ -35,18 +35,23 @@ def sequence_key(seed: int, index: int) -> int:
     return splitmix64(splitmix64(seed) ^ index)
 
 
-def draw_keys(keys: KeyArray, positions: "np.ndarray[Any, Any]") -> Tensor:
-    """One draw's key for each of `keys` [N] at `positions` [N]. Returns [N, 2] int32: a u64's halves, as bits."""
+def draw_keys(keys: KeyArray, positions: "np.ndarray[Any, Any]") -> KeyArray:
+    """One draw's key for each of `keys` [N] at `positions` [N]. Returns [N] u64."""
     with np.errstate(over="ignore"):
         z = (keys ^ positions.astype(np.uint64)) + np.uint64(_GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
-        z = z ^ (z >> np.uint64(31))
-    return torch.from_numpy(z.view(np.int32).reshape(-1, 2).copy())
+        drawn: KeyArray = z ^ (z >> np.uint64(31))
+    return drawn
+
+
+def halves(keys: KeyArray) -> Tensor:
+    """Draws' keys as tensors hold them: [N] u64 → [N, 2] int32, the same bits, the lower half first."""
+    return torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy())
 
 
 def exponential(keys: Tensor, num: int) -> Tensor:
-    """Exponentially distributed noise of mean 1 for ids 0 .. num: keys [N, 2] int32, as `draw_keys` gives them;
+    """Exponentially distributed noise of mean 1 for ids 0 .. num: keys [N, 2] int32, as `halves` gives them;
     returns [N, num] float32, all positive and finite."""
     # int32 stands for uint32: products wrap, and a shift to the right needs its sign bits masked away.
     bits = _mix(torch.arange(num, dtype=torch.int32, device=keys.device) ^ keys[:, :1])

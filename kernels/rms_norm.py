@@ -12,10 +12,9 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     out.copy_((wide * scale).mul_(weight))
 
 
-def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """`residual += x`, then `out = rms_norm(residual)`. All [N, H], weight [H], each of any dtype."""
-    residual.add_(x)
-    rms_norm(out, residual, weight, eps)
+def add(out: Tensor, x: Tensor) -> None:
+    """`out += x`. Both [N, H], each of any dtype."""
+    out.add_(x)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

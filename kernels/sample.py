@@ -26,7 +26,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
     """Draw one id a row: logits [N, V]; temperature [N], above 0; top_k [N] int64, 0 is off; top_p [N] in (0, 1], 1 is
-    off; min_p [N] in [0, 1], 0 is off; keys [N, 2] as `draw_keys` gives them. Returns [N] int64."""
+    off; min_p [N] in [0, 1], 0 is off; keys [N, 2] as `halves` gives them. Returns [N] int64."""
     # From the largest down, so that no temperature leads to an infinite logit.
     scaled = logits.float()
     scaled = (scaled - scaled.amax(dim=-1, keepdim=True)).div_(temperature[:, None])

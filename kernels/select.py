@@ -21,7 +21,7 @@ class Ops:
     dtype: torch.dtype
     take_rows: Callable[[Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, Tensor, float], None]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
+    add: Callable[[Tensor, Tensor], None]
     linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
     logits: Callable[[Tensor, Tensor, Tensor], None]
     rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -31,7 +31,6 @@ class Ops:
     silu_mul: Callable[[Tensor, Tensor], None]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    kv_block_bytes: Callable[[int, int, int, torch.dtype], int]
     kv_allocate: Callable[[int, int, int, int, torch.dtype, str], list[LayerKV]]
 
 
@@ -46,7 +45,7 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         dtype=dtype,
         take_rows=take_rows.take_rows,
         rms_norm=rms_norm.rms_norm,
-        add_rms_norm=rms_norm.add_rms_norm,
+        add=rms_norm.add,
         linear=linear.linear_widened if widen else linear.linear,
         logits=logits.logits_widened if widen else logits.logits,
         rotary_angles=rotary.rotary_angles,
@@ -56,6 +55,5 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         silu_mul=silu_mul.silu_mul,
         argmax=sample.argmax,
         sample=sample.sample,
-        kv_block_bytes=kv_layout.block_bytes,
         kv_allocate=kv_layout.allocate,
     )

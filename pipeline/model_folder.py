@@ -4,6 +4,9 @@ model.json            `ModelConfig`, below
 tokenizer.json        for the `tokenizers` package
 chat_template.jinja   absent where the model has none
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
+
+A quantised matrix [rows, columns] stands in a weight file as U8 [rows, bytes of a row], in the blocks of a .gguf file;
+the file's metadata say which ones ("q8_0", "q4_1", "q4_0") under `format_key(name of the tensor)`.
 """
 
 from pathlib import Path
@@ -61,3 +64,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def weight_paths(self, folder: str | Path) -> list[Path]:
         return [Path(folder) / name for name in self.weight_files]
+
+
+def format_key(tensor: str) -> str:
+    """The key in a safetensors file's metadata of the format that a quantised tensor has."""
+    return f"format:{tensor}"

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.weights import Weights
 
 NUM_OUTPUTS = 48
 
@@ -104,12 +104,14 @@ def load(folder: Path) -> LlamaForCausalLM:
             mlp_bias=config.mlp_bias,
         )
     )
-    tensors = {}
-    for path in config.weight_paths(folder):
-        tensors.update(load_file(path))
-    wanted = set(model.state_dict()) - ({"lm_head.weight"} if config.tie_embeddings else set())
-    assert wanted == set(tensors) - {"lm_head.weight"} if config.tie_embeddings else wanted == set(tensors)
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=not config.tie_embeddings)
+    weights = Weights(folder, config, torch.float32)
+    with torch.no_grad():
+        # A tied head is the embedding, which is among the parameters by that name.
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(weights.vector(name, len(parameter)))
+            else:
+                parameter.copy_(weights.matrix(name, *parameter.shape).dequantize(torch.float32))
     return model.float().eval()
 
 

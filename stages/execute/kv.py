@@ -3,34 +3,34 @@
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.kv_layout import LayerKV
-from pipeline.kernels.select import Ops
+from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class KVMemory:
-    """The blocks of all layers. Which block belongs to whom is the scheduler's business."""
+class KVPlan:
+    """How much KV memory there is. Which block belongs to whom is the scheduler's business."""
 
-    layers: list[LayerKV]
     num_blocks: int
     max_model_len: int
     """The longest sequence: the least of the model's limit, the settings' and what all blocks hold."""
 
 
-def plan_kv(settings: Settings, config: ModelConfig, ops: Ops) -> tuple[int, int]:
-    """The number of blocks, and max_model_len. Raises UserError where the memory doesn't hold one
-    block, or the machine doesn't hold the memory."""
-    block_bytes = ops.kv_block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, ops.dtype)
-    num_blocks = settings.execute.kv_cache_bytes // block_bytes
+def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
+    """Raises UserError where the memory doesn't hold one block, or the machine doesn't hold the memory."""
+    dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    num_blocks = settings.execute.kv_cache_bytes // num_bytes
     if num_blocks < 1:
         raise UserError(
             f"execute.kv_cache_bytes is {settings.execute.kv_cache_bytes}, but one block of {BLOCK_SIZE} tokens of "
-            f"this model takes {block_bytes} bytes: raise execute.kv_cache_bytes"
+            f"this model takes {num_bytes} bytes: raise execute.kv_cache_bytes"
         )
     available = available_bytes()
     if settings.execute.kv_cache_bytes > available:
@@ -44,13 +44,6 @@ def plan_kv(settings: Settings, config: ModelConfig, ops: Ops) -> tuple[int, int
             "KV memory holds %d tokens, so max_model_len is that and not %d: raise execute.kv_cache_bytes to %d",
             num_blocks * BLOCK_SIZE,
             wanted,
-            -(-wanted // BLOCK_SIZE) * block_bytes,
+            -(-wanted // BLOCK_SIZE) * num_bytes,
         )
-    return num_blocks, min(wanted, num_blocks * BLOCK_SIZE)
-
-
-def allocate_kv(settings: Settings, config: ModelConfig, ops: Ops) -> KVMemory:
-    """Reserve the memory. Raises UserError as `plan_kv` does."""
-    num_blocks, max_model_len = plan_kv(settings, config, ops)
-    layers = ops.kv_allocate(config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device)
-    return KVMemory(layers, num_blocks, max_model_len)
+    return KVPlan(num_blocks, min(wanted, num_blocks * BLOCK_SIZE))

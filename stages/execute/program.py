@@ -1,94 +1,88 @@
-"""The forward pass as a flat list of calls, recorded when the model is loaded and replayed for each step.
+"""The forward pass as a program: recorded once when the model is loaded, replayed for each step.
 
-Recording: model code asks for buffers and adds calls whose arguments are buffers, weights and constants. Nothing is
-computed. Replaying: each buffer is cut to the step's number of tokens or of samples, and the calls are made in order.
-Since buffers stay where they are, the calls for one pair of numbers are bound once and kept: a step of a size seen
-lately costs no more than the calls themselves. The list is what a native backend or a device graph takes over whole.
+A model says what it is made of, in fused steps, by calling the methods below in order; nothing is computed. A back end
+turns each into whatever it replays fastest: calls of torch, ops of the CPU library, a captured graph. All of them work
+on one residual, float32 [tokens, hidden_size], whatever the dtype of the rest: it sums up every layer, and rounding it
+at each of them is what bfloat16 would lose most by.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from pipeline.kernels.step_inputs import StepInputs
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.step_inputs import IntArray
 
-MAX_BOUND_SIZES = 64
-"""Pairs of numbers whose bound calls are kept."""
-
-
-class Extent(Enum):
-    """What the first dimension of a buffer counts."""
-
-    TOKENS = "tokens"
-    SAMPLES = "samples"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
-    """Memory that a step uses the beginning of."""
-
-    storage: Tensor
-    extent: Extent
+LogitArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One op and what it is called with; a `Buffer` among the arguments stands for its part that the step uses."""
+class Linear:
+    """A matrix [outputs, inputs] and what is added behind it, float32 [outputs]."""
 
-    op: Callable[..., None]
-    args: tuple[Any, ...]
-
-
-class Program:
-    """The calls of one forward pass over `inputs`."""
-
-    def __init__(self, inputs: StepInputs, dtype: torch.dtype) -> None:
-        self.inputs = inputs
-        self.calls: list[Call] = []
-        self.ids = Buffer(inputs.ids, Extent.TOKENS)
-        self.positions = Buffer(inputs.positions, Extent.TOKENS)
-        self.slots = Buffer(inputs.slots, Extent.TOKENS)
-        self.sampled = Buffer(inputs.sampled, Extent.SAMPLES)
-        self._dtype = dtype
-        self._bound: OrderedDict[tuple[int, int], list[tuple[Callable[..., None], tuple[Any, ...]]]] = OrderedDict()
-
-    def buffer(self, width: int, extent: Extent = Extent.TOKENS, dtype: torch.dtype | None = None) -> Buffer:
-        """Memory for `width` numbers a token or a sample."""
-        most = self.inputs.max_num_tokens if extent is Extent.TOKENS else self.inputs.max_num_rows
-        return Buffer(torch.zeros(most, width, dtype=dtype or self._dtype), extent)
-
-    def call(self, op: Callable[..., None], *args: Any) -> None:
-        """Record a call."""
-        self.calls.append(Call(op, args))
-
-    def run(self) -> None:
-        """Make the calls for the step that `inputs` holds."""
-        for op, args in self._bind(self.inputs.num_tokens, self.inputs.num_samples):
-            op(*args)
-
-    def view(self, buffer: Buffer) -> Tensor:
-        """The part of a buffer that the step in `inputs` uses."""
-        return _cut(buffer, self.inputs.num_tokens, self.inputs.num_samples)
-
-    def _bind(self, num_tokens: int, num_samples: int) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
-        size = num_tokens, num_samples
-        if size in self._bound:
-            self._bound.move_to_end(size)
-            return self._bound[size]
-        bound = [
-            (call.op, tuple(_cut(arg, *size) if isinstance(arg, Buffer) else arg for arg in call.args))
-            for call in self.calls
-        ]
-        self._bound[size] = bound
-        if len(self._bound) > MAX_BOUND_SIZES:
-            self._bound.popitem(last=False)
-        return bound
+    matrix: Matrix
+    bias: Tensor | None = None
 
 
-def _cut(buffer: Buffer, num_tokens: int, num_samples: int) -> Tensor:
-    return buffer.storage[: num_tokens if buffer.extent is Extent.TOKENS else num_samples]
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Self-attention and the norm before it."""
+
+    norm: Tensor
+    qkv: Linear
+    """Queries, keys and values, one below the other."""
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """The gated feed-forward layer and the norm before it."""
+
+    norm: Tensor
+    gate_up: Linear
+    """Gate and up, one below the other."""
+    down: Linear
+
+
+class Program(ABC):
+    """A forward pass over the arrays of one `StepInputs` and one `DrawInputs`."""
+
+    name: str
+    """Which back end it is, for people."""
+
+    @abstractmethod
+    def embed(self, table: Matrix) -> None:
+        """residual = table[ids]"""
+
+    @abstractmethod
+    def attention(self, weights: AttentionWeights) -> None:
+        """residual += out(attention(turn(qkv(norm(residual))))), over the keys and values of the next layer, in which
+        those of this step are written first."""
+
+    @abstractmethod
+    def mlp(self, weights: MlpWeights) -> None:
+        """residual += down(silu(gate(x)) * up(x)), x = norm(residual)"""
+
+    @abstractmethod
+    def sample(self, norm: Tensor, head: Matrix) -> None:
+        """ids = draw(head(norm(residual))), of the tokens that are sampled. Ends the program."""
+
+    @abstractmethod
+    def run(self) -> IntArray:
+        """Compute the step that the inputs hold. Returns the ids drawn, int32 [samples]."""
+
+    @abstractmethod
+    def logits(self) -> LogitArray:
+        """Those of the last step: float32 [samples, vocab_size]. Where they are not needed for a draw, they are there
+        only after `keep_logits`."""
+
+    @abstractmethod
+    def keep_logits(self) -> None:
+        """Keep all logits of every step from now on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads and memory."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.noise import sequence_key
+from pipeline.kernels.draw_inputs import GREEDY_BELOW, DrawInputs
+from pipeline.kernels.noise import draw_keys, sequence_key
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.messages import Finish, Sampling
 
@@ -44,7 +45,7 @@ class RowTable:
         self.temperature: np.ndarray[Any, np.dtype[np.float32]] = np.zeros(max_num_seqs, np.float32)
         self.top_p: np.ndarray[Any, np.dtype[np.float32]] = np.ones(max_num_seqs, np.float32)
         self.min_p: np.ndarray[Any, np.dtype[np.float32]] = np.zeros(max_num_seqs, np.float32)
-        self.top_k: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(max_num_seqs, np.int64)
+        self.top_k: IntArray = np.zeros(max_num_seqs, np.int32)
         self.keys: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
         """Noise keys, see kernels/noise.py."""
         self.stops: list[frozenset[int]] = [frozenset()] * max_num_seqs
@@ -112,6 +113,22 @@ class RowTable:
         assert (ends == self.num_ids[rows])[sampling].all(), "sampled before the last known token is computed"
         assert (ends < self.max_model_len)[sampling].all(), "sampled beyond max_model_len"
         self.num_computed[rows] = ends
+
+    def fill_draws(self, draws: DrawInputs, rows: IntArray) -> None:
+        """How the next id of each of `rows` is drawn.
+
+        Noise comes from the sequence's key and the position that the id will have, so it is the same whichever step
+        and batch the draw is in.
+        """
+        num = len(rows)
+        draws.greedy[:num] = self.temperature[rows] < GREEDY_BELOW
+        if draws.greedy[:num].all():
+            return
+        draws.temperature[:num] = self.temperature[rows]
+        draws.top_k[:num] = self.top_k[rows]
+        draws.top_p[:num] = self.top_p[rows]
+        draws.min_p[:num] = self.min_p[rows]
+        draws.keys[:num] = draw_keys(self.keys[rows], self.num_ids[rows])
 
     def append_ids(self, rows: IntArray, ids: IntArray) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         """The ids that were sampled. Rows that one of them stops are ended. Returns a `Finish` for each, uint8."""

@@ -1,5 +1,6 @@
 """One step, from the message to what was sampled: apply its changes, run the program, sample, end rows."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +11,15 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.select import select
+from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.shm.arrays import Array
-from pipeline.stages.execute.kv import allocate_kv
-from pipeline.stages.execute.models.registry import load_model
-from pipeline.stages.execute.program import Program
+from pipeline.stages.execute.backend import make_program
+from pipeline.stages.execute.kv import plan_kv
+from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampler import Sampler
 from pipeline.stages.execute.weights import Weights
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
@@ -44,19 +44,24 @@ class Runner:
 
     def __init__(self, settings: Settings, model_dir: Path) -> None:
         config = ModelConfig.load(model_dir)
-        ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
-        kv = allocate_kv(settings, config, ops)
+        kv = plan_kv(settings, config)
         max_num_seqs = settings.schedule.max_num_seqs
         self.facts = ExecuteFacts(kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size)
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
         self.inputs = StepInputs(
             settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
         )
-        self.program = Program(self.inputs, ops.dtype)
-        self.logits = load_model(config, Weights(model_dir, config, ops.dtype)).record(self.program, ops, kv.layers)
-        self._sampler = Sampler(ops, self.rows)
+        self.draws = DrawInputs(max_num_seqs)
+        num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
+        self.program = make_program(settings, config, self.inputs, self.draws, kv, num_threads)
+        dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+        record_model(config, Weights(model_dir, config, dtype), self.program)
         self._eos_ids = config.eos_ids
         self._samplings = msgspec.msgpack.Decoder(Sampling)
+
+    def close(self) -> None:
+        """Give back threads and memory."""
+        self.program.close()
 
     def step(self, step: Step, take: Take) -> Sampled:
         """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage."""
@@ -95,11 +100,8 @@ class Runner:
         ids = self.rows.ids[rows[entry], positions]
         num_blocks = int(self.rows.num_blocks[rows].max())
         self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], samples)
-        with torch.inference_mode():
-            self.program.run()
-            if not samples.any():
-                return np.empty(0, np.int32)
-            return self._sampler.sample(self.program.view(self.logits), rows[samples])
+        self.rows.fill_draws(self.draws, rows[samples])
+        return self.program.run()
 
     def _result(self, rows: IntArray, running: "np.ndarray[Any, np.dtype[np.bool_]]", sampled: IntArray) -> Sampled:
         """Write ids to their rows, end those that stop, and leave a gap for the rows that had ended before."""

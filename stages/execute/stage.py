@@ -33,9 +33,14 @@ def run(launch: m.Launch) -> None:
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
         runner = _load(launch)
-        stage.log.info("loaded model=%s blocks=%d", launch.model_dir, runner.facts.num_blocks)
+        stage.log.info(
+            "loaded model=%s blocks=%d kernels=%r", launch.model_dir, runner.facts.num_blocks, runner.program.name
+        )
         stage.ready(runner.facts)
-        _serve(stage, runner)
+        try:
+            _serve(stage, runner)
+        finally:
+            runner.close()
     finally:
         stage.close()
 

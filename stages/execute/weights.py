@@ -1,9 +1,10 @@
 """A model's tensors, read from the safetensors files that its config names.
 
-Files are mapped, not read: a tensor that already has the wanted dtype is used where it lies, and the pages come in as
+Files are mapped, not read: a tensor that already has the wanted form is used where it lies, and the pages come in as
 they are touched. Matrices that are always multiplied with the same input are joined into one.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,79 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.model_folder import ModelConfig
+from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, Matrix, join
+from pipeline.model_folder import ModelConfig, format_key
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}
 
 
 class Weights:
-    """The tensors of a model folder, by their Hugging Face names."""
+    """The tensors of a model folder, by their Hugging Face names. Raises UserError where a file is none to be read.
+
+    With `dtype` float32 no number is rounded: matrices that are floats become "f32", and so do those that are joined
+    from several formats. With bfloat16 both become "bf16". Quantised matrices keep their blocks either way.
+    """
 
     def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self._float_format: FloatFormat = "f32" if dtype == torch.float32 else "bf16"
         self._folder = folder
         self._files: dict[str, Any] = {}
+        self._formats: dict[str, str] = {}
         for path in config.weight_paths(folder):
             file: Any = safe_open(path, framework="pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
+            metadata = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118 - the file is no dict
+                self._files[name] = file
+                if (format := metadata.get(format_key(name))) is not None:
+                    self._formats[name] = format
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """One tensor. Raises UserError where it is missing or has another shape."""
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """A matrix of the model. Raises UserError where it is missing, or has another shape or an unknown format."""
+        tensor = self._tensor(name)
+        if tensor.dtype in FLOATS:
+            self._check_shape(name, tensor, rows, columns)
+            dtype = torch.float32 if self._float_format == "f32" else torch.bfloat16
+            return Matrix(self._float_format, tensor.to(dtype), rows, columns)
+        found = self._formats.get(name, "")
+        format = BLOCKS.get(found)
+        if format is None or tensor.dtype != torch.uint8:
+            raise UserError(
+                f"tensor {name!r} of the model in {self._folder} is {tensor.dtype} in the format {found!r}; known are "
+                f"{', '.join(BLOCKS)}: prepare the model again"
+            )
+        num_bytes = columns // GROUP * BLOCK_BYTES[format]
+        if columns % GROUP or tensor.shape != (rows, num_bytes):
+            raise UserError(
+                f"tensor {name!r} of the model in {self._folder} is {format} in bytes {list(tensor.shape)}, "
+                f"but model.json makes it {[rows, columns]}"
+            )
+        return Matrix(format, tensor, rows, columns)
+
+    def join_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Matrix:
+        """Matrices of shapes [rows[i], columns], one below the other."""
+        matrices = [self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True)]
+        return join(matrices, mixed=self._float_format)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A norm's weight or a bias, [size] float32. Raises UserError where it is missing or has another shape."""
+        tensor = self._tensor(name)
+        self._check_shape(name, tensor, size)
+        return tensor.to(torch.float32)
+
+    def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+        """Vectors of these sizes, one behind the other."""
+        return torch.cat([self.vector(name, size) for name, size in zip(names, sizes, strict=True)])
+
+    def _tensor(self, name: str) -> Tensor:
         if name not in self._files:
             raise UserError(f"the weights of the model in {self._folder} lack the tensor {name!r}")
         tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def _check_shape(self, name: str, tensor: Tensor, *shape: int) -> None:
         if tuple(tensor.shape) != shape:
             raise UserError(
                 f"tensor {name!r} of the model in {self._folder} has shape {list(tensor.shape)}, "
                 f"but model.json makes it {list(shape)}"
             )
-        return tensor.to(self._dtype)
-
-    def join(self, names: list[str], rows: list[int], *rest: int) -> Tensor:
-        """Tensors of shapes [rows[i], *rest], one below the other."""
-        return torch.cat([self.take(name, num, *rest) for name, num in zip(names, rows, strict=True)])

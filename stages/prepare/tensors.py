@@ -1,14 +1,14 @@
-"""Weights in safetensors files: reading what a file holds, writing one tensor after the other, checking shapes.
+"""Weights in safetensors files: what a file holds, and whether it is what a model needs.
 
 The format: a u64 with the length of the header, the header as JSON (name → dtype, shape, begin and end of its bytes),
 then the bytes (https://github.com/huggingface/safetensors#format). Written here rather than with the library because
 a tensor may be larger than the memory at hand and numpy has no bfloat16.
 """
 
+import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -17,7 +17,8 @@ import numpy as np
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.prepare.source import ModelError
 
-FLOATS = ("BF16", "F16", "F32")
+STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+"""The dtypes that weights may have, and how numpy reads them."""
 MAX_HEADER_BYTES = 100 * 1024**2
 """The library's own limit."""
 
@@ -30,6 +31,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+    """Begin and end in the file; in the header itself they count from the header's end."""
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -45,49 +47,26 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         entries = msgspec.convert(raw, dict[str, TensorEntry])
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is not a safetensors file, or only the beginning of one: {error}") from error
-    end = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    base = 8 + length
+    end = base + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if path.stat().st_size < end:
         raise ModelError(f"{path} is cut short: {path.stat().st_size} bytes of {end}; copy or download it again")
-    return entries
+    return {
+        name: TensorEntry(entry.dtype, entry.shape, (base + entry.data_offsets[0], base + entry.data_offsets[1]))
+        for name, entry in entries.items()
+    }
 
 
-class Bf16Writer:
-    """Writes a safetensors file of bfloat16 tensors, in the order in which they were announced, in pieces."""
-
-    def __init__(self, path: Path, shapes: dict[str, Shape]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, shape in shapes.items():
-            end = offset + 2 * int(np.prod(shape, dtype=np.int64))
-            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-        text = msgspec.json.encode(header)
-        text += b" " * (-len(text) % 8)
-        self.num_bytes = 8 + len(text) + offset
-        self._file = path.open("xb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
-
-    def write(self, values: "np.ndarray[Any, np.dtype[np.float32]]") -> int:
-        """Append float32 values, rounded to bfloat16. Returns the bytes written."""
-        return self._file.write(to_bf16(values).data)
-
-    def __enter__(self) -> "Bf16Writer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        written = self._file.tell()
-        self._file.close()
-        assert kind is not None or written == self.num_bytes, f"wrote {written} bytes of {self.num_bytes}"
-
-
-def to_bf16(values: "np.ndarray[Any, np.dtype[np.float32]]") -> "np.ndarray[Any, np.dtype[np.uint16]]":
-    """The upper halves of float32 numbers, rounded to the nearest even. Infinite stays infinite, NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    nan = np.isnan(values).reshape(bits.shape)
-    return np.where(nan, np.uint16(0x7FC0), rounded) if nan.any() else rounded
+def float_rows(path: Path, entry: TensorEntry, rows_at_once: int) -> Iterator["np.ndarray[Any, Any]"]:
+    """A tensor's numbers as float32, exactly, some rows at a time. The file is mapped, not read as a whole."""
+    begin, _ = entry.data_offsets
+    stored = np.memmap(path, STORED[entry.dtype], mode="r", offset=begin, shape=entry.shape)
+    for start in range(0, entry.shape[0], rows_at_once):
+        piece = stored[start : start + rows_at_once]
+        if entry.dtype == "BF16":  # the upper half of a float32
+            yield (piece.astype(np.uint32) << 16).view(np.float32)
+        else:
+            yield piece.astype(np.float32)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -118,9 +97,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> None:
-    """Raises ModelError, naming tensor and file, where the files don't hold exactly the model that `config` describes.
+def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
+    """Where each tensor of the model is: its file, and its place in it.
 
+    Raises ModelError, naming tensor and file, where the files don't hold exactly the model that `config` describes.
     A tied head and the rotary buffers of old checkpoints may be there; nothing reads them.
     """
     found: dict[str, tuple[Path, TensorEntry]] = {}
@@ -133,8 +113,12 @@ def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> None:
         path, entry = found[name]
         if entry.shape != shape:
             raise ModelError(f"{path}: tensor {name!r} has shape {entry.shape}, config.json says {shape}")
-        if entry.dtype not in FLOATS:
-            raise ModelError(f"{path}: tensor {name!r} is {entry.dtype}; weights must be one of {', '.join(FLOATS)}")
+        if entry.dtype not in STORED:
+            raise ModelError(f"{path}: tensor {name!r} is {entry.dtype}; weights must be one of {', '.join(STORED)}")
+        begin, end = entry.data_offsets
+        if end - begin != math.prod(shape) * STORED[entry.dtype].itemsize:
+            raise ModelError(f"{path}: tensor {name!r} takes {end - begin} bytes, which is not what its shape says")
     for name, (path, _) in found.items():
         if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
             raise ModelError(f"{path}: tensor {name!r} is not part of a model as config.json describes it")
+    return {name: found[name] for name in expected}

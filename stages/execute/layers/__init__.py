@@ -1,1 +1,1 @@
-"""What models are made of. A layer holds its weights and records its calls into a program."""
+"""What models are made of: how the weights of a layer are read."""

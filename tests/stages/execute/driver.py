@@ -11,16 +11,24 @@ from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.stages.execute.runner import Runner, Sampled
+from pipeline.stages.execute.torch_program import TorchProgram
 
 GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
 
 
 def settings(
-    *, dtype: str = "float32", kv_mib: int = 16, max_num_seqs: int = 8, tokens: int = 128, max_model_len: int = 0
+    *,
+    dtype: str = "float32",
+    kernels: str = "auto",
+    kv_mib: int = 16,
+    max_num_seqs: int = 8,
+    tokens: int = 128,
+    max_model_len: int = 0,
+    threads: int = 1,
 ) -> Settings:
     return Settings(
         max_model_len=max_model_len,
-        execute=Execute(dtype=dtype, kv_cache_bytes=kv_mib * 1024**2, threads=1),
+        execute=Execute(dtype=dtype, kernels=kernels, kv_cache_bytes=kv_mib * 1024**2, threads=threads),
         schedule=Schedule(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 
@@ -76,6 +84,7 @@ class Driver:
 
     def __init__(self, model_dir: str | Path, config: Settings) -> None:
         self.runner = Runner(config, Path(model_dir))
+        self.runner.program.keep_logits()
         self._budget = config.schedule.max_num_batched_tokens
         self.clear()
 
@@ -90,14 +99,15 @@ class Driver:
     @property
     def layers(self) -> list[LayerKV]:
         """The runner's KV memory."""
-        return [arg for call in self.runner.program.calls for arg in call.args if isinstance(arg, LayerKV)][::2]
+        assert isinstance(self.runner.program, TorchProgram)
+        return self.runner.program.kv
 
     def step(self, *args: Any, **kwargs: Any) -> Sampled:
         return self.runner.step(make_step(*args, **kwargs), take)
 
     def logits(self) -> np.ndarray:
         """Of the last step: [samples, vocab_size]."""
-        return self.runner.program.view(self.runner.logits).numpy().copy()
+        return self.runner.program.logits().copy()
 
     def take_blocks(self, num_tokens: int) -> list[int]:
         num = -(-num_tokens // BLOCK_SIZE)

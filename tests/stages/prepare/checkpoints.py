@@ -10,8 +10,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from pipeline.model_folder import ModelConfig, format_key
 
 TEXTS = (
     "The quick brown fox, 12 345 dogs.\n\n  It's 7 o'clock;\tdon't we've I'LL HE'S\r\n",
@@ -139,11 +143,15 @@ def save_gguf(
     pre: str = "gpt-2",
     architecture: str = "llama",
     metadata: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, tuple["np.ndarray[Any, Any]", gguf.GGMLQuantizationType]] | None = None,
     extra_tensors: Mapping[str, "np.ndarray[Any, Any]"] | None = None,
     without: str = "",
     chat_template: str = "{{ messages }}",
 ) -> Path:
-    """A .gguf file as llama.cpp's converter would write it; matrices are stored as `kind`."""
+    """A .gguf file as llama.cpp's converter would write it; matrices are stored as `kind`.
+
+    `blocks` says what is stored in place of some tensors, and as what; rows of q and k in the order of the file.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -170,6 +178,10 @@ def save_gguf(
         add[type(value)](key, value)
     for name, tensor in model.state_dict().items():
         if name == without or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        if blocks is not None and name in blocks:
+            data, own_kind = blocks[name]
+            writer.add_tensor(gguf_name(name), data, raw_dtype=own_kind)
             continue
         weight = tensor.float().numpy()
         if "q_proj" in name:
@@ -203,6 +215,23 @@ def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, siz
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
+
+
+def formats_of(folder: Path) -> dict[str, str]:
+    """In which format a prepared folder has each tensor."""
+    formats = {}
+    for path in ModelConfig.load(folder).weight_paths(folder):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            for name in file.keys():  # noqa: SIM118 - the file is no dict
+                plain = {"BF16": "bf16", "F16": "f16", "F32": "f32"}.get(file.get_slice(name).get_dtype())
+                formats[name] = plain or metadata[format_key(name)]
+    return formats
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a prepared folder, quantised ones as uint8."""
+    return {name: t for path in ModelConfig.load(folder).weight_paths(folder) for name, t in load_file(path).items()}
 
 
 def save_wheel(folder: Path, files: Mapping[str, bytes | Path], name: str = "tiny-model", version: str = "1.0") -> str:

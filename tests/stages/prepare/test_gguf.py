@@ -5,26 +5,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as np_st
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config.settings import Settings
 from pipeline.model_folder import Llama3Rope, ModelConfig
-from pipeline.stages.prepare import gguf_model, gguf_tokenizer
+from pipeline.stages.prepare import gguf_tokenizer
 from pipeline.stages.prepare.gguf_tokenizer import Vocabulary
 from pipeline.stages.prepare.source import ModelError
 from pipeline.stages.prepare.stage import prepare
-from pipeline.stages.prepare.tensors import to_bf16
 from tests.stages.prepare import checkpoints
 
 
@@ -37,11 +32,6 @@ def prepared(path: Path) -> Path:
     return prepare(Settings(model=str(path), cache_dir=str(path.parent / "cache")))
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    (path,) = ModelConfig.load(folder).weight_paths(folder)
-    return load_file(path)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_come_back_in_hugging_faces_names_and_order(tmp_path: Path, bias: bool, tied: bool) -> None:
@@ -51,60 +41,12 @@ def test_weights_come_back_in_hugging_faces_names_and_order(tmp_path: Path, bias
             torch.nn.init.normal_(parameter)
     folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model))
     expected = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    found = weights_of(folder)
+    found = checkpoints.weights_of(folder)
     assert set(found) == set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor.to(torch.bfloat16)), name
+        assert torch.equal(found[name], tensor if tensor.ndim == 1 else tensor.to(torch.bfloat16)), name
     config = ModelConfig.load(folder)
     assert (config.tie_embeddings, config.attention_bias, config.mlp_bias) == (tied, bias, bias)
-
-
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
-def test_quantised_weights_are_what_the_format_says(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
-    found = weights_of(prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind)))
-    for name, tensor in model.state_dict().items():
-        expected = tensor
-        if tensor.ndim == 2:
-            expected = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind))
-        assert torch.equal(found[name], expected.to(torch.bfloat16)), name
-
-
-def test_k_quants_are_read(tmp_path: Path) -> None:
-    """The gguf package doesn't write them, so the blocks are random bytes with small scales."""
-    model = checkpoints.tiny_llama(hidden_size=256, num_hidden_layers=1, num_attention_heads=4)
-    random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (256, 144), dtype=np.uint8)
-    blocks[:, :4] = np.array([0.01, 0.02], np.float16).view(np.uint8)
-    path = tmp_path / "k.gguf"
-    name = "model.layers.0.self_attn.o_proj.weight"
-    shape = model.state_dict()[name].shape
-    assert shape == (256, 256)
-
-    checkpoints.save_gguf(path, model, without=name)
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(tmp_path / "k2.gguf", "llama")
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(field.name, field.contents(), kind, sub)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    writer.add_tensor("blk.0.attn_output.weight", blocks, raw_dtype=Kind.Q4_K)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    expected = torch.from_numpy(gguf.dequantize(blocks, Kind.Q4_K)).to(torch.bfloat16)
-    assert torch.equal(weights_of(prepared(tmp_path / "k2.gguf"))[name], expected)
-
-
-def test_large_tensors_are_converted_in_pieces(
-    tmp_path: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = weights_of(prepared(checkpoints.save_gguf(tmp_path / "whole.gguf", model, kind=Kind.Q8_0)))
-    monkeypatch.setattr(gguf_model, "CHUNK_VALUES", 7 * 64)
-    pieces = weights_of(prepared(checkpoints.save_gguf(tmp_path / "pieces.gguf", model, kind=Kind.Q8_0)))
-    assert all(torch.equal(whole[name], pieces[name]) for name in whole)
 
 
 def test_the_config_is_the_models(tmp_path: Path, model: LlamaForCausalLM) -> None:
@@ -359,11 +301,3 @@ def test_ends_and_space_are_added_only_where_the_file_says_so() -> None:
     assert both.encode("the", add_special_tokens=False).tokens == ["▁the"]
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.model is 't5'"):
         gguf_tokenizer.build(pieces_vocabulary(model="t5"), "a test")
-
-
-@given(np_st.arrays(np.float32, 40, elements=st.floats(width=32)))
-def test_rounding_to_bfloat16_is_torchs(values: "np.ndarray[Any, Any]") -> None:
-    expected = torch.from_numpy(values).to(torch.bfloat16)
-    found = torch.from_numpy(to_bf16(values).view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])

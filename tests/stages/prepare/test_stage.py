@@ -115,7 +115,7 @@ def test_a_cold_conversion_of_the_default_model_is_quick(
         assert (folder / name).read_bytes() == (smollm2_dir / name).read_bytes()
     out, err = capfd.readouterr()
     assert out == ""
-    assert "converting SmolLM2-135M-Instruct.Q4_1.gguf: done, 269.0 MB" in err
+    assert "converting SmolLM2-135M-Instruct.Q4_1.gguf: done, 96.6 MB" in err
 
 
 def test_a_terminal_is_shown_a_bar_and_a_file_is_written_lines(

@@ -1,10 +1,10 @@
-"""A program makes its calls in order, over the part of each buffer that the step uses."""
+"""Recorded calls are made in order, over the part of each buffer that the step uses."""
 
 import numpy as np
 import torch
 
 from pipeline.kernels.step_inputs import StepInputs
-from pipeline.stages.execute.program import MAX_BOUND_SIZES, Extent, Program
+from pipeline.stages.execute.calls import MAX_BOUND_SIZES, Calls, Extent
 
 
 def fill(inputs: StepInputs, num_tokens: int, samples: bool = True) -> None:
@@ -19,17 +19,15 @@ def fill(inputs: StepInputs, num_tokens: int, samples: bool = True) -> None:
 
 def test_calls_run_in_order_on_what_the_step_uses() -> None:
     inputs = StepInputs(128, 4, 8)
-    program = Program(inputs, torch.float32)
-    tokens, samples = program.buffer(3), program.buffer(2, Extent.SAMPLES, torch.float64)
+    calls = Calls(inputs, torch.float32)
+    tokens, samples = calls.buffer(3), calls.buffer(2, Extent.SAMPLES, torch.float64)
     seen: list[tuple[object, ...]] = []
-    program.call(
-        lambda buffer, constant: (buffer.fill_(constant), seen.append(("set", tuple(buffer.shape)))), tokens, 7
-    )
-    program.call(lambda buffer, source: seen.append((buffer.dtype, float(source.sum()))), samples, tokens)
+    calls.add(lambda buffer, constant: (buffer.fill_(constant), seen.append(("set", tuple(buffer.shape)))), tokens, 7)
+    calls.add(lambda buffer, source: seen.append((buffer.dtype, float(source.sum()))), samples, tokens)
     assert seen == []
     for num_tokens in (5, 1, 5):
         fill(inputs, num_tokens)
-        program.run()
+        calls.run()
     assert seen == [
         ("set", (5, 3)),
         (torch.float64, 105.0),
@@ -38,32 +36,32 @@ def test_calls_run_in_order_on_what_the_step_uses() -> None:
         ("set", (5, 3)),
         (torch.float64, 105.0),
     ]
-    assert program.view(samples).shape == (1, 2)
+    assert calls.view(samples).shape == (1, 2)
     fill(inputs, 3, samples=False)
-    assert program.view(samples).shape == (0, 2)
+    assert calls.view(samples).shape == (0, 2)
 
 
 def test_buffers_stay_where_they_are() -> None:
     inputs = StepInputs(64, 4, 8)
-    program = Program(inputs, torch.float32)
-    buffer = program.buffer(3)
+    calls = Calls(inputs, torch.float32)
+    buffer = calls.buffer(3)
     places = set()
-    program.call(lambda view: places.add(view.data_ptr()), buffer)
+    calls.add(lambda view: places.add(view.data_ptr()), buffer)
     for num_tokens in (9, 30, 1):
         fill(inputs, num_tokens)
-        program.run()
+        calls.run()
     assert len(places) == 1
 
 
 def test_bound_calls_are_kept_for_a_bounded_number_of_sizes() -> None:
     inputs = StepInputs(128, 4, 8)
-    program = Program(inputs, torch.float32)
-    buffer = program.buffer(1)
+    calls = Calls(inputs, torch.float32)
+    buffer = calls.buffer(1)
     sizes: list[int] = []
-    program.call(lambda view: sizes.append(len(view)), buffer)
+    calls.add(lambda view: sizes.append(len(view)), buffer)
     expected = [*range(1, MAX_BOUND_SIZES + 20), 1]
     for num_tokens in expected:
         fill(inputs, num_tokens)
-        program.run()
+        calls.run()
     assert sizes == expected
-    assert len(program._bound) == MAX_BOUND_SIZES
+    assert len(calls._bound) == MAX_BOUND_SIZES

@@ -1,0 +1,322 @@
+"""The C++ kernels, compiled when they are first needed and kept in the user's cache.
+
+    absent ──lock──► .partial-… ──compile──► sealed ──rename──► <key>.so ──bits lost, or it can't be loaded──► absent
+        one process     it alone                 at once             found by its seal, or by loading it
+
+The key names all that the machine code depends on, so a library never has to be judged by its age. A seal, the SHA-256
+of all before it, is the last thing in the file; the loader does not look there. A kill at any moment leaves a
+`.partial-` folder, which the next process that compiles throws away. The lock is the kernel's (flock) and ends with its
+process.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.kernels.cpu import levels
+from pipeline.kernels.cpu.levels import Level
+
+PROGRAM = Path(__file__).parent / "program.cpp"
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Looked for in this order where CXX names none."""
+
+FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
+    # Sums are rounded as they are written, whatever is inlined where; nobody reads errno or traps.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
+)
+LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
+    "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512", "-DLEVEL_AVX512"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-DLEVEL_AVX2"),
+    "portable": ("-DLEVEL_PORTABLE",),
+}
+EMULATED_FLAGS = ("-DLEVEL_AVX512", "-DEMULATE")
+TUNED_MACHINES = ("x86_64", "aarch64")
+"""Where both compilers know -mtune=native."""
+
+COMPILE_TIMEOUT_S = 120.0
+LOCK_TIMEOUT_S = COMPILE_TIMEOUT_S + 60.0
+"""How long to wait for a process that compiles: its compiler's deadline, and what it does before and after."""
+VERSION_TIMEOUT_S = 20.0
+POLL_S = 0.05
+MAX_KEPT = 8
+SEAL_BYTES = 32
+
+
+class BuildError(Exception):
+    """There are no compiled kernels; the message says why, and what would help, in the user's words."""
+
+
+class NoCompiler(BuildError):
+    """No C++ compiler is there to be run."""
+
+
+class CompileError(BuildError):
+    """The compiler refused the source or was ended, or what it made can't be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    command: tuple[str, ...]
+    """Absolute path, and the options that CXX gives with it."""
+    version: str
+    """All that it says of itself."""
+
+    def options(self, level: Level, emulate: bool) -> tuple[str, ...]:
+        """What a level is compiled with."""
+        chosen = EMULATED_FLAGS if emulate else LEVEL_FLAGS[level]
+        tuned = ("-mtune=native",) if platform.machine() in TUNED_MACHINES else ()
+        # GCC makes statics of templates the same object in every library of a process, so that libraries of two
+        # levels would share them; and GCC 12 takes its own AVX-512 headers for unsafe. Clang does neither, and does not
+        # know these options.
+        only_gcc = () if "clang" in self.version.lower() else ("-fno-gnu-unique", "-Wno-maybe-uninitialized")
+        return (*self.command[1:], *FLAGS, *chosen, *tuned, *only_gcc)
+
+
+def build(
+    level: Level,
+    say: Callable[[str], None],
+    source: Path = PROGRAM,
+    *,
+    cache_root: Path | None = None,
+    emulate: bool = False,
+    what: str = "the CPU kernels",
+    about_s: int = 10,
+    timeout_s: float = COMPILE_TIMEOUT_S,
+) -> Path:
+    """A shared library of `source` for a level, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.
+
+    `source` may include the .h files beside it. `cache_root` is the folder that holds all that the user's cache has, by
+    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, the AVX-512 level does without its
+    instructions and runs on any CPU. `what` and `about_s` tell the user what is compiled and how long it may take, and
+    the compiler is ended after `timeout_s`. Of several processes one compiles and the others wait for it.
+
+    Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
+    had, and ValueError for `emulate` with a level that has nothing to emulate.
+    """
+    if emulate and level != "avx512":
+        raise ValueError(f"there is nothing to emulate at level {level}")
+    compiler = find_compiler()
+    options = compiler.options(level, emulate)
+    folder = (default_cache_root() if cache_root is None else cache_root.absolute()) / "kernels"
+    library = folder / f"{_key(source, level, compiler, options)}.so"
+    if _is_usable(library):
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder, what, say):
+            if _is_usable(library):
+                return library
+            library.unlink(missing_ok=True)
+            _remove_partials(folder)
+            say(f"compiling {what} ({level}{', emulated' if emulate else ''}), once: about {about_s} s")
+            start = time.monotonic()
+            _compile(compiler, options, source, level, library, timeout_s)
+            say(f"compiled {what} in {time.monotonic() - start:.1f} s")
+            _remove_oldest(folder)
+    except OSError as error:
+        raise BuildError(
+            f"cannot keep compiled kernels in {folder} ({error.strerror}): set cache_dir to a folder you can write to, "
+            "with some MiB free"
+        ) from error
+    return library
+
+
+def default_cache_root() -> Path:
+    """Where the user's cache is when nothing is set. Raises BuildError for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(base).expanduser().absolute() / "pipeline"
+    except RuntimeError as error:
+        raise BuildError(f"no folder for compiled kernels: {error}; set cache_dir") from error
+
+
+def find_compiler() -> Compiler:
+    """The compiler that CXX names, or the first of COMPILERS in PATH. Raises NoCompiler."""
+    named = os.environ.get("CXX", "").strip()
+    if named:
+        try:
+            words = shlex.split(named)
+        except ValueError as error:
+            raise NoCompiler(f"CXX is {named!r}, which can't be read as a command: {error}") from error
+        path = shutil.which(words[0]) if words else None
+        if path is None:
+            raise NoCompiler(f"CXX is {named!r}, and there is no such program: name another, or unset it")
+    else:
+        words = []
+        path = next(filter(None, map(shutil.which, COMPILERS)), None)
+        if path is None:
+            raise NoCompiler(
+                f"no C++ compiler found ({', '.join(COMPILERS)}): install one, as with `apt install g++`, or name one "
+                "in CXX"
+            )
+    command = (str(Path(path).absolute()), *words[1:])
+    code, said = _run((*command, "--version"), VERSION_TIMEOUT_S, Path("/"))
+    if code != 0:
+        raise NoCompiler(f"{path} does not work: {_first_error(said) or _describe_end(code)}; name another in CXX")
+    return Compiler(command, said)
+
+
+def _key(source: Path, level: Level, compiler: Compiler, options: tuple[str, ...]) -> str:
+    """A name for the machine code: readable, then a digest of all that it depends on."""
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [
+        [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files],
+        [*compiler.command, compiler.version, *options],
+        levels.identity(platform.machine(), levels.cpuinfo()),
+    ]
+    return f"{source.stem}-{level}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
+
+
+def _is_usable(library: Path) -> bool:
+    """Whether a library is there, whole, and can be loaded. If so it counts as used now, and stays loaded."""
+    try:
+        data = library.read_bytes()
+        # A file that lost its end would not fail to load: the loader would be killed reading it.
+        if hashlib.sha256(data[:-SEAL_BYTES]).digest() != data[-SEAL_BYTES:]:
+            return False
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # of a cache that may only be read, the age does not matter
+        os.utime(library)
+    return True
+
+
+def _compile(
+    compiler: Compiler, options: tuple[str, ...], source: Path, level: Level, library: Path, timeout_s: float
+) -> None:
+    """Make `library`, whole or not at all. What the compiler says, if anything, is left in a .log beside it."""
+    log = library.with_suffix(".log")
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=library.parent))
+    try:
+        made = partial / "library.so"
+        code, said = _run((compiler.command[0], *options, str(source.absolute()), "-o", str(made)), timeout_s, partial)
+        _write_log(log, said)
+        failed = f"{compiler.command[0]} could not compile {source.name} for {level}: "
+        all_of_it = f"; all it said is in {log}" if said else ""
+        if code is None:
+            raise CompileError(f"{failed}it was ended after {timeout_s:.0f} s{all_of_it}")
+        if code != 0 or not made.is_file():
+            raise CompileError(f"{failed}{_first_error(said) or _describe_end(code)}{all_of_it}")
+        _seal(made)
+        try:
+            ctypes.CDLL(str(made))
+        except OSError as error:
+            raise CompileError(f"{source.name} was compiled for {level}, but can't be loaded: {error}") from error
+        made.replace(library)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _run(command: tuple[str, ...], timeout_s: float, folder: Path) -> tuple[int | None, str]:
+    """A command's exit code, None if it had to be ended, and all that it wrote. Its temporary files go into `folder`,
+    where it runs. Whatever it has started ends with it. Raises NoCompiler where it can't be run."""
+    with os.fdopen(os.memfd_create("output"), "w+b") as output:
+        environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # a compiler is several processes
+            )
+        except OSError as error:
+            raise NoCompiler(f"{command[0]} can't be run: {error.strerror}; name another in CXX") from error
+        code: int | None = None
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if code is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return code, output.read().decode("utf-8", "replace").strip()
+
+
+def _first_error(said: str) -> str:
+    """The line of a compiler's words that tells most; empty if it said nothing."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[0] if lines else "")
+
+
+def _describe_end(code: int | None) -> str:
+    if code is None:
+        return "it did not answer"
+    if code >= 0:
+        return f"it exited with code {code}"
+    hint = ", perhaps by the system for want of memory" if -code == signal.SIGKILL else ""
+    return f"it was killed by signal {-code}{hint}"
+
+
+def _write_log(log: Path, said: str) -> None:
+    if said:
+        log.write_text(said + "\n", "utf-8")
+    else:
+        log.unlink(missing_ok=True)
+
+
+def _seal(library: Path) -> None:
+    """Append the digest of a file to it, and put it on the disk."""
+    with library.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _lock(folder: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Be the only process that compiles into a folder. Raises BuildError when another one does for too long."""
+    path = folder / ".lock"
+    end = time.monotonic() + LOCK_TIMEOUT_S
+    waiting = False
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    say(f"another process is compiling {what}: waiting for it")
+                waiting = True
+                if time.monotonic() > end:
+                    raise BuildError(f"another process has held {path} for {LOCK_TIMEOUT_S:.0f} s: end it") from None
+            time.sleep(POLL_S)
+        yield
+
+
+def _remove_partials(folder: Path) -> None:
+    """Throw away what killed processes have left. To be called with the lock, so none of them lives."""
+    for partial in folder.glob(".partial-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Keep the MAX_KEPT libraries, and logs, that were used last."""
+    for pattern in ("*.so", "*.log"):
+        by_age = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in by_age[MAX_KEPT:]:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,63 @@
+"""What instructions the kernels may use: the levels, and which of them a CPU can run."""
+
+import platform
+from pathlib import Path
+from typing import Literal
+
+Level = Literal["avx512", "avx2", "portable"]
+
+CPUINFO = Path("/proc/cpuinfo")
+
+_AVX2 = frozenset({"avx2", "f16c", "fma"})
+_X86_64_V3 = _AVX2 | {"abm", "bmi1", "bmi2", "movbe", "xsave"}
+_X86_64_V4 = _X86_64_V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+
+NEEDED: dict[Level, frozenset[str]] = {
+    "avx512": _X86_64_V4 | {"avx512_bf16", "avx512_vnni"},
+    "avx2": _AVX2,
+    "portable": frozenset(),
+}
+"""Best first. For each level every flag, as Linux names it, that the compiler is allowed to count on."""
+
+
+def available() -> list[Level]:
+    """The levels that this CPU and this system can run, best first."""
+    return runnable(platform.machine(), cpuinfo())
+
+
+def runnable(machine: str, cpuinfo: str) -> list[Level]:
+    """The levels that a machine can run, best first, from its name (as of `uname -m`) and its /proc/cpuinfo.
+
+    Linux leaves out the flags of registers that it does not save, so a flag says that both CPU and system can.
+    """
+    if machine != "x86_64":
+        return ["portable"]
+    flags = frozenset(_field(cpuinfo, "flags").split())
+    return [level for level, needed in NEEDED.items() if needed <= flags]
+
+
+def identity(machine: str, cpuinfo: str) -> str:
+    """A text that is the same for all CPUs of a kind, and another for one that a compiler may tune for otherwise."""
+    names = (
+        *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
+        *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
+        *("isa", "uarch", "cpu"),
+    )
+    return "\n".join([machine, *(_field(cpuinfo, name) for name in names)])
+
+
+def cpuinfo() -> str:
+    """What the system says of its CPUs; empty where it says nothing."""
+    try:
+        return CPUINFO.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _field(cpuinfo: str, name: str) -> str:
+    """The value of a field in the text of the first CPU that has it; empty where none has."""
+    for line in cpuinfo.splitlines():
+        key, colon, value = line.partition(":")
+        if colon and key.strip() == name:
+            return value.strip()
+    return ""

@@ -1,0 +1,199 @@
+// Products with a weight matrix, each with what follows it done on a tile of its outputs while that is in the cache:
+// the sum with the residual, silu(gate) x up, turning queries and keys and writing the cache, the largest logit.
+#pragma once
+
+#include "step.h"
+
+// A tile is `panels_` panels of outputs, for all rows. Derived ops say what becomes of a tile's rows.
+class Product : public Op {
+   public:
+    Product(const char* name, Rows in, const Matrix& matrix, int panels)
+        : Op(name), in_(in), matrix_(matrix), panels_(panels) {}
+
+    int tiles(const Step& step) const override {
+        return rows(step) ? ceil_div(matrix_.columns / PANEL, panels_) : 0;
+    }
+
+    size_t scratch_bytes() const override { return size_t(MOST_ROWS) * panels_ * PANEL * 4; }
+
+    void tile(const Step& step, int index, const Scratch& scratch) override {
+        const int first = index * panels_, last = matrix_.columns / PANEL;
+        const int panels = first + panels_ < last ? panels_ : last - first;
+        const int width = panels * PANEL, num_rows = rows(step);
+        float* values = reinterpret_cast<float*>(scratch.memory);
+        // Even parts: five rows after six cost less than one.
+        const int parts = ceil_div(num_rows, most_rows(matrix_));
+        for (int part = 0, row = 0; part < parts; part++) {
+            const int count = num_rows / parts + (part < num_rows % parts);
+            multiply(in_, row, count, matrix_, first, panels, values, width);
+            for (int r = 0; r < count; r++) {
+                float* at = values + r * width;
+                if (matrix_.bias)
+                    for (int c = 0; c < width; c++) at[c] += matrix_.bias[first * PANEL + c];
+                finish(step, row + r, first * PANEL, width, at, scratch);
+            }
+            row += count;
+        }
+    }
+
+    Cost cost(const Step& step) const override {
+        const double num_rows = rows(step), outputs = matrix_.columns;
+        return {matrix_.panel_bytes() * (outputs / PANEL) + num_rows * (matrix_.depth + outputs) * 4,
+                2.0 * num_rows * outputs * matrix_.depth, matrix_.grouped()};
+    }
+
+   protected:
+    virtual int rows(const Step& step) const { return step.tokens; }
+    virtual void finish(const Step& step, int row, int column, int width, float* values, const Scratch& scratch) = 0;
+
+    const Rows in_;
+    const Matrix matrix_;
+    const int panels_;
+};
+
+// residual += in x matrix
+class LinearAdd final : public Product {
+   public:
+    LinearAdd(float* residual, Rows in, const Matrix& matrix, int width)
+        : Product("linear_add", in, matrix, 2), residual_(residual), width_(width) {}
+
+   private:
+    void finish(const Step&, int row, int column, int width, float* values, const Scratch&) override {
+        float* to = residual_ + size_t(row) * width_ + column;
+        const int count = column + width <= width_ ? width : width_ - column;
+        for (int c = 0; c < count; c++) to[c] += values[c];
+    }
+
+    float* const residual_;
+    const int width_;
+};
+
+// out = silu(in x gate) * (in x up). A panel holds eight outputs of gate and the eight of up beside them.
+class GateUp final : public Product {
+   public:
+    // `out` is plain activations; with `floats`, float32 at every level.
+    GateUp(Rows out, bool floats, Rows in, const Matrix& matrix)
+        : Product("gate_up", in, matrix, 4), out_(out), floats_(floats) {}
+
+   private:
+    void finish(const Step&, int row, int column, int width, float* values, const Scratch&) override {
+        float gated[4 * PANEL / 2];
+        for (int c = 0; c < width; c += PANEL) {
+            const f8 gate = load<f8>(values + c), up = load<f8>(values + c + 8);
+            // What a gate lets through that is beyond the range of exp_of has no place in float32.
+            store(gated + c / 2, gate < -88.0f ? f8{} : gate / (1.0f + exp_of(-gate)) * up);
+        }
+        if (floats_) {
+            memcpy(reinterpret_cast<float*>(out_.data + row * out_.stride) + column / 2, gated, width / 2 * 4);
+        } else {
+            act* to = out_.plain(row) + column / 2;
+            for (int c = 0; c < width / 2; c++) to[c] = to_act(gated[c]);
+        }
+    }
+
+    const Rows out_;
+    const bool floats_;
+};
+
+// Where a layer's keys and values lie. A block of a head is a panel of keys, 16 tokens wide and head_dim deep, and
+// head_dim / 16 panels of values, 16 tokens deep:
+//
+//     [blocks]{ [heads][head_dim / 2][16 tokens][2] keys | [heads][head_dim / 16][8][16][2] values }
+struct KV {
+    uint16_t* data;
+    int heads, head_dim;
+
+    size_t head_size() const { return size_t(head_dim) * BLOCK; }
+    uint16_t* keys(int64_t block, int head) const { return data + (2 * block * heads + head) * head_size(); }
+    uint16_t* values(int64_t block, int head) const { return data + ((2 * block + 1) * heads + head) * head_size(); }
+};
+
+// Queries, keys and values: turned by their positions (Su et al., 2021, arXiv:2104.09864), the queries scaled and left
+// for attention, keys and values written to the cache. A tile is one head.
+//
+// The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
+// they were: in a panel, eight of the first half and the eight of the second half that they turn with.
+class Qkv final : public Product {
+   public:
+    Qkv(float* queries, Rows in, const Matrix& matrix, int num_heads, const KV& kv, const float* cos, const float* sin)
+        : Product("qkv", in, matrix, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
+          cos_(cos), sin_(sin), scale_(1.0f / std::sqrt(float(kv.head_dim))) {}
+
+   private:
+    void finish(const Step& step, int row, int column, int, float* values, const Scratch&) override {
+        const int head = column / kv_.head_dim, dim = kv_.head_dim;
+        const int64_t block = step.slots[row] / BLOCK, place = step.slots[row] % BLOCK;
+        if (head >= num_heads_ + kv_.heads) {
+            uint16_t* to = kv_.values(block, head - num_heads_ - kv_.heads) + place / 2 * PANEL * 2 + place % 2;
+            for (int panel = 0; panel < dim / PANEL; panel++)
+                for (int c = 0; c < PANEL; c++)
+                    to[panel * PANEL * BLOCK + 2 * c] = to_bf16(values[panel * PANEL + c]);
+            return;
+        }
+        const float* cos = cos_ + step.positions[row] * (dim / 2);
+        const float* sin = sin_ + step.positions[row] * (dim / 2);
+        for (int c = 0; c < dim; c += PANEL) {
+            const f8 a = load<f8>(values + c), b = load<f8>(values + c + 8);
+            const f8 cosine = load<f8>(cos + c / 2), sine = load<f8>(sin + c / 2);
+            store(values + c, a * cosine - b * sine);
+            store(values + c + 8, b * cosine + a * sine);
+        }
+        if (head < num_heads_) {
+            float* to = queries_ + size_t(row) * num_heads_ * dim + column;
+            for (int c = 0; c < dim; c++) to[c] = values[c] * scale_;
+        } else {
+            uint16_t* to = kv_.keys(block, head - num_heads_) + place * 2;
+            for (int c = 0; c < dim; c += 2) {
+                to[c * BLOCK] = to_bf16(values[c]);
+                to[c * BLOCK + 1] = to_bf16(values[c + 1]);
+            }
+        }
+    }
+
+    float* const queries_;
+    const int num_heads_;
+    const KV kv_;
+    const float *const cos_, *const sin_;
+    const float scale_;
+};
+
+// The largest logit that a thread has seen of a row.
+struct Best {
+    float value;
+    int32_t id;
+};
+
+// Logits of the sampled tokens. Of a row that is greedy and nothing else only the largest is kept; others are written.
+class Head final : public Product {
+   public:
+    Head(float* logits, Best* best, int max_samples, Rows in, const Matrix& matrix, int vocab_size,
+         const uint8_t* greedy)
+        : Product("head", in, matrix, 4), logits_(logits), best_(best), max_samples_(max_samples),
+          vocab_size_(vocab_size), greedy_(greedy) {}
+
+   private:
+    int rows(const Step& step) const override { return step.samples; }
+
+    void finish(const Step&, int row, int column, int width, float* values, const Scratch& scratch) override {
+        const int count = column + width <= vocab_size_ ? width : vocab_size_ - column;
+        if (!greedy_[row]) {
+            memcpy(logits_ + size_t(row) * vocab_size_ + column, values, count * 4);
+            return;
+        }
+        Best& best = best_[size_t(scratch.thread) * max_samples_ + row];
+        int c = 0;
+        vf tops = splat(-INFINITY);
+        for (; c + LANES <= count; c += LANES) tops = max(tops, load<vf>(values + c));
+        float top = largest(tops);
+        for (; c < count; c++) top = values[c] > top ? values[c] : top;
+        // A thread's tiles come in rising order, so the first of equal ones stays.
+        if (!(top > best.value)) return;
+        for (c = 0; c < count - 1 && values[c] != top; c++) {}
+        best = {top, column + c};
+    }
+
+    float* const logits_;
+    Best* const best_;
+    const int max_samples_, vocab_size_;
+    const uint8_t* const greedy_;
+};

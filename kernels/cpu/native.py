@@ -1,0 +1,183 @@
+"""The CPU library of `program.cpp`, as Python calls it.
+
+Calls go through ctypes, which lets the GIL go while they run. Arrays are named by their addresses: whoever records a
+program keeps them alive for as long as the program is.
+"""
+
+import ctypes
+import mmap
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ABI_VERSION = 1
+"""Of `program.cpp`; raised with every change of its interface."""
+
+PANEL = 16
+"""Outputs of a matrix that lie together; columns are padded to it."""
+
+SPINS = 2000
+"""How often a thread looks for its fellows before it sleeps: some tens of microseconds."""
+
+HUGE_PAGE = 2 * 1024**2
+
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Form(IntEnum):
+    """How activations are kept for the product that reads them."""
+
+    PLAIN = 0
+    GROUPED = 1
+
+
+FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
+
+
+class StepArrays(Structure):
+    """`Step` in step.h: addresses of the arrays of `StepInputs`."""
+
+    _fields_ = (
+        ("tokens", c_int),
+        ("rows", c_int),
+        ("samples", c_int),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("sampled", c_void_p),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("offsets", c_void_p),
+        ("block_tables", c_void_p),
+        ("max_blocks", c_int),
+    )
+
+
+class PackedMatrix(Structure):
+    """`Matrix` in product.h."""
+
+    _fields_ = (
+        ("format", c_int),
+        ("columns", c_int),
+        ("depth", c_int),
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Rows(Structure):
+    """`Rows` in product.h."""
+
+    _fields_ = (("data", c_void_p), ("stride", c_size_t))
+
+
+class LayerMemory(Structure):
+    """`KV` in linear.h."""
+
+    _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int))
+
+
+class MaskTicket(Structure):
+    """`MaskTicket` in pick.h."""
+
+    _fields_ = (("word", c_void_p), ("wanted", c_uint32), ("timeout_ms", c_int32))
+
+
+DRAW_ARRAYS = (
+    "greedy",
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_k",
+    "keys",
+    "repetition",
+    "presence",
+    "frequency",
+    "history",
+    "num_prompt",
+    "num_known",
+    "masks",
+    "ids",
+)
+
+
+class DrawArrays(Structure):
+    """`Draws` in pick.h: addresses of the arrays of `DrawInputs`."""
+
+    _fields_ = tuple((name, c_void_p) for name in DRAW_ARRAYS)
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "abi_version": (c_int, []),
+    "team_new": (c_void_p, [c_int, c_int]),
+    "team_delete": (None, [c_void_p]),
+    "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
+    "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p, c_size_t, c_void_p]),
+    "act_bytes": (c_int, []),
+    "activation_bytes": (c_size_t, [c_int, c_int]),
+    "program_new": (c_void_p, [c_void_p, POINTER(StepArrays)]),
+    "program_delete": (None, [c_void_p]),
+    "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix)]),
+    "program_norm": (None, [c_void_p, Rows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
+    "program_quantize": (None, [c_void_p, Rows, c_void_p, c_int]),
+    "program_qkv": (
+        None,
+        [c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int, POINTER(LayerMemory), c_void_p, c_void_p],
+    ),
+    "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
+    "program_attention": (None, [c_void_p, Rows, c_int, c_void_p, POINTER(LayerMemory), c_void_p]),
+    "program_linear_add": (None, [c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int]),
+    "program_gate_up": (None, [c_void_p, Rows, c_int, Rows, POINTER(PackedMatrix)]),
+    "program_pick": (
+        None,
+        [c_void_p, Rows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(MaskTicket), POINTER(DrawArrays)],
+    ),
+    "program_run": (c_int, [c_void_p, c_int, c_int, c_int]),
+    "program_profile": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p]),
+    "program_size": (c_int, [c_void_p]),
+    "program_name": (c_char_p, [c_void_p, c_int]),
+    "program_cost": (None, [c_void_p, c_int, c_int, c_int, c_int, POINTER(c_double)]),
+}
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`, with the types of its functions. Raises OSError where it is not one of ours."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise OSError(f"{path} has no function {name}") from error
+        function.restype = result
+        function.argtypes = arguments
+    if library.abi_version() != ABI_VERSION:
+        raise OSError(f"{path} has interface {library.abi_version()}, not {ABI_VERSION}")
+    return library
+
+
+def allocate(num_bytes: int) -> ByteArray:
+    """Zeroed memory that begins at a page, in huge pages where the system gives them. It is written once here: memory
+    that is lacking shows at the start and not in the midst of a step."""
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array[:: mmap.PAGESIZE] = 0
+    return array
+
+
+class Team:
+    """The threads that compute. Closed by whoever made it, after the last program."""
+
+    def __init__(self, library: ctypes.CDLL, size: int, spins: int = SPINS) -> None:
+        self.library = library
+        self.size = size
+        self.handle = library.team_new(size, spins)
+
+    def close(self) -> None:
+        if self.handle:
+            self.library.team_delete(self.handle)
+            self.handle = None

@@ -1,0 +1,359 @@
+// Rows of activations times a packed matrix: the one loop that weights, keys and values all go through.
+//
+// A matrix [columns, depth] (as checkpoints have it: one row an output) is cut into panels of 16 outputs, and a panel is
+// laid out in the order in which it is read:
+//
+//     bf16   [depth / 2][16][2]            a pair of neighbours in depth, for each output
+//     q8_0   [depth / 32]{ [8][16][4] codes + 128 | [16] scales }
+//     q4_0   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales }
+//     q4_1   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales | [16] minimums }
+//
+// In the 4-bit formats byte b of chunk j holds depth 8j + b in its lower half and 8j + 4 + b in its upper one. Scales and
+// minimums are float16, as in the file.
+//
+// An output is one accumulator that takes its products in the order of depth, whatever is computed beside it: so a row
+// has the same bits alone and in any batch.
+#pragma once
+
+#include <cstddef>
+
+#include "vec.h"
+
+constexpr int PANEL = 16;
+constexpr int GROUP = 32;
+constexpr int VECTORS = PANEL / LANES;  // of a panel's outputs
+
+enum class Format : int { BF16 = 0, Q8_0 = 1, Q4_0 = 2, Q4_1 = 3 };
+
+struct Matrix {
+    Format format;
+    int columns;  // outputs; a multiple of 16
+    int depth;
+    const uint8_t* panels;
+    const float* bias;  // [columns] or null
+
+    size_t panel_bytes() const {
+        const size_t groups = depth / GROUP;
+        switch (format) {
+            case Format::BF16: return size_t(depth) * PANEL * 2;
+            case Format::Q8_0: return groups * (512 + 32);
+            case Format::Q4_0: return groups * (256 + 32);
+            case Format::Q4_1: return groups * (256 + 64);
+        }
+        return 0;
+    }
+    bool grouped() const { return format != Format::BF16; }
+};
+
+// What a bf16 product reads: the AVX-512 instruction takes pairs of bfloat16; elsewhere the weights are widened and the
+// activations stay as they are.
+#if defined(LEVEL_AVX512)
+typedef uint16_t act;
+INLINE act to_act(float value) { return to_bf16(value); }
+INLINE float from_act(act value) { return from_bf16(value); }
+INLINE void store_acts(act* to, vf values) {
+    const vu words = bits<vu>(values);
+    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+    store(to, __builtin_convertvector((words + 0x7FFF + ((words >> 16) & 1)) >> 16, halves));
+}
+#else
+typedef float act;
+INLINE act to_act(float value) { return value; }
+INLINE float from_act(act value) { return value; }
+INLINE void store_acts(act* to, vf values) { store(to, values); }
+#endif
+
+// Rows of activations. Plain: [depth] act. Grouped, for weights in groups of 32:
+// [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum.
+struct Rows {
+    uint8_t* data;
+    size_t stride;  // bytes
+
+    act* plain(int row) const { return reinterpret_cast<act*>(data + row * stride); }
+    int8_t* codes(int row) const { return reinterpret_cast<int8_t*>(data + row * stride); }
+    float* scales(int row, int depth) const { return reinterpret_cast<float*>(data + row * stride + depth); }
+    int32_t* sums(int row, int depth) const { return reinterpret_cast<int32_t*>(scales(row, depth) + depth / GROUP); }
+    float* scaled_sums(int row, int depth) const { return scales(row, depth) + 2 * (depth / GROUP); }
+};
+
+// --- bf16 -------------------------------------------------------------------------------------------------------------
+
+// acc[r][p] += row r times panel p, over `pairs` pairs of depth.
+template <int R, int P>
+INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&panels)[P], int pairs,
+                          vf (&acc)[R][P][VECTORS]) {
+    for (int k = 0; k < pairs; k++) {
+#if defined(LEVEL_AVX512)
+        vu weights[P][VECTORS];
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) weights[p][v] = load<vu>(panels[p] + k * PANEL + v * LANES);
+        for (int r = 0; r < R; r++) {
+            const vu pair = load<uint32_t>(rows[r] + 2 * k) - vu{};
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], pair);
+        }
+#else
+        for (int half = 0; half < 2; half++) {
+            // Words kept for their upper halves would take registers that accumulators need: they are loaded again.
+            const uint32_t* from[P];
+            for (int p = 0; p < P; p++) {
+                from[p] = panels[p];
+                if constexpr (R * P * VECTORS > 8) asm("" : "+r"(from[p]));
+            }
+            vf weights[P][VECTORS];
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const vu word = load<vu>(from[p] + k * PANEL + v * LANES);
+                    weights[p][v] = bits<vf>(half ? word & 0xFFFF0000u : word << 16);
+                }
+            for (int r = 0; r < R; r++) {
+                const vf value = splat(rows[r][2 * k + half]);
+                for (int p = 0; p < P; p++)
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = fma(value, weights[p][v], acc[r][p][v]);
+            }
+        }
+#endif
+    }
+}
+
+// --- groups of 32 -----------------------------------------------------------------------------------------------------
+
+struct Group8 {  // q8_0
+    static constexpr int BYTES = 512 + 32;
+    static constexpr bool MINIMUM = false;
+};
+struct Group4 {  // q4_0
+    static constexpr int BYTES = 256 + 32;
+    static constexpr bool MINIMUM = false;
+};
+struct Group4Min {  // q4_1
+    static constexpr int BYTES = 256 + 64;
+    static constexpr bool MINIMUM = true;
+};
+
+// The dot products of one group, for R rows and P panels, as int32: exact at every level.
+template <int R, int P>
+INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
+                       vi (&dots)[R][P][VECTORS]) {
+    vi acc[R][P][VECTORS] = {};
+    for (int j = 0; j < 4; j++) {
+        for (int half = 0; half < 2; half++) {
+            vu weights[P][VECTORS];
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const vu word = load<vu>(panel + p * panel_bytes + j * 64 + v * 4 * LANES);
+                    weights[p][v] = (half ? word >> 4 : word) & 0x0F0F0F0Fu;
+                }
+            for (int r = 0; r < R; r++) {
+                const vu four = load<uint32_t>(codes[r] + 8 * j + 4 * half) - vu{};
+                for (int p = 0; p < P; p++)
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_nibbles(acc[r][p][v], weights[p][v], four);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = finish_nibbles(acc[r][p][v]);
+}
+
+template <int R, int P>
+INLINE void dot_group8(const int8_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
+                       vi (&dots)[R][P][VECTORS]) {
+#if defined(LEVEL_AVX512)
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = vi{};
+    for (int j = 0; j < 8; j++) {
+        vu weights[P][VECTORS];
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++)
+                weights[p][v] = load<vu>(panel + p * panel_bytes + j * 64 + v * 4 * LANES);
+        for (int r = 0; r < R; r++) {
+            const vu four = load<uint32_t>(codes[r] + 4 * j) - vu{};
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) dots[r][p][v] = dot_bytes(dots[r][p][v], weights[p][v], four);
+        }
+    }
+#else
+    // Bytes would overflow the 16 bits that sums are kept in, so the halves of a byte are summed apart.
+    for (int half = 1; half >= 0; half--) {
+        const uint8_t* from = panel;
+        asm("" : "+r"(from));  // As above: words are loaded again rather than kept.
+        vi acc[R][P][VECTORS] = {};
+        for (int j = 0; j < 8; j++) {
+            vu weights[P][VECTORS];
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const vu word = load<vu>(from + p * panel_bytes + j * 64 + v * 4 * LANES);
+                    weights[p][v] = (half ? word >> 4 : word) & 0x0F0F0F0Fu;
+                }
+            for (int r = 0; r < R; r++) {
+                const vu four = load<uint32_t>(codes[r] + 4 * j) - vu{};
+                for (int p = 0; p < P; p++)
+                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_nibbles(acc[r][p][v], weights[p][v], four);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++) {
+                    const vi sum = finish_nibbles(acc[r][p][v]);
+                    dots[r][p][v] = half ? sum << 4 : dots[r][p][v] + sum;
+                }
+    }
+#endif
+}
+
+template <class G, int R, int P>
+INLINE void multiply_groups(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
+                            vf (&acc)[R][P][VECTORS]) {
+    const int8_t* codes[R];
+    for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
+    const float* scales = rows.scales(first_row, depth);
+    const size_t stride = rows.stride / 4;
+    const int groups = depth / GROUP;
+    constexpr int offset = G::BYTES == Group8::BYTES ? 128 : G::MINIMUM ? 0 : 8;
+    for (int g = 0; g < groups; g++, panel += G::BYTES) {
+        vi dots[R][P][VECTORS] = {};
+        if constexpr (G::BYTES == Group8::BYTES)
+            dot_group8<R, P>(codes, panel, panel_bytes, dots);
+        else
+            dot_group4<R, P>(codes, panel, panel_bytes, dots);
+        const uint8_t* factors = panel + (G::BYTES == Group8::BYTES ? 512 : 256);
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) {
+                const uint16_t* at = reinterpret_cast<const uint16_t*>(factors + p * panel_bytes) + v * LANES;
+                const vf scale = load_f16(at);
+                vf minimum{};
+                if constexpr (G::MINIMUM) minimum = load_f16(at + PANEL);
+                for (int r = 0; r < R; r++) {
+                    vi dot = dots[r][p][v];
+                    if constexpr (offset != 0)
+                        dot -= offset * load<int32_t>(scales + r * stride + groups + g);
+                    const vf value = __builtin_convertvector(dot, vf) * scale;
+                    acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
+                    if constexpr (G::MINIMUM)
+                        acc[r][p][v] = fma(minimum, splat(scales[r * stride + 2 * groups + g]), acc[r][p][v]);
+                }
+            }
+        for (int r = 0; r < R; r++) codes[r] += GROUP;
+    }
+}
+
+// --- any format -------------------------------------------------------------------------------------------------------
+
+// Rows at once: as many as leave their accumulators in registers.
+#if defined(LEVEL_AVX512)
+constexpr int MOST_ROWS = 12, MOST_ROWS_8 = 6, MOST_ROWS_4 = 6;
+#elif defined(LEVEL_AVX2)
+constexpr int MOST_ROWS = 6, MOST_ROWS_8 = 3, MOST_ROWS_4 = 4;
+#else
+constexpr int MOST_ROWS = 4, MOST_ROWS_8 = 2, MOST_ROWS_4 = 2;
+#endif
+
+template <int R, int P>
+static void multiply_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, float* out,
+                            int out_stride) {
+    const size_t bytes = matrix.panel_bytes();
+    const uint8_t* panel = matrix.panels + first_panel * bytes;
+    vf acc[R][P][VECTORS] = {};
+    if (matrix.format == Format::BF16) {
+        const act* plain[R];
+        const uint32_t* panels[P];
+        for (int r = 0; r < R; r++) plain[r] = rows.plain(first_row + r);
+        for (int p = 0; p < P; p++) panels[p] = reinterpret_cast<const uint32_t*>(panel + p * bytes);
+        multiply_bf16<R, P>(plain, panels, matrix.depth / 2, acc);
+    } else if (matrix.format == Format::Q8_0) {
+        if constexpr (R <= MOST_ROWS_8)
+            multiply_groups<Group8, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+    } else if constexpr (R <= MOST_ROWS_4) {
+        if (matrix.format == Format::Q4_0)
+            multiply_groups<Group4, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+        else
+            multiply_groups<Group4Min, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+    }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + p * PANEL + v * LANES, acc[r][p][v]);
+}
+
+template <int R>
+static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, int panels, float* out,
+                          int out_stride) {
+    // One row has registers for more panels, and needs them: each accumulator waits for its own last product.
+    constexpr int AT_ONCE = R == 1 ? 4 : R == 2 || LANES == 16 ? 2 : 1;
+    int p = 0;
+    for (; p + AT_ONCE <= panels; p += AT_ONCE)
+        multiply_panels<R, AT_ONCE>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
+    if constexpr (AT_ONCE > 1)
+        for (; p < panels; p++)
+            multiply_panels<R, 1>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
+}
+
+// out [count, panels * 16] = rows first_row .. first_row + count times `panels` panels. count <= most_rows(matrix).
+static void multiply(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
+                     float* out, int out_stride) {
+    switch (count) {
+#define CASE(R)                                                                              \
+    case R:                                                                                  \
+        if constexpr (R <= MOST_ROWS)                                                        \
+            multiply_rows<R>(rows, first_row, matrix, first_panel, panels, out, out_stride); \
+        return;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
+}
+
+INLINE int most_rows(const Matrix& matrix) {
+    return !matrix.grouped() ? MOST_ROWS : matrix.format == Format::Q8_0 ? MOST_ROWS_8 : MOST_ROWS_4;
+}
+
+// Column n of a packed matrix, which was row n of the checkpoint's, as float: [depth].
+static void unpack(const Matrix& matrix, int n, float* out) {
+    const uint8_t* panel = matrix.panels + (n / PANEL) * matrix.panel_bytes();
+    const int lane = n % PANEL;
+    if (matrix.format == Format::BF16) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel);
+        for (int k = 0; k < matrix.depth; k++) out[k] = from_bf16(halves[(k / 2 * PANEL + lane) * 2 + k % 2]);
+        return;
+    }
+    const bool bytes = matrix.format == Format::Q8_0, minimums = matrix.format == Format::Q4_1;
+    const int offset = bytes ? 128 : minimums ? 0 : 8;
+    for (int g = 0; g < matrix.depth / GROUP; g++) {
+        const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + (bytes ? 512 : 256));
+        const float scale = one_f16(factors[lane]), minimum = minimums ? one_f16(factors[PANEL + lane]) : 0.0f;
+        for (int k = 0; k < GROUP; k++) {
+            const int code = bytes ? panel[(k / 4 * PANEL + lane) * 4 + k % 4]
+                                   : panel[(k / 8 * PANEL + lane) * 4 + k % 4] >> (k % 8 / 4 * 4) & 15;
+            out[g * GROUP + k] = float(code - offset) * scale + minimum;
+        }
+        panel += bytes ? Group8::BYTES : minimums ? Group4Min::BYTES : Group4::BYTES;
+    }
+}
+
+// A row of floats as codes: the largest magnitude of a group becomes 127.
+static void quantize(const float* from, const Rows& to, int row, int depth) {
+    const int groups = depth / GROUP;
+    int8_t* codes = to.codes(row);
+    float* scales = to.scales(row, depth);
+    for (int g = 0; g < groups; g++, from += GROUP, codes += GROUP) {
+        vf top{};
+        for (int i = 0; i < GROUP; i += LANES) {
+            const vf value = load<vf>(from + i);
+            top = max(top, max(value, -value));
+        }
+        const float scale = largest(top) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+        constexpr float round = 12582912.0f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
+        vi total{};
+        for (int i = 0; i < GROUP; i += LANES) {
+            const vi code = bits<vi>(load<vf>(from + i) * inverse + round) - bits<int32_t>(round);
+            total += code;
+            typedef int8_t bytes __attribute__((vector_size(LANES)));
+            store(codes + i, __builtin_convertvector(code, bytes));
+        }
+        int32_t count = 0;
+        for (int i = 0; i < LANES; i++) count += total[i];
+        scales[g] = scale;
+        scales[groups + g] = bits<float>(count);
+        scales[2 * groups + g] = scale * float(count);
+    }
+}

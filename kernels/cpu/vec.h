@@ -1,0 +1,206 @@
+// Vectors of one level, and the few instructions that a compiler does not find by itself.
+//
+// A level is chosen when this library is compiled: LEVEL_AVX512 (with BF16 and VNNI), LEVEL_AVX2 (with FMA and F16C) or
+// LEVEL_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the compilers' vector
+// extensions; what a level adds stands in this file and nowhere else. With EMULATE, the AVX-512 level does without its
+// instructions, so that its data paths can be tested on any CPU.
+//
+// No sum is left to the compiler's discretion (-ffp-contract=off, explicit fma), so a number does not depend on how many
+// rows are computed beside it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(LEVEL_AVX512)
+constexpr int LANES = 16;
+#elif defined(LEVEL_AVX2)
+constexpr int LANES = 8;
+#elif defined(LEVEL_PORTABLE)
+constexpr int LANES = 4;
+#else
+#error "compile with -DLEVEL_AVX512, -DLEVEL_AVX2 or -DLEVEL_PORTABLE"
+#endif
+
+#if (defined(LEVEL_AVX512) && !defined(EMULATE)) || defined(LEVEL_AVX2)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef float f8 __attribute__((vector_size(32)));  // Eight numbers at every level: half a panel.
+typedef int32_t i8 __attribute__((vector_size(32)));
+
+// The same bits as another type of the same size.
+template <class To, class From>
+INLINE To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bits() keeps the size");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// Loads and stores need no alignment.
+template <class Vector>
+INLINE Vector load(const void* from) {
+    Vector vector;
+    memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+template <class Vector>
+INLINE void store(void* to, Vector vector) {
+    memcpy(to, &vector, sizeof vector);
+}
+
+INLINE vf splat(float value) { return value - vf{}; }
+INLINE f8 splat8(float value) { return value - f8{}; }
+
+// a * b + c, rounded once where the CPU has that instruction.
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(LEVEL_AVX512) && !defined(EMULATE)
+    return bits<vf>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
+#elif defined(LEVEL_AVX2)
+    return bits<vf>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#elif defined(LEVEL_PORTABLE) && defined(__ARM_NEON) && defined(__aarch64__)
+    return bits<vf>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
+#else
+    return a * b + c;
+#endif
+}
+
+template <class Vector>
+INLINE Vector max(Vector a, Vector b) {
+    return a > b ? a : b;
+}
+
+// Sum and maximum over lanes, always in the same order.
+template <class Vector>
+INLINE float sum(Vector vector) {
+    constexpr int count = sizeof(Vector) / 4;
+    float lanes[count];
+    memcpy(lanes, &vector, sizeof vector);
+    for (int width = count / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+template <class Vector>
+INLINE float largest(Vector vector) {
+    constexpr int count = sizeof(Vector) / 4;
+    float lanes[count];
+    memcpy(lanes, &vector, sizeof vector);
+    for (int width = count / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// exp for x <= 88, 0 below -87; relative error under 2e-7. The argument is cut into n ln 2 + r with |r| <= ln 2 / 2, and
+// exp(r) is the polynomial of Cephes' expf (Moshier, 1989).
+template <class Vector, class Integers>
+INLINE Vector exp_of(Vector x) {
+    constexpr float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+    constexpr float round = 12582912.0f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
+    const Vector cut = x < -87.0f ? Vector{} - 87.0f : x;
+    const Vector n = (cut * log2e + round) - round;
+    const Vector r = (cut - n * ln2_high) - n * ln2_low;
+    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
+    return x < -87.0f ? Vector{} : p * bits<Vector>(power);
+}
+INLINE vf exp_of(vf x) { return exp_of<vf, vi>(x); }
+#if !defined(LEVEL_AVX2)
+INLINE f8 exp_of(f8 x) { return exp_of<f8, i8>(x); }
+#endif
+
+// bfloat16 is the upper half of a float32.
+INLINE float from_bf16(uint16_t half) { return bits<float>(uint32_t(half) << 16); }
+
+INLINE uint16_t to_bf16(float value) {  // Rounded to nearest even; NaN does not occur in activations that mean anything.
+    const uint32_t word = bits<uint32_t>(value);
+    return uint16_t((word + 0x7FFF + ((word >> 16) & 1)) >> 16);
+}
+
+// LANES consecutive float16 numbers.
+INLINE vf load_f16(const uint16_t* from) {
+#if defined(LEVEL_AVX512) && !defined(EMULATE)
+    return bits<vf>(_mm512_cvtph_ps(load<__m256i>(from)));
+#elif defined(LEVEL_AVX2)
+    return bits<vf>(_mm256_cvtph_ps(load<__m128i>(from)));
+#else
+    // Exponent and fraction are moved into place and the bias is mended by a product, which also does subnormals.
+    // Infinities and NaN don't occur: no format admits them.
+    vu word;
+    for (int i = 0; i < LANES; i++) word[i] = from[i];
+    const vf magnitude = bits<vf>((word & 0x7FFF) << 13) * bits<float>(0x77800000u);
+    return bits<vf>(bits<vu>(magnitude) | ((word & 0x8000) << 16));
+#endif
+}
+
+INLINE float one_f16(uint16_t half) {
+    const float magnitude = bits<float>(uint32_t(half & 0x7FFF) << 13) * bits<float>(0x77800000u);
+    return bits<float>(bits<uint32_t>(magnitude) | uint32_t(half & 0x8000) << 16);
+}
+
+// acc + the products of two bfloat16 pairs in each lane.
+#if defined(LEVEL_AVX512)
+INLINE vf dot_bf16(vf acc, vu a, vu b) {
+#if defined(EMULATE)
+    acc += bits<vf>(a & 0xFFFF0000u) * bits<vf>(b & 0xFFFF0000u);
+    return acc + bits<vf>(a << 16) * bits<vf>(b << 16);
+#else
+    return bits<vf>(_mm512_dpbf16_ps(bits<__m512>(acc), bits<__m512bh>(a), bits<__m512bh>(b)));
+#endif
+}
+
+// acc + the four products of unsigned bytes of `a` and signed bytes of `b` in each lane.
+INLINE vi dot_bytes(vi acc, vu a, vu b) {
+#if defined(EMULATE)
+    for (int shift = 0; shift < 32; shift += 8)
+        acc += bits<vi>((a >> shift) & 0xFF) * (bits<vi>(b << (24 - shift)) >> 24);
+    return acc;
+#else
+    return bits<vi>(_mm512_dpbusd_epi32(bits<__m512i>(acc), bits<__m512i>(a), bits<__m512i>(b)));
+#endif
+}
+#endif
+
+// The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: below AVX-512 they
+// are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
+INLINE vi dot_nibbles(vi acc, vu a, vu b) {
+#if defined(LEVEL_AVX512)
+    return dot_bytes(acc, a, b);
+#elif defined(LEVEL_AVX2)
+    const __m256i pairs = _mm256_maddubs_epi16(bits<__m256i>(a), bits<__m256i>(b));
+    __m256i added = _mm256_add_epi16(bits<__m256i>(acc), pairs);
+    // Else GCC makes a tree of the sums and runs out of registers for its leaves.
+    asm("" : "+x"(added));
+    return bits<vi>(added);
+#else
+    typedef int16_t vs __attribute__((vector_size(4 * LANES)));
+    const vs codes = bits<vs>(a), values = bits<vs>(b);
+    const vs even = (codes & 0xFF) * ((values << 8) >> 8), odd = (codes >> 8) * (values >> 8);
+    return bits<vi>(bits<vs>(acc) + even + odd);
+#endif
+}
+
+INLINE vi finish_nibbles(vi acc) {
+#if defined(LEVEL_AVX512)
+    return acc;
+#elif defined(LEVEL_AVX2)
+    return bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), _mm256_set1_epi16(1)));
+#else
+    return ((acc << 16) >> 16) + (acc >> 16);
+#endif
+}

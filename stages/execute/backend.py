@@ -1,0 +1,53 @@
+"""Which back end computes: chosen once, when the executor starts."""
+
+import logging
+from pathlib import Path
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.kernels.cpu import build, native
+from pipeline.kernels.cpu.levels import Level, available
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.step_inputs import StepInputs
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.native_program import NativeProgram, unsupported
+from pipeline.stages.execute.program import Program
+from pipeline.stages.execute.torch_program import TorchProgram
+
+
+def make_program(
+    settings: Settings, config: ModelConfig, inputs: StepInputs, draws: DrawInputs, kv: KVPlan, num_threads: int
+) -> Program:
+    """An empty program of the back end that `execute.kernels` names, by default the fastest that this machine has.
+
+    Raises UserError where the one that is named can't compute this model here.
+    """
+    library = _library(settings, config)
+    if library is None:
+        return TorchProgram(settings, config, inputs, draws, kv.num_blocks)
+    level, path = library
+    return NativeProgram(native.load(path), level, num_threads, config, inputs, draws, kv.num_blocks, kv.max_model_len)
+
+
+def _library(settings: Settings, config: ModelConfig) -> tuple[Level, Path] | None:
+    """The level and the library that compute, or None for torch."""
+    log = logging.getLogger("pipeline")
+    wanted = settings.execute.kernels
+    if wanted == "torch" or (wanted == "auto" and settings.execute.dtype != "bfloat16"):
+        return None
+    levels = available()
+    level = levels[0] if wanted == "auto" else wanted
+    if level not in levels:
+        raise UserError(f"execute.kernels is {level!r}, but this CPU runs {', '.join(levels)} and torch")
+    problem = unsupported(config)
+    if problem is None:
+        try:
+            root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
+            return level, build.build(level, log.info, cache_root=root)
+        except build.BuildError as error:
+            problem = str(error)
+    if wanted == "auto":
+        log.warning("computing with torch, which is several times slower: %s", problem)
+        return None
+    raise UserError(f"execute.kernels is {wanted!r}, but {problem}")

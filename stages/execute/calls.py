@@ -1,0 +1,94 @@
+"""A program's calls of torch: a flat list, recorded once and replayed for each step.
+
+Recording: a program asks for buffers and adds calls whose arguments are buffers, weights and constants. Nothing is
+computed. Replaying: each buffer is cut to the step's number of tokens or of samples, and the calls are made in order.
+Since buffers stay where they are, the calls for one pair of numbers are bound once and kept: a step of a size seen
+lately costs no more than the calls themselves. The list is what a device graph takes over whole.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.step_inputs import StepInputs
+
+MAX_BOUND_SIZES = 64
+"""Pairs of numbers whose bound calls are kept."""
+
+
+class Extent(Enum):
+    """What the first dimension of a buffer counts."""
+
+    TOKENS = "tokens"
+    SAMPLES = "samples"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """Memory that a step uses the beginning of."""
+
+    storage: Tensor
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op and what it is called with; a `Buffer` among the arguments stands for its part that the step uses."""
+
+    op: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+class Calls:
+    """The calls of one forward pass over `inputs`."""
+
+    def __init__(self, inputs: StepInputs, dtype: torch.dtype) -> None:
+        self.inputs = inputs
+        self.calls: list[Call] = []
+        self.ids = Buffer(inputs.ids, Extent.TOKENS)
+        self.positions = Buffer(inputs.positions, Extent.TOKENS)
+        self.slots = Buffer(inputs.slots, Extent.TOKENS)
+        self.sampled = Buffer(inputs.sampled, Extent.SAMPLES)
+        self._dtype = dtype
+        self._bound: OrderedDict[tuple[int, int], list[tuple[Callable[..., None], tuple[Any, ...]]]] = OrderedDict()
+
+    def buffer(self, width: int, extent: Extent = Extent.TOKENS, dtype: torch.dtype | None = None) -> Buffer:
+        """Memory for `width` numbers a token or a sample."""
+        most = self.inputs.max_num_tokens if extent is Extent.TOKENS else self.inputs.max_num_rows
+        return Buffer(torch.zeros(most, width, dtype=dtype or self._dtype), extent)
+
+    def add(self, op: Callable[..., None], *args: Any) -> None:
+        """Record a call."""
+        self.calls.append(Call(op, args))
+
+    def run(self) -> None:
+        """Make the calls for the step that `inputs` holds."""
+        for op, args in self._bind(self.inputs.num_tokens, self.inputs.num_samples):
+            op(*args)
+
+    def view(self, buffer: Buffer) -> Tensor:
+        """The part of a buffer that the step in `inputs` uses."""
+        return _cut(buffer, self.inputs.num_tokens, self.inputs.num_samples)
+
+    def _bind(self, num_tokens: int, num_samples: int) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+        size = num_tokens, num_samples
+        if size in self._bound:
+            self._bound.move_to_end(size)
+            return self._bound[size]
+        bound = [
+            (call.op, tuple(_cut(arg, *size) if isinstance(arg, Buffer) else arg for arg in call.args))
+            for call in self.calls
+        ]
+        self._bound[size] = bound
+        if len(self._bound) > MAX_BOUND_SIZES:
+            self._bound.popitem(last=False)
+        return bound
+
+
+def _cut(buffer: Buffer, num_tokens: int, num_samples: int) -> Tensor:
+    return buffer.storage[: num_tokens if buffer.extent is Extent.TOKENS else num_samples]

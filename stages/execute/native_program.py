@@ -1,0 +1,284 @@
+"""A program in the CPU library: a step is one native call, in which Python has no part.
+
+Weights are packed into panels when the program is recorded, keys and values lie in the order in which products read
+them (kernels/cpu/product.h and linear.h), and the threads are the library's own.
+"""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.program import AttentionWeights, Linear, LogitArray, MlpWeights, Program
+from pipeline.stages.execute.rope import rope_frequencies
+
+PAIR = 8
+"""Numbers of a panel's halves: those that turn together, and those of gate and up, stand this far apart."""
+
+MASKS_LATE = 1
+
+
+class MasksLate(RuntimeError):
+    """A grammar's masks did not come in time."""
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """Why the library can't compute a model of this shape, or None."""
+    if config.head_dim % native.PANEL:
+        return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        return "hidden_size and intermediate_size must be even"
+    return None
+
+
+class NativeProgram(Program):
+    """Owns the packed weights, the KV memory and, by its team, the threads."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        level: str,
+        num_threads: int,
+        config: ModelConfig,
+        inputs: StepInputs,
+        draws: DrawInputs,
+        num_blocks: int,
+        max_model_len: int,
+    ) -> None:
+        assert unsupported(config) is None
+        self.name = f"cpu, {level}"
+        self._library = library
+        self._config = config
+        self._inputs, self._draws = inputs, draws
+        self._team = native.Team(library, num_threads)
+        self._kept: list[Any] = []
+        self._table: tuple[Matrix, Any] | None = None
+        self._num_layers = 0
+        self._keep_logits = False
+        self._ticket = native.MaskTicket(None, 0, 0)
+        self._handle = library.program_new(self._team.handle, ctypes.byref(self._step_arrays()))
+        max_num_tokens = inputs.max_num_tokens
+        width = config.num_heads * config.head_dim
+        self._residual = self._floats(max_num_tokens, config.hidden_size)
+        self._queries = self._floats(max_num_tokens, width)
+        self._normed = self._rows(max_num_tokens, config.hidden_size)
+        self._attended = self._rows(max_num_tokens, width)
+        self._gated = self._rows(max_num_tokens, config.intermediate_size)
+        self._wide = self._floats(max_num_tokens, -(-max(width, config.intermediate_size) // PAIR) * PAIR)
+        self._logits = self._floats(inputs.max_num_rows, config.vocab_size)
+        self._cos, self._sin = self._angles(max_model_len)
+        self._kv = [
+            native.LayerMemory(self._memory(layer_bytes(config, num_blocks)), config.num_kv_heads, config.head_dim)
+            for _ in range(config.num_layers)
+        ]
+        self._plan = library.program_attention_plan(
+            self._handle, config.num_heads, config.num_kv_heads, config.sliding_window or 0
+        )
+
+    def embed(self, table: Matrix) -> None:
+        self._table = table, self._pack(table)
+        self._library.program_embed(self._handle, self._residual, self._table[1])
+
+    def attention(self, weights: AttentionWeights) -> None:
+        config, library = self._config, self._library
+        kv = ctypes.byref(self._kv[self._num_layers])
+        self._num_layers += 1
+        heads = config.num_heads + 2 * config.num_kv_heads
+        order = _turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
+        normed = self._norm(weights.norm, weights.qkv.matrix)
+        qkv = self._pack_linear(weights.qkv, order)
+        library.program_qkv(self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin)
+        width = config.num_heads * config.head_dim
+        rows, floats = self._written(self._attended, width, weights.out.matrix)
+        library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan)
+        self._add(self._attended, width, weights.out)
+
+    def mlp(self, weights: MlpWeights) -> None:
+        inner = self._config.intermediate_size
+        normed = self._norm(weights.norm, weights.gate_up.matrix)
+        rows, floats = self._written(self._gated, inner, weights.down.matrix)
+        gate_up = self._pack_linear(weights.gate_up, _gated_order(inner))
+        self._library.program_gate_up(self._handle, rows, floats, normed, gate_up)
+        self._add(self._gated, inner, weights.down)
+
+    def sample(self, norm: Tensor, head: Matrix) -> None:
+        draws = self._draws
+        arrays = native.DrawArrays(**{name: getattr(draws, name).ctypes.data for name in native.DRAW_ARRAYS})
+        self._library.program_pick(
+            self._handle,
+            self._norm(norm, head, sampled=True),
+            # An embedding that is the head too is there once.
+            self._table[1] if self._table is not None and self._table[0] is head else self._pack(head),
+            self._config.vocab_size,
+            self._logits,
+            self._inputs.max_num_rows,
+            ctypes.byref(self._ticket),
+            ctypes.byref(arrays),
+        )
+
+    def run(self) -> IntArray:
+        inputs = self._inputs
+        if self._keep_logits:
+            self._draws.greedy[: inputs.num_samples] = 0
+        status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
+        if status == MASKS_LATE:
+            raise MasksLate(f"masks did not come within {self._ticket.timeout_ms} ms")
+        return self._draws.ids[: inputs.num_samples].copy()
+
+    def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
+        """Let the next steps wait, before they draw, until the uint32 at the address `word` is `wanted`; an address of
+        0 ends that. A step whose masks are late raises `MasksLate` and leaves rows without ids."""
+        self._ticket.wanted, self._ticket.timeout_ms = wanted, timeout_ms
+        self._ticket.word = word or None
+
+    def logits(self) -> LogitArray:
+        num, width = self._inputs.num_samples, self._config.vocab_size
+        array: LogitArray = np.ctypeslib.as_array(
+            ctypes.cast(self._logits, ctypes.POINTER(ctypes.c_float)), (num, width)
+        )
+        return array
+
+    def keep_logits(self) -> None:
+        self._keep_logits = True
+
+    def profile(self) -> list[tuple[str, float]]:
+        """Compute the step that the inputs hold. Returns each op's name and seconds."""
+        inputs, library = self._inputs, self._library
+        seconds = np.zeros(library.program_size(self._handle), np.float64)
+        library.program_profile(
+            self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples, seconds.ctypes.data
+        )
+        names = [library.program_name(self._handle, i).decode() for i in range(len(seconds))]
+        return list(zip(names, seconds.tolist(), strict=True))
+
+    def costs(self) -> list[tuple[float, float, bool]]:
+        """For each op of the step that the inputs hold: bytes it must move, operations, whether they are integers'."""
+        inputs, library = self._inputs, self._library
+        out = (ctypes.c_double * 3)()
+        costs = []
+        for i in range(library.program_size(self._handle)):
+            library.program_cost(self._handle, i, inputs.num_tokens, inputs.num_rows, inputs.num_samples, out)
+            costs.append((out[0], out[1], bool(out[2])))
+        return costs
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.program_delete(self._handle)
+            self._handle = None
+            self._team.close()
+            self._kept.clear()
+
+    # What follows lays out memory. Addresses are plain numbers; `_kept` keeps what they point to.
+
+    def _norm(self, weight: Tensor, matrix: Matrix, sampled: bool = False) -> native.Rows:
+        """Record the norm before a product with `matrix`. Returns where it leaves its rows."""
+        size, eps = self._config.hidden_size, self._config.rms_norm_eps
+        self._library.program_norm(
+            self._handle, self._normed, _form(matrix), self._residual, self._vector(weight), size, eps, sampled
+        )
+        return self._normed
+
+    def _written(self, rows: native.Rows, width: int, matrix: Matrix) -> tuple[native.Rows, bool]:
+        """Where an op in front of a product leaves its rows, and whether as floats that become codes then."""
+        if _form(matrix) is Form.PLAIN:
+            return rows, False
+        return native.Rows(self._wide, width * 4), True
+
+    def _add(self, rows: native.Rows, width: int, linear: Linear) -> None:
+        if _form(linear.matrix) is Form.GROUPED:
+            self._library.program_quantize(self._handle, rows, self._wide, width)
+        self._library.program_linear_add(
+            self._handle, self._residual, rows, self._pack_linear(linear), self._config.hidden_size
+        )
+
+    def _step_arrays(self) -> native.StepArrays:
+        inputs = self._inputs
+        names = ("starts", "counts", "offsets", "block_tables")
+        tensors = ("ids", "positions", "slots", "sampled")
+        return native.StepArrays(
+            **{name: getattr(inputs, name).ctypes.data for name in names},
+            **{name: getattr(inputs, name).data_ptr() for name in tensors},
+            max_blocks=inputs.block_tables.shape[1],
+        )
+
+    def _memory(self, num_bytes: int) -> int:
+        array = native.allocate(num_bytes)
+        self._kept.append(array)
+        return int(array.ctypes.data)
+
+    def _floats(self, rows: int, width: int) -> int:
+        return self._memory(rows * width * 4)
+
+    def _rows(self, rows: int, width: int) -> native.Rows:
+        """Rows of activations, of either form."""
+        stride = max(self._library.activation_bytes(form, width) for form in Form)
+        return native.Rows(self._memory(rows * stride), stride)
+
+    def _vector(self, values: Tensor) -> int:
+        kept = values.to(torch.float32).contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _angles(self, max_model_len: int) -> tuple[int, int]:
+        """Cosines and sines of every position: [max_model_len, head_dim / 2] each."""
+        config = self._config
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
+        return self._vector(torch.cos(angles)), self._vector(torch.sin(angles))
+
+    def _pack_linear(self, linear: Linear, order: IntArray | None = None) -> Any:
+        return self._pack(linear.matrix, order, linear.bias)
+
+    def _pack(self, matrix: Matrix, order: IntArray | None = None, bias: Tensor | None = None) -> Any:
+        """A matrix in panels: output i is row order[i], and zeros where that is negative."""
+        if order is None:
+            order = np.arange(matrix.num_rows, dtype=np.int32)
+        columns = -(-len(order) // native.PANEL) * native.PANEL
+        order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
+        packed = native.PackedMatrix(native.FORMATS[matrix.format], columns, matrix.num_columns, None, None)
+        reference = ctypes.byref(packed)
+        panels = self._memory(self._library.panel_bytes(reference) * columns // native.PANEL)
+        packed.panels = panels
+        data = matrix.data
+        row_bytes = data.stride(0) * data.element_size()
+        self._library.pack(self._team.handle, reference, panels, data.data_ptr(), row_bytes, order.ctypes.data)
+        if bias is not None:
+            # Row -1 is the zero behind the last.
+            padded = torch.cat([bias.to(torch.float32), torch.zeros(1)])
+            packed.bias = self._vector(padded[torch.from_numpy(order).long()])
+        return reference
+
+
+def layer_bytes(config: ModelConfig, num_blocks: int) -> int:
+    """Bytes of one layer's keys and values, which are bfloat16."""
+    return 2 * num_blocks * BLOCK_SIZE * config.num_kv_heads * config.head_dim * 2
+
+
+def _form(matrix: Matrix) -> Form:
+    return Form.PLAIN if matrix.format == "bf16" else Form.GROUPED
+
+
+def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:
+    """Rows of queries, keys and values as panels have them: in the heads that turn, eight of a head's first half and
+    the eight of its second half that turn with them."""
+    half = np.arange(head_dim // 2).reshape(-1, 1, PAIR)
+    turned = np.concatenate([half, half + head_dim // 2], axis=1).reshape(-1)
+    plain = np.arange(head_dim)
+    heads = [head * head_dim + (turned if head < num_turning else plain) for head in range(num_heads)]
+    return np.concatenate(heads).astype(np.int32)
+
+
+def _gated_order(inner: int) -> IntArray:
+    """Rows of gate and up as panels have them: eight of gate and the eight of up beside them."""
+    padded = np.arange(-(-inner // PAIR) * PAIR)
+    gate = np.where(padded < inner, padded, -1).reshape(-1, 1, PAIR)
+    up = np.where(gate >= 0, gate + inner, -1)
+    return np.concatenate([gate, up], axis=1).reshape(-1).astype(np.int32)

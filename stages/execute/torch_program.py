@@ -1,0 +1,105 @@
+"""A program in torch, op by op: the reference of the other back ends, and what runs where they can't.
+
+Every op works in bfloat16 or in float32 all through; weights in blocks are widened when the program is recorded.
+"""
+
+import torch
+from torch import Tensor
+
+from pipeline.config.settings import Settings
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.select import select
+from pipeline.kernels.step_inputs import IntArray, StepInputs
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.calls import Calls, Extent
+from pipeline.stages.execute.program import AttentionWeights, Linear, LogitArray, MlpWeights, Program
+from pipeline.stages.execute.rope import rope_frequencies
+from pipeline.stages.execute.sampler import Sampler
+
+
+class TorchProgram(Program):
+    """Raises ValueError for a device that we have no kernels for."""
+
+    def __init__(
+        self, settings: Settings, config: ModelConfig, inputs: StepInputs, draws: DrawInputs, num_blocks: int
+    ) -> None:
+        self._ops = ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
+        self.name = ops.name
+        self._config = config
+        self._inputs = inputs
+        self._num_layers = 0
+        self._dequantized: dict[int, tuple[Matrix, Tensor]] = {}
+        self.kv: list[LayerKV] = ops.kv_allocate(
+            config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device
+        )
+        self._sampler = Sampler(ops, draws)
+        self._calls = calls = Calls(inputs, ops.dtype)
+        self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
+        self._x = calls.buffer(config.hidden_size)
+        self._qkv = calls.buffer((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        self._attended = calls.buffer(config.num_heads * config.head_dim)
+        self._gate_up = calls.buffer(2 * config.intermediate_size)
+        self._gated = calls.buffer(config.intermediate_size)
+        self._last = calls.buffer(config.hidden_size, Extent.SAMPLES)
+        self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
+        self._cos = calls.buffer(config.head_dim, dtype=torch.float32)
+        self._sin = calls.buffer(config.head_dim, dtype=torch.float32)
+        self._plan = ops.attention_plan(config.sliding_window, ops.dtype)
+
+    def embed(self, table: Matrix) -> None:
+        config, calls, ops = self._config, self._calls, self._ops
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        calls.add(self._plan.prepare, self._inputs)
+        calls.add(ops.rotary_angles, self._cos, self._sin, calls.positions, frequencies)
+        calls.add(ops.take_rows, self._residual, self._widened(table), calls.ids)
+
+    def attention(self, weights: AttentionWeights) -> None:
+        calls, ops, kv = self._calls, self._ops, self.kv[self._num_layers]
+        self._num_layers += 1
+        calls.add(ops.rms_norm, self._x, self._residual, weights.norm, self._config.rms_norm_eps)
+        calls.add(ops.linear, self._qkv, self._x, *self._linear(weights.qkv))
+        calls.add(ops.rotary_write, self._qkv, self._cos, self._sin, calls.slots, kv)
+        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan)
+        calls.add(ops.linear, self._x, self._attended, *self._linear(weights.out))
+        calls.add(ops.add, self._residual, self._x)
+
+    def mlp(self, weights: MlpWeights) -> None:
+        calls, ops = self._calls, self._ops
+        calls.add(ops.rms_norm, self._x, self._residual, weights.norm, self._config.rms_norm_eps)
+        calls.add(ops.linear, self._gate_up, self._x, *self._linear(weights.gate_up))
+        calls.add(ops.silu_mul, self._gated, self._gate_up)
+        calls.add(ops.linear, self._x, self._gated, *self._linear(weights.down))
+        calls.add(ops.add, self._residual, self._x)
+
+    def sample(self, norm: Tensor, head: Matrix) -> None:
+        calls, ops = self._calls, self._ops
+        calls.add(ops.rms_norm, self._x, self._residual, norm, self._config.rms_norm_eps)
+        calls.add(ops.take_rows, self._last, self._x, calls.sampled)
+        calls.add(ops.logits, self._logits, self._last, self._widened(head))
+
+    def run(self) -> IntArray:
+        with torch.inference_mode():
+            self._calls.run()
+            return self._sampler.sample(self._calls.view(self._logits))
+
+    def logits(self) -> LogitArray:
+        array: LogitArray = self._calls.view(self._logits).numpy()
+        return array
+
+    def keep_logits(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
+        bias = None if linear.bias is None else linear.bias.to(self._ops.dtype)
+        return self._widened(linear.matrix), bias
+
+    def _widened(self, matrix: Matrix) -> Tensor:
+        """The numbers of a matrix, made once where it is used twice."""
+        if id(matrix) not in self._dequantized:
+            self._dequantized[id(matrix)] = matrix, matrix.dequantize(self._ops.dtype)
+        return self._dequantized[id(matrix)][1]

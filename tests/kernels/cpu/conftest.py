@@ -1,0 +1,16 @@
+"""The CPU library at every level that this machine can compute."""
+
+import ctypes
+
+import pytest
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.build import build
+from pipeline.kernels.cpu.levels import available
+
+
+@pytest.fixture(scope="session", params=[*available(), "emulated"])
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The whole program, from the user's cache or compiled into it; "emulated" is AVX-512 without its instructions."""
+    emulate = request.param == "emulated"
+    return native.load(build("avx512" if emulate else request.param, print, emulate=emulate))

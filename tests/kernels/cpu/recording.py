@@ -1,0 +1,309 @@
+"""Programs of a few ops of the CPU library, for tests: recorded by hand, over memory that is watched at both ends.
+
+Numbers go in and come out as numpy arrays in the order that a reference has them; how the library lays them out is
+written down here a second time, from the comments in kernels/cpu/*.h. References are float64, and say how far rounding
+in float32 may have led from them.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
+
+FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
+GROUP = 32
+PANEL = 16
+EPS = 2.0**-24
+"""The largest relative error of one rounding to float32."""
+TINY = 1e-30
+"""Sums of numbers that float32 has no place for."""
+CANARY = 0xA5
+GUARD_BYTES = 256
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Rounded to bfloat16, as float32."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16().float().numpy()
+
+
+def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def random_matrix(seed: int, rows: int, columns: int, format: Format, scale: float = 0.3) -> Matrix:
+    """Weights whose groups differ in size and, so that minimums count, in where they lie."""
+    values = random(seed, rows, columns, scale=scale)
+    values += random(seed + 1, rows, columns // 16 + 1, scale=scale).repeat(16, axis=1)[:, :columns]
+    return quantize(torch.from_numpy(values), format)
+
+
+def exact(matrix: Matrix) -> np.ndarray:
+    """The numbers of a matrix, float64."""
+    return matrix.dequantize(torch.float32).double().numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Activations as an op left them for a product, or as a test gives them to one."""
+
+    values: np.ndarray
+    """[rows, width] float64: what the product reads, codes times scales if it has them"""
+    codes: np.ndarray
+    scales: np.ndarray
+
+
+class Recording:
+    """One program. Its memory has canaries before and behind it, which every run checks."""
+
+    def __init__(
+        self, library: ctypes.CDLL, threads: int = 1, tokens: int = 64, rows: int = 64, blocks: int = 32
+    ) -> None:
+        self.library = library
+        self.wide = library.act_bytes() == 4
+        self.inputs = StepInputs(tokens, rows, blocks)
+        self.draws = DrawInputs(rows)
+        self.ticket = native.MaskTicket(None, 0, 0)
+        self.team = native.Team(library, threads)
+        self._guarded: list[np.ndarray] = []
+        self._kept: list[Any] = []
+        inputs = self.inputs
+        arrays = native.StepArrays(
+            **{name: getattr(inputs, name).ctypes.data for name in ("starts", "counts", "offsets", "block_tables")},
+            **{name: getattr(inputs, name).data_ptr() for name in ("ids", "positions", "slots", "sampled")},
+            max_blocks=blocks,
+        )
+        self.program = library.program_new(self.team.handle, ctypes.byref(arrays))
+        self.fill([(0, 1)])
+
+    def close(self) -> None:
+        self.library.program_delete(self.program)
+        self.team.close()
+
+    # --- memory
+
+    def memory(self, num_bytes: int) -> np.ndarray:
+        """Bytes at the start of a cache line, each CANARY, with more of them around."""
+        whole = np.full(num_bytes + 2 * GUARD_BYTES + 64, CANARY, np.uint8)
+        begin = GUARD_BYTES + -(whole.ctypes.data + GUARD_BYTES) % 64
+        self._kept.append(whole)
+        self._guarded += [whole[:begin], whole[begin + num_bytes :]]
+        return whole[begin : begin + num_bytes]
+
+    def floats(self, values: np.ndarray) -> np.ndarray:
+        """A copy of a float32 array where an op may read and write it."""
+        array = self.memory(values.size * 4).view(np.float32).reshape(values.shape)
+        array[:] = values
+        return array
+
+    def kept(self, value: Any) -> Any:
+        self._kept.append(value)
+        return value
+
+    def rows(self, num: int, width: int) -> native.Rows:
+        """Room for activations of either form."""
+        stride = max(self.library.activation_bytes(form, width) for form in Form)
+        return self.wide_rows(num, stride)
+
+    def wide_rows(self, num: int, stride: int) -> native.Rows:
+        memory = self.memory(num * stride)
+        rows = native.Rows(memory.ctypes.data, stride)
+        self._kept.append(rows)
+        rows.memory = memory.reshape(num, stride)
+        return rows
+
+    # --- activations
+
+    def as_act(self, values: np.ndarray) -> np.ndarray:
+        """As plain activations hold numbers at this level."""
+        return values if self.wide else to_bf16(values)
+
+    def put(self, rows: native.Rows, values: np.ndarray, form: Form) -> Kept:
+        """Leave float32 values for a product. Returns what it will read."""
+        num, width = values.shape
+        memory = rows.memory
+        if form is Form.PLAIN:
+            kept = self.as_act(values)
+            bits = kept if self.wide else (kept.view(np.uint32) >> 16).astype(np.uint16)
+            memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
+            return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
+        codes, scales = quantize_rows(values)
+        sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
+        parts = [codes, scales, sums, scales * sums.astype(np.float32)]
+        packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
+        memory[:num, : packed.shape[1]] = packed
+        return self.read_groups(rows, num, width)
+
+    def read_plain(self, rows: native.Rows, num: int, width: int) -> np.ndarray:
+        if self.wide:
+            return read_floats(rows, num, width)
+        words = np.ascontiguousarray(rows.memory[:num, : 2 * width]).view(np.uint16)
+        return (words.astype(np.uint32) << 16).view(np.float32)
+
+    def read_groups(self, rows: native.Rows, num: int, width: int) -> Kept:
+        """Codes and scales, after a look at the sums behind them."""
+        groups = width // GROUP
+        memory = np.ascontiguousarray(rows.memory[:num, : width + 12 * groups])
+        codes = memory[:, :width].view(np.int8)
+        scales, sums, scaled = (
+            np.ascontiguousarray(memory[:, width + 4 * groups * i :][:, : 4 * groups]).view(dtype)
+            for i, dtype in enumerate((np.float32, np.int32, np.float32))
+        )
+        np.testing.assert_array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
+        np.testing.assert_array_equal(scaled, scales * sums.astype(np.float32))
+        return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales)
+
+    # --- weights
+
+    def pack(self, matrix: Matrix, order: Sequence[int] | None = None, bias: np.ndarray | None = None) -> Any:
+        """`order` and `bias` as a checkpoint's rows have them; -1 is a row of zeros. Padded with those."""
+        rows = list(range(matrix.num_rows) if order is None else order)
+        rows += [-1] * (-len(rows) % PANEL)
+        packed = native.PackedMatrix(native.FORMATS[matrix.format], len(rows), matrix.num_columns, None, None)
+        reference = ctypes.byref(packed)
+        panels = self.memory(self.library.panel_bytes(reference) * len(rows) // PANEL)
+        packed.panels = panels.ctypes.data
+        row_bytes = matrix.data.stride(0) * matrix.data.element_size()
+        positions = np.array(rows, np.int32)
+        self.library.pack(
+            self.team.handle, reference, packed.panels, matrix.data.data_ptr(), row_bytes, positions.ctypes.data
+        )
+        if bias is not None:
+            padded = np.append(bias, 0).astype(np.float32)[positions]
+            packed.bias = self.floats(padded).ctypes.data
+        self._kept.append(packed)
+        return reference
+
+    # --- steps
+
+    def fill(
+        self,
+        entries: Sequence[tuple[int, int]],
+        ids: np.ndarray | None = None,
+        tables: np.ndarray | None = None,
+        samples: Sequence[bool] | None = None,
+    ) -> None:
+        """Set the step: (start, count) of each entry, and the blocks of each, [entries, blocks]."""
+        starts, counts = (np.array([entry[i] for entry in entries], np.int32) for i in (0, 1))
+        if ids is None:
+            ids = np.zeros(counts.sum(), np.int32)
+        if tables is None:
+            tables = np.zeros((len(entries), self.inputs.block_tables.shape[1]), np.int32)
+        samples = [True] * len(entries) if samples is None else samples
+        self.inputs.fill(ids, starts, counts, tables, np.array(samples, np.uint8))
+
+    def tokens(self, num: int) -> None:
+        """A step of so many tokens, whatever rows they are of."""
+        self.fill([(0, 1)] * num)
+
+    def run(self) -> int:
+        """Compute the step. Returns its status."""
+        inputs = self.inputs
+        status = self.library.program_run(self.program, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
+        for guard in self._guarded:
+            assert (guard == CANARY).all(), "wrote beyond its memory"
+        return int(status)
+
+
+@contextmanager
+def recording(library: ctypes.CDLL, **sizes: int) -> Iterator[Recording]:
+    made = Recording(library, **sizes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def form_of(format: Format) -> Form:
+    return Form.PLAIN if format == "bf16" else Form.GROUPED
+
+
+def read_floats(rows: native.Rows, num: int, width: int) -> np.ndarray:
+    return np.ascontiguousarray(rows.memory[:num, : 4 * width]).view(np.float32)
+
+
+def quantize_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [N, K] int8 and scales [N, K / 32] float32, rounded as quantize() in product.h writes it down."""
+    groups = values.reshape(len(values), -1, GROUP)
+    scales = np.abs(groups).max(-1) / np.float32(127)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scales > 0, np.float32(1) / scales, np.float32(0))
+    codes = np.rint(groups * inverse[..., None]).astype(np.int8)
+    return codes.reshape(values.shape), scales
+
+
+def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
+    """What a product is, [N, outputs] float64, and how far float32 may be from it.
+
+    One accumulator takes n terms in order, each of which has been rounded twice at most before: its error is bounded by
+    (n + 2) EPS times the sum of their magnitudes (Higham, "Accuracy and Stability", 2002, section 3.1). A term is a
+    product where weights are bf16, and otherwise the sum of a group, which is exact before it is scaled, or of its
+    minimum.
+    """
+    weights = exact(matrix)
+    out = kept.values @ weights.T
+    if matrix.format == "bf16":
+        return out, (matrix.num_columns + 2) * EPS * (np.abs(kept.values) @ np.abs(weights).T) + TINY
+    num, groups = len(kept.values), matrix.num_columns // GROUP
+    minimums = np.zeros((matrix.num_rows, groups))
+    if matrix.format == "q4_1":
+        minimums = matrix.minimums().double().numpy()
+    above = weights.reshape(-1, groups, GROUP) - minimums[..., None]
+    values = kept.values.reshape(num, groups, GROUP)
+    magnitude = np.abs(np.einsum("ngk,mgk->nmg", values, above)).sum(-1)
+    magnitude += np.abs(values.sum(-1)) @ np.abs(minimums).T
+    return out, (2 * groups + 4) * EPS * magnitude + TINY
+
+
+def assert_near(actual: np.ndarray, expected: np.ndarray, error: np.ndarray | float) -> None:
+    """Every number is finite and within its own bound."""
+    assert actual.shape == expected.shape
+    off = np.abs(actual - expected) - error
+    assert np.isfinite(actual).all()
+    worst = np.unravel_index(off.argmax(), off.shape)
+    assert (off <= 0).all(), f"{actual[worst]} at {worst}, not {expected[worst]}: beyond the bound by {off[worst]}"
+
+
+def assert_rounded_to_bf16(actual: np.ndarray, expected: np.ndarray, error: np.ndarray | float) -> None:
+    """Every number is what bfloat16 makes of some number within the bound."""
+    assert actual.shape == expected.shape and np.isfinite(actual).all()
+    assert (to_bf16(expected - error) <= actual).all() and (actual <= to_bf16(expected + error)).all()
+
+
+def assert_kept(recorded: Recording, actual: np.ndarray, expected: np.ndarray, error: np.ndarray | float) -> None:
+    """Plain activations are the numbers, rounded as this level keeps them."""
+    if recorded.wide:
+        assert_near(actual, expected, error + EPS * np.abs(expected))
+    else:
+        assert_rounded_to_bf16(actual, expected, error)
+
+
+def assert_groups(kept: Kept, expected: np.ndarray, error: np.ndarray | float) -> None:
+    """Codes are those of some numbers within the bound."""
+    error = np.broadcast_to(error, expected.shape)
+    groups = (len(expected), -1, GROUP)
+    most = error.reshape(groups).max(-1)
+    assert_near(kept.scales, np.abs(expected).reshape(groups).max(-1) / 127, most / 127 + EPS * 127 * kept.scales)
+    # Half a code, what the value moved, and the rounding of value, inverse and scale in a code of 127.
+    bound = kept.scales.repeat(GROUP, 1) * (0.5 + 4 * 127 * EPS) + error
+    assert_near(kept.values, expected, bound)
+
+
+def sampled_tables(seed: int, lengths: Sequence[int], num_blocks: int) -> np.ndarray:
+    """Blocks for rows of so many tokens, [rows, most], each block once and in no order; 0 behind a row's own."""
+    needed = [-(-length // BLOCK_SIZE) for length in lengths]
+    blocks = np.random.default_rng(seed).permutation(num_blocks)
+    assert sum(needed) <= num_blocks
+    tables = np.zeros((len(lengths), max(needed)), np.int32)
+    for i, num in enumerate(needed):
+        tables[i, :num] = blocks[sum(needed[:i]) :][:num]
+    return tables

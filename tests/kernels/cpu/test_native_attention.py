@@ -1,0 +1,277 @@
+"""Attention of the CPU library: decode and prefill in one call, over blocks that lie anywhere among stale ones."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from tests.kernels.cpu.recording import (
+    EPS,
+    PANEL,
+    TINY,
+    Recording,
+    assert_kept,
+    assert_near,
+    random,
+    read_floats,
+    recording,
+    sampled_tables,
+    to_bf16,
+)
+
+STRETCH = 64
+"""Keys between two looks at the running maximum."""
+EXP_ERROR = 2.5e-7
+"""Of exp_of in vec.h, and of the difference that it is given."""
+SCORE_ROUNDING = 6
+"""Of a sum of n random terms, in EPS sqrt(n) times the root of their squares: the walk that its n roundings make has a
+third of that for its deviation (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis")."""
+NUM_BLOCKS = 128
+STALE = (3.3e38, -3.3e38, 1.0, -1e-38)
+"""What blocks hold that nobody has written lately: finite, but products of it need not be."""
+
+ENTRIES = [
+    (0, 1),
+    (15, 1),
+    (16, 1),
+    (63, 1),
+    (64, 1),
+    (200, 1),
+    (0, 70),
+    (40, 33),
+    (127, 2),
+    (59, 6),
+    (0, 16),
+    (129, 1),
+    (100, 1),
+    (31, 1),
+    (2, 1),
+    (77, 1),
+]
+"""(start, count): contexts that end at, before and behind the borders of blocks and stretches."""
+
+SHAPES = [  # key-value heads, queries a head, head_dim, window
+    (2, 1, 32, 0),
+    (2, 3, 64, 0),
+    (1, 3, 64, 100),
+    (2, 7, 64, 64),
+    (1, 7, 80, 0),
+    (1, 16, 32, 5),
+    (2, 1, 96, 21),
+    (1, 3, 128, 1),
+    (1, 1, 256, 0),
+    (2, 3, 16, 0),
+    (1, 71, 32, 0),
+    (9, 16, 16, 64),
+]
+"""The last two have more queries than go through a stretch together, and than one decoding row keeps."""
+
+
+@dataclass
+class Case:
+    """Rows with their whole history, of which a step computes the ends. Arrays are float32, keys and values bf16."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    window: int
+    keys: list[np.ndarray]
+    """[context, kv_heads, head_dim] of each entry"""
+    values: list[np.ndarray]
+    queries: list[np.ndarray]
+    """[context, heads, head_dim], scaled"""
+
+    @property
+    def width(self) -> int:
+        return self.kv_heads * self.group * self.head_dim
+
+
+def case_of(kv_heads: int, group: int, head_dim: int, window: int) -> Case:
+    keys, values, queries = [], [], []
+    for i, (start, count) in enumerate(ENTRIES):
+        context = start + count
+        # Scores spread widely, so that maxima move between stretches and some weights vanish.
+        keys.append(to_bf16(random(3 * i, context, kv_heads, head_dim)))
+        values.append(to_bf16(random(3 * i + 1, context, kv_heads, head_dim)))
+        queries.append(random(3 * i + 2, context, kv_heads * group, head_dim, scale=2.5 / head_dim**0.5))
+    return Case(kv_heads, group, head_dim, window, keys, values, queries)
+
+
+class Attention:
+    """One attention op, its KV memory full of stale numbers but for the histories of `case`."""
+
+    def __init__(self, r: Recording, case: Case, floats: bool = False) -> None:
+        self.r, self.case, self.floats = r, case, floats
+        most = r.inputs.max_num_tokens
+        rng = np.random.default_rng(99)
+        self.tables = sampled_tables(1, [len(keys) for keys in case.keys], NUM_BLOCKS)
+        size = case.head_dim * BLOCK_SIZE
+        self.memory = r.memory(NUM_BLOCKS * 2 * case.kv_heads * size * 2).view(np.uint16)
+        self.memory[:] = bits(rng.choice(np.array(STALE, np.float32), len(self.memory)))
+        blocks = self.memory.reshape(NUM_BLOCKS, 2, case.kv_heads, size)
+        keys = blocks[:, 0].reshape(NUM_BLOCKS, case.kv_heads, case.head_dim // 2, BLOCK_SIZE, 2)
+        values = blocks[:, 1].reshape(NUM_BLOCKS, case.kv_heads, case.head_dim // PANEL, BLOCK_SIZE // 2, PANEL, 2)
+        for i in range(len(ENTRIES)):
+            at = np.arange(len(case.keys[i]))
+            block, place = self.tables[i, at // BLOCK_SIZE], at % BLOCK_SIZE
+            keys[block, :, :, place] = bits(case.keys[i]).reshape(len(at), case.kv_heads, -1, 2)
+            values[block, :, :, place // 2, :, place % 2] = bits(case.values[i]).reshape(
+                len(at), case.kv_heads, -1, PANEL
+            )
+        self.queries = r.floats(np.zeros((most, case.width)))
+        self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
+        layer = r.kept(native.LayerMemory(self.memory.ctypes.data, case.kv_heads, case.head_dim))
+        plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
+        r.library.program_attention(
+            r.program, self.out, floats, self.queries.ctypes.data, ctypes.byref(layer), plan
+        )
+
+    def run(self, entries: list[tuple[int, int, int]]) -> list[np.ndarray]:
+        """(entry, start, count) of each row of a step. Returns [count, width] of each."""
+        case, r = self.case, self.r
+        steps = [(start, count) for _, start, count in entries]
+        r.fill(steps, tables=self.tables[[entry for entry, _, _ in entries]])
+        queries = [case.queries[entry][start : start + count] for entry, start, count in entries]
+        num = sum(count for _, count in steps)
+        self.queries[:num] = np.concatenate(queries).reshape(num, case.width)
+        assert r.run() == 0
+        out = (
+            read_floats(self.out, num, case.width) if self.floats else r.read_plain(self.out, num, case.width)
+        )
+        return np.split(out.copy(), np.cumsum([count for _, count in steps])[:-1])
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return (to_bf16(values).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def reference(case: Case, entry: int, start: int, count: int, wide: bool) -> tuple[np.ndarray, np.ndarray]:
+    """[count, heads x head_dim] float64 and its bound, computed stretch by stretch as attention.h says.
+
+    Where activations are bfloat16, so are queries and weights. A weight is rounded relative to the maximum so far, and
+    one that float32 may have pushed over to its neighbour counts in the bound with the distance to that.
+    """
+    keys = case.keys[entry].astype(np.float64).repeat(case.group, 1)
+    values = case.values[entry].astype(np.float64).repeat(case.group, 1)
+    queries = case.queries[entry][start : start + count]
+    queries = (queries if wide else to_bf16(queries)).astype(np.float64)
+    positions = np.arange(start, start + count)[:, None]
+    heads, dim = queries.shape[1:]
+    out, spread = np.zeros((2, heads, count, dim))
+    magnitude = np.zeros((heads, count, dim))
+    total, off, top_error = np.zeros((3, heads, count, 1))
+    top = np.full((heads, count, 1), -np.inf)
+    for begin in range(0, start + count, STRETCH):
+        part = slice(begin, min(begin + STRETCH, start + count))
+        at = np.arange(start + count)[part]
+        seen = (at <= positions) & ((at > positions - case.window) if case.window else True)
+        scores = np.where(seen, np.einsum("qhd,khd->hqk", queries, keys[part]), -np.inf)
+        size = np.sqrt(np.einsum("qhd,khd->hqk", queries**2, keys[part] ** 2))
+        error = np.where(seen, SCORE_ROUNDING * dim**0.5 * EPS * size, 0)
+        top_error = np.maximum(top_error, error.max(-1, keepdims=True))
+        new_top = np.maximum(top, scores.max(-1, keepdims=True))
+        met = np.isfinite(new_top)
+        # Before the first key there is nothing to shrink; what would be is zero.
+        shrink = np.exp(np.where(met, top, 0) - np.where(met, new_top, 0))
+        weights = np.where(seen, np.exp(scores - np.where(met, new_top, 0)), 0)
+        # The running maximum is a score too, so weights are off by the errors of two.
+        relative = error + top_error + EXP_ERROR + EPS * np.abs(np.where(seen, scores - np.where(met, new_top, 0), 0))
+        low, high = weights * (1 - relative), weights * (1 + relative)
+        if not wide:
+            low, high = to_bf16(low).astype(np.float64), to_bf16(high).astype(np.float64)
+        out = out * shrink + np.einsum("hqk,khd->hqd", (low + high) / 2, values[part])
+        spread = spread * shrink + np.einsum("hqk,khd->hqd", (high - low) / 2, np.abs(values[part]))
+        magnitude = magnitude * shrink + np.einsum("hqk,khd->hqd", high, np.abs(values[part]))
+        total = total * shrink + weights.sum(-1, keepdims=True)
+        off = off * shrink + (weights * relative).sum(-1, keepdims=True)
+        top = new_top
+    # Sums over the context, with a shrink a stretch, each off by what exp is. What maxima are off by cancels out.
+    rounding = (start + count + 4) * EPS + ((start + count) // STRETCH + 1) * EXP_ERROR
+    result = out / total
+    bound = (spread + rounding * magnitude) / total + np.abs(result) * (off / total + rounding)
+    return tuple(array.transpose(1, 0, 2).reshape(count, -1) for array in (result, bound + TINY))
+
+
+EVERYTHING = [(i, start, count) for i, (start, count) in enumerate(ENTRIES)]
+NUM_TOKENS = sum(count for _, count in ENTRIES)
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return case_of(*request.param)
+
+
+@pytest.mark.parametrize("floats", [False, True], ids=["plain", "floats"])
+def test_rows_of_all_kinds_attend_to_what_they_may_see(library: ctypes.CDLL, case: Case, floats: bool) -> None:
+    with recording(library, threads=2, tokens=NUM_TOKENS) as r:
+        attention = Attention(r, case, floats)
+        before = attention.memory.copy()
+        made = attention.run(EVERYTHING)
+        np.testing.assert_array_equal(attention.memory, before)
+        for entry, out in zip(EVERYTHING, made, strict=True):
+            expected, bound = reference(case, *entry, r.wide)
+            # The bound has to mean something: rounded queries would be a hundred times as far off.
+            assert bound.max() < (3e-4 if r.wide else 0.005)
+            if floats:
+                assert_near(out, expected, bound)
+            else:
+                assert_kept(r, out, expected, bound)
+
+
+def test_a_row_has_the_same_bits_in_every_company(library: ctypes.CDLL, case: Case) -> None:
+    """Alone and with others, on one to three threads: heads of a row lie in one item, or each in its own."""
+    results = []
+    for threads in (1, 2, 3):
+        with recording(library, threads=threads, tokens=NUM_TOKENS) as r:
+            attention = Attention(r, case)
+            results.append(attention.run(EVERYTHING))
+            results.append(attention.run(EVERYTHING[::-1])[::-1])
+            results.append([attention.run([entry])[0] for entry in EVERYTHING])
+    for result in results[1:]:
+        for out, expected in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 47])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(library: ctypes.CDLL, case: Case, chunk: int) -> None:
+    whole = {5: (0, 201), 6: (0, 70), 7: (0, 73)}
+    with recording(library, threads=2, tokens=400) as r:
+        attention = Attention(r, case)
+        at_once = attention.run([(entry, *span) for entry, span in whole.items()])
+        parts: dict[int, list[np.ndarray]] = {entry: [] for entry in whole}
+        for begin in range(0, 201, chunk):
+            entries = [
+                (entry, begin, min(chunk, count - begin)) for entry, (_, count) in whole.items() if begin < count
+            ]
+            for (entry, _, _), out in zip(entries, attention.run(entries), strict=True):
+                parts[entry].append(out)
+    for out, cut in zip(at_once, parts.values(), strict=True):
+        np.testing.assert_array_equal(np.concatenate(cut), out)
+
+
+@pytest.mark.parametrize("offset", [-1e4, 80.0, 1e4])
+def test_scores_of_any_size_are_softened(library: ctypes.CDLL, offset: float) -> None:
+    """One key is far above or below all others, in each stretch: weights are one, or vanish, but never NaN."""
+    case = case_of(1, 3, 32, 0)
+    for keys, queries in zip(case.keys, case.queries, strict=True):
+        queries[..., 0] = 1
+        keys[::40, :, 0] = to_bf16(np.float32(offset) * np.arange(1, len(keys[::40]) + 1)[:, None])
+    with recording(library, tokens=NUM_TOKENS) as r:
+        for entry, out in zip(EVERYTHING, Attention(r, case, True).run(EVERYTHING), strict=True):
+            expected, _ = reference(case, *entry, r.wide)
+            # Scores of 1e4 are off by 1e-3 in float32, and weights are off by that much.
+            assert_near(out, expected, 1e-4 if r.wide and abs(offset) < 100 else 0.02)
+
+
+def test_cost_counts_the_keys_that_a_window_leaves(library: ctypes.CDLL) -> None:
+    case = case_of(2, 3, 32, 21)
+    with recording(library, tokens=NUM_TOKENS) as r:
+        attention = Attention(r, case)
+        attention.run([(5, 200, 1), (6, 0, 70)])
+        cost = (ctypes.c_double * 3)()
+        library.program_cost(r.program, 1, 71, 2, 2, cost)
+    pairs = 21 + sum(min(i + 1, 21) for i in range(70))
+    assert list(cost) == [(21 + 70) * 2 * 32 * 4, 4 * pairs * 2 * 3 * 32, 0]

@@ -1,0 +1,405 @@
+"""Each op of the CPU library computes what its formula says, at every level, and the same bits in every company."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from tests.kernels.cpu.recording import (
+    EPS,
+    FORMATS,
+    PANEL,
+    TINY,
+    Recording,
+    assert_groups,
+    assert_kept,
+    assert_near,
+    assert_rounded_to_bf16,
+    exact,
+    form_of,
+    product,
+    quantize_rows,
+    random,
+    random_matrix,
+    read_floats,
+    recording,
+)
+
+ROWS = [*range(1, 14), 32, 50]
+"""Every number of rows that a tile takes at once, at any level, and numbers that are cut into several."""
+PAIR = 8
+
+
+def rms_norm(residual: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """The formula, and its error: a sum of K squares, the root that halves what it is off by, and five roundings."""
+    wide = residual.astype(np.float64)
+    out = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(eps)) * weight
+    return out, (residual.shape[1] / 2 + 5) * EPS * np.abs(out) + TINY
+
+
+# --- embed, norm, quantize
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_embedding_is_its_row_to_the_bit(library: ctypes.CDLL, format: Format) -> None:
+    table = random_matrix(0, 37, 96, format)
+    ids = np.array([0, 36, 15, 16, 17, 36, 3, 31, 32], np.int32)
+    with recording(library, threads=2) as r:
+        residual = r.floats(np.full((9, 96), np.nan))
+        library.program_embed(r.program, residual.ctypes.data, r.pack(table))
+        r.fill([(0, 4), (7, 5)], ids=ids)
+        assert r.run() == 0
+    np.testing.assert_array_equal(residual, exact(table)[ids])
+
+
+@pytest.mark.parametrize("width", [2, 30, 64, 80, 226, 576])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_a_norm_leaves_plain_activations(library: ctypes.CDLL, width: int, scale: float) -> None:
+    residual, weight = random(1, 7, width, scale=scale), random(2, width) + 1
+    with recording(library) as r:
+        rows = r.rows(7, width)
+        library.program_norm(
+            r.program, rows, Form.PLAIN, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, width, 1e-5, 0
+        )
+        r.tokens(7)
+        assert r.run() == 0
+        assert_kept(r, r.read_plain(rows, 7, width), *rms_norm(residual, weight, 1e-5))
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 576])
+def test_a_norm_leaves_activations_in_groups(library: ctypes.CDLL, width: int) -> None:
+    residual, weight = random(3, 5, width, scale=20), random(4, width) + 1
+    with recording(library, threads=3) as r:
+        rows = r.rows(5, width)
+        library.program_norm(
+            r.program, rows, Form.GROUPED, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, width, 1e-6, 0
+        )
+        r.tokens(5)
+        assert r.run() == 0
+        assert_groups(r.read_groups(rows, 5, width), *rms_norm(residual, weight, 1e-6))
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_a_norm_of_sampled_tokens_takes_those_alone(library: ctypes.CDLL, form: Form) -> None:
+    residual, weight = random(5, 12, 64), random(6, 64)
+    with recording(library) as r:
+        rows = r.rows(12, 64)
+        library.program_norm(
+            r.program, rows, form, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, 64, 1e-5, 1
+        )
+        r.fill([(0, 3), (5, 1), (2, 4), (0, 4)], samples=[True, False, True, True])
+        before = rows.memory.copy()
+        assert r.run() == 0
+        expected, error = rms_norm(residual[[2, 7, 11]], weight, 1e-5)
+        if form is Form.PLAIN:
+            assert_kept(r, r.read_plain(rows, 3, 64), expected, error)
+        else:
+            assert_groups(r.read_groups(rows, 3, 64), expected, error)
+        np.testing.assert_array_equal(rows.memory[3:], before[3:])
+
+
+def test_quantized_activations_are_those_of_the_definition_to_the_bit(library: ctypes.CDLL) -> None:
+    values = random(7, 9, 160)
+    values[0, :32] = 0
+    values[1, 32:64] = -0.0
+    values[2] = np.arange(160) / 3 - 20
+    values[3, :32] = 5  # all of them the largest
+    values[4, 5] = -1e30
+    values[5] *= 1e-30
+    values[6, :32] = np.arange(-16, 16) + 0.5  # with a largest magnitude of 127 these are ties
+    values[6, 31] = -127
+    with recording(library, threads=2) as r:
+        rows = r.rows(9, 160)
+        library.program_quantize(r.program, rows, r.floats(values).ctypes.data, 160)
+        r.tokens(9)
+        assert r.run() == 0
+        kept = r.read_groups(rows, 9, 160)
+    codes, scales = quantize_rows(values)
+    np.testing.assert_array_equal(kept.codes, codes)
+    np.testing.assert_array_equal(kept.scales, scales)
+    assert kept.codes[6, :4].tolist() == [-16, -14, -14, -12]
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])
+def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL, format: Format) -> None:
+    """Where one over a scale is no float32 any more."""
+    values = random(8, 4, 64)
+    values[:, :32] *= np.float32(1e-38) * np.array([[1], [1e-2], [1e-4], [1e-6]], np.float32)
+    matrix = random_matrix(9, 16, 64, format)
+    with recording(library) as r:
+        rows, residual = r.rows(4, 64), r.floats(np.zeros((4, 16)))
+        library.program_quantize(r.program, rows, r.floats(values).ctypes.data, 64)
+        library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 16)
+        r.tokens(4)
+        assert r.run() == 0
+        values[:, :32] = 0
+        kept = r.put(r.rows(4, 64), values, Form.GROUPED)
+    assert_near(residual, *product(kept, matrix))
+
+
+# --- products
+
+
+def test_a_product_with_the_identity_is_what_the_norm_left(library: ctypes.CDLL) -> None:
+    residual, weight = random(10, 11, 80), random(11, 80)
+    identity = quantize(torch.eye(80), "bf16")
+    with recording(library) as r:
+        rows, out = r.rows(11, 80), r.floats(np.zeros((11, 80)))
+        library.program_norm(
+            r.program, rows, Form.PLAIN, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, 80, 1e-5, 0
+        )
+        library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(identity), 80)
+        r.tokens(11)
+        assert r.run() == 0
+        np.testing.assert_array_equal(out, r.read_plain(rows, 11, 80))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("width", [40, 64, 2])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_product_is_added_to_the_residual(library: ctypes.CDLL, format: Format, width: int, bias: bool) -> None:
+    depth = 102 if format == "bf16" else 96
+    matrix = random_matrix(12, width, depth, format)
+    shift = random(13, width) if bias else np.zeros(width)
+    activations, before = random(14, 50, depth, scale=2), random(15, 50, width)
+    with recording(library, threads=2) as r:
+        rows, residual = r.rows(50, depth), r.floats(before)
+        kept = r.put(rows, activations, form_of(format))
+        library.program_linear_add(
+            r.program, residual.ctypes.data, rows, r.pack(matrix, bias=shift if bias else None), width
+        )
+        r.tokens(50)
+        assert r.run() == 0
+    expected, error = product(kept, matrix)
+    sums = np.abs(expected) + np.abs(shift) + np.abs(before)
+    assert_near(residual, expected + shift + before, error + 2 * EPS * sums)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_of_a_product_has_the_same_bits_in_every_company(library: ctypes.CDLL, format: Format) -> None:
+    """With one to three threads, at any place, among any number of rows."""
+    matrix, activations = random_matrix(16, 136, 96, format), random(17, 50, 96)
+    results = []
+    for threads in (1, 2, 3):
+        with recording(library, threads=threads) as r:
+            rows, residual = r.rows(50, 96), r.floats(np.zeros((50, 136)))
+            library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 136)
+            for num in ROWS:
+                for first in {0, 50 - num}:
+                    r.put(rows, activations[first : first + num], form_of(format))
+                    residual[:] = 0
+                    r.tokens(num)
+                    assert r.run() == 0
+                    results.append((first, residual[:num].copy()))
+                    assert not residual[num:].any(), "rows beyond the step were written"
+    alone = np.full((50, 136), np.nan, np.float32)
+    for first, made in results:
+        part = alone[first : first + len(made)]
+        part[:] = np.where(np.isnan(part), made, part)
+        np.testing.assert_array_equal(made, part)
+
+
+@pytest.mark.parametrize("floats", [False, True], ids=["plain", "floats"])
+@pytest.mark.parametrize("inner", [20, 40, 96, 2])
+@pytest.mark.parametrize("format", FORMATS)
+def test_gate_and_up(library: ctypes.CDLL, format: Format, inner: int, floats: bool) -> None:
+    matrix, bias = random_matrix(18, 2 * inner, 64, format), random(19, 2 * inner)
+    activations = random(20, 19, 64)
+    padded = inner + -inner % PAIR
+    with recording(library, threads=2) as r:
+        rows = r.rows(19, 64)
+        out = r.wide_rows(19, padded * 4) if floats else r.rows(19, inner)
+        kept = r.put(rows, activations, form_of(format))
+        weights = r.pack(matrix, gated_order(inner), bias)
+        library.program_gate_up(r.program, out, floats, rows, weights)
+        r.tokens(19)
+        assert r.run() == 0
+        expected, error = gated(kept, matrix, bias)
+        if floats:
+            assert_near(read_floats(out, 19, inner), expected, error)
+        else:
+            assert_kept(r, r.read_plain(out, 19, inner), expected, error)
+
+
+@pytest.mark.parametrize("gate", [-3e38, -1e4, -200.0, -100.0, -89.5, -88.0, -87.0, -0.0, 50.0, 88.0, 200.0, 1e6])
+def test_gates_of_any_size_close_and_open(library: ctypes.CDLL, gate: float) -> None:
+    matrix = quantize(torch.zeros(32, 32), "bf16")
+    bias = np.concatenate([np.full(16, gate), np.full(16, 3.0)])
+    with recording(library) as r:
+        rows, out = r.rows(1, 32), r.wide_rows(1, 64)
+        r.put(rows, random(21, 1, 32), Form.PLAIN)
+        library.program_gate_up(r.program, out, True, rows, r.pack(matrix, gated_order(16), bias))
+        r.tokens(1)
+        assert r.run() == 0
+    with np.errstate(over="ignore"):
+        expected = gate / (1 + np.exp(-np.float64(gate))) * 3.0
+    # A gate of -87 lets 1e-36 through, and exp need not be exact there.
+    assert_near(read_floats(out, 1, 16), np.full((1, 16), expected), 8 * EPS * abs(expected) + 1e-35)
+
+
+def gated_order(inner: int) -> list[int]:
+    """Rows of a panel: eight outputs of gate, then the eight of up that they meet; -1 behind the last."""
+    eights = [[i if i < inner else -1 for i in range(begin, begin + PAIR)] for begin in range(0, inner, PAIR)]
+    return [row for eight in eights for row in [*eight, *(i + inner if i >= 0 else -1 for i in eight)]]
+
+
+def gated(kept: object, matrix: Matrix, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """silu(gate) x up, with the error of the product carried through: |silu(x)'| < 1.1."""
+    out, error = product(kept, matrix)
+    error = error + EPS * (np.abs(out) + np.abs(out + bias))
+    (gate, up), (gate_error, up_error) = np.split(out + bias, 2, axis=1), np.split(error, 2, axis=1)
+    silu = gate / (1 + np.exp(-gate))
+    expected = silu * up
+    # exp is within 2e-7; then one sum, one quotient, one product.
+    error = (np.abs(silu) + gate_error) * up_error + 1.1 * gate_error * np.abs(up) + 7 * EPS * np.abs(expected)
+    return expected, error + TINY
+
+
+# --- queries, keys and values
+
+
+def turned_order(num_turning: int, num_heads: int, head_dim: int) -> np.ndarray:
+    """Rows as panels have them: in heads that turn, eight of the first half, then the eight that they turn with."""
+    half = head_dim // 2
+    turned = [i + part for begin in range(0, half, PAIR) for part in (0, half) for i in range(begin, begin + PAIR)]
+    heads = [turned if head < num_turning else list(range(head_dim)) for head in range(num_heads)]
+    return np.array([head * head_dim + i for head, order in enumerate(heads) for i in order])
+
+
+def turn(heads: np.ndarray, error: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[T, heads, head_dim], each number with the one half a head away; two products and a sum are rounded."""
+    a, b = np.split(heads, 2, axis=-1)
+    a_error, b_error = np.split(error, 2, axis=-1)
+    cos, sin = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
+    out = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    size = np.concatenate([np.abs(a * cos) + np.abs(b * sin), np.abs(b * cos) + np.abs(a * sin)], axis=-1)
+    moved = [np.abs(cos) * a_error + np.abs(sin) * b_error, np.abs(cos) * b_error + np.abs(sin) * a_error]
+    return out, np.concatenate(moved, axis=-1) + 2 * EPS * size + TINY
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 32), (4, 4, 16), (6, 2, 64), (2, 1, 80), (1, 1, 96), (2, 1, 256)]
+)
+def test_queries_are_turned_and_keys_and_values_written(
+    library: ctypes.CDLL, num_heads: int, num_kv_heads: int, head_dim: int, format: Format, bias: bool
+) -> None:
+    depth, num_blocks, all_heads = 64, 9, num_heads + 2 * num_kv_heads
+    width = num_heads * head_dim
+    matrix = random_matrix(22, all_heads * head_dim, depth, format)
+    shift = random(23, all_heads * head_dim) if bias else np.zeros(all_heads * head_dim)
+    angles = np.random.default_rng(24).uniform(-np.pi, np.pi, (200, head_dim // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    entries = [(0, 3), (17, 1), (14, 20), (99, 1)]
+    num = sum(count for _, count in entries)
+    tables = np.zeros((4, 7), np.int32)
+    tables[0, 0], tables[1, 1], tables[2, :3], tables[3, 6] = 8, 3, [1, 0, 6], 5
+    order = turned_order(num_heads + num_kv_heads, all_heads, head_dim)
+    with recording(library, threads=2) as r:
+        rows, queries = r.rows(num, depth), r.floats(np.zeros((num, width)))
+        kept = r.put(rows, random(25, num, depth), form_of(format))
+        memory = r.memory(num_blocks * 2 * num_kv_heads * head_dim * BLOCK_SIZE * 2).view(np.uint16)
+        layer = r.kept(native.LayerMemory(memory.ctypes.data, num_kv_heads, head_dim))
+        untouched = int(memory[0])
+        library.program_qkv(
+            r.program,
+            queries.ctypes.data,
+            rows,
+            r.pack(matrix, order.tolist(), shift if bias else None),
+            num_heads,
+            ctypes.byref(layer),
+            r.floats(cos).ctypes.data,
+            r.floats(sin).ctypes.data,
+        )
+        r.fill(entries, tables=tables)
+        assert r.run() == 0
+        positions, slots = r.inputs.positions.numpy()[:num], r.inputs.slots.numpy()[:num]
+
+    out, error = product(kept, matrix)
+    error = (error + EPS * (np.abs(out) + np.abs(out + shift))).reshape(num, all_heads, head_dim)
+    heads = (out + shift).reshape(num, all_heads, head_dim)
+    turning = num_heads + num_kv_heads
+    turned, turned_error = turn(heads[:, :turning], error[:, :turning], cos[positions], sin[positions])
+    in_head = turned_order(1, 1, head_dim)
+
+    expected = turned[:, :num_heads, in_head] / head_dim**0.5
+    bound = turned_error[:, :num_heads, in_head] / head_dim**0.5 + 3 * EPS * np.abs(expected)
+    assert_near(queries, expected.reshape(num, width), bound.reshape(num, width))
+
+    blocks, places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    kv = memory.reshape(num_blocks, 2, num_kv_heads, head_dim * BLOCK_SIZE)
+    keys = kv[:, 0].reshape(num_blocks, num_kv_heads, head_dim // 2, BLOCK_SIZE, 2)
+    keys = keys.transpose(0, 3, 1, 2, 4).reshape(num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
+    values = kv[:, 1].reshape(num_blocks, num_kv_heads, head_dim // PANEL, BLOCK_SIZE // 2, PANEL, 2)
+    values = values.transpose(0, 3, 5, 1, 2, 4).reshape(num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
+    made_keys, made_values = (widen(words[blocks, places]) for words in (keys, values))
+    assert_rounded_to_bf16(made_keys, turned[:, num_heads:, in_head], turned_error[:, num_heads:, in_head])
+    assert_rounded_to_bf16(made_values, heads[:, turning:], error[:, turning:])
+    written = np.zeros((num_blocks, BLOCK_SIZE), np.bool_)
+    written[blocks, places] = True
+    assert (keys[~written] == untouched).all() and (values[~written] == untouched).all()
+
+
+def widen(words: np.ndarray) -> np.ndarray:
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+# --- a program
+
+
+def test_a_profile_names_every_op_and_what_it_costs(library: ctypes.CDLL) -> None:
+    matrix = random_matrix(26, 48, 64, "q4_0")
+    with recording(library, threads=2) as r:
+        rows, residual = r.rows(5, 64), r.floats(np.zeros((5, 48)))
+        r.put(rows, random(27, 5, 64), Form.GROUPED)
+        library.program_quantize(r.program, rows, r.floats(random(28, 5, 64)).ctypes.data, 64)
+        library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 48)
+        r.tokens(5)
+        seconds = np.full(2, np.nan)
+        assert library.program_size(r.program) == 2
+        assert library.program_profile(r.program, 5, 5, 5, seconds.ctypes.data) == 0
+        assert [library.program_name(r.program, i) for i in range(2)] == [b"quantize", b"linear_add"]
+        assert (seconds >= 0).all() and (seconds < 10).all()
+        cost = (ctypes.c_double * 3)()
+        library.program_cost(r.program, 1, 5, 5, 5, cost)
+    # 48 rows of two groups of 18 bytes, and float32 in and out of five tokens.
+    assert list(cost) == [48 * 2 * 18 + 5 * (64 + 48) * 4, 2 * 5 * 48 * 64, 1]
+
+
+def test_memory_of_the_threads_grows_with_ops_added_after_a_run(library: ctypes.CDLL) -> None:
+    weight = np.ones(4096)
+    with recording(library, threads=3) as r:
+        for width in (32, 4096):
+            values = random(29, 6, width)
+            rows = r.rows(6, width)
+            args = (r.floats(values).ctypes.data, r.floats(weight[:width]).ctypes.data, width, 1e-5, 0)
+            library.program_norm(r.program, rows, Form.GROUPED, *args)
+            r.tokens(6)
+            assert r.run() == 0
+            assert_groups(r.read_groups(rows, 6, width), *rms_norm(values, weight[:width], 1e-5))
+
+
+def test_a_program_gives_the_same_step_after_step(library: ctypes.CDLL) -> None:
+    """Many short steps on more threads than there are cores: nothing is left of one in the next."""
+    matrix = random_matrix(30, 512, 64, "bf16")
+    with recording(library, threads=4) as r:
+        rows, residual = r.rows(7, 64), r.floats(np.zeros((7, 512)))
+        repeat(r, rows, residual, matrix)
+
+
+def repeat(r: Recording, rows: native.Rows, residual: np.ndarray, matrix: Matrix) -> None:
+    r.put(rows, random(31, 7, 64), Form.PLAIN)
+    r.library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 512)
+    r.tokens(7)
+    assert r.run() == 0
+    first = residual.copy()
+    for _ in range(300):
+        residual[:] = 0
+        assert r.run() == 0
+        np.testing.assert_array_equal(residual, first)

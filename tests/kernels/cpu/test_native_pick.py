@@ -1,0 +1,240 @@
+"""The end of a program, from the last norm's rows to ids: logits, masks, penalties and draws, at every level."""
+
+import ctypes
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.sample_reference import draw_reference
+from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.penalties import penalize
+from tests.kernels.cpu.recording import (
+    FORMATS,
+    Recording,
+    assert_near,
+    form_of,
+    product,
+    random,
+    random_matrix,
+    recording,
+)
+
+DEPTH = 64
+MASKS_LATE = 1
+
+
+class Head:
+    """Head, wait and draw, over activations that a test puts in."""
+
+    def __init__(self, r: Recording, matrix: Matrix) -> None:
+        self.r, self.matrix = r, matrix
+        most = r.inputs.max_num_rows
+        self.rows = r.rows(most, DEPTH)
+        self.logits = r.floats(np.zeros((most, matrix.num_rows)))
+        self.ticket = r.kept(native.MaskTicket(None, 0, 0))
+        draws = {name: getattr(r.draws, name).ctypes.data for name, _ in native.DrawArrays._fields_}
+        r.library.program_pick(
+            r.program,
+            self.rows,
+            r.pack(matrix),
+            matrix.num_rows,
+            self.logits.ctypes.data,
+            most,
+            ctypes.byref(self.ticket),
+            ctypes.byref(native.DrawArrays(**draws)),
+        )
+
+    def put(self, activations: np.ndarray) -> None:
+        """Those of the step's sampled tokens, one a row."""
+        self.kept = self.r.put(self.rows, activations, form_of(self.matrix.format))
+        self.r.tokens(len(activations))
+
+    def run(self, activations: np.ndarray) -> np.ndarray:
+        """Returns the ids."""
+        self.put(activations)
+        self.r.draws.ids[:] = -1
+        assert self.r.run() == 0
+        return self.r.draws.ids[: len(activations)].copy()
+
+    def all_logits(self, activations: np.ndarray) -> np.ndarray:
+        self.r.draws.greedy[:] = 0
+        self.logits[:] = np.nan
+        self.run(activations)
+        self.r.draws.greedy[:] = 1
+        return self.logits[: len(activations)].copy()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 37, 300, 1000])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_largest_logit_is_taken_and_the_others_need_not_be_kept(
+    library: ctypes.CDLL, format: Format, vocab_size: int
+) -> None:
+    activations = random(1, 29, DEPTH)
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(2, vocab_size, DEPTH, format))
+        logits = head.all_logits(activations)
+        assert_near(logits, *product(head.kept, head.matrix))
+        head.logits[:] = np.nan
+        np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
+        assert np.isnan(head.logits).all(), "a greedy row's logits are not written"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, threads: int) -> None:
+    """Wherever they lie: in a panel, in neighbours, in tiles that other threads compute."""
+    base = random(3, 40, DEPTH)
+    rng = np.random.default_rng(4)
+    with recording(library, threads=threads) as r:
+        head = Head(r, quantize(torch.from_numpy(base[rng.integers(0, 40, 1500)]), "bf16"))
+        zeros = Head(r, quantize(torch.zeros(100, DEPTH), "bf16"))
+        activations = random(5, 20, DEPTH)
+        logits = head.all_logits(activations)
+        assert ((logits == logits.max(1, keepdims=True)).sum(1) > 1).all()
+        for _ in range(20):
+            head.put(activations)
+            zeros.put(activations)
+            # Both write the same ids: the second is looked at here, and the first where it alone is.
+            assert r.run() == 0
+            assert not r.draws.ids[:20].any()
+    with recording(library, threads=threads) as r:
+        head = Head(r, head.matrix)
+        for _ in range(20):
+            np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("vocab_size", [1, 37, 130])
+@pytest.mark.parametrize("format", FORMATS)
+def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: int, greedy: bool) -> None:
+    """Each logit is below zero, which is what the columns behind the vocabulary have."""
+    weights = -np.abs(random(6, vocab_size, DEPTH)) - 1
+    with recording(library, threads=2) as r:
+        head = Head(r, quantize(torch.from_numpy(weights), format))
+        activations = np.abs(random(7, 9, DEPTH))
+        logits = head.all_logits(activations)
+        assert (logits < -1).all()
+        r.draws.greedy[:] = greedy
+        np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_logits_have_the_same_bits_in_every_company(library: ctypes.CDLL, format: Format) -> None:
+    activations, results = random(8, 50, DEPTH), []
+    for threads in (1, 2, 3):
+        with recording(library, threads=threads) as r:
+            head = Head(r, random_matrix(9, 333, DEPTH, format))
+            results.append(head.all_logits(activations))
+            for num in range(1, 14):
+                results.append(np.concatenate([head.all_logits(activations[i : i + num]) for i in range(0, 50, num)]))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: ctypes.CDLL) -> None:
+    vocab_size, num = 333, 24
+    rng = np.random.default_rng(10)
+    activations = random(11, num, DEPTH, scale=0.5)
+    with recording(library, threads=3) as r:
+        head, draws = Head(r, random_matrix(12, vocab_size, DEPTH, "q8_0")), r.draws
+        logits = head.all_logits(activations)
+        head.logits[:] = np.nan
+        expected = []
+        for row in range(num):
+            kind = row % 6
+            scores = logits[row].copy()
+            draws.greedy[row] = kind == 0
+            draws.temperature[row] = 0.0 if kind in (0, 4) else rng.uniform(0.3, 2)
+            draws.keys[row] = rng.integers(0, 2**64, dtype=np.uint64)
+            draws.top_k[row], draws.top_p[row], draws.min_p[row] = 0, 1, 0
+            if kind == 1:
+                draws.top_k[row], draws.top_p[row], draws.min_p[row] = 40, 0.9, 0.01
+            if kind in (2, 4):
+                history = r.kept(rng.integers(0, vocab_size, 60).astype(np.int32))
+                draws.history[row] = history.ctypes.data
+                draws.num_prompt[row], draws.num_known[row] = 20, 50
+                draws.repetition[row], draws.presence[row], draws.frequency[row] = 1.5, 0.5, 0.25
+                told = torch.from_numpy(scores)
+                penalize(told, torch.from_numpy(history[:50]), 20, 1.5, 0.5, 0.25)
+            if kind in (3, 4):
+                allowed = rng.random(vocab_size) < 0.1
+                bits = np.packbits(np.append(allowed, np.ones(-vocab_size % 32, np.bool_)), bitorder="little")
+                draws.masks[row] = r.kept(bits.view(np.uint32)).ctypes.data
+                scores[~allowed] = -np.inf
+            settings = draws.temperature[row], draws.top_k[row], draws.top_p[row], draws.min_p[row]
+            greedy = draws.temperature[row] == 0
+            expected.append(scores.argmax() if greedy else draw_reference(scores, *settings, int(draws.keys[row])))
+        np.testing.assert_array_equal(head.run(activations), expected)
+        # The ends have made a difference: these rows are not what they are without them.
+        assert (np.array(expected) != logits.argmax(1)).sum() > num // 3
+        # Nothing of a step is left in the next.
+        np.testing.assert_array_equal(head.run(activations), expected)
+
+
+def test_a_step_knows_nothing_of_the_steps_before(library: ctypes.CDLL) -> None:
+    """Larger logits before, in more rows."""
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(13, 200, DEPTH, "bf16"))
+        small = random(14, 5, DEPTH)
+        expected = head.all_logits(small).argmax(1)
+        for _ in range(5):
+            head.run(random(15, 30, DEPTH, scale=100))
+            np.testing.assert_array_equal(head.run(small), expected)
+
+
+def test_a_step_waits_for_its_masks(library: ctypes.CDLL) -> None:
+    word, bits = np.zeros(1, np.uint32), np.full(7, 2**32 - 1, np.uint32)
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(16, 200, DEPTH, "bf16"))
+        activations = random(17, 3, DEPTH)
+        best = head.all_logits(activations).argmax(1)
+        r.draws.greedy[:] = 0
+        r.draws.masks[:3] = bits.ctypes.data
+        head.ticket.word, head.ticket.wanted, head.ticket.timeout_ms = word.ctypes.data, 7, 20_000
+        began = threading.Event()
+
+        def write() -> None:
+            began.set()
+            deadline = time.monotonic() + 10
+            while np.isnan(head.logits[:3]).any():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            bits[:] = 0
+            bits[3] = 1 << 5
+            word[0] = 7
+
+        head.logits[:] = np.nan
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert began.wait(10)
+        ids = head.run(activations)
+        writer.join(10)
+        assert not writer.is_alive()
+        assert ids.tolist() == [101] * 3
+        # The word stays: later steps wait no more. And without one there is nothing to wait for.
+        assert head.run(activations).tolist() == [101] * 3
+        head.ticket.word, head.ticket.wanted = None, 8
+        r.draws.masks[:3] = 0
+        np.testing.assert_array_equal(head.run(activations), best)
+
+
+def test_a_step_whose_masks_are_late_ends_and_leaves_nothing_behind(library: ctypes.CDLL) -> None:
+    word = np.zeros(1, np.uint32)
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(18, 200, DEPTH, "bf16"))
+        small = random(19, 9, DEPTH)
+        expected = head.all_logits(small).argmax(1)
+        head.ticket.word, head.ticket.wanted, head.ticket.timeout_ms = word.ctypes.data, 1, 30
+        head.put(random(20, 9, DEPTH, scale=100))
+        r.draws.ids[:] = -1
+        began = time.monotonic()
+        assert r.run() == MASKS_LATE
+        assert time.monotonic() - began >= 0.03
+        assert (r.draws.ids == -1).all()
+        word[0] = 1
+        np.testing.assert_array_equal(head.run(small), expected)
+        head.ticket.word = None
+        np.testing.assert_array_equal(head.run(small), expected)

@@ -1,0 +1,84 @@
+"""The peaks of this machine are measured in what a machine can have; how high they are is not a matter for tests."""
+
+import platform
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from pipeline.kernels.cpu.build import LEVEL_FLAGS, build
+from pipeline.kernels.cpu.levels import Level, available
+from pipeline.kernels.cpu.peaks import SOURCE, buffer_bytes, cache_bytes, measure
+
+MIB = 1 << 20
+GIB = 1 << 30
+TEST_S = 0.1
+
+COMPILED: list[Level] = list(LEVEL_FLAGS) if platform.machine() == "x86_64" else ["portable"]
+
+
+@pytest.fixture(scope="module")
+def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("level", COMPILED)
+def test_the_source_compiles_without_a_warning(level: Level, cache_root: Path) -> None:
+    library = build(level, print, SOURCE, cache_root=cache_root)
+    assert not library.with_suffix(".log").exists()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("level", available())
+def test_peaks_are_those_of_a_machine(level: Level, num_threads: int, cache_root: Path) -> None:
+    peaks = measure(level, num_threads, TEST_S, print, cache_root=cache_root)
+    assert (peaks.level, peaks.num_threads) == (level, num_threads)
+    assert all(1e8 < rate < 1e15 for rate in astuple(peaks)[2:])
+    # Less than a float a cycle would mean that the loop measures something else.
+    assert peaks.float32_flop_per_s > 1e9
+
+
+@pytest.mark.parametrize(("num_threads", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0)])
+def test_a_measurement_of_nothing_is_refused(num_threads: int, seconds: float, cache_root: Path) -> None:
+    with pytest.raises(ValueError, match="nothing can be measured"):
+        measure("portable", num_threads, seconds, print, cache_root=cache_root)
+
+
+@pytest.mark.parametrize(
+    ("cache", "free", "expected"),
+    [
+        (32 * MIB, 16 * GIB, 256 * MIB),
+        (0, 16 * GIB, 256 * MIB),
+        (100 * MIB, 16 * GIB, 800 * MIB),
+        (1152 * MIB, 512 * GIB, 4 * GIB),
+        (32 * MIB, 512 * MIB, 128 * MIB),
+        (32 * MIB, 9 * MIB, 2 * MIB),
+        (32 * MIB, 0, 1 * MIB),
+    ],
+)
+def test_the_buffer_is_far_larger_than_the_caches_and_leaves_memory_to_others(
+    cache: int, free: int, expected: int
+) -> None:
+    assert buffer_bytes(cache, free) == expected
+
+
+def describe_cache(cpus: Path, cpu: int, index: int, level: int, size: str, shared: str) -> None:
+    folder = cpus / f"cpu{cpu}" / "cache" / f"index{index}"
+    folder.mkdir(parents=True)
+    for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
+        (folder / name).write_text(text + "\n")
+
+
+def test_a_cache_counts_once_for_all_cpus_that_share_it(tmp_path: Path) -> None:
+    for cpu in range(4):
+        describe_cache(tmp_path, cpu, 0, 1, "32K", str(cpu))
+        describe_cache(tmp_path, cpu, 3, 3, "16384K", "0-1" if cpu < 2 else "2-3")
+    assert cache_bytes(tmp_path) == 32 * MIB
+
+
+def test_the_last_level_that_is_described_counts(tmp_path: Path) -> None:
+    describe_cache(tmp_path, 0, 0, 1, "64K", "0")
+    describe_cache(tmp_path, 0, 1, 2, "1024K", "0")
+    describe_cache(tmp_path, 0, 2, 3, "", "0")
+    assert cache_bytes(tmp_path) == 1 * MIB
+    assert cache_bytes(tmp_path / "nothing") == 0

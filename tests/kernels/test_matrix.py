@@ -1,0 +1,183 @@
+"""A matrix in blocks is what ggml makes of it, and means what ggml says it means."""
+
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as np_st
+
+from pipeline.kernels import matrix as matrix_module
+from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, Format, Matrix, join, quantize, row_bytes
+
+KINDS: dict[Format, Kind] = {"q8_0": Kind.Q8_0, "q4_1": Kind.Q4_1, "q4_0": Kind.Q4_0}
+FLOATS: list[Format] = ["bf16", "f32"]
+BLOCKS = list(KINDS)
+ALL: list[Format] = [*FLOATS, *BLOCKS]
+
+Array = np.ndarray[Any, Any]
+sizes = st.tuples(st.integers(1, 7), st.integers(1, 5))
+"""Rows, and groups in a row."""
+
+
+@st.composite
+def float_matrices(draw: st.DrawFn) -> Array:
+    """Numbers with few digits, so that ties and halves occur, at any scale that float16 holds."""
+    rows, groups = draw(sizes)
+    numbers = st.one_of(st.integers(-300, 300).map(float), st.floats(-2.0, 2.0, width=16, allow_subnormal=False))
+    values = draw(np_st.arrays(np.float32, (rows, groups * GROUP), elements=numbers))
+    return values * np.float32(2.0 ** draw(st.integers(-8, 7))) + np.float32(0)  # no -0: which zero is least is open
+
+
+@st.composite
+def block_matrices(draw: st.DrawFn) -> Matrix:
+    """Any codes, with scales that are finite."""
+    format = draw(st.sampled_from(BLOCKS))
+    rows, groups = draw(sizes)
+    blocks = draw(np_st.arrays(np.uint8, (rows, groups, BLOCK_BYTES[format])))
+    num_halves = 2 if format == "q4_1" else 1
+    halves = draw(np_st.arrays(np.float16, (rows, groups, num_halves), elements=st.floats(-6e4, 6e4, width=16)))
+    blocks[:, :, : 2 * num_halves] = halves.view(np.uint8)
+    return Matrix(format, torch.from_numpy(blocks.reshape(rows, -1)), rows, groups * GROUP)
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+@given(values=float_matrices())
+def test_blocks_are_those_of_ggml(format: Format, values: Array) -> None:
+    assert np.array_equal(quantize(torch.from_numpy(values), format).data, gguf.quantize(values, KINDS[format]))
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+@pytest.mark.parametrize("deviation", [1e-4, 0.02, 30.0])
+def test_blocks_of_weights_are_those_of_ggml(format: Format, deviation: float) -> None:
+    values = np.random.default_rng(7).normal(0.0, deviation, (48, 320)).astype(np.float32)
+    assert np.array_equal(quantize(torch.from_numpy(values), format).data, gguf.quantize(values, KINDS[format]))
+
+
+@given(block_matrices())
+def test_numbers_are_those_of_ggml(matrix: Matrix) -> None:
+    expected = gguf.dequantize(matrix.data.numpy(), KINDS[matrix.format])
+    assert np.array_equal(matrix.dequantize(torch.float32), expected)
+    rounded = torch.from_numpy(expected).to(torch.bfloat16)
+    assert torch.equal(matrix.dequantize(torch.bfloat16), rounded)
+
+
+@given(block_matrices())
+def test_numbers_are_made_of_the_parts_that_kernels_read(matrix: Matrix) -> None:
+    scales, codes = matrix.scales(), matrix.codes()
+    shape = (matrix.num_rows, matrix.num_columns // GROUP)
+    assert (scales.shape, scales.dtype) == (shape, torch.float16)
+    assert codes.shape == (matrix.num_rows, matrix.num_columns)
+    values = codes.double()
+    if matrix.format == "q8_0":
+        assert codes.dtype == torch.int8
+    else:
+        assert codes.dtype == torch.uint8
+        assert int(codes.max()) <= 15
+    if matrix.format == "q4_0":
+        values -= 8
+    values *= scales.double().repeat_interleave(GROUP, dim=1)
+    if matrix.format == "q4_1":
+        assert (matrix.minimums().shape, matrix.minimums().dtype) == (shape, torch.float16)
+        values += matrix.minimums().double().repeat_interleave(GROUP, dim=1)
+    assert torch.equal(values.float(), matrix.dequantize(torch.float32))
+
+
+@given(values=float_matrices())
+def test_no_number_moves_farther_than_the_format_allows(values: Array) -> None:
+    """Half a step, and what the float16 of scale and minimum add; q4_0 cuts the side with the smaller numbers short."""
+    exact = torch.from_numpy(values).double().view(-1, GROUP)
+    largest, span = exact.abs().amax(1), exact.amax(1) - exact.amin(1)
+    limits: dict[Format, Any] = {"q8_0": largest / 254, "q4_1": span / 30, "q4_0": largest / 8}
+    for format, limit in limits.items():
+        found = quantize(torch.from_numpy(values), format).dequantize(torch.float64).view(-1, GROUP)
+        error = (found - exact).abs().amax(1)
+        assert bool((error <= limit * 1.001 + largest * 2**-9 + 1e-6).all()), format
+
+
+@given(block_matrices(), st.data())
+def test_rows_are_taken_in_any_order_and_often(matrix: Matrix, data: st.DataObject) -> None:
+    order = torch.tensor(data.draw(st.lists(st.integers(0, matrix.num_rows - 1), min_size=1, max_size=9)))
+    taken = matrix.take_rows(order)
+    assert (taken.format, taken.num_rows) == (matrix.format, len(order))
+    assert torch.equal(taken.dequantize(torch.float32), matrix.dequantize(torch.float32)[order])
+
+
+@given(st.lists(st.tuples(st.sampled_from(ALL), st.integers(1, 5)), min_size=1, max_size=4), st.sampled_from(FLOATS))
+def test_joined_rows_keep_their_format_where_it_is_one(parts: list[tuple[Format, int]], mixed: Any) -> None:
+    torch.manual_seed(0)
+    matrices = [quantize(torch.randn(rows, 2 * GROUP), format) for format, rows in parts]
+    joined = join(matrices, mixed)
+    formats = {format for format, _ in parts}
+    assert joined.format == (formats.pop() if len(formats) == 1 else mixed)
+    assert joined.num_rows == sum(rows for _, rows in parts)
+    dtype = torch.bfloat16 if joined.format == "bf16" else torch.float32
+    assert torch.equal(joined.dequantize(dtype), torch.cat([matrix.dequantize(dtype) for matrix in matrices]))
+
+
+def test_a_matrix_alone_is_not_copied_by_joining() -> None:
+    matrix = quantize(torch.ones(2, GROUP), "q8_0")
+    assert join([matrix]) is matrix
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+def test_large_matrices_are_converted_in_pieces(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(23, 3 * GROUP, generator=torch.Generator().manual_seed(1))
+    whole = quantize(values, format)
+    monkeypatch.setattr(matrix_module, "CHUNK_VALUES", 5 * 3 * GROUP)
+    assert torch.equal(quantize(values, format).data, whole.data)
+    assert torch.equal(whole.dequantize(torch.float32), whole._rows(slice(0, 23)).dequantize(torch.float32))
+    monkeypatch.setattr(matrix_module, "CHUNK_VALUES", 1)
+    assert torch.equal(quantize(values, format).data, whole.data)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_floats_are_quantised_from_their_exact_values(dtype: torch.dtype) -> None:
+    values = torch.randn(4, GROUP, generator=torch.Generator().manual_seed(2)).to(dtype)
+    assert torch.equal(quantize(values, "q4_1").data, quantize(values.float(), "q4_1").data)
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3e38, -2e7])
+@pytest.mark.parametrize("at", [0, 31])
+def test_numbers_that_blocks_cannot_hold_are_refused(format: Format, wrong: float, at: int) -> None:
+    values = torch.randn(3, 2 * GROUP)
+    values[1, GROUP + at] = wrong
+    with pytest.raises(ValueError, match="not finite, or too large"):
+        quantize(values, format)
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+@pytest.mark.parametrize("tiny", [0.0, 1e-40, -1e-38, 1e-12])
+def test_what_is_too_small_for_a_scale_becomes_zero(format: Format, tiny: float) -> None:
+    values = torch.zeros(1, GROUP)
+    values[0, 3] = tiny
+    assert torch.equal(quantize(values, format).dequantize(torch.float32), torch.zeros(1, GROUP))
+
+
+def test_shapes_and_dtypes_that_are_not_the_formats_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 32, not 33"):
+        row_bytes("q8_0", 33)
+    with pytest.raises(ValueError, match="groups of 32, not 48"):
+        quantize(torch.zeros(2, 48), "q4_0")
+    with pytest.raises(ValueError, match=r"a q4_1 matrix of 2 rows and 64 columns is .*\[2, 40\], not .*\[2, 36\]"):
+        Matrix("q4_1", torch.zeros(2, 36, dtype=torch.uint8), 2, 64)
+    with pytest.raises(ValueError, match=r"bfloat16 \[2, 64\], not torch\.float32"):
+        Matrix("bf16", torch.zeros(2, 64), 2, 64)
+    with pytest.raises(ValueError, match=r"have \[64, 32\] columns"):
+        join([quantize(torch.zeros(1, 64), "bf16"), quantize(torch.zeros(1, 32), "bf16")])
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_numbers_have_no_scales_and_are_not_copied(format: Format) -> None:
+    matrix = quantize(torch.randn(2, 33), format)
+    assert matrix.dequantize(matrix.data.dtype) is matrix.data
+    for part in (matrix.scales, matrix.codes, matrix.minimums):
+        with pytest.raises(ValueError, match=f"a {format} matrix has no"):
+            part()
+    with pytest.raises(ValueError, match="a q8_0 matrix has no minimums"):
+        quantize(torch.zeros(1, 32), "q8_0").minimums()

@@ -1,0 +1,145 @@
+"""Weights come as they lie in the files: mapped, in their blocks, and rounded only where that is asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.kernels.matrix import Format, quantize
+from pipeline.model_folder import format_key
+from pipeline.stages.execute.weights import Weights
+from tests.stages.execute.checkpoints import config_of
+
+BLOCKS: list[Format] = ["q8_0", "q4_1", "q4_0"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def numbers(rows: int, columns: int = 64, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(folder: Path, dtype: torch.dtype = torch.bfloat16, **tensors: Tensor | tuple[Tensor, str]) -> Weights:
+    """Weights of a file with these tensors; with a format where one is given."""
+    plain = {name: tensor if isinstance(tensor, Tensor) else tensor[0] for name, tensor in tensors.items()}
+    formats = {format_key(name): tensor[1] for name, tensor in tensors.items() if isinstance(tensor, tuple)}
+    save_file(plain, folder / "model.safetensors", formats)
+    return Weights(folder, config_of(), dtype)
+
+
+def blocks_of(values: Tensor, format: Format) -> tuple[Tensor, str]:
+    return quantize(values, format).data, format
+
+
+def is_mapped(tensor: Tensor, path: Path) -> bool:
+    """Whether a tensor lies in memory that the kernel maps from the file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", BLOCKS)
+def test_quantised_matrices_keep_their_blocks_where_they_lie(
+    tmp_path: Path, format: Format, dtype: torch.dtype
+) -> None:
+    data, _ = stored = blocks_of(numbers(5), format)
+    matrix = weights_of(tmp_path, dtype, w=stored).matrix("w", 5, 64)
+    assert (matrix.format, matrix.num_rows, matrix.num_columns) == (format, 5, 64)
+    assert torch.equal(matrix.data, data)
+    assert is_mapped(matrix.data, tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+def test_floats_become_bfloat16_and_are_mapped_where_they_are_that(tmp_path: Path, stored: torch.dtype) -> None:
+    values = numbers(5, 33).to(stored)
+    matrix = weights_of(tmp_path, w=values).matrix("w", 5, 33)
+    assert matrix.format == "bf16"
+    assert torch.equal(matrix.data, values.to(torch.bfloat16))
+    assert is_mapped(matrix.data, tmp_path / "model.safetensors") == (stored == torch.bfloat16)
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+def test_in_float32_no_float_is_rounded(tmp_path: Path, stored: torch.dtype) -> None:
+    values = numbers(5, 33).to(stored)
+    matrix = weights_of(tmp_path, torch.float32, w=values).matrix("w", 5, 33)
+    assert matrix.format == "f32"
+    assert torch.equal(matrix.data, values.float())
+    assert is_mapped(matrix.data, tmp_path / "model.safetensors") == (stored == torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_joined_matrices_keep_a_common_format_and_are_floats_otherwise(tmp_path: Path, dtype: torch.dtype) -> None:
+    a, b, c = numbers(3), numbers(5, seed=1), numbers(2, seed=2)
+    weights = weights_of(tmp_path, dtype, a=blocks_of(a, "q4_1"), b=blocks_of(b, "q4_1"), c=blocks_of(c, "q8_0"))
+    same = weights.join_matrices(["a", "b"], [3, 5], 64)
+    assert same.format == "q4_1"
+    assert torch.equal(same.data, quantize(torch.cat([a, b]), "q4_1").data)
+    mixed = weights.join_matrices(["b", "c"], [5, 2], 64)
+    assert mixed.format == ("f32" if dtype == torch.float32 else "bf16")
+    parts = [quantize(b, "q4_1"), quantize(c, "q8_0")]
+    assert torch.equal(mixed.data, torch.cat([part.dequantize(dtype) for part in parts]))
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_vectors_are_float32(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
+    values = numbers(1, 7)[0].to(stored)
+    vector = weights_of(tmp_path, dtype, v=values).vector("v", 7)
+    assert vector.dtype == torch.float32
+    assert torch.equal(vector, values.float())
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "words"),
+    [
+        ((5, 64), None, r"'w' of the model in .* has shape \[5, 64\], but model\.json makes it \[6, 64\]"),
+        ((5, 64), "q4_1", r"'w' .* is q4_1 in bytes \[5, 40\], but model\.json makes it \[6, 64\]"),
+        ((6, 32), "q8_0", r"'w' .* is q8_0 in bytes \[6, 34\], but model\.json makes it \[6, 64\]"),
+    ],
+)
+def test_a_matrix_of_another_shape_is_refused(tmp_path: Path, shape: Any, format: Format | None, words: str) -> None:
+    values = numbers(*shape)
+    weights = weights_of(tmp_path, w=values if format is None else blocks_of(values, format))
+    with pytest.raises(UserError, match=words):
+        weights.matrix("w", 6, 64)
+
+
+def test_columns_that_no_blocks_can_have_are_refused(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, w=blocks_of(numbers(6), "q8_0"))
+    with pytest.raises(UserError, match=r"makes it \[6, 65\]"):
+        weights.matrix("w", 6, 65)
+
+
+@pytest.mark.parametrize("format", [None, "", "q3_7"])
+def test_bytes_in_no_known_format_are_refused(tmp_path: Path, format: str | None) -> None:
+    data = torch.zeros(6, 68, dtype=torch.uint8)
+    weights = weights_of(tmp_path, w=data if format is None else (data, format))
+    with pytest.raises(UserError, match=rf"'w' .* is torch.uint8 in the format '{format or ''}'; known are q8_0"):
+        weights.matrix("w", 6, 64)
+
+
+def test_numbers_that_are_neither_floats_nor_blocks_are_refused(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, w=(torch.zeros(6, 68, dtype=torch.int8), "q8_0"))
+    with pytest.raises(UserError, match=r"is torch\.int8 in the format 'q8_0'"):
+        weights.matrix("w", 6, 64)
+
+
+def test_what_is_missing_or_too_long_is_told(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, v=torch.zeros(7))
+    with pytest.raises(UserError, match="lack the tensor 'w'"):
+        weights.matrix("w", 1, 1)
+    with pytest.raises(UserError, match=r"has shape \[7\], but model\.json makes it \[8\]"):
+        weights.vector("v", 8)
+
+
+def test_joined_vectors_stand_behind_each_other(tmp_path: Path) -> None:
+    a, b = numbers(1, 7)[0], numbers(1, 3, seed=1)[0].to(torch.bfloat16)
+    joined = weights_of(tmp_path, a=a, b=b).join_vectors(["a", "b"], [7, 3])
+    assert torch.equal(joined, torch.cat([a, b.float()]))

@@ -1,0 +1,268 @@
+"""Weights are stored in the format that the file has, or in the one that is asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as np_st
+from transformers import LlamaForCausalLM
+
+from pipeline.config.settings import Settings
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.prepare import weight_file
+from pipeline.stages.prepare.progress import for_stream
+from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.tensors import read_header
+from pipeline.stages.prepare.weight_file import to_bf16
+from tests.stages.prepare import checkpoints
+from tests.stages.prepare.checkpoints import formats_of, weights_of
+
+KINDS = {"q8_0": Kind.Q8_0, "q4_1": Kind.Q4_1, "q4_0": Kind.Q4_0}
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+DOWN = "model.layers.0.mlp.down_proj.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return checkpoints.tiny_llama()
+
+
+def prepared(path: Path, quantization: Any = "auto") -> Path:
+    return prepare(Settings(model=str(path), cache_dir=str(path.parent / "cache"), quantization=quantization))
+
+
+def through(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The numbers that are left of a matrix after a format."""
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind))
+
+
+def blocks_of(tensor: torch.Tensor, format: str) -> torch.Tensor:
+    return torch.from_numpy(gguf.quantize(tensor.numpy(), KINDS[format]))
+
+
+# ------------------------------------------------------------------------------------------- what a .gguf file says
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_blocks_stay_as_they_are(tmp_path: Path, model: LlamaForCausalLM, format: str) -> None:
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=KINDS[format]))
+    found, formats = weights_of(folder), formats_of(folder)
+    for name, tensor in model.state_dict().items():
+        vector = tensor.ndim == 1
+        assert formats[name] == ("f32" if vector else format)
+        assert torch.equal(found[name], tensor if vector else blocks_of(tensor, format)), name
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q5_0, Kind.Q5_1])
+def test_other_formats_become_bfloat16(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind))
+    found = weights_of(folder)
+    for name, tensor in model.state_dict().items():
+        expected = tensor if tensor.ndim == 1 else through(tensor, kind).to(torch.bfloat16)
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales"),
+    [(Kind.Q2_K, (80, 84)), (Kind.Q3_K, (108, 110)), (Kind.Q4_K, (0, 4)), (Kind.Q5_K, (0, 4)), (Kind.Q6_K, (208, 210))],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_k_quants_become_bfloat16(tmp_path: Path, kind: Kind, scales: tuple[int, int]) -> None:
+    """The gguf package doesn't write them, so the blocks are random bytes with small scales."""
+    model = checkpoints.tiny_llama(hidden_size=256, num_hidden_layers=1)
+    random = np.random.default_rng(0)
+    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (256, num_bytes), dtype=np.uint8)
+    begin, end = scales
+    blocks[:, begin:end] = random.uniform(0.001, 0.02, (256, (end - begin) // 2)).astype(np.float16).view(np.uint8)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    folder = prepared(checkpoints.save_gguf(tmp_path / "k.gguf", model, blocks={name: (blocks, kind)}))
+    expected = torch.from_numpy(gguf.dequantize(blocks, kind))
+    assert expected.shape == (256, 256)
+    assert torch.equal(weights_of(folder)[name], expected.to(torch.bfloat16))
+
+
+def test_a_file_may_mix_formats(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    weight = model.state_dict()[DOWN].numpy()
+    other = {DOWN: (gguf.quantize(weight, Kind.Q8_0), Kind.Q8_0)}
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=Kind.Q5_1, blocks=other))
+    assert {name for name, format in formats_of(folder).items() if format not in ("bf16", "f32")} == {DOWN}
+    assert np.array_equal(weights_of(folder)[DOWN], other[DOWN][0])
+
+
+# ---------------------------------------------------------------------------------------------- what is asked for
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F32])
+def test_none_makes_floats_of_everything(tmp_path: Path, model: LlamaForCausalLM, kind: Kind) -> None:
+    found = weights_of(prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind), "none"))
+    for name, tensor in model.state_dict().items():
+        expected = tensor if tensor.ndim == 1 else through(tensor, kind).to(torch.bfloat16)
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_1"])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q5_1, Kind.Q4_0], ids=lambda kind: kind.name)
+def test_a_gguf_is_quantised_from_its_exact_numbers(
+    tmp_path: Path, model: LlamaForCausalLM, kind: Kind, format: str
+) -> None:
+    folder = prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=kind), format)
+    found, formats = weights_of(folder), formats_of(folder)
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim == 1:
+            assert torch.equal(found[name], tensor), name
+            continue
+        wanted = "q8_0" if name in TABLES else format
+        assert formats[name] == wanted
+        assert torch.equal(found[name], blocks_of(through(tensor, kind), wanted)), name
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_1"])
+def test_blocks_in_the_format_that_is_asked_for_are_not_rounded_again(
+    tmp_path: Path, model: LlamaForCausalLM, format: str
+) -> None:
+    """Random codes: the largest of a block is seldom the largest code, as a quantizer would make it."""
+    wide = model.state_dict()[Q].shape[1] // 32
+    random = np.random.default_rng(3)
+    num_bytes = gguf.GGML_QUANT_SIZES[KINDS[format]][1]
+    blocks = random.integers(0, 100, (64, wide, num_bytes), dtype=np.uint8)
+    blocks[:, :, :4] = np.array([0.01, 0.02], np.float16).view(np.uint8)
+    data = blocks.reshape(64, -1)
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, blocks={Q: (data, KINDS[format])})
+    rows = np.argsort(checkpoints.permute(np.arange(64), 4))
+    assert np.array_equal(weights_of(prepared(path, format))[Q], data[rows])
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_folder_is_quantised_from_its_exact_numbers(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
+    model = checkpoints.tiny_llama(attention_bias=True).to(dtype)
+    source = checkpoints.save_folder(tmp_path / "tiny", model, shard_size="100KB")
+    folder = prepared(source, format)
+    assert ModelConfig.load(folder).weight_files == ["model.safetensors"]
+    found, formats = weights_of(folder), formats_of(folder)
+    assert set(found) == set(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim == 1:
+            assert torch.equal(found[name], tensor.float()), name
+            continue
+        wanted = "q8_0" if name in TABLES else format
+        assert formats[name] == wanted
+        assert torch.equal(found[name], blocks_of(tensor.float(), wanted)), name
+
+
+def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
+    source = checkpoints.save_folder(tmp_path / "tied", checkpoints.tiny_llama(tie_word_embeddings=True))
+    formats = formats_of(prepared(source, "q4_1"))
+    assert formats["model.embed_tokens.weight"] == "q8_0"
+    assert "lm_head.weight" not in formats
+
+
+@pytest.mark.parametrize("made", ["folder", "gguf"])
+def test_columns_that_are_no_whole_groups_stay_bfloat16(tmp_path: Path, made: str) -> None:
+    model = checkpoints.tiny_llama(intermediate_size=80)
+    if made == "folder":
+        source = checkpoints.save_folder(tmp_path / "odd", model)
+    else:
+        source = checkpoints.save_gguf(tmp_path / "odd.gguf", model)
+    folder = prepared(source, "q8_0")
+    formats = formats_of(folder)
+    assert {name for name, format in formats.items() if format == "bf16"} == {
+        f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)
+    }
+    assert torch.equal(weights_of(folder)[DOWN], model.state_dict()[DOWN].to(torch.bfloat16))
+
+
+def test_a_folder_is_not_copied_unless_it_is_to_be_quantised(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    source = checkpoints.save_folder(tmp_path / "tiny", model)
+    folder = prepared(source)
+    assert ModelConfig.load(folder).weight_paths(folder) == [source / "model.safetensors"]
+    assert prepared(source, "none") == folder
+    assert len({folder, prepared(source, "q8_0"), prepared(source, "q4_1")}) == 3
+    assert prepared(source, "q8_0") == prepared(source, "q8_0")
+
+
+def test_a_gguf_is_kept_apart_for_each_quantization(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model)
+    assert len({prepared(path, quantization) for quantization in ("auto", "none", "q8_0", "q4_1")}) == 4
+
+
+def test_quantising_a_folder_is_told(
+    tmp_path: Path, model: LlamaForCausalLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = checkpoints.save_folder(tmp_path / "tiny", model)
+    settings = Settings(model=str(source), cache_dir=str(tmp_path / "cache"), quantization="q4_1")
+    prepare(settings, for_stream())
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "quantising tiny to q4_1: done, 0.1 MB" in err
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e8])
+@pytest.mark.parametrize("quantization", ["q8_0", "q4_1"])
+def test_numbers_that_a_format_cannot_hold_are_told_by_their_tensor(
+    tmp_path: Path, wrong: float, quantization: str
+) -> None:
+    model = checkpoints.tiny_llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[5, 70] = wrong
+    source = checkpoints.save_folder(tmp_path / "tiny", model)
+    words = rf"tiny: tensor {DOWN} can't be stored as {quantization}: numbers are not finite, or too large"
+    with pytest.raises(ModelError, match=words):
+        prepared(source, quantization)
+    with pytest.raises(ModelError, match=rf"tiny\.gguf: tensor {DOWN} can't"):
+        prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", model), quantization)
+
+
+# ------------------------------------------------------------------------------------------------------- the file
+
+
+@pytest.mark.parametrize("quantization", ["auto", "q4_1"])
+def test_large_tensors_are_converted_in_pieces(
+    tmp_path: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    gguf_path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, kind=Kind.Q8_0)
+    source = checkpoints.save_folder(tmp_path / "tiny", model)
+    whole = [weights_of(prepared(path, quantization)) for path in (gguf_path, source)]
+    sizes = []
+    monkeypatch.setattr(weight_file, "CHUNK_VALUES", 7 * 64)
+    encode = weight_file.encode
+    monkeypatch.setattr(
+        weight_file, "encode", lambda values, format: sizes.append(values.size) or encode(values, format)
+    )
+    (tmp_path / "cache").rename(tmp_path / "first")
+    for path, expected in zip((gguf_path, source), whole, strict=True):
+        found = weights_of(prepared(path, quantization))
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert 0 < max(sizes) <= 7 * 64
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_numbers_size(tmp_path: Path) -> None:
+    """Readers view the bytes as such numbers, and some refuse to do so elsewhere."""
+    odd = {"vocab_size": 609, "hidden_size": 33, "intermediate_size": 32, "head_dim": 6}
+    model = checkpoints.tiny_llama(num_attention_heads=3, num_key_value_heads=1, **odd)
+    state = model.state_dict()
+    blocks = {DOWN: (gguf.quantize(state[DOWN].numpy(), Kind.Q4_0), Kind.Q4_0)}
+    path = checkpoints.save_gguf(tmp_path / "a.gguf", model, blocks=blocks, metadata={"llama.attention.key_length": 6})
+    folder = prepared(path)
+    entries = read_header(folder / "model.safetensors")
+    assert {entry.dtype for entry in entries.values()} == {"F32", "BF16", "U8"}
+    for entry in entries.values():
+        assert entry.data_offsets[0] % {"F32": 4, "BF16": 2, "U8": 1}[entry.dtype] == 0
+    assert torch.equal(weights_of(folder)["model.norm.weight"], state["model.norm.weight"])
+
+
+@given(np_st.arrays(np.float32, 40, elements=st.floats(width=32)))
+def test_rounding_to_bfloat16_is_torchs(values: "np.ndarray[Any, Any]") -> None:
+    expected = torch.from_numpy(values).to(torch.bfloat16)
+    found = torch.from_numpy(to_bf16(values).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
