@@ -76,7 +76,7 @@ class Attention final : public Op {
 
     size_t scratch_bytes() const override {
         return align(size_t(ITEM_STATES) * kv_.head_dim * sizeof(act)) + align(ITEM_STATES * kv_.head_dim * 4) +
-               align(ITEM_ROWS * STRETCH * 4) + align(ITEM_ROWS * STRETCH * sizeof(act)) + 2 * align(ITEM_STATES * 4);
+               align(ITEM_STATES * STRETCH * 4) + align(ITEM_STATES * STRETCH * sizeof(act)) + 2 * align(ITEM_STATES * 4);
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
@@ -91,8 +91,8 @@ class Attention final : public Op {
         State state;
         state.queries = reinterpret_cast<act*>(take(size_t(ITEM_STATES) * dim * sizeof(act)));
         state.out = reinterpret_cast<float*>(take(size_t(ITEM_STATES) * dim * 4));
-        state.scores = reinterpret_cast<float*>(take(ITEM_ROWS * STRETCH * 4));
-        state.weights = reinterpret_cast<act*>(take(ITEM_ROWS * STRETCH * sizeof(act)));
+        state.scores = reinterpret_cast<float*>(take(ITEM_STATES * STRETCH * 4));
+        state.weights = reinterpret_cast<act*>(take(ITEM_STATES * STRETCH * sizeof(act)));
         state.top = reinterpret_cast<float*>(take(ITEM_STATES * 4));
         state.total = reinterpret_cast<float*>(take(ITEM_STATES * 4));
 
@@ -107,14 +107,7 @@ class Attention final : public Op {
         const int start = step.starts[item.entry];
         const int last = start + (item.row + item.rows - 1) / plan_.group;
         const int first = plan_.first_key(start + item.row / plan_.group);
-        for (int key = first / STRETCH * STRETCH; key <= last; key += STRETCH)
-            for (int head = 0; head < item.heads; head++) {
-                // While a head's stretch is computed, what comes behind it is fetched.
-                const bool turn = head + 1 == item.heads;
-                state.next_key = turn ? key + STRETCH : key;
-                state.next_head = turn ? item.head : item.head + head + 1;
-                stretch(step, item, head, key, last, state);
-            }
+        for (int key = first / STRETCH * STRETCH; key <= last; key += STRETCH) stretch(step, item, key, last, state);
 
         for (int i = 0; i < states; i++) {
             const float factor = 1.0f / state.total[i];
@@ -148,20 +141,10 @@ class Attention final : public Op {
     struct State {
         act* queries;   // [states][head_dim]
         float* out;     // [states][head_dim]
-        float* scores;  // [rows][64]
-        act* weights;   // [rows][64]
+        float* scores;  // [states][64]
+        act* weights;   // [states][64]
         float *top, *total;  // [states]
-        int next_key, next_head;
     };
-
-    void prefetch(const Step& step, const AttentionPlan::Item& item, int b, int last, bool keys,
-                  const State& state) const {
-        const int key = state.next_key + b * BLOCK;
-        if (key > last) return;
-        const int32_t block = step.blocks(item.entry)[key / BLOCK];
-        const uint16_t* from = keys ? kv_.keys(block, state.next_head) : kv_.values(block, state.next_head);
-        for (size_t i = 0; i < kv_.head_size(); i += 32) __builtin_prefetch(from + i, 0, 2);
-    }
 
     static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -177,34 +160,33 @@ class Attention final : public Op {
         return queries_ + (token(step, item, i) * heads + query_head(item, i)) * kv_.head_dim;
     }
 
-    void stretch(const Step& step, const AttentionPlan::Item& item, int head, int key, int last, State& state) const {
+    // Blocks are gone through as they lie in memory, the keys of all heads and then the values: so the processor fetches
+    // ahead by itself. Fetching by instruction took longer.
+    void stretch(const Step& step, const AttentionPlan::Item& item, int key, int last, State& state) const {
         const int dim = kv_.head_dim, rows = item.rows;
         const int32_t* blocks = step.blocks(item.entry) + key / BLOCK;
         const int num_blocks = std::min(STRETCH / BLOCK, (last - key) / BLOCK + 1);
-        const int kv_head = item.head + head;
-        act* queries = state.queries + size_t(head) * rows * dim;
-        float* out = state.out + size_t(head) * rows * dim;
-        const uint16_t *keys[STRETCH / BLOCK], *values[STRETCH / BLOCK];
-        for (int b = 0; b < num_blocks; b++) {
-            keys[b] = kv_.keys(blocks[b], kv_head);
-            values[b] = kv_.values(blocks[b], kv_head);
-        }
-        for (int b = 0; b < num_blocks; b++) prefetch(step, item, b, last, true, state);
-        panels_product<false>(queries, dim, rows, keys, num_blocks, dim, state.scores, STRETCH);
-        for (int r = 0; r < rows; r++) {
-            const int position = step.starts[item.entry] + (item.row + r) / plan_.group;
+        for (int b = 0; b < num_blocks; b++)
+            for (int head = 0; head < item.heads; head++) {
+                const uint16_t* panel = kv_.keys(blocks[b], item.head + head);
+                panels_product<false>(state.queries + size_t(head) * rows * dim, dim, rows, &panel, 1, dim,
+                                      state.scores + size_t(head) * rows * STRETCH + b * BLOCK, STRETCH);
+            }
+        for (int i = 0; i < item.heads * rows; i++) {
+            const int position = step.starts[item.entry] + (item.row + i % rows) / plan_.group;
             const int begin = std::clamp(plan_.first_key(position) - key, 0, STRETCH);
             const int end = std::clamp(position + 1 - key, 0, STRETCH);
-            const int i = head * rows + r;
-            soften(state.scores + r * STRETCH, begin, end, state.weights + r * STRETCH, state.top[i], state.total[i],
-                   out + size_t(r) * dim);
+            soften(state.scores + i * STRETCH, begin, end, state.weights + i * STRETCH, state.top[i], state.total[i],
+                   state.out + size_t(i) * dim);
         }
-        for (int b = 0; b < num_blocks; b++) {
-            prefetch(step, item, b, last, false, state);
-            const uint16_t* panels[MOST_PANELS];
-            for (int p = 0; p < dim / PANEL; p++) panels[p] = values[b] + p * PANEL * BLOCK;
-            panels_product<true>(state.weights + b * BLOCK, STRETCH, rows, panels, dim / PANEL, BLOCK, out, dim);
-        }
+        for (int b = 0; b < num_blocks; b++)
+            for (int head = 0; head < item.heads; head++) {
+                const uint16_t* panels[MOST_PANELS];
+                const uint16_t* values = kv_.values(blocks[b], item.head + head);
+                for (int p = 0; p < dim / PANEL; p++) panels[p] = values + p * PANEL * BLOCK;
+                panels_product<true>(state.weights + size_t(head) * rows * STRETCH + b * BLOCK, STRETCH, rows, panels,
+                                     dim / PANEL, BLOCK, state.out + size_t(head) * rows * dim, dim);
+            }
     }
 
     // One row's scores as weights. Only the keys begin .. end are seen; there may be none.
@@ -268,7 +250,8 @@ class Attention final : public Op {
     }
 
     template <int R, int P, bool ADD>
-    static void one_product(const act* in, int in_stride, const uint16_t* const* panels, int depth, float* out,
+    // Not inlined: with constants for arguments GCC runs out of registers.
+    __attribute__((noinline)) static void one_product(const act* in, int in_stride, const uint16_t* const* panels, int depth, float* out,
                             int out_stride) {
         const act* rows[R];
         const uint32_t* from[P];

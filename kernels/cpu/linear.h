@@ -162,6 +162,7 @@ struct Best {
     float value;
     int32_t id;
 };
+constexpr Best NO_BEST = {-INFINITY, 0};
 
 // Logits of the sampled tokens. Of a row that is greedy and nothing else only the largest is kept; others are written.
 class Head final : public Product {

@@ -115,7 +115,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "team_new": (c_void_p, [c_int, c_int]),
     "team_delete": (None, [c_void_p]),
     "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
-    "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p, c_size_t, c_void_p]),
+    "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p]),
+    "clear": (None, [c_void_p, c_void_p, c_size_t]),
     "act_bytes": (c_int, []),
     "activation_bytes": (c_size_t, [c_int, c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(StepArrays)]),
@@ -158,17 +159,6 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def allocate(num_bytes: int) -> ByteArray:
-    """Zeroed memory that begins at a page, in huge pages where the system gives them. It is written once here: memory
-    that is lacking shows at the start and not in the midst of a step."""
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    array[:: mmap.PAGESIZE] = 0
-    return array
-
-
 class Team:
     """The threads that compute. Closed by whoever made it, after the last program."""
 
@@ -176,6 +166,16 @@ class Team:
         self.library = library
         self.size = size
         self.handle = library.team_new(size, spins)
+
+    def allocate(self, num_bytes: int) -> ByteArray:
+        """Zeroed memory that begins at a page, in huge pages where the system gives them. All of it is written here:
+        memory that is lacking shows at the start, and no step waits for pages."""
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        array = np.frombuffer(memory, np.uint8)
+        self.library.clear(self.handle, array.ctypes.data, num_bytes)
+        return array
 
     def close(self) -> None:
         if self.handle:

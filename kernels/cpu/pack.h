@@ -3,17 +3,14 @@
 
 #include "product.h"
 
-// Output n of panel `panel` is row order[n] of `rows`, which are `row_bytes` long: bfloat16, or blocks as ggml lays them
-// out (q8_0: scale, 32 codes; q4_0: scale, 16 bytes; q4_1: scale, minimum, 16 bytes; byte i has column i below and
-// column 16 + i above). A negative row stands for zeros.
-static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* rows, size_t row_bytes,
-                       const int32_t* order, int panel) {
+// Output n is the row at rows[n]: bfloat16, or blocks as ggml lays them out (q8_0: scale, 32 codes; q4_0: scale, 16
+// bytes; q4_1: scale, minimum, 16 bytes; byte i has column i below and column 16 + i above). Null stands for zeros.
+static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* const* rows, int panel) {
     uint8_t* to = panels + panel * matrix.panel_bytes();
     memset(to, 0, matrix.panel_bytes());
     for (int lane = 0; lane < PANEL; lane++) {
-        const int32_t row = order[panel * PANEL + lane];
-        if (row < 0 && matrix.format == Format::BF16) continue;
-        const uint8_t* from = rows + (row < 0 ? 0 : row) * row_bytes;
+        const uint8_t* from = rows[panel * PANEL + lane];
+        if (!from) continue;
         if (matrix.format == Format::BF16) {
             for (int k = 0; k < matrix.depth / 2; k++) memcpy(to + (k * PANEL + lane) * 4, from + 4 * k, 4);
             continue;
@@ -22,10 +19,8 @@ static void pack_panel(const Matrix& matrix, uint8_t* panels, const uint8_t* row
         const int code_bytes = bytes ? 512 : 256, factors = minimums ? 4 : 2;
         uint8_t* group = to;
         for (int g = 0; g < matrix.depth / GROUP; g++) {
-            if (row >= 0) {
-                memcpy(group + code_bytes + 2 * lane, from, 2);
-                if (minimums) memcpy(group + code_bytes + 2 * PANEL + 2 * lane, from + 2, 2);
-            }
+            memcpy(group + code_bytes + 2 * lane, from, 2);
+            if (minimums) memcpy(group + code_bytes + 2 * PANEL + 2 * lane, from + 2, 2);
             from += factors;
             for (int k = 0; k < GROUP; k++) {
                 if (bytes) {

@@ -1,6 +1,7 @@
 // The end of a step: waiting for the masks that a grammar allows, then one id for each sampled token.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -18,7 +19,9 @@ struct MaskTicket {
 // Begins when the logits are there and ends when `*word` is `wanted`, or with status 1 when that takes too long.
 class WaitForMasks final : public Op {
    public:
-    explicit WaitForMasks(const MaskTicket* ticket) : Op("wait_for_masks"), ticket_(ticket) {}
+    // `best` [num_best] is what the head has found; a step that ends here leaves none of it to the next.
+    WaitForMasks(const MaskTicket* ticket, Best* best, size_t num_best)
+        : Op("wait_for_masks"), ticket_(ticket), best_(best), num_best_(num_best) {}
 
     int tiles(const Step&) const override { return ticket_->word ? 1 : 0; }
 
@@ -30,6 +33,7 @@ class WaitForMasks final : public Op {
         for (int looks = 0; __atomic_load_n(ticket_->word, __ATOMIC_ACQUIRE) != ticket_->wanted; looks++) {
             if (std::chrono::steady_clock::now() > end) {
                 late_ = true;
+                std::fill_n(best_, num_best_, NO_BEST);
                 return;
             }
             if (looks < 1000)
@@ -43,6 +47,8 @@ class WaitForMasks final : public Op {
 
    private:
     const MaskTicket* const ticket_;
+    Best* const best_;
+    const size_t num_best_;
     bool late_ = false;
 };
 
@@ -90,19 +96,15 @@ class Pick final : public Op {
 
     // The threads' best, left empty for the next step. Of equal logits the lowest id wins.
     int32_t take_best(int row) const {
-        Best found = NONE;
+        Best found = NO_BEST;
         for (int thread = 0; thread < threads_; thread++) {
             Best& best = best_[size_t(thread) * max_samples_ + row];
             if (best.value > found.value || (best.value == found.value && best.id < found.id)) found = best;
-            best = NONE;
+            best = NO_BEST;
         }
         return found.id;
     }
 
-   public:
-    static constexpr Best NONE = {-INFINITY, 0};
-
-   private:
     const Draws draws_;
     float* const logits_;
     Best* const best_;

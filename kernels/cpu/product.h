@@ -250,8 +250,9 @@ constexpr int MOST_ROWS = 6, MOST_ROWS_8 = 3, MOST_ROWS_4 = 4;
 constexpr int MOST_ROWS = 4, MOST_ROWS_8 = 2, MOST_ROWS_4 = 2;
 #endif
 
+// Not inlined: with constants for arguments GCC runs out of registers.
 template <int R, int P>
-static void multiply_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, float* out,
+__attribute__((noinline)) static void multiply_panels(const Rows& rows, int first_row, const Matrix& matrix, int first_panel, float* out,
                             int out_stride) {
     const size_t bytes = matrix.panel_bytes();
     const uint8_t* panel = matrix.panels + first_panel * bytes;

@@ -116,23 +116,16 @@ void team_delete(Team* team) { delete team; }
 
 size_t panel_bytes(const Matrix* matrix) { return matrix->panel_bytes(); }
 
-void pack(Team* team, const Matrix* matrix, uint8_t* panels, const uint8_t* rows, size_t row_bytes,
-          const int32_t* order) {
-    struct Job {
-        const Matrix* matrix;
-        uint8_t* panels;
-        const uint8_t* rows;
-        size_t row_bytes;
-        const int32_t* order;
-        std::atomic<int> next{0};
-    } job{matrix, panels, rows, row_bytes, order, {}};
-    team->run(
-        [](void* context, int) {
-            Job& job = *static_cast<Job*>(context);
-            for (int panel; (panel = job.next.fetch_add(1)) < job.matrix->columns / PANEL;)
-                pack_panel(*job.matrix, job.panels, job.rows, job.row_bytes, job.order, panel);
-        },
-        &job);
+// Output n is the row at rows[n] (pack.h says how rows lie there), or zeros where that is null.
+void pack(Team* team, const Matrix* matrix, uint8_t* panels, const uint8_t* const* rows) {
+    team->each(matrix->columns / PANEL, [=](int panel) { pack_panel(*matrix, panels, rows, panel); });
+}
+
+// Writes zeros to `bytes` of memory that may never have been touched.
+void clear(Team* team, uint8_t* memory, size_t bytes) {
+    constexpr size_t part = 2 << 20;
+    team->each(int((bytes + part - 1) / part),
+               [=](int i) { memset(memory + i * part, 0, std::min(part, bytes - i * part)); });
 }
 
 int act_bytes() { return sizeof(act); }
@@ -182,10 +175,11 @@ void program_gate_up(Program* program, Rows out, int floats, Rows in, const Matr
 void program_pick(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
                   const MaskTicket* ticket, const Draws* draws) {
     const int threads = program->team().size();
-    Best* best = reinterpret_cast<Best*>(program->best(sizeof(Best) * threads * max_samples));
-    std::fill_n(best, size_t(threads) * max_samples, Pick::NONE);
+    const size_t num_best = size_t(threads) * max_samples;
+    Best* best = reinterpret_cast<Best*>(program->best(sizeof(Best) * num_best));
+    std::fill_n(best, num_best, NO_BEST);
     program->add<Head>(logits, best, max_samples, in, *matrix, vocab_size, draws->greedy);
-    program->add<WaitForMasks>(ticket);
+    program->add<WaitForMasks>(ticket, best, num_best);
     program->add<Pick>(*draws, logits, best, max_samples, threads, vocab_size);
 }
 

@@ -39,6 +39,22 @@ class Team {
         barrier();
     }
 
+    // Calls work(i) for i from 0 to count - 1, on whichever thread is free.
+    template <class Work>
+    void each(int count, Work work) {
+        struct Job {
+            Work work;
+            int count;
+            std::atomic<int> next{0};
+        } job{work, count, {}};
+        run(
+            [](void* context, int) {
+                Job& job = *static_cast<Job*>(context);
+                for (int i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) job.work(i);
+            },
+            &job);
+    }
+
     // Returns when every thread has come here. What was written before is seen by all after.
     void barrier() {
         if (size_ == 1) return;

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.draw_inputs import DrawInputs
-from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.matrix import Matrix, join
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.program import AttentionWeights, Linear, LogitArray, MlpWeights, Program
@@ -84,7 +84,7 @@ class NativeProgram(Program):
         )
 
     def embed(self, table: Matrix) -> None:
-        self._table = table, self._pack(table)
+        self._table = table, self._pack((table,))
         self._library.program_embed(self._handle, self._residual, self._table[1])
 
     def attention(self, weights: AttentionWeights) -> None:
@@ -93,19 +93,19 @@ class NativeProgram(Program):
         self._num_layers += 1
         heads = config.num_heads + 2 * config.num_kv_heads
         order = _turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
-        normed = self._norm(weights.norm, weights.qkv.matrix)
-        qkv = self._pack_linear(weights.qkv, order)
+        normed = self._norm(weights.norm, weights.qkv.matrices)
+        qkv = self._pack(weights.qkv.matrices, order, weights.qkv.bias)
         library.program_qkv(self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin)
         width = config.num_heads * config.head_dim
-        rows, floats = self._written(self._attended, width, weights.out.matrix)
+        rows, floats = self._written(self._attended, width, weights.out.matrices)
         library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan)
         self._add(self._attended, width, weights.out)
 
     def mlp(self, weights: MlpWeights) -> None:
         inner = self._config.intermediate_size
-        normed = self._norm(weights.norm, weights.gate_up.matrix)
-        rows, floats = self._written(self._gated, inner, weights.down.matrix)
-        gate_up = self._pack_linear(weights.gate_up, _gated_order(inner))
+        normed = self._norm(weights.norm, weights.gate_up.matrices)
+        rows, floats = self._written(self._gated, inner, weights.down.matrices)
+        gate_up = self._pack(weights.gate_up.matrices, _gated_order(inner), weights.gate_up.bias)
         self._library.program_gate_up(self._handle, rows, floats, normed, gate_up)
         self._add(self._gated, inner, weights.down)
 
@@ -114,9 +114,9 @@ class NativeProgram(Program):
         arrays = native.DrawArrays(**{name: getattr(draws, name).ctypes.data for name in native.DRAW_ARRAYS})
         self._library.program_pick(
             self._handle,
-            self._norm(norm, head, sampled=True),
+            self._norm(norm, (head,), sampled=True),
             # An embedding that is the head too is there once.
-            self._table[1] if self._table is not None and self._table[0] is head else self._pack(head),
+            self._table[1] if self._table is not None and self._table[0] is head else self._pack((head,)),
             self._config.vocab_size,
             self._logits,
             self._inputs.max_num_rows,
@@ -178,25 +178,25 @@ class NativeProgram(Program):
 
     # What follows lays out memory. Addresses are plain numbers; `_kept` keeps what they point to.
 
-    def _norm(self, weight: Tensor, matrix: Matrix, sampled: bool = False) -> native.Rows:
-        """Record the norm before a product with `matrix`. Returns where it leaves its rows."""
+    def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...], sampled: bool = False) -> native.Rows:
+        """Record the norm before a product with `matrices`. Returns where it leaves its rows."""
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
         self._library.program_norm(
-            self._handle, self._normed, _form(matrix), self._residual, self._vector(weight), size, eps, sampled
+            self._handle, self._normed, _form(matrices), self._residual, self._vector(weight), size, eps, sampled
         )
         return self._normed
 
-    def _written(self, rows: native.Rows, width: int, matrix: Matrix) -> tuple[native.Rows, bool]:
+    def _written(self, rows: native.Rows, width: int, matrices: tuple[Matrix, ...]) -> tuple[native.Rows, bool]:
         """Where an op in front of a product leaves its rows, and whether as floats that become codes then."""
-        if _form(matrix) is Form.PLAIN:
+        if _form(matrices) is Form.PLAIN:
             return rows, False
         return native.Rows(self._wide, width * 4), True
 
     def _add(self, rows: native.Rows, width: int, linear: Linear) -> None:
-        if _form(linear.matrix) is Form.GROUPED:
+        if _form(linear.matrices) is Form.GROUPED:
             self._library.program_quantize(self._handle, rows, self._wide, width)
         self._library.program_linear_add(
-            self._handle, self._residual, rows, self._pack_linear(linear), self._config.hidden_size
+            self._handle, self._residual, rows, self._pack(linear.matrices, bias=linear.bias), self._config.hidden_size
         )
 
     def _step_arrays(self) -> native.StepArrays:
@@ -210,7 +210,7 @@ class NativeProgram(Program):
         )
 
     def _memory(self, num_bytes: int) -> int:
-        array = native.allocate(num_bytes)
+        array = self._team.allocate(num_bytes)
         self._kept.append(array)
         return int(array.ctypes.data)
 
@@ -234,24 +234,23 @@ class NativeProgram(Program):
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
         return self._vector(torch.cos(angles)), self._vector(torch.sin(angles))
 
-    def _pack_linear(self, linear: Linear, order: IntArray | None = None) -> Any:
-        return self._pack(linear.matrix, order, linear.bias)
-
-    def _pack(self, matrix: Matrix, order: IntArray | None = None, bias: Tensor | None = None) -> Any:
-        """A matrix in panels: output i is row order[i], and zeros where that is negative."""
+    def _pack(self, matrices: tuple[Matrix, ...], order: IntArray | None = None, bias: Tensor | None = None) -> Any:
+        """Matrices, one below the other, in panels: output i is row order[i], and zeros where that is negative."""
+        if len({matrix.format for matrix in matrices}) > 1:
+            matrices = (join(matrices),)
+        rows = np.concatenate([_row_addresses(matrix) for matrix in matrices])
         if order is None:
-            order = np.arange(matrix.num_rows, dtype=np.int32)
+            order = np.arange(len(rows), dtype=np.int32)
         columns = -(-len(order) // native.PANEL) * native.PANEL
         order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
-        packed = native.PackedMatrix(native.FORMATS[matrix.format], columns, matrix.num_columns, None, None)
+        # Row -1 is the null behind the last.
+        addresses = np.append(rows, np.uint64(0))[order]
+        packed = native.PackedMatrix(native.FORMATS[matrices[0].format], columns, matrices[0].num_columns, None, None)
         reference = ctypes.byref(packed)
         panels = self._memory(self._library.panel_bytes(reference) * columns // native.PANEL)
         packed.panels = panels
-        data = matrix.data
-        row_bytes = data.stride(0) * data.element_size()
-        self._library.pack(self._team.handle, reference, panels, data.data_ptr(), row_bytes, order.ctypes.data)
+        self._library.pack(self._team.handle, reference, panels, addresses.ctypes.data)
         if bias is not None:
-            # Row -1 is the zero behind the last.
             padded = torch.cat([bias.to(torch.float32), torch.zeros(1)])
             packed.bias = self._vector(padded[torch.from_numpy(order).long()])
         return reference
@@ -262,8 +261,16 @@ def layer_bytes(config: ModelConfig, num_blocks: int) -> int:
     return 2 * num_blocks * BLOCK_SIZE * config.num_kv_heads * config.head_dim * 2
 
 
-def _form(matrix: Matrix) -> Form:
-    return Form.PLAIN if matrix.format == "bf16" else Form.GROUPED
+def _row_addresses(matrix: Matrix) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+    data = matrix.data
+    stride = data.stride(0) * data.element_size()
+    return data.data_ptr() + np.arange(matrix.num_rows, dtype=np.uint64) * np.uint64(stride)
+
+
+def _form(matrices: tuple[Matrix, ...]) -> Form:
+    """Of the activations that a product with them reads. Formats that differ become bfloat16."""
+    formats = {matrix.format for matrix in matrices}
+    return Form.GROUPED if len(formats) == 1 and "bf16" not in formats else Form.PLAIN
 
 
 def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:

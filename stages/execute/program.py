@@ -21,9 +21,10 @@ LogitArray = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix [outputs, inputs] and what is added behind it, float32 [outputs]."""
+    """Matrices [outputs, inputs] of one input, one below the other, and what is added behind them, float32
+    [all outputs]."""
 
-    matrix: Matrix
+    matrices: tuple[Matrix, ...]
     bias: Tensor | None = None
 
 

@@ -30,7 +30,7 @@ class TorchProgram(Program):
         self._config = config
         self._inputs = inputs
         self._num_layers = 0
-        self._dequantized: dict[int, tuple[Matrix, Tensor]] = {}
+        self._table: tuple[Matrix, Tensor] | None = None
         self.kv: list[LayerKV] = ops.kv_allocate(
             config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device
         )
@@ -53,7 +53,8 @@ class TorchProgram(Program):
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         calls.add(self._plan.prepare, self._inputs)
         calls.add(ops.rotary_angles, self._cos, self._sin, calls.positions, frequencies)
-        calls.add(ops.take_rows, self._residual, self._widened(table), calls.ids)
+        self._table = table, table.dequantize(ops.dtype)
+        calls.add(ops.take_rows, self._residual, self._table[1], calls.ids)
 
     def attention(self, weights: AttentionWeights) -> None:
         calls, ops, kv = self._calls, self._ops, self.kv[self._num_layers]
@@ -77,7 +78,10 @@ class TorchProgram(Program):
         calls, ops = self._calls, self._ops
         calls.add(ops.rms_norm, self._x, self._residual, norm, self._config.rms_norm_eps)
         calls.add(ops.take_rows, self._last, self._x, calls.sampled)
-        calls.add(ops.logits, self._logits, self._last, self._widened(head))
+        # An embedding that is the head too is there once.
+        tied = self._table is not None and self._table[0] is head
+        weight = self._table[1] if self._table is not None and tied else head.dequantize(ops.dtype)
+        calls.add(ops.logits, self._logits, self._last, weight)
 
     def run(self) -> IntArray:
         with torch.inference_mode():
@@ -96,10 +100,4 @@ class TorchProgram(Program):
 
     def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
         bias = None if linear.bias is None else linear.bias.to(self._ops.dtype)
-        return self._widened(linear.matrix), bias
-
-    def _widened(self, matrix: Matrix) -> Tensor:
-        """The numbers of a matrix, made once where it is used twice."""
-        if id(matrix) not in self._dequantized:
-            self._dequantized[id(matrix)] = matrix, matrix.dequantize(self._ops.dtype)
-        return self._dequantized[id(matrix)][1]
+        return torch.cat([matrix.dequantize(self._ops.dtype) for matrix in linear.matrices]), bias

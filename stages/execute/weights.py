@@ -62,10 +62,9 @@ class Weights:
             )
         return Matrix(format, tensor, rows, columns)
 
-    def join_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Matrix:
-        """Matrices of shapes [rows[i], columns], one below the other."""
-        matrices = [self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True)]
-        return join(matrices, mixed=self._float_format)
+    def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[Matrix, ...]:
+        """Matrices of shapes [rows[i], columns]."""
+        return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight or a bias, [size] float32. Raises UserError where it is missing or has another shape."""

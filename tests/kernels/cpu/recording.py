@@ -174,9 +174,8 @@ class Recording:
         packed.panels = panels.ctypes.data
         row_bytes = matrix.data.stride(0) * matrix.data.element_size()
         positions = np.array(rows, np.int32)
-        self.library.pack(
-            self.team.handle, reference, packed.panels, matrix.data.data_ptr(), row_bytes, positions.ctypes.data
-        )
+        addresses = np.array([matrix.data.data_ptr() + row * row_bytes if row >= 0 else 0 for row in rows], np.uint64)
+        self.library.pack(self.team.handle, reference, packed.panels, addresses.ctypes.data)
         if bias is not None:
             padded = np.append(bias, 0).astype(np.float32)[positions]
             packed.bias = self.floats(padded).ctypes.data

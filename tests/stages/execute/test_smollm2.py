@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.settings import Quantization, Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.stages.execute.native_program import NativeProgram
+from pipeline.stages.execute.torch_program import TorchProgram
+from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add, settings
 
 REFERENCE = json.loads((Path(__file__).parents[2] / "data" / "smollm2_reference.json").read_text())
@@ -20,8 +24,13 @@ CHUNK = 11
 pytestmark = pytest.mark.timeout(600)
 
 
-def make_driver(folder: Path, dtype: str) -> Driver:
-    return Driver(folder, settings(dtype=dtype, kv_mib=256, max_num_seqs=129, tokens=1024))
+LEAST_AGREEMENT: dict[Quantization, float] = {"none": 0.985, "q8_0": 0.965, "auto": 0.965}
+"""Of the CPU kernels with float32, by the format of the weights: bfloat16, 8 bits, and what the file has, 4 bits."""
+NUM_COMPARED = 16
+
+
+def make_driver(folder: Path, dtype: str, kernels: str = "auto") -> Driver:
+    return Driver(folder, settings(dtype=dtype, kernels=kernels, kv_mib=256, max_num_seqs=129, tokens=1024, threads=2))
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +41,26 @@ def exact(smollm2_dir: Path) -> Iterator[Driver]:
 
 
 @pytest.fixture(scope="module")
-def default(smollm2_dir: Path) -> Iterator[Driver]:
-    """In bfloat16."""
-    yield make_driver(smollm2_dir, "bfloat16")
+def rounded() -> Iterator[Driver]:
+    """In bfloat16, in torch."""
+    driver = make_driver(prepare(Settings(quantization="none")), "bfloat16", "torch")
+    assert isinstance(driver.runner.program, TorchProgram)
+    yield driver
     gc.collect()
+
+
+@pytest.fixture(scope="module", params=LEAST_AGREEMENT)
+def quantization(request: pytest.FixtureRequest) -> Quantization:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def native(quantization: Quantization) -> Iterator[Driver]:
+    """In the best kernels that this machine has."""
+    driver = make_driver(prepare(Settings(quantization=quantization)), "bfloat16")
+    assert isinstance(driver.runner.program, NativeProgram)
+    yield driver
+    driver.runner.close()
 
 
 def compute_prefixes(driver: Driver, prompts: list[list[int]]) -> dict[str, Any]:
@@ -72,15 +97,15 @@ def test_each_prompt_alone_goes_on_as_the_reference_does(exact: Driver) -> None:
     assert same(outputs) >= 19
 
 
-@pytest.mark.parametrize("together", [1, 128])
-def test_bfloat16_finds_the_same_largest_logit_as_float32(default: Driver, together: int) -> None:
-    """Teacher-forced on real text. Each position is a row of its own, over blocks that one row has computed."""
+def agreement(driver: Driver, together: int) -> float:
+    """How often the largest logit is float32's, teacher-forced on real text. Each position is a row of its own, over
+    blocks that one row has computed, `together` of them in a step."""
     num_same = num_positions = 0
     for text in REFERENCE["texts"]:
         ids, expected = text["ids"], text["argmax_ids"]
-        default.clear()
-        blocks = default.take_blocks(len(ids))
-        default.step([(0, 0, len(ids), False)], adds=[row_add(0, ids, blocks)])
+        driver.clear()
+        blocks = driver.take_blocks(len(ids))
+        driver.step([(0, 0, len(ids), False)], adds=[row_add(0, ids, blocks)])
         for first in range(0, len(ids), together):
             positions = range(first, min(first + together, len(ids)))
             rows = range(1, 1 + len(positions))
@@ -89,9 +114,30 @@ def test_bfloat16_finds_the_same_largest_logit_as_float32(default: Driver, toget
                 for row, position in zip(rows, positions, strict=True)
             ]
             entries = [(row, position, 1, True) for row, position in zip(rows, positions, strict=True)]
-            sampled = default.step(entries, adds=adds).ids.tolist()
+            sampled = driver.step(entries, adds=adds).ids.tolist()
             num_same += sum(token == expected[position] for token, position in zip(sampled, positions, strict=True))
-            default.step(drops=list(rows))
+            driver.step(drops=list(rows))
         num_positions += len(ids)
     assert num_positions >= 500
-    assert num_same / num_positions >= 0.98
+    return num_same / num_positions
+
+
+@pytest.mark.parametrize("together", [1, 128])
+def test_bfloat16_finds_the_same_largest_logit_as_float32(rounded: Driver, together: int) -> None:
+    assert agreement(rounded, together) >= 0.98
+
+
+def test_the_cpu_kernels_find_the_same_largest_logit_as_float32(native: Driver, quantization: Quantization) -> None:
+    assert agreement(native, 128) >= LEAST_AGREEMENT[quantization]
+
+
+def test_the_cpu_kernels_go_on_the_same_alone_and_among_twenty(native: Driver) -> None:
+    """Every other prompt is computed whole when it is alone, the rest in chunks behind a cached prefix."""
+    native.clear()
+    together = native.generate(PROMPTS, NUM_COMPARED, chunk=101)
+    alone = []
+    for i, prompt in enumerate(PROMPTS):
+        native.clear()
+        how = {"chunk": CHUNK, **compute_prefixes(native, [prompt])} if i % 2 else {}
+        alone += native.generate([prompt], NUM_COMPARED, **how)
+    assert alone == together

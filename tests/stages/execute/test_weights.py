@@ -74,17 +74,13 @@ def test_in_float32_no_float_is_rounded(tmp_path: Path, stored: torch.dtype) -> 
     assert is_mapped(matrix.data, tmp_path / "model.safetensors") == (stored == torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_joined_matrices_keep_a_common_format_and_are_floats_otherwise(tmp_path: Path, dtype: torch.dtype) -> None:
-    a, b, c = numbers(3), numbers(5, seed=1), numbers(2, seed=2)
-    weights = weights_of(tmp_path, dtype, a=blocks_of(a, "q4_1"), b=blocks_of(b, "q4_1"), c=blocks_of(c, "q8_0"))
-    same = weights.join_matrices(["a", "b"], [3, 5], 64)
-    assert same.format == "q4_1"
-    assert torch.equal(same.data, quantize(torch.cat([a, b]), "q4_1").data)
-    mixed = weights.join_matrices(["b", "c"], [5, 2], 64)
-    assert mixed.format == ("f32" if dtype == torch.float32 else "bf16")
-    parts = [quantize(b, "q4_1"), quantize(c, "q8_0")]
-    assert torch.equal(mixed.data, torch.cat([part.dequantize(dtype) for part in parts]))
+def test_matrices_that_go_together_keep_their_formats(tmp_path: Path) -> None:
+    a, c = numbers(3), numbers(2, seed=2)
+    weights = weights_of(tmp_path, torch.bfloat16, a=blocks_of(a, "q4_1"), c=blocks_of(c, "q8_0"))
+    found = weights.matrices(["a", "c"], [3, 2], 64)
+    assert [matrix.format for matrix in found] == ["q4_1", "q8_0"]
+    assert [matrix.num_rows for matrix in found] == [3, 2]
+    assert torch.equal(found[1].data, quantize(c, "q8_0").data)
 
 
 @pytest.mark.parametrize("stored", DTYPES, ids=str)

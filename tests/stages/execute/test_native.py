@@ -1,0 +1,526 @@
+"""Whole models in the CPU library are those of torch, and a row's numbers do not depend on its company."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline import messages as m
+from pipeline.errors import UserError
+from pipeline.kernels import rotary
+from pipeline.kernels.cpu.levels import available
+from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.matrix import Format, quantize
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.messages import Finish
+from pipeline.model_folder import ModelConfig, format_key
+from pipeline.stages.execute import backend
+from pipeline.stages.execute.native_program import MasksLate, NativeProgram
+from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.torch_program import TorchProgram
+from tests.stages.execute import checkpoints
+from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE
+from tests.stages.execute.driver import GREEDY, Driver, row_add, settings
+
+LEVELS = [*available(), "emulated"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: changes for name, changes in checkpoints.VARIANTS.items() if changes.get("head_dim", 16) % 16 == 0},
+    "one kv head of seven": {"num_kv_heads": 1, "num_heads": 7, "head_dim": 32, "hidden_size": 56},
+    "wide heads": {"head_dim": 80, "num_heads": 3, "num_kv_heads": 1},
+    "odd sizes": {"hidden_size": 42, "intermediate_size": 70, "vocab_size": 299, "max_position": 250},
+}
+FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
+GROUPED_SHAPE = {"hidden_size": 96, "intermediate_size": 64}
+DRAWN = m.Sampling(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
+FILTERED = m.Sampling(temperature=1.2, top_k=30, top_p=0.9, seed=5, ignore_eos=True)
+
+MAX_ERROR = {"wide": 5e-3, "bf16": 0.1}
+"""Of logits with a standard deviation around 1. With activations in float32 only the order of sums differs, but by that
+a key or value rounds to its other neighbour in bfloat16 now and then, which is what 2e-3 of it are; most logits are
+within 1e-4. With activations in bfloat16 each of them is off by up to a 256th."""
+
+
+def random_ids(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 290, num).tolist()
+
+
+def write(folder: Path, config: ModelConfig, format: Format = "bf16") -> None:
+    """A random model whose matrices lose nothing by this format."""
+    tensors: dict[str, Tensor] = {}
+    formats: dict[str, str] = {}
+    for name, tensor in checkpoints.reference_model(config).state_dict().items():
+        if tensor.dim() == 1:
+            tensors[name] = tensor
+        elif not (name == "lm_head.weight" and config.tie_embeddings):
+            tensors[name] = quantize(tensor, format).data
+            if format != "bf16":
+                formats[format_key(name)] = format
+    save_file(tensors, folder / "model.safetensors", formats)
+    config.save(folder)
+
+
+@contextmanager
+def emulation(level: str) -> Iterator[str]:
+    """What `execute.kernels` is called at a level; while this lasts, "avx512" runs without its instructions."""
+    if level != "emulated":
+        yield level
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "available", lambda: ["avx512"])
+        patch.setattr(backend.build, "build", partial(backend.build.build, emulate=True))
+        yield "avx512"
+
+
+class Native(Driver):
+    """A driver of the library, which keeps logits only where that is said."""
+
+    def __init__(self, folder: Path, level: str, keep_logits: bool = True, **how: Any) -> None:
+        with emulation(level) as kernels:
+            config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, **how})
+            self.runner = Runner(config, folder)
+        assert isinstance(self.runner.program, NativeProgram)
+        self.program = self.runner.program
+        if keep_logits:
+            self.program.keep_logits()
+        self._budget = config.schedule.max_num_batched_tokens
+        self.clear()
+
+
+class Reference:
+    """The torch program in float32, but with keys and values of bfloat16 as the library has them."""
+
+    def __init__(self, folder: Path) -> None:
+        def write_rounded(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:
+            rotary.rotary_write(qkv, cos, sin, slots, kv)
+            for part in kv:
+                part.copy_(part.bfloat16())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rotary, "rotary_write", write_rounded)
+            self._driver = Driver(folder, settings(kernels="torch", max_num_seqs=128, kv_mib=4))
+        assert isinstance(self._driver.runner.program, TorchProgram)
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+
+    def logits(self, ids: tuple[int, ...]) -> np.ndarray:
+        """Behind `ids`, [vocab_size]; those behind all its beginnings are computed with them."""
+        if ids not in self._known:
+            driver = self._driver
+            driver.clear()
+            blocks = driver.take_blocks(len(ids))
+            driver.step([(0, 0, len(ids), False)], adds=[row_add(0, list(ids), blocks)])
+            positions = range(len(ids))
+            adds = [row_add(1 + i, list(ids[: i + 1]), blocks[: i // BLOCK_SIZE + 1]) for i in positions]
+            driver.step([(1 + i, i, 1, True) for i in positions], adds=adds)
+            for i, logits in enumerate(driver.logits()):
+                self._known.setdefault(ids[: i + 1], logits)
+        return self._known[ids]
+
+
+class Checked:
+    """A driver of the library whose logits are kept, to compare them with the reference's."""
+
+    def __init__(self, folder: Path, reference: Reference, level: str, **how: Any) -> None:
+        self.driver = Native(folder, level, **how)
+        self.reference = reference
+        self.max_error = MAX_ERROR["wide" if level in ("avx2", "portable") else "bf16"]
+        self.made: list[tuple[tuple[int, ...], np.ndarray]] = []
+
+    def step(self, entries: list[tuple[int, int, int, bool]], adds: Any = ()) -> None:
+        result = self.driver.step(entries, adds=adds)
+        table = self.driver.runner.rows
+        sampling = [entry for entry in entries if entry[3]]
+        for (row, start, count, _), logits, token in zip(sampling, self.driver.logits(), result.ids, strict=True):
+            assert token == logits.argmax()
+            self.made.append((tuple(table.ids[row, : start + count].tolist()), logits))
+
+    def compare(self) -> int:
+        """Compare what was made. Returns how many rows that were."""
+        made = sorted(self.made, key=lambda one: -len(one[0]))
+        for ids, logits in made:
+            expected = self.reference.logits(ids)
+            assert expected.std() > 100 * MAX_ERROR["wide"]
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=self.max_error)
+        return len(made)
+
+
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    folder = tmp_path_factory.mktemp("variant")
+    write(folder, checkpoints.config_of(**request.param))
+    return folder, Reference(folder)
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def shared(variant: tuple[Path, Reference], request: pytest.FixtureRequest) -> Iterator[Checked]:
+    checked = Checked(*variant, request.param)
+    yield checked
+    checked.driver.runner.close()
+
+
+@pytest.fixture
+def model(shared: Checked) -> Checked:
+    shared.driver.clear()
+    shared.made = []
+    return shared
+
+
+# --- logits are the reference's
+
+
+def test_a_prompt_at_once_then_token_by_token(model: Checked) -> None:
+    ids = random_ids(60, 1)
+    model.step([(0, 0, 60, True)], [row_add(0, ids, model.driver.take_blocks(80))])
+    for position in range(60, 75):
+        model.step([(0, position, 1, True)])
+    assert model.compare() == 16
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 33])
+def test_a_prompt_in_chunks(model: Checked, chunk: int) -> None:
+    ids = random_ids(50, 2)
+    adds = [row_add(0, ids, model.driver.take_blocks(64))]
+    for start in range(0, 50, chunk):
+        count = min(chunk, 50 - start)
+        model.step([(0, start, count, start + count == 50)], adds)
+        adds = []
+    model.step([(0, 50, 1, True)])
+    assert model.compare() == 2
+
+
+def test_rows_of_all_kinds_in_one_step(model: Checked) -> None:
+    lengths = [40, 3, 17, 64, 30]
+    adds = [row_add(row, random_ids(num, row), model.driver.take_blocks(90)) for row, num in enumerate(lengths)]
+    model.step([(0, 0, 40, True), (1, 0, 3, True), (2, 0, 9, False)], adds)
+    model.step([(1, 3, 1, True), (0, 40, 1, True), (2, 9, 8, True), (3, 0, 50, False), (4, 0, 30, True)])
+    model.step([(4, 30, 1, True), (0, 41, 1, True), (2, 17, 1, True), (1, 4, 1, True), (3, 50, 14, True)])
+    assert model.compare() == 2 + 4 + 5
+
+
+def test_a_row_behind_a_prefix_that_an_earlier_step_computed(model: Checked) -> None:
+    prefix = random_ids(48, 3)
+    blocks = model.driver.take_blocks(48)
+    model.step([(0, 0, 48, True)], [row_add(0, prefix, blocks)])
+    adds = [
+        row_add(1, prefix + random_ids(9, 4), blocks + model.driver.take_blocks(16)),
+        row_add(2, prefix[:32] + random_ids(30, 5), blocks[:2] + model.driver.take_blocks(32)),
+        row_add(3, prefix, [*blocks[:2], *model.driver.take_blocks(16)]),
+    ]
+    model.step([(1, 48, 9, True), (2, 32, 30, True), (3, 32, 16, True)], adds)
+    assert model.compare() == 4
+
+
+def test_a_row_behind_a_prefix_that_the_same_step_computes(model: Checked) -> None:
+    prefix = random_ids(32, 6)
+    blocks = model.driver.take_blocks(32)
+    adds = [
+        row_add(0, prefix + random_ids(5, 7), blocks + model.driver.take_blocks(16)),
+        row_add(1, prefix + random_ids(20, 8), blocks + model.driver.take_blocks(32)),
+        row_add(2, [*prefix, 44], blocks + model.driver.take_blocks(16)),
+    ]
+    model.step([(2, 32, 1, True), (1, 32, 20, True), (0, 0, 37, True)], adds)
+    assert model.compare() == 3
+
+
+def test_blocks_that_served_another_sequence_are_used_again(model: Checked) -> None:
+    blocks = model.driver.take_blocks(64)
+    model.step([(0, 0, 60, True)], [row_add(0, random_ids(60, 9), blocks)])
+    model.driver.step(drops=[0])
+    model.step([(0, 0, 20, True)], [row_add(0, random_ids(20, 10), blocks[::-1])])
+    for position in range(20, 36):
+        model.step([(0, position, 1, True)])
+    assert model.compare() == 18
+
+
+# --- numbers are the same in every company
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def grouped_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    write(folder, checkpoints.config_of(**GROUPED_SHAPE), request.param)
+    return folder
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def native(grouped_dir: Path, request: pytest.FixtureRequest) -> Iterator[Native]:
+    driver = Native(grouped_dir, request.param)
+    yield driver
+    driver.runner.close()
+
+
+@pytest.fixture
+def driver(native: Native) -> Native:
+    native.clear()
+    return native
+
+
+def test_quantised_models_are_nearly_what_their_weights_say(driver: Native, grouped_dir: Path) -> None:
+    """Activations of 8 bits in every group cost some hundredths, over three layers."""
+    ids = random_ids(60, 11)
+    driver.step([(0, 0, 60, False)], adds=[row_add(0, ids, driver.take_blocks(60))])
+    rows = range(1, 13)
+    adds = [row_add(row, ids[: 5 * row], [0, 1, 2, 3][: -(-5 * row // BLOCK_SIZE)]) for row in rows]
+    driver.step([(row, 5 * row - 1, 1, True) for row in rows], adds=adds)
+    reference = Reference(grouped_dir)
+    expected = np.array([reference.logits(tuple(ids[: 5 * row])) for row in rows])
+    error = driver.logits() - expected
+    assert np.sqrt((error**2).mean()) < 0.05 * expected.std()
+
+
+def test_logits_are_the_same_bits_alone_batched_chunked_and_behind_a_prefix(driver: Native) -> None:
+    prompts = [random_ids(num, num) for num in (70, 1, 33, 64, 5, 16)]
+
+    def last_logits(which: list[int], chunk: int) -> dict[int, np.ndarray]:
+        driver.clear()
+        adds = [row_add(row, prompts[i], driver.take_blocks(80)) for row, i in enumerate(which)]
+        driver.step(adds=adds)
+        logits = {}
+        for start in range(0, 70, chunk):
+            entries, ends = [], []
+            for row, i in enumerate(which):
+                count = min(chunk, len(prompts[i]) - start)
+                if count > 0:
+                    entries.append((row, start, count, start + count == len(prompts[i])))
+                    ends += [i] if entries[-1][3] else []
+            if entries:
+                driver.step(entries)
+                logits |= dict(zip(ends, driver.logits(), strict=True))
+        return logits
+
+    alone = {i: last_logits([i], 70)[i] for i in range(6)}
+    for which, chunk in [([0, 1, 4], 70), ([5, 4, 3, 2, 1, 0], 19), ([1, 0, 2, 3, 4, 5], 1), ([3, 3, 3, 2], 16)]:
+        for i, logits in last_logits(which, chunk).items():
+            np.testing.assert_array_equal(logits, alone[i])
+    driver.clear()
+    blocks = driver.take_blocks(48)
+    driver.step([(0, 0, 48, False)], adds=[row_add(0, prompts[0][:48], blocks)])
+    adds = [row_add(1, prompts[0], blocks + driver.take_blocks(32)), row_add(2, prompts[4], driver.take_blocks(16))]
+    driver.step([(2, 0, 5, True), (1, 48, 22, True)], adds=adds)
+    np.testing.assert_array_equal(driver.logits(), [alone[4], alone[0]])
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, FILTERED], ids=["greedy", "drawn", "filtered"])
+def test_texts_are_the_same_alone_batched_chunked_and_after_a_preemption(driver: Native, sampling: m.Sampling) -> None:
+    prompts = [random_ids(num, num) for num in (40, 3, 17, 25, 31)]
+    alone = []
+    for prompt in prompts:
+        driver.clear()
+        alone += driver.generate([prompt], 30, sampling=sampling)
+    assert len({tuple(text) for text in alone}) == 5
+    for chunk in (None, 7):
+        driver.clear()
+        assert driver.generate(prompts, 30, sampling=sampling, chunk=chunk) == alone
+    driver.clear()
+    halves = [prompt + text[:13] for prompt, text in zip(prompts, alone, strict=True)]
+    assert driver.generate(halves, 17, sampling=sampling) == [text[13:] for text in alone]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_texts_are_the_same_on_any_number_of_threads(grouped_dir: Path, level: str) -> None:
+    """And whether logits are kept or only the largest is found."""
+    prompts = [random_ids(num, num) for num in (40, 3, 17)]
+    texts = []
+    for threads, keep_logits in [(1, True), (1, False), (2, False), (3, False)]:
+        driver = Native(grouped_dir, level, keep_logits, threads=threads)
+        texts.append([driver.generate(prompts, 25), driver.generate(prompts, 25, sampling=DRAWN)])
+        driver.runner.close()
+    assert all(text == texts[0] for text in texts)
+
+
+# --- rows
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write(folder, checkpoints.config_of())
+    return folder
+
+
+@pytest.fixture(params=[True, False], ids=["kept", "largest"])
+def plain(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Native]:
+    driver = Native(tiny, LEVELS[0], request.param)
+    yield driver
+    driver.runner.close()
+
+
+def test_greedy_and_drawn_rows_share_a_step_and_follow_each_other(plain: Native) -> None:
+    """A row's temperature is its own, whatever was in its place before."""
+    prompts = [random_ids(20, seed) for seed in range(3)]
+    greedy = [plain.generate([prompt], 1)[0][0] for prompt in prompts]
+    drawn = [plain.generate([prompt], 1, sampling=DRAWN)[0][0] for prompt in prompts]
+    assert greedy != drawn
+    plain.clear()
+    assert [ids[0] for ids in plain.generate(prompts, 1, sampling=DRAWN)] == drawn
+    plain.clear()
+    assert [ids[0] for ids in plain.generate(prompts, 1)] == greedy
+    plain.clear()
+    adds = [row_add(i, prompts[i], plain.take_blocks(32), [DRAWN, GREEDY, DRAWN][i]) for i in range(3)]
+    mixed = plain.step([(i, 0, 20, True) for i in range(3)], adds=adds)
+    assert mixed.ids.tolist() == [drawn[0], greedy[1], drawn[2]]
+
+
+def test_seeds_and_indices_draw_their_own(plain: Native) -> None:
+    ids = set()
+    for index, seed in [(0, 1), (1, 1), (0, 2)]:
+        plain.clear()
+        sampling = m.Sampling(temperature=3.0, seed=seed, ignore_eos=True)
+        add = row_add(0, random_ids(10, 0), plain.take_blocks(32), sampling, index=index)
+        plain.step([(0, 0, 10, True)], adds=[add])
+        for position in range(10, 16):
+            plain.step([(0, position, 1, True)])
+        ids.add(tuple(plain.runner.rows.ids[0, 10:17].tolist()))
+    assert len(ids) == 3
+
+
+@pytest.mark.parametrize("by", ["eos", "stop_token_ids"])
+def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> None:
+    prompts = [random_ids(20, seed) for seed in range(2)]
+    first, other = plain.generate([prompts[0]], 1)[0][0], plain.generate([prompts[1]], 3)[0]
+    plain.clear()
+    stops = m.Sampling(temperature=0.0, ignore_eos=by != "eos", stop_token_ids=[first] if by != "eos" else [])
+    plain.runner._eos_ids = [first] if by == "eos" else [EOS_ID]
+    adds = [row_add(0, prompts[0], plain.take_blocks(32), stops), row_add(1, prompts[1], plain.take_blocks(32))]
+    result = plain.step([(0, 0, 20, True), (1, 0, 20, True)], adds=adds)
+    assert result.ids.tolist() == [first, other[0]]
+    assert result.finishes.tolist() == [Finish.STOP, Finish.NONE]
+    assert plain.step([(0, 20, 1, True), (1, 20, 1, True)]).ids.tolist() == [-1, other[1]]
+    assert plain.step([(1, 21, 1, True)]).ids.tolist() == [other[2]]
+
+
+# --- masks
+
+
+def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(tiny: Path) -> None:
+    driver = Native(tiny, LEVELS[0])
+    word, mask = np.zeros(1, np.uint32), np.full(10, 2**32 - 1, np.uint32)
+    driver.runner.draws.masks[0] = mask.ctypes.data
+    driver.program.wait_for(word.ctypes.data, 3, 20_000)
+    ids: list[int] = []
+    add = row_add(0, random_ids(20, 0), driver.take_blocks(32))
+    step = threading.Thread(target=lambda: ids.extend(driver.step([(0, 0, 20, True)], adds=[add]).ids.tolist()))
+    step.start()
+    # This thread could do none of it if the step held the interpreter.
+    ended = time.monotonic() + 0.2
+    while time.monotonic() < ended:
+        assert step.is_alive() and not ids
+    mask[:] = 0
+    mask[250 // 32] = 1 << 250 % 32
+    word[0] = 3
+    step.join(10)
+    assert ids == [250]
+    driver.runner.close()
+
+
+def test_late_masks_are_told_and_the_program_runs_again(tiny: Path) -> None:
+    driver = Native(tiny, LEVELS[0], keep_logits=False)
+    prompt = random_ids(20, 0)
+    expected = driver.generate([prompt], 4)
+    driver.clear()
+    word = np.zeros(1, np.uint32)
+    driver.program.wait_for(word.ctypes.data, 1, 20)
+    for seed in (1, 2):
+        driver.clear()
+        with pytest.raises(MasksLate, match="20 ms"):
+            driver.generate([random_ids(30, seed)], 1)
+    driver.program.wait_for(0, 0, 0)
+    driver.clear()
+    assert driver.generate([prompt], 4) == expected
+    driver.runner.close()
+
+
+# --- choice of a back end
+
+
+def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, checkpoints.config_of(**checkpoints.VARIANTS["one kv head"]))
+    runner = Runner(settings(dtype="bfloat16"), tmp_path)
+    assert isinstance(runner.program, TorchProgram)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "torch" in warning.getMessage() and "head_dim is 8, not a multiple of 16" in warning.getMessage()
+    with pytest.raises(UserError, match=r"execute\.kernels is 'portable', but head_dim is 8"):
+        Runner(settings(dtype="bfloat16", kernels="portable"), tmp_path)
+
+
+def test_a_level_that_this_cpu_lacks_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available", lambda: ["portable"])
+    for level in ("avx512", "avx2"):
+        with pytest.raises(UserError, match=f"kernels is '{level}', but this CPU runs portable and torch"):
+            Runner(settings(dtype="bfloat16", kernels=level), tiny)
+
+
+def test_without_a_compiler_torch_computes_with_one_warning(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    runner = Runner(settings(dtype="bfloat16"), tiny)
+    assert isinstance(runner.program, TorchProgram)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "no C++ compiler found" in warning.getMessage() and "apt install" in warning.getMessage()
+    with pytest.raises(UserError, match="no C\\+\\+ compiler found"):
+        Runner(settings(dtype="bfloat16", kernels="portable"), tiny)
+
+
+def test_float32_is_computed_by_torch_in_silence(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(Runner(settings(dtype="float32"), tiny).program, TorchProgram)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_kernels_that_are_named_refuse_float32(tiny: Path) -> None:
+    with pytest.raises(UserError, match="float32"):
+        Runner(settings(dtype="float32", kernels="portable"), tiny)
+
+
+def test_the_best_level_is_chosen_and_told(tiny: Path) -> None:
+    runner = Runner(settings(dtype="bfloat16"), tiny)
+    assert runner.program.name == f"cpu, {available()[0]}"
+    runner.close()
+
+
+# --- what a program holds
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_threads_end_with_the_program_and_closing_twice_is_harmless(tiny: Path) -> None:
+    before = num_threads()
+    driver = Native(tiny, LEVELS[0], threads=4)
+    assert num_threads() == before + 3
+    driver.generate([random_ids(10, 0)], 3)
+    driver.runner.close()
+    assert num_threads() == before
+    driver.runner.close()
+    assert num_threads() == before
+
+
+def test_a_program_that_is_closed_leaves_no_memory_behind(tiny: Path) -> None:
+    def open_and_close() -> None:
+        driver = Native(tiny, LEVELS[0], threads=3, kv_mib=4)
+        driver.generate([random_ids(40, 0)], 3)
+        driver.runner.close()
+
+    for _ in range(5):
+        open_and_close()
+    process, threads = psutil.Process(), num_threads()
+    before = process.memory_info().rss
+    for _ in range(50):
+        open_and_close()
+    assert num_threads() == threads
+    # One that stayed would be 4 MiB of KV memory, 200 in all.
+    assert process.memory_info().rss - before < 20 * 1024**2
