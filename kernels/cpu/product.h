@@ -337,24 +337,23 @@ static void quantize(const float* from, const Rows& to, int row, int depth) {
     int8_t* codes = to.codes(row);
     float* scales = to.scales(row, depth);
     for (int g = 0; g < groups; g++, from += GROUP, codes += GROUP) {
-        vf top{};
-        for (int i = 0; i < GROUP; i += LANES) {
-            const vf value = load<vf>(from + i);
-            top = max(top, max(value, -value));
+        vf values[GROUP / LANES], tops{};
+        for (int i = 0; i < GROUP / LANES; i++) {
+            values[i] = load<vf>(from + i * LANES);
+            tops = max(tops, max(values[i], -values[i]));
         }
-        const float scale = largest(top) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+        const float top = largest(tops), inverse = top > 0 ? 127.0f / top : 0.0f;
         constexpr float round = 12582912.0f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
-        vi total{};
-        for (int i = 0; i < GROUP; i += LANES) {
-            const vi code = bits<vi>(load<vf>(from + i) * inverse + round) - bits<int32_t>(round);
-            total += code;
-            typedef int8_t bytes __attribute__((vector_size(LANES)));
-            store(codes + i, __builtin_convertvector(code, bytes));
+        vi numbers[GROUP / LANES], total{};
+        for (int i = 0; i < GROUP / LANES; i++) {
+            numbers[i] = bits<vi>(values[i] * inverse + round) - bits<int32_t>(round);
+            total += numbers[i];
         }
-        int32_t count = 0;
-        for (int i = 0; i < LANES; i++) count += total[i];
+        store_bytes(codes, numbers);
+        // Small whole numbers: their sum is exact as floats too.
+        const float count = sum(__builtin_convertvector(total, vf)), scale = top / 127.0f;
         scales[g] = scale;
-        scales[groups + g] = bits<float>(count);
-        scales[2 * groups + g] = scale * float(count);
+        scales[groups + g] = bits<float>(int32_t(count));
+        scales[2 * groups + g] = scale * count;
     }
 }

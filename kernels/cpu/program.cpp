@@ -17,8 +17,11 @@
 
 namespace {
 
-struct alignas(64) Counter {
-    std::atomic<int> next{0};
+// How far an op is. The upper half of each number is the step's, so that a thread that comes late, from a step that is
+// over, finds nothing to take.
+struct alignas(64) Progress {
+    std::atomic<uint64_t> taken{0}, done{0};  // tiles
+    std::atomic<int64_t> ended{0};            // in a step that is timed: when, in nanoseconds
 };
 
 struct Aligned {
@@ -29,9 +32,10 @@ struct Aligned {
     uint8_t* const data;
 };
 
-class Program {
+class Program final : public Job {
    public:
     Program(Team& team, const Step& step) : team_(team), step_(step) {}
+    ~Program() override { team_.settle(); }
 
     template <class O, class... Args>
     O& add(Args&&... args) {
@@ -44,18 +48,54 @@ class Program {
 
     // Seconds of each op where `seconds` is given. Returns 0, or the first status that an op ends with.
     int run(int tokens, int rows, int samples, double* seconds) {
-        step_.tokens = tokens, step_.rows = rows, step_.samples = samples;
-        while (memory_.size() < size_t(team_.size()) || scratch_made_ < scratch_bytes_) {
-            if (scratch_made_ < scratch_bytes_) memory_.clear();
-            scratch_made_ = scratch_bytes_;
-            memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
+        while (memory_.size() < size_t(team_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
+        if (progress_.size() != ops_.size()) progress_ = std::vector<Progress>(ops_.size());
+        // Progress first: who is late in the last step must not take this one's sizes for its own.
+        const uint32_t number = number_.load() + 1;
+        for (Progress& op : progress_) {
+            op.taken.store(uint64_t(number) << 32);
+            op.done.store(uint64_t(number) << 32);
         }
-        if (next_.size() != ops_.size()) next_ = std::vector<Counter>(ops_.size());
-        for (auto& counter : next_) counter.next.store(0, std::memory_order_relaxed);
-        seconds_ = seconds;
+        step_.tokens = tokens, step_.rows = rows, step_.samples = samples;
+        timed_ = seconds != nullptr;
         status_ = 0;
-        team_.run([](void* program, int thread) { static_cast<Program*>(program)->work(thread); }, this);
+        const int64_t began = nanoseconds();
+        number_.store(number);
+        team_.start(this);
+        work(0);
+        if (seconds) read_times(began, seconds);
         return status_;
+    }
+
+    // An op after the other: takes tiles of it while there are any, and waits until all of them are done.
+    void work(int thread) override {
+        const uint32_t number = number_.load();
+        const Scratch scratch{thread, memory_[thread]->data};
+        for (size_t i = 0; i < ops_.size(); i++) {
+            Op& op = *ops_[i];
+            Progress& progress = progress_[i];
+            uint64_t all = 0;
+            for (uint64_t taken = progress.taken.load();;) {
+                if (taken >> 32 != number) return;
+                all = uint64_t(number) << 32 | uint32_t(op.tiles(step_));
+                if (taken >= all) break;
+                if (!progress.taken.compare_exchange_weak(taken, taken + 1)) continue;
+                op.tile(step_, int(uint32_t(taken)), scratch);
+                const int64_t now = timed_ ? nanoseconds() : 0;
+                if (progress.done.fetch_add(1) + 1 == all) {
+                    progress.ended.store(now);
+                    finished_.fetch_add(1);
+                    finished_.notify_all();
+                }
+                taken = progress.taken.load();
+            }
+            team_.wait([&] { return progress.done.load() >= all; }, finished_);
+            if (progress.done.load() != all) return;  // of a later step
+            if (const int status = op.status()) {
+                if (!thread) status_ = status;
+                return;
+            }
+        }
     }
 
     Cost cost(int op, int tokens, int rows, int samples) {
@@ -72,32 +112,33 @@ class Program {
     }
 
    private:
-    void work(int thread) {
-        const Scratch scratch{thread, memory_[thread]->data};
+    static int64_t nanoseconds() {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(
+                   std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+
+    // An op's time is from the end of the one before to its own, whichever threads those came to.
+    void read_times(int64_t last, double* seconds) {
         for (size_t i = 0; i < ops_.size(); i++) {
-            const auto began = seconds_ ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
-            Op& op = *ops_[i];
-            const int tiles = op.tiles(step_);
-            for (int tile; (tile = next_[i].next.fetch_add(1, std::memory_order_relaxed)) < tiles;)
-                op.tile(step_, tile, scratch);
-            team_.barrier();
-            if (seconds_ && thread == 0)
-                seconds_[i] = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-            // Every thread sees the same, so all leave together.
-            if (const int status = op.status()) {
-                if (thread == 0) status_ = status;
-                return;
-            }
+            seconds[i] = 0;
+            if (uint32_t(progress_[i].done.load()) == 0) continue;
+            // Who did the last tile writes this just after saying that it is done.
+            int64_t ended;
+            while ((ended = progress_[i].ended.load()) < last) std::this_thread::yield();
+            seconds[i] = double(ended - last) * 1e-9;
+            last = ended;
         }
     }
 
     Team& team_;
     Step step_;
     std::vector<std::unique_ptr<Op>> ops_;
-    std::vector<Counter> next_;
+    std::vector<Progress> progress_;
     std::vector<std::unique_ptr<Aligned>> memory_, kept_;
-    size_t scratch_bytes_ = 64, scratch_made_ = 0;
-    double* seconds_ = nullptr;
+    size_t scratch_bytes_ = 64;
+    std::atomic<uint32_t> number_{0};  // of the step
+    std::atomic<int> finished_{0};     // ops, ever
+    bool timed_ = false;
     int status_ = 0;
 };
 

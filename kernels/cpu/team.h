@@ -1,9 +1,13 @@
-// The threads that compute a step together.
+// The threads that compute together.
 //
-//     asleep ──run()──► computing ──barrier──► computing ── … ──last barrier──► spinning ──a while──► asleep
+//     asleep ──start()──► working ──the job returns──► watching ──a while──► asleep
 //
-// A thread that waits looks for its fellows for some microseconds and then sleeps in the kernel: other processes share
-// these cores, and a core that is spun away may be the very one that a fellow needs.
+// Nobody waits for a thread to come, only for work that a thread has begun: other processes share these cores, and a
+// thread that is kept from running must not keep its fellows. So a job may return on the caller's thread while others
+// are still on their way through it, or come to it late; `settle` is for what must be over for all of them.
+//
+// Who waits looks for some microseconds and then sleeps in the kernel: a core that is spun away may be the very one that
+// a fellow needs.
 #pragma once
 
 #include <atomic>
@@ -15,6 +19,13 @@
 #include <immintrin.h>
 #endif
 
+// Work that any thread may join, once for each `start`.
+class Job {
+   public:
+    virtual ~Job() = default;
+    virtual void work(int thread) = 0;
+};
+
 class Team {
    public:
     // `spins` is how often a waiting thread looks before it sleeps.
@@ -23,53 +34,57 @@ class Team {
     }
 
     ~Team() {
-        job_ = nullptr;
-        barrier();
+        ending_.store(true);
+        wake();
         for (auto& thread : threads_) thread.join();
     }
 
     int size() const { return size_; }
 
-    // Calls job(context, thread) on every thread, the caller's among them, and returns when all have returned.
-    void run(void (*job)(void*, int), void* context) {
-        job_ = job;
-        context_ = context;
-        barrier();
-        job(context, 0);
-        barrier();
+    // The other threads join `job`; the caller does so by itself. The job must live until `settle`.
+    void start(Job* job) {
+        job_.store(job);
+        wake();
     }
 
-    // Calls work(i) for i from 0 to count - 1, on whichever thread is free.
-    template <class Work>
-    void each(int count, Work work) {
-        struct Job {
-            Work work;
-            int count;
-            std::atomic<int> next{0};
-        } job{work, count, {}};
-        run(
-            [](void* context, int) {
-                Job& job = *static_cast<Job*>(context);
-                for (int i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) job.work(i);
-            },
-            &job);
+    // Returns when no thread is in a job, or will enter the one that was started last.
+    void settle() {
+        job_.store(nullptr);
+        wait([this] { return inside_.load() == 0; }, inside_);
     }
 
-    // Returns when every thread has come here. What was written before is seen by all after.
-    void barrier() {
-        if (size_ == 1) return;
-        const int now = phase_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(now + 1, std::memory_order_seq_cst);
-            phase_.notify_all();
-            return;
-        }
+    // Returns when `ready` does; `word` is changed, with notice, before that can come to be.
+    template <class Ready>
+    void wait(Ready ready, const std::atomic<int>& word) const {
         for (int i = 0; i < spins_; i++) {
-            if (phase_.load(std::memory_order_acquire) != now) return;
+            if (ready()) return;
             relax();
         }
-        phase_.wait(now, std::memory_order_acquire);
+        for (;;) {
+            const int seen = word.load();
+            if (ready()) return;
+            word.wait(seen);
+        }
+    }
+
+    // Calls work(i) for i from 0 to count - 1, on whichever thread is free, and returns when all have returned.
+    template <class Work>
+    void each(int count, Work work) {
+        class Each final : public Job {
+           public:
+            Each(int count, Work& work) : count_(count), work_(work) {}
+            void work(int) override {
+                for (int i; (i = next_.fetch_add(1)) < count_;) work_(i);
+            }
+
+           private:
+            const int count_;
+            Work& work_;
+            std::atomic<int> next_{0};
+        } job(count, work);
+        start(&job);
+        job.work(0);
+        settle();
     }
 
    private:
@@ -81,19 +96,27 @@ class Team {
 #endif
     }
 
+    void wake() {
+        starts_.fetch_add(1);
+        starts_.notify_all();
+    }
+
     void serve(int thread) {
-        for (;;) {
-            barrier();
-            if (!job_) return;
-            job_(context_, thread);
-            barrier();
+        for (int seen = 0;;) {
+            wait([&] { return starts_.load() != seen; }, starts_);
+            seen = starts_.load();
+            if (ending_.load()) return;
+            // Before the job is read: so `settle` either sees this thread inside, or it finds no job.
+            inside_.fetch_add(1);
+            if (Job* job = job_.load()) job->work(thread);
+            if (inside_.fetch_sub(1) == 1) inside_.notify_all();
         }
     }
 
     const int size_, spins_;
-    void (*job_)(void*, int) = nullptr;
-    void* context_ = nullptr;
-    alignas(64) std::atomic<int> phase_{0};
-    alignas(64) std::atomic<int> arrived_{0};
+    std::atomic<Job*> job_{nullptr};
+    std::atomic<bool> ending_{false};
+    alignas(64) std::atomic<int> starts_{0};
+    alignas(64) std::atomic<int> inside_{0};
     std::vector<std::thread> threads_;
 };

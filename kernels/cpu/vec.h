@@ -75,47 +75,69 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
+#if defined(LEVEL_AVX512) && !defined(EMULATE)
+INLINE f8 fma(f8 a, f8 b, f8 c) {
+    return bits<f8>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+}
+#elif !defined(LEVEL_AVX2)
+INLINE f8 fma(f8 a, f8 b, f8 c) { return a * b + c; }
+#endif
+
 template <class Vector>
 INLINE Vector max(Vector a, Vector b) {
     return a > b ? a : b;
 }
 
-// Sum and maximum over lanes, always in the same order.
-template <class Vector>
-INLINE float sum(Vector vector) {
-    constexpr int count = sizeof(Vector) / 4;
-    float lanes[count];
+// Sum and maximum over lanes, always in the same order: halves are folded onto each other.
+#if defined(LEVEL_AVX2)
+INLINE float sum(vf vector) {
+    const __m256 all = bits<__m256>(vector);
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+INLINE float largest(vf vector) {
+    const __m256 all = bits<__m256>(vector);
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+#else
+template <class Fold>
+INLINE float fold(vf vector, Fold fold) {
+    float lanes[LANES];
     memcpy(lanes, &vector, sizeof vector);
-    for (int width = count / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] = fold(lanes[i], lanes[i + width]);
     return lanes[0];
 }
 
-template <class Vector>
-INLINE float largest(Vector vector) {
-    constexpr int count = sizeof(Vector) / 4;
-    float lanes[count];
-    memcpy(lanes, &vector, sizeof vector);
-    for (int width = count / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+INLINE float sum(vf vector) {
+    return fold(vector, [](float a, float b) { return a + b; });
 }
+
+INLINE float largest(vf vector) {
+    return fold(vector, [](float a, float b) { return a > b ? a : b; });
+}
+#endif
 
 // exp for x <= 88, 0 below -87; relative error under 2e-7. The argument is cut into n ln 2 + r with |r| <= ln 2 / 2, and
 // exp(r) is the polynomial of Cephes' expf (Moshier, 1989).
 template <class Vector, class Integers>
 INLINE Vector exp_of(Vector x) {
-    constexpr float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+    const auto constant = [](float value) { return value - Vector{}; };
     constexpr float round = 12582912.0f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
-    const Vector cut = x < -87.0f ? Vector{} - 87.0f : x;
-    const Vector n = (cut * log2e + round) - round;
-    const Vector r = (cut - n * ln2_high) - n * ln2_low;
-    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    const Vector cut = max(x, constant(-87.0f));
+    const Vector n = fma(cut, constant(1.44269504f), constant(round)) - round;
+    Vector r = fma(n, constant(-0.693359375f), cut);
+    r = fma(n, constant(2.12194440e-4f), r);
+    Vector p = fma(r, constant(1.9875691500e-4f), constant(1.3981999507e-3f));
+    p = fma(p, r, constant(8.3334519073e-3f));
+    p = fma(p, r, constant(4.1665795894e-2f));
+    p = fma(p, r, constant(1.6666665459e-1f));
+    p = fma(p, r, constant(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
     const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
     return x < -87.0f ? Vector{} : p * bits<Vector>(power);
 }
@@ -145,6 +167,20 @@ INLINE vf load_f16(const uint16_t* from) {
     for (int i = 0; i < LANES; i++) word[i] = from[i];
     const vf magnitude = bits<vf>((word & 0x7FFF) << 13) * bits<float>(0x77800000u);
     return bits<vf>(bits<vu>(magnitude) | ((word & 0x8000) << 16));
+#endif
+}
+
+// 32 numbers that fit into bytes.
+INLINE void store_bytes(int8_t* to, const vi (&numbers)[32 / LANES]) {
+#if defined(LEVEL_AVX2)
+    const __m256i low = _mm256_packs_epi32(bits<__m256i>(numbers[0]), bits<__m256i>(numbers[1]));
+    const __m256i high = _mm256_packs_epi32(bits<__m256i>(numbers[2]), bits<__m256i>(numbers[3]));
+    // Packing works within halves of 128 bits; the fours that it leaves are put in order.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    store(to, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+#else
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    for (int i = 0; i < 32 / LANES; i++) store(to + i * LANES, __builtin_convertvector(numbers[i], bytes));
 #endif
 }
 

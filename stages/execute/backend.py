@@ -41,6 +41,8 @@ def _library(settings: Settings, config: ModelConfig) -> tuple[Level, Path] | No
     if level not in levels:
         raise UserError(f"execute.kernels is {level!r}, but this CPU runs {', '.join(levels)} and torch")
     problem = unsupported(config)
+    if settings.execute.dtype != "bfloat16":
+        problem = f"these kernels compute with bfloat16, and execute.dtype is {settings.execute.dtype!r}"
     if problem is None:
         try:
             root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None

@@ -121,10 +121,10 @@ class RowTable:
         and batch the draw is in.
         """
         num = len(rows)
-        draws.greedy[:num] = self.temperature[rows] < GREEDY_BELOW
+        draws.temperature[:num] = self.temperature[rows]
+        draws.greedy[:num] = draws.temperature[:num] < GREEDY_BELOW
         if draws.greedy[:num].all():
             return
-        draws.temperature[:num] = self.temperature[rows]
         draws.top_k[:num] = self.top_k[rows]
         draws.top_p[:num] = self.top_p[rows]
         draws.min_p[:num] = self.min_p[rows]

@@ -233,11 +233,11 @@ def read_floats(rows: native.Rows, num: int, width: int) -> np.ndarray:
 def quantize_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes [N, K] int8 and scales [N, K / 32] float32, rounded as quantize() in product.h writes it down."""
     groups = values.reshape(len(values), -1, GROUP)
-    scales = np.abs(groups).max(-1) / np.float32(127)
+    tops = np.abs(groups).max(-1)
     with np.errstate(divide="ignore"):
-        inverse = np.where(scales > 0, np.float32(1) / scales, np.float32(0))
+        inverse = np.where(tops > 0, np.float32(127) / tops, np.float32(0))
     codes = np.rint(groups * inverse[..., None]).astype(np.int8)
-    return codes.reshape(values.shape), scales
+    return codes.reshape(values.shape), tops / np.float32(127)
 
 
 def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:

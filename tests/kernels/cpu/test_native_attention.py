@@ -125,9 +125,7 @@ class Attention:
         self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
         layer = r.kept(native.LayerMemory(self.memory.ctypes.data, case.kv_heads, case.head_dim))
         plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
-        r.library.program_attention(
-            r.program, self.out, floats, self.queries.ctypes.data, ctypes.byref(layer), plan
-        )
+        r.library.program_attention(r.program, self.out, floats, self.queries.ctypes.data, ctypes.byref(layer), plan)
 
     def run(self, entries: list[tuple[int, int, int]]) -> list[np.ndarray]:
         """(entry, start, count) of each row of a step. Returns [count, width] of each."""
@@ -138,9 +136,7 @@ class Attention:
         num = sum(count for _, count in steps)
         self.queries[:num] = np.concatenate(queries).reshape(num, case.width)
         assert r.run() == 0
-        out = (
-            read_floats(self.out, num, case.width) if self.floats else r.read_plain(self.out, num, case.width)
-        )
+        out = read_floats(self.out, num, case.width) if self.floats else r.read_plain(self.out, num, case.width)
         return np.split(out.copy(), np.cumsum([count for _, count in steps])[:-1])
 
 

@@ -372,19 +372,6 @@ def test_a_profile_names_every_op_and_what_it_costs(library: ctypes.CDLL) -> Non
     assert list(cost) == [48 * 2 * 18 + 5 * (64 + 48) * 4, 2 * 5 * 48 * 64, 1]
 
 
-def test_memory_of_the_threads_grows_with_ops_added_after_a_run(library: ctypes.CDLL) -> None:
-    weight = np.ones(4096)
-    with recording(library, threads=3) as r:
-        for width in (32, 4096):
-            values = random(29, 6, width)
-            rows = r.rows(6, width)
-            args = (r.floats(values).ctypes.data, r.floats(weight[:width]).ctypes.data, width, 1e-5, 0)
-            library.program_norm(r.program, rows, Form.GROUPED, *args)
-            r.tokens(6)
-            assert r.run() == 0
-            assert_groups(r.read_groups(rows, 6, width), *rms_norm(values, weight[:width], 1e-5))
-
-
 def test_a_program_gives_the_same_step_after_step(library: ctypes.CDLL) -> None:
     """Many short steps on more threads than there are cores: nothing is left of one in the next."""
     matrix = random_matrix(30, 512, 64, "bf16")

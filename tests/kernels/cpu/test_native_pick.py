@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.cpu.sample_reference import draw_reference
 from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.kernels.penalties import penalize
@@ -88,16 +89,18 @@ def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, threads: int) 
     """Wherever they lie: in a panel, in neighbours, in tiles that other threads compute."""
     base, activations = random(3, 40, DEPTH), random(5, 20, DEPTH)
     repeated = base[np.random.default_rng(4).integers(0, 40, 1500)]
-    with recording(library, threads=threads) as r:
-        head = Head(r, quantize(torch.from_numpy(repeated), "bf16"))
-        logits = head.all_logits(activations)
-        assert ((logits == logits.max(1, keepdims=True)).sum(1) > 1).all()
-        for _ in range(20):
-            np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
-    with recording(library, threads=threads) as r:
-        head = Head(r, quantize(torch.zeros(1500, DEPTH), "bf16"))
-        for _ in range(20):
-            assert not head.run(activations).any()
+    for weights in (repeated, np.zeros_like(repeated)):
+        with recording(library, threads=threads) as r:
+            # Work before it that wakes all threads: whichever is first then has the lowest ids.
+            rows, residual = r.rows(20, DEPTH), r.floats(np.zeros((20, 1024)))
+            r.put(rows, activations, Form.PLAIN)
+            before = r.pack(random_matrix(24, 1024, DEPTH, "bf16"))
+            library.program_linear_add(r.program, residual.ctypes.data, rows, before, 1024)
+            head = Head(r, quantize(torch.from_numpy(weights), "bf16"))
+            logits = head.all_logits(activations)
+            assert ((logits == logits.max(1, keepdims=True)).sum(1) > 1).all()
+            for _ in range(200):
+                np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -232,3 +235,19 @@ def test_a_step_whose_masks_are_late_ends_and_leaves_nothing_behind(library: cty
         np.testing.assert_array_equal(head.run(small), expected)
         head.ticket.word = None
         np.testing.assert_array_equal(head.run(small), expected)
+
+
+def test_late_masks_and_good_steps_take_turns(library: ctypes.CDLL) -> None:
+    """A thread that is slow to leave a step that ended early takes no part in the next one's draw."""
+    word = np.zeros(1, np.uint32)
+    with recording(library, threads=4) as r:
+        head = Head(r, random_matrix(21, 200, DEPTH, "bf16"))
+        large, small = random(22, 12, DEPTH, scale=100), random(23, 5, DEPTH)
+        expected = head.all_logits(small).argmax(1)
+        head.ticket.wanted = 1
+        for _ in range(100):
+            head.ticket.word = word.ctypes.data
+            head.put(large)
+            assert r.run() == MASKS_LATE
+            head.ticket.word = None
+            np.testing.assert_array_equal(head.run(small), expected)

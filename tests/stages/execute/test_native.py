@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from pipeline.stages.execute.native_program import MasksLate, NativeProgram
 from pipeline.stages.execute.runner import Runner
 from pipeline.stages.execute.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
-from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE
+from tests.stages.execute.checkpoints import EOS_ID
 from tests.stages.execute.driver import GREEDY, Driver, row_add, settings
 
 LEVELS = [*available(), "emulated"]
@@ -40,7 +39,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 80, "num_heads": 3, "num_kv_heads": 1},
     "odd sizes": {"hidden_size": 42, "intermediate_size": 70, "vocab_size": 299, "max_position": 250},
 }
-FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
+FORMATS: dict[str, list[Format]] = {
+    **{format: [format] for format in ("bf16", "q8_0", "q4_0", "q4_1")},
+    "mixed": ["q4_0", "bf16", "q8_0", "q4_1", "q4_0"],
+}
 GROUPED_SHAPE = {"hidden_size": 96, "intermediate_size": 64}
 DRAWN = m.Sampling(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
 FILTERED = m.Sampling(temperature=1.2, top_k=30, top_p=0.9, seed=5, ignore_eos=True)
@@ -55,11 +57,12 @@ def random_ids(num: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 290, num).tolist()
 
 
-def write(folder: Path, config: ModelConfig, format: Format = "bf16") -> None:
-    """A random model whose matrices lose nothing by this format."""
+def write(folder: Path, config: ModelConfig, formats_of: Sequence[Format] = ("bf16",)) -> None:
+    """A random model whose matrices are in these formats, in turn."""
     tensors: dict[str, Tensor] = {}
     formats: dict[str, str] = {}
-    for name, tensor in checkpoints.reference_model(config).state_dict().items():
+    for i, (name, tensor) in enumerate(checkpoints.reference_model(config).state_dict().items()):
+        format = formats_of[i % len(formats_of)]
         if tensor.dim() == 1:
             tensors[name] = tensor
         elif not (name == "lm_head.weight" and config.tie_embeddings):
@@ -245,9 +248,9 @@ def test_blocks_that_served_another_sequence_are_used_again(model: Checked) -> N
 # --- numbers are the same in every company
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=FORMATS.values(), ids=FORMATS.keys())
 def grouped_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("grouped")
     write(folder, checkpoints.config_of(**GROUPED_SHAPE), request.param)
     return folder
 
