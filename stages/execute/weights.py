@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, Matrix, join
+from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, Matrix
 from pipeline.model_folder import ModelConfig, format_key
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,38 +1,28 @@
 """Whole models in the CPU library are those of torch, and a row's numbers do not depend on its company."""
 
-import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline import messages as m
-from pipeline.errors import UserError
 from pipeline.kernels import rotary
-from pipeline.kernels.cpu.levels import available
 from pipeline.kernels.kv_layout import LayerKV
-from pipeline.kernels.matrix import Format, quantize
+from pipeline.kernels.matrix import Format
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.messages import Finish
-from pipeline.model_folder import ModelConfig, format_key
-from pipeline.stages.execute import backend
-from pipeline.stages.execute.native_program import MasksLate, NativeProgram
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.native_program import MasksLate
 from pipeline.stages.execute.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID
 from tests.stages.execute.driver import GREEDY, Driver, row_add, settings
+from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
 
-LEVELS = [*available(), "emulated"]
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: changes for name, changes in checkpoints.VARIANTS.items() if changes.get("head_dim", 16) % 16 == 0},
     "one kv head of seven": {"num_kv_heads": 1, "num_heads": 7, "head_dim": 32, "hidden_size": 56},
@@ -51,53 +41,6 @@ MAX_ERROR = {"wide": 5e-3, "bf16": 0.1}
 """Of logits with a standard deviation around 1. With activations in float32 only the order of sums differs, but by that
 a key or value rounds to its other neighbour in bfloat16 now and then, which is what 2e-3 of it are; most logits are
 within 1e-4. With activations in bfloat16 each of them is off by up to a 256th."""
-
-
-def random_ids(num: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 290, num).tolist()
-
-
-def write(folder: Path, config: ModelConfig, formats_of: Sequence[Format] = ("bf16",)) -> None:
-    """A random model whose matrices are in these formats, in turn."""
-    tensors: dict[str, Tensor] = {}
-    formats: dict[str, str] = {}
-    for i, (name, tensor) in enumerate(checkpoints.reference_model(config).state_dict().items()):
-        format = formats_of[i % len(formats_of)]
-        if tensor.dim() == 1:
-            tensors[name] = tensor
-        elif not (name == "lm_head.weight" and config.tie_embeddings):
-            tensors[name] = quantize(tensor, format).data
-            if format != "bf16":
-                formats[format_key(name)] = format
-    save_file(tensors, folder / "model.safetensors", formats)
-    config.save(folder)
-
-
-@contextmanager
-def emulation(level: str) -> Iterator[str]:
-    """What `execute.kernels` is called at a level; while this lasts, "avx512" runs without its instructions."""
-    if level != "emulated":
-        yield level
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "available", lambda: ["avx512"])
-        patch.setattr(backend.build, "build", partial(backend.build.build, emulate=True))
-        yield "avx512"
-
-
-class Native(Driver):
-    """A driver of the library, which keeps logits only where that is said."""
-
-    def __init__(self, folder: Path, level: str, keep_logits: bool = True, **how: Any) -> None:
-        with emulation(level) as kernels:
-            config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, **how})
-            self.runner = Runner(config, folder)
-        assert isinstance(self.runner.program, NativeProgram)
-        self.program = self.runner.program
-        if keep_logits:
-            self.program.keep_logits()
-        self._budget = config.schedule.max_num_batched_tokens
-        self.clear()
 
 
 class Reference:
@@ -441,89 +384,3 @@ def test_late_masks_are_told_and_the_program_runs_again(tiny: Path) -> None:
     driver.clear()
     assert driver.generate([prompt], 4) == expected
     driver.runner.close()
-
-
-# --- choice of a back end
-
-
-def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path, checkpoints.config_of(**checkpoints.VARIANTS["one kv head"]))
-    runner = Runner(settings(dtype="bfloat16"), tmp_path)
-    assert isinstance(runner.program, TorchProgram)
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "torch" in warning.getMessage() and "head_dim is 8, not a multiple of 16" in warning.getMessage()
-    with pytest.raises(UserError, match=r"execute\.kernels is 'portable', but head_dim is 8"):
-        Runner(settings(dtype="bfloat16", kernels="portable"), tmp_path)
-
-
-def test_a_level_that_this_cpu_lacks_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "available", lambda: ["portable"])
-    for level in ("avx512", "avx2"):
-        with pytest.raises(UserError, match=f"kernels is '{level}', but this CPU runs portable and torch"):
-            Runner(settings(dtype="bfloat16", kernels=level), tiny)
-
-
-def test_without_a_compiler_torch_computes_with_one_warning(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    runner = Runner(settings(dtype="bfloat16"), tiny)
-    assert isinstance(runner.program, TorchProgram)
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "no C++ compiler found" in warning.getMessage() and "apt install" in warning.getMessage()
-    with pytest.raises(UserError, match="no C\\+\\+ compiler found"):
-        Runner(settings(dtype="bfloat16", kernels="portable"), tiny)
-
-
-def test_float32_is_computed_by_torch_in_silence(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(Runner(settings(dtype="float32"), tiny).program, TorchProgram)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_kernels_that_are_named_refuse_float32(tiny: Path) -> None:
-    with pytest.raises(UserError, match="float32"):
-        Runner(settings(dtype="float32", kernels="portable"), tiny)
-
-
-def test_the_best_level_is_chosen_and_told(tiny: Path) -> None:
-    runner = Runner(settings(dtype="bfloat16"), tiny)
-    assert runner.program.name == f"cpu, {available()[0]}"
-    runner.close()
-
-
-# --- what a program holds
-
-
-def num_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def test_threads_end_with_the_program_and_closing_twice_is_harmless(tiny: Path) -> None:
-    before = num_threads()
-    driver = Native(tiny, LEVELS[0], threads=4)
-    assert num_threads() == before + 3
-    driver.generate([random_ids(10, 0)], 3)
-    driver.runner.close()
-    assert num_threads() == before
-    driver.runner.close()
-    assert num_threads() == before
-
-
-def test_a_program_that_is_closed_leaves_no_memory_behind(tiny: Path) -> None:
-    def open_and_close() -> None:
-        driver = Native(tiny, LEVELS[0], threads=3, kv_mib=4)
-        driver.generate([random_ids(40, 0)], 3)
-        driver.runner.close()
-
-    for _ in range(5):
-        open_and_close()
-    process, threads = psutil.Process(), num_threads()
-    before = process.memory_info().rss
-    for _ in range(50):
-        open_and_close()
-    assert num_threads() == threads
-    # One that stayed would be 4 MiB of KV memory, 200 in all.
-    assert process.memory_info().rss - before < 20 * 1024**2

@@ -1,0 +1,70 @@
+"""Drivers of the CPU library, at every level that this machine can compute, and models for them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.kernels.cpu.levels import available
+from pipeline.kernels.matrix import Format, quantize
+from pipeline.model_folder import ModelConfig, format_key
+from pipeline.stages.execute import backend
+from pipeline.stages.execute.native_program import NativeProgram
+from pipeline.stages.execute.runner import Runner
+from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import Driver, settings
+
+LEVELS = [*available(), "emulated"]
+
+
+def random_ids(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 290, num).tolist()
+
+
+def write(folder: Path, config: ModelConfig, formats_of: Sequence[Format] = ("bf16",)) -> None:
+    """A random model whose matrices are in these formats, in turn."""
+    tensors: dict[str, Tensor] = {}
+    formats: dict[str, str] = {}
+    for i, (name, tensor) in enumerate(checkpoints.reference_model(config).state_dict().items()):
+        format = formats_of[i % len(formats_of)]
+        if tensor.dim() == 1:
+            tensors[name] = tensor
+        elif not (name == "lm_head.weight" and config.tie_embeddings):
+            tensors[name] = quantize(tensor, format).data
+            if format != "bf16":
+                formats[format_key(name)] = format
+    save_file(tensors, folder / "model.safetensors", formats)
+    config.save(folder)
+
+
+@contextmanager
+def emulation(level: str) -> Iterator[str]:
+    """What `execute.kernels` is called at a level; while this lasts, "avx512" runs without its instructions."""
+    if level != "emulated":
+        yield level
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "available", lambda: ["avx512"])
+        patch.setattr(backend.build, "build", partial(backend.build.build, emulate=True))
+        yield "avx512"
+
+
+class Native(Driver):
+    """A driver of the library, which keeps logits only where that is said."""
+
+    def __init__(self, folder: Path, level: str, keep_logits: bool = True, **how: Any) -> None:
+        with emulation(level) as kernels:
+            config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, **how})
+            self.runner = Runner(config, folder)
+        assert isinstance(self.runner.program, NativeProgram)
+        self.program = self.runner.program
+        if keep_logits:
+            self.program.keep_logits()
+        self._budget = config.schedule.max_num_batched_tokens
+        self.clear()

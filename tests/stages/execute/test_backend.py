@@ -1,0 +1,109 @@
+"""Which back end computes is chosen once, and told; and what the CPU library holds is given back."""
+
+import logging
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.kernels.cpu.levels import available
+from pipeline.stages.execute import backend
+from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.torch_program import TorchProgram
+from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import settings
+from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write(folder, checkpoints.config_of())
+    return folder
+
+
+# --- choice of a back end
+
+
+def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, checkpoints.config_of(**checkpoints.VARIANTS["one kv head"]))
+    runner = Runner(settings(dtype="bfloat16"), tmp_path)
+    assert isinstance(runner.program, TorchProgram)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "torch" in warning.getMessage() and "head_dim is 8, not a multiple of 16" in warning.getMessage()
+    with pytest.raises(UserError, match=r"execute\.kernels is 'portable', but head_dim is 8"):
+        Runner(settings(dtype="bfloat16", kernels="portable"), tmp_path)
+
+
+def test_a_level_that_this_cpu_lacks_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available", lambda: ["portable"])
+    for level in ("avx512", "avx2"):
+        with pytest.raises(UserError, match=f"kernels is '{level}', but this CPU runs portable and torch"):
+            Runner(settings(dtype="bfloat16", kernels=level), tiny)
+
+
+def test_without_a_compiler_torch_computes_with_one_warning(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    runner = Runner(settings(dtype="bfloat16"), tiny)
+    assert isinstance(runner.program, TorchProgram)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "no C++ compiler found" in warning.getMessage() and "apt install" in warning.getMessage()
+    with pytest.raises(UserError, match="no C\\+\\+ compiler found"):
+        Runner(settings(dtype="bfloat16", kernels="portable"), tiny)
+
+
+def test_float32_is_computed_by_torch_in_silence(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(Runner(settings(dtype="float32"), tiny).program, TorchProgram)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_kernels_that_are_named_refuse_float32(tiny: Path) -> None:
+    with pytest.raises(UserError, match="float32"):
+        Runner(settings(dtype="float32", kernels="portable"), tiny)
+
+
+def test_the_best_level_is_chosen_and_told(tiny: Path) -> None:
+    runner = Runner(settings(dtype="bfloat16"), tiny)
+    assert runner.program.name == f"cpu, {available()[0]}"
+    runner.close()
+
+
+# --- what a program holds
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_threads_end_with_the_program_and_closing_twice_is_harmless(tiny: Path) -> None:
+    before = num_threads()
+    driver = Native(tiny, LEVELS[0], threads=4)
+    assert num_threads() == before + 3
+    driver.generate([random_ids(10, 0)], 3)
+    driver.runner.close()
+    assert num_threads() == before
+    driver.runner.close()
+    assert num_threads() == before
+
+
+def test_a_program_that_is_closed_leaves_no_memory_behind(tiny: Path) -> None:
+    def open_and_close() -> None:
+        driver = Native(tiny, LEVELS[0], threads=3, kv_mib=4)
+        driver.generate([random_ids(40, 0)], 3)
+        driver.runner.close()
+
+    for _ in range(5):
+        open_and_close()
+    process, threads = psutil.Process(), num_threads()
+    before = process.memory_info().rss
+    for _ in range(50):
+        open_and_close()
+    assert num_threads() == threads
+    # One that stayed would be 4 MiB of KV memory, 200 in all.
+    assert process.memory_info().rss - before < 20 * 1024**2
