@@ -52,8 +52,8 @@ class Ingest(Frozen, frozen=True):
 class Schedule(Frozen, frozen=True):
     """The process that decides what the next step computes."""
 
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences that run at once.")] = 128
-    max_num_batched_tokens: Annotated[int, Meta(ge=16, le=2**20, description="Tokens that one step may compute.")] = 256
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Sequences that run at once.")] = 64
+    max_num_batched_tokens: Annotated[int, Meta(ge=16, le=2**20, description="Tokens that one step may compute.")] = 96
     block_size: Annotated[Literal[16], Meta(description="Tokens in one KV block.")] = 16
     prefix_caching: Annotated[bool, Meta(description="Reuse KV blocks of prompts that begin alike.")] = True
     depth: Annotated[

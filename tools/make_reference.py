@@ -72,7 +72,73 @@ TEXTS = [
     "it has been called by one of our greatest philosophers. On my return home, it occurred to me, in 1837, that "
     "something might perhaps be made out on this question by patiently accumulating and reflecting on all sorts of "
     "facts which could possibly have any bearing on it.",
+    # Jane Austen, Pride and Prejudice, 1813.
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
+    "wife.\n\nHowever little known the feelings or views of such a man may be on his first entering a neighbourhood, "
+    "this truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful "
+    "property of some one or other of their daughters.\n\n“My dear Mr. Bennet,” said his lady to him one day, “have "
+    "you heard that Netherfield Park is let at last?”\n\nMr. Bennet replied that he had not.\n\n“But it is,” returned "
+    "she; “for Mrs. Long has just been here, and she told me all about it.”\n\nMr. Bennet made no answer.\n\n“Do not "
+    "you want to know who has taken it?” cried his wife impatiently.\n\n“You want to tell me, and I have no objection "
+    "to hearing it.”\n\nThis was invitation enough.",
+    # Abraham Lincoln at Gettysburg, 1863.
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
+    "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing "
+    "whether that nation, or any nation so conceived and so dedicated, can long endure. We are met on a great "
+    "battle-field of that war. We have come to dedicate a portion of that field, as a final resting place for those "
+    "who here gave their lives that that nation might live. It is altogether fitting and proper that we should do "
+    "this. But, in a larger sense, we can not dedicate—we can not consecrate—we can not hallow—this ground. The brave "
+    "men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract.",
+    # Charles Dickens, A Tale of Two Cities, 1859.
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it "
+    "was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of "
+    "Darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing "
+    "before us, we were all going direct to Heaven, we were all going direct the other way—in short, the period was so "
+    "far like the present period, that some of its noisiest authorities insisted on its being received, for good or "
+    "for evil, in the superlative degree of comparison only.",
+    # Mary Shelley, Frankenstein, 1818.
+    "It was on a dreary night of November that I beheld the accomplishment of my toils. With an anxiety that almost "
+    "amounted to agony, I collected the instruments of life around me, that I might infuse a spark of being into the "
+    "lifeless thing that lay at my feet. It was already one in the morning; the rain pattered dismally against the "
+    "panes, and my candle was nearly burnt out, when, by the glimmer of the half-extinguished light, I saw the dull "
+    "yellow eye of the creature open; it breathed hard, and a convulsive motion agitated its limbs.",
+    # Arthur Conan Doyle, A Scandal in Bohemia, 1891.
+    "To Sherlock Holmes she is always the woman. I have seldom heard him mention her under any other name. In his eyes "
+    "she eclipses and predominates the whole of her sex. It was not that he felt any emotion akin to love for Irene "
+    "Adler. All emotions, and that one particularly, were abhorrent to his cold, precise but admirably balanced mind. "
+    "He was, I take it, the most perfect reasoning and observing machine that the world has seen, but as a lover he "
+    "would have placed himself in a false position.",
+    # H. G. Wells, The War of the Worlds, 1898.
+    "No one would have believed in the last years of the nineteenth century that this world was being watched keenly "
+    "and closely by intelligences greater than man’s and yet as mortal as his own; that as men busied themselves about "
+    "their various concerns they were scrutinised and studied, perhaps almost as narrowly as a man with a microscope "
+    "might scrutinise the transient creatures that swarm and multiply in a drop of water. With infinite complacency "
+    "men went to and fro over this globe about their little affairs, serene in their assurance of their empire over "
+    "matter.",
+    # The Declaration of Independence, 1776.
+    "When in the Course of human events, it becomes necessary for one people to dissolve the political bands which "
+    "have connected them with another, and to assume among the powers of the earth, the separate and equal station to which "
+    "the Laws of Nature and of Nature's God entitle them, a decent respect to the opinions of mankind requires that "
+    "they should declare the causes which impel them to the separation.\n\nWe hold these truths to be self-evident, "
+    "that all men are created equal, that they are endowed by their Creator with certain unalienable Rights, that "
+    "among these are Life, Liberty and the pursuit of Happiness.",
     # Written for this file.
+    "Photosynthesis is the process by which green plants, algae and some bacteria turn light into chemical energy. In "
+    "the first stage, pigments such as chlorophyll absorb light and water is split, which sets oxygen free. In the "
+    "second stage, known as the Calvin cycle, carbon dioxide from the air is built into sugars. The rate depends on "
+    "the strength of the light, on temperature and on how much carbon dioxide there is. Because nearly all food chains "
+    "begin with it, photosynthesis is often called the most important chemical process on Earth.\n\n1. Light is "
+    "absorbed in the thylakoid membranes.\n2. ATP and NADPH are formed.\n3. The Calvin cycle uses both to make sugar.\n",
+    "Question: A train leaves the station at 9:15 and travels 180 kilometres at 60 kilometres an hour. When does it "
+    "arrive?\nAnswer: The journey takes 180 / 60 = 3 hours. Three hours after 9:15 it is 12:15, so the train arrives "
+    "at 12:15.\n\nQuestion: A shop sells pencils at 3 for 1 dollar. How much do 24 pencils cost?\nAnswer: 24 pencils "
+    "are 24 / 3 = 8 sets of three, and each set costs 1 dollar, so they cost 8 dollars.\n",
+    'import sys\nfrom collections import Counter\n\n\ndef words(path):\n    """Yield the words of a file, in lower '
+    'case."""\n    with open(path) as file:\n        for line in file:\n            for word in line.split():\n'
+    '                yield word.lower()\n\n\ndef main():\n    if len(sys.argv) != 2:\n        print("usage: '
+    'count.py FILE")\n        return 1\n    counts = Counter(words(sys.argv[1]))\n    for word, count in '
+    'counts.most_common(10):\n        print(f"{count:6d} {word}")\n    return 0\n\n\nif __name__ == "__main__":\n'
+    "    sys.exit(main())\n",
     "A server for language models spends its life on two kinds of work. When a request arrives, all of its tokens are "
     "known, and they can be computed together: the processor multiplies large matrices and is busy. After that every "
     "step yields one token, and the next can't begin before it is there: now the processor mostly waits for memory. "

@@ -39,7 +39,7 @@ class Product : public Op {
     Cost cost(const Step& step) const override {
         const double num_rows = rows(step), outputs = matrix_.columns;
         return {matrix_.panel_bytes() * (outputs / PANEL) + num_rows * (matrix_.depth + outputs) * 4,
-                2.0 * num_rows * outputs * matrix_.depth, matrix_.grouped()};
+                2.0 * num_rows * outputs * matrix_.depth, matrix_.integer()};
     }
 
    protected:

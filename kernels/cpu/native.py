@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Of `program.cpp`; raised with every change of its interface."""
 
 PANEL = 16
@@ -31,10 +31,15 @@ class Form(IntEnum):
     """How activations are kept for the product that reads them."""
 
     PLAIN = 0
-    GROUPED = 1
+    BYTES = 1
+    """8 bits and a scale for each group of 32."""
+    WORDS = 2
+    """16 bits and a scale for each group of 32."""
 
 
 FORMATS = {"bf16": 0, "q8_0": 1, "q4_0": 2, "q4_1": 3}
+READ_BY = {"bf16": Form.PLAIN, "q8_0": Form.WORDS, "q4_0": Form.BYTES, "q4_1": Form.BYTES}
+"""What a product with weights of a format reads."""
 
 
 class StepArrays(Structure):
@@ -123,7 +128,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_delete": (None, [c_void_p]),
     "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix)]),
     "program_norm": (None, [c_void_p, Rows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
-    "program_quantize": (None, [c_void_p, Rows, c_void_p, c_int]),
+    "program_quantize": (None, [c_void_p, Rows, c_int, c_void_p, c_int]),
     "program_qkv": (
         None,
         [c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int, POINTER(LayerMemory), c_void_p, c_void_p],

@@ -32,7 +32,7 @@ class Norm final : public Op {
         } else {
             float* normed = reinterpret_cast<float*>(scratch.memory);
             for (int j = 0; j < width_; j++) normed[j] = from[j] * factor * weight_[j];
-            quantize(normed, out_, row, width_);
+            quantize(normed, out_, row, width_, form_);
         }
     }
 
@@ -50,18 +50,20 @@ class Norm final : public Op {
 // Rows of float32 as codes in groups of 32.
 class Quantize final : public Op {
    public:
-    Quantize(Rows out, const float* from, int width) : Op("quantize"), out_(out), from_(from), width_(width) {}
+    Quantize(Rows out, Form form, const float* from, int width)
+        : Op("quantize"), out_(out), form_(form), from_(from), width_(width) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
 
     void tile(const Step&, int row, const Scratch&) override {
-        quantize(from_ + size_t(row) * width_, out_, row, width_);
+        quantize(from_ + size_t(row) * width_, out_, row, width_, form_);
     }
 
     Cost cost(const Step& step) const override { return {double(step.tokens) * width_ * 5, 0}; }
 
    private:
     const Rows out_;
+    const Form form_;
     const float* const from_;
     const int width_;
 };

@@ -4,7 +4,7 @@
 // laid out in the order in which it is read:
 //
 //     bf16   [depth / 2][16][2]            a pair of neighbours in depth, for each output
-//     q8_0   [depth / 32]{ [8][16][4] codes + 128 | [16] scales }
+//     q8_0   [depth / 32]{ [16][16][2] codes | [16] scales }
 //     q4_0   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales }
 //     q4_1   [depth / 32]{ [4][16][4] codes, two in a byte | [16] scales | [16] minimums }
 //
@@ -42,7 +42,7 @@ struct Matrix {
         }
         return 0;
     }
-    bool grouped() const { return format != Format::BF16; }
+    bool integer() const { return format != Format::BF16; }
 };
 
 // What a bf16 product reads: the AVX-512 instruction takes pairs of bfloat16; elsewhere the weights are widened and the
@@ -63,8 +63,16 @@ INLINE float from_act(act value) { return value; }
 INLINE void store_acts(act* to, vf values) { store(to, values); }
 #endif
 
-// Rows of activations. Plain: [depth] act. Grouped, for weights in groups of 32:
-// [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum.
+// How activations are kept for the product that reads them:
+//
+//     PLAIN  [depth] act                                                    for bf16
+//     BYTES  [depth] int8 codes | [groups] float scale | [groups] int32 sum of codes | [groups] float scale x sum
+//                                                                           for 4-bit weights, in groups of 32
+//     WORDS  [depth] int16 codes | [groups] float scale                     for q8_0, in groups of 32
+//
+// Weights of 8 bits deserve activations that lose less than they do; at AVX2 their products take no longer for it.
+enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2 };
+
 struct Rows {
     uint8_t* data;
     size_t stride;  // bytes
@@ -72,9 +80,18 @@ struct Rows {
     act* plain(int row) const { return reinterpret_cast<act*>(data + row * stride); }
     int8_t* codes(int row) const { return reinterpret_cast<int8_t*>(data + row * stride); }
     float* scales(int row, int depth) const { return reinterpret_cast<float*>(data + row * stride + depth); }
-    int32_t* sums(int row, int depth) const { return reinterpret_cast<int32_t*>(scales(row, depth) + depth / GROUP); }
-    float* scaled_sums(int row, int depth) const { return scales(row, depth) + 2 * (depth / GROUP); }
+    int16_t* words(int row) const { return reinterpret_cast<int16_t*>(data + row * stride); }
+    float* word_scales(int row, int depth) const { return scales(row, 2 * depth); }
 };
+
+// Bytes of a row: whole cache lines.
+INLINE size_t row_bytes(Form form, int width) {
+    const size_t groups = width / GROUP;
+    const size_t bytes = form == Form::PLAIN   ? width * sizeof(act)
+                         : form == Form::BYTES ? width + groups * 12
+                                               : 2 * width + groups * 4;
+    return (bytes + 63) / 64 * 64;
+}
 
 // --- bf16 -------------------------------------------------------------------------------------------------------------
 
@@ -93,6 +110,9 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
                 for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], pair);
         }
 #else
+        // One row goes through panels as fast as memory gives them: half a kilobyte ahead, across page borders.
+        if constexpr (R == 1)
+            for (int p = 0; p < P; p++) __builtin_prefetch(panels[p] + (k + 8) * PANEL);
         for (int half = 0; half < 2; half++) {
             // Words kept for their upper halves would take registers that accumulators need: they are loaded again.
             const uint32_t* from[P];
@@ -118,18 +138,15 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
 
 // --- groups of 32 -----------------------------------------------------------------------------------------------------
 
-struct Group8 {  // q8_0
-    static constexpr int BYTES = 512 + 32;
-    static constexpr bool MINIMUM = false;
-};
 struct Group4 {  // q4_0
-    static constexpr int BYTES = 256 + 32;
+    static constexpr int BYTES = 256 + 32, OFFSET = 8;
     static constexpr bool MINIMUM = false;
 };
 struct Group4Min {  // q4_1
-    static constexpr int BYTES = 256 + 64;
+    static constexpr int BYTES = 256 + 64, OFFSET = 0;
     static constexpr bool MINIMUM = true;
 };
+constexpr int GROUP_8_BYTES = 512 + 32;  // q8_0
 
 // The dot products of one group, for R rows and P panels, as int32: exact at every level.
 template <int R, int P>
@@ -156,79 +173,26 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, si
             for (int v = 0; v < VECTORS; v++) dots[r][p][v] = finish_nibbles(acc[r][p][v]);
 }
 
-template <int R, int P>
-INLINE void dot_group8(const int8_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
-                       vi (&dots)[R][P][VECTORS]) {
-#if defined(LEVEL_AVX512)
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++) dots[r][p][v] = vi{};
-    for (int j = 0; j < 8; j++) {
-        vu weights[P][VECTORS];
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < VECTORS; v++)
-                weights[p][v] = load<vu>(panel + p * panel_bytes + j * 64 + v * 4 * LANES);
-        for (int r = 0; r < R; r++) {
-            const vu four = load<uint32_t>(codes[r] + 4 * j) - vu{};
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) dots[r][p][v] = dot_bytes(dots[r][p][v], weights[p][v], four);
-        }
-    }
-#else
-    // Bytes would overflow the 16 bits that sums are kept in, so the halves of a byte are summed apart.
-    for (int half = 1; half >= 0; half--) {
-        const uint8_t* from = panel;
-        asm("" : "+r"(from));  // As above: words are loaded again rather than kept.
-        vi acc[R][P][VECTORS] = {};
-        for (int j = 0; j < 8; j++) {
-            vu weights[P][VECTORS];
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) {
-                    const vu word = load<vu>(from + p * panel_bytes + j * 64 + v * 4 * LANES);
-                    weights[p][v] = (half ? word >> 4 : word) & 0x0F0F0F0Fu;
-                }
-            for (int r = 0; r < R; r++) {
-                const vu four = load<uint32_t>(codes[r] + 4 * j) - vu{};
-                for (int p = 0; p < P; p++)
-                    for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_nibbles(acc[r][p][v], weights[p][v], four);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++)
-                for (int v = 0; v < VECTORS; v++) {
-                    const vi sum = finish_nibbles(acc[r][p][v]);
-                    dots[r][p][v] = half ? sum << 4 : dots[r][p][v] + sum;
-                }
-    }
-#endif
-}
-
 template <class G, int R, int P>
-INLINE void multiply_groups(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
-                            vf (&acc)[R][P][VECTORS]) {
+INLINE void multiply_4(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
+                       vf (&acc)[R][P][VECTORS]) {
     const int8_t* codes[R];
     for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
     const float* scales = rows.scales(first_row, depth);
     const size_t stride = rows.stride / 4;
     const int groups = depth / GROUP;
-    constexpr int offset = G::BYTES == Group8::BYTES ? 128 : G::MINIMUM ? 0 : 8;
     for (int g = 0; g < groups; g++, panel += G::BYTES) {
-        vi dots[R][P][VECTORS] = {};
-        if constexpr (G::BYTES == Group8::BYTES)
-            dot_group8<R, P>(codes, panel, panel_bytes, dots);
-        else
-            dot_group4<R, P>(codes, panel, panel_bytes, dots);
-        const uint8_t* factors = panel + (G::BYTES == Group8::BYTES ? 512 : 256);
+        vi dots[R][P][VECTORS];
+        dot_group4<R, P>(codes, panel, panel_bytes, dots);
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
-                const uint16_t* at = reinterpret_cast<const uint16_t*>(factors + p * panel_bytes) + v * LANES;
-                const vf scale = load_f16(at);
+                const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 256) + v * LANES;
+                const vf scale = load_f16(factors);
                 vf minimum{};
-                if constexpr (G::MINIMUM) minimum = load_f16(at + PANEL);
+                if constexpr (G::MINIMUM) minimum = load_f16(factors + PANEL);
                 for (int r = 0; r < R; r++) {
                     vi dot = dots[r][p][v];
-                    if constexpr (offset != 0)
-                        dot -= offset * load<int32_t>(scales + r * stride + groups + g);
+                    if constexpr (G::OFFSET != 0) dot -= G::OFFSET * load<int32_t>(scales + r * stride + groups + g);
                     const vf value = __builtin_convertvector(dot, vf) * scale;
                     acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
                     if constexpr (G::MINIMUM)
@@ -236,6 +200,40 @@ INLINE void multiply_groups(const Rows& rows, int first_row, const uint8_t* pane
                 }
             }
         for (int r = 0; r < R; r++) codes[r] += GROUP;
+    }
+}
+
+template <int R, int P>
+INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
+                       vf (&acc)[R][P][VECTORS]) {
+    const int16_t* words[R];
+    for (int r = 0; r < R; r++) words[r] = rows.words(first_row + r);
+    const float* scales = rows.word_scales(first_row, depth);
+    const size_t stride = rows.stride / 4;
+    for (int g = 0; g < depth / GROUP; g++, panel += GROUP_8_BYTES) {
+        vi dots[R][P][VECTORS] = {};
+        for (int j = 0; j < GROUP / 2; j++) {
+            vi weights[P][VECTORS];
+            for (int p = 0; p < P; p++)
+                for (int v = 0; v < VECTORS; v++)
+                    weights[p][v] = widen_bytes(
+                        reinterpret_cast<const int8_t*>(panel + p * panel_bytes + j * 2 * PANEL + v * 2 * LANES));
+            for (int r = 0; r < R; r++) {
+                const vi pair = load<int32_t>(words[r] + 2 * j) - vi{};
+                for (int p = 0; p < P; p++)
+                    for (int v = 0; v < VECTORS; v++) dots[r][p][v] = dot_words(dots[r][p][v], weights[p][v], pair);
+            }
+        }
+        for (int p = 0; p < P; p++)
+            for (int v = 0; v < VECTORS; v++) {
+                const vf scale =
+                    load_f16(reinterpret_cast<const uint16_t*>(panel + p * panel_bytes + 512) + v * LANES);
+                for (int r = 0; r < R; r++) {
+                    const vf value = __builtin_convertvector(dots[r][p][v], vf) * scale;
+                    acc[r][p][v] = fma(value, splat(scales[r * stride + g]), acc[r][p][v]);
+                }
+            }
+        for (int r = 0; r < R; r++) words[r] += GROUP;
     }
 }
 
@@ -265,12 +263,12 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
         multiply_bf16<R, P>(plain, panels, matrix.depth / 2, acc);
     } else if (matrix.format == Format::Q8_0) {
         if constexpr (R <= MOST_ROWS_8)
-            multiply_groups<Group8, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+            multiply_8<R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
     } else if constexpr (R <= MOST_ROWS_4) {
         if (matrix.format == Format::Q4_0)
-            multiply_groups<Group4, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+            multiply_4<Group4, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
         else
-            multiply_groups<Group4Min, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
+            multiply_4<Group4Min, R, P>(rows, first_row, panel, bytes, matrix.depth, acc);
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
@@ -285,6 +283,9 @@ static void multiply_rows(const Rows& rows, int first_row, const Matrix& matrix,
     int p = 0;
     for (; p + AT_ONCE <= panels; p += AT_ONCE)
         multiply_panels<R, AT_ONCE>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
+    if constexpr (AT_ONCE > 2)
+        for (; p + 2 <= panels; p += 2)
+            multiply_panels<R, 2>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
     if constexpr (AT_ONCE > 1)
         for (; p < panels; p++)
             multiply_panels<R, 1>(rows, first_row, matrix, first_panel + p, out + p * PANEL, out_stride);
@@ -305,7 +306,7 @@ static void multiply(const Rows& rows, int first_row, int count, const Matrix& m
 }
 
 INLINE int most_rows(const Matrix& matrix) {
-    return !matrix.grouped() ? MOST_ROWS : matrix.format == Format::Q8_0 ? MOST_ROWS_8 : MOST_ROWS_4;
+    return !matrix.integer() ? MOST_ROWS : matrix.format == Format::Q8_0 ? MOST_ROWS_8 : MOST_ROWS_4;
 }
 
 // Column n of a packed matrix, which was row n of the checkpoint's, as float: [depth].
@@ -318,41 +319,51 @@ static void unpack(const Matrix& matrix, int n, float* out) {
         return;
     }
     const bool bytes = matrix.format == Format::Q8_0, minimums = matrix.format == Format::Q4_1;
-    const int offset = bytes ? 128 : minimums ? 0 : 8;
     for (int g = 0; g < matrix.depth / GROUP; g++) {
         const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + (bytes ? 512 : 256));
         const float scale = one_f16(factors[lane]), minimum = minimums ? one_f16(factors[PANEL + lane]) : 0.0f;
         for (int k = 0; k < GROUP; k++) {
-            const int code = bytes ? panel[(k / 4 * PANEL + lane) * 4 + k % 4]
-                                   : panel[(k / 8 * PANEL + lane) * 4 + k % 4] >> (k % 8 / 4 * 4) & 15;
-            out[g * GROUP + k] = float(code - offset) * scale + minimum;
+            int code;
+            if (bytes)
+                code = int8_t(panel[(k / 2 * PANEL + lane) * 2 + k % 2]);
+            else
+                code = (panel[(k / 8 * PANEL + lane) * 4 + k % 4] >> (k % 8 / 4 * 4) & 15) - (minimums ? 0 : 8);
+            out[g * GROUP + k] = float(code) * scale + minimum;
         }
-        panel += bytes ? Group8::BYTES : minimums ? Group4Min::BYTES : Group4::BYTES;
+        panel += bytes ? GROUP_8_BYTES : minimums ? Group4Min::BYTES : Group4::BYTES;
     }
 }
 
-// A row of floats as codes: the largest magnitude of a group becomes 127.
-static void quantize(const float* from, const Rows& to, int row, int depth) {
+// A row of floats as codes: the largest magnitude of a group becomes the largest code. Groups that are nearly zero
+// become zero.
+static void quantize(const float* from, const Rows& to, int row, int depth, Form form) {
     const int groups = depth / GROUP;
-    int8_t* codes = to.codes(row);
-    float* scales = to.scales(row, depth);
-    for (int g = 0; g < groups; g++, from += GROUP, codes += GROUP) {
+    const float most = form == Form::BYTES ? 127.0f : 32767.0f;
+    float* scales = form == Form::BYTES ? to.scales(row, depth) : to.word_scales(row, depth);
+    for (int g = 0; g < groups; g++, from += GROUP) {
         vf values[GROUP / LANES], tops{};
         for (int i = 0; i < GROUP / LANES; i++) {
             values[i] = load<vf>(from + i * LANES);
             tops = max(tops, max(values[i], -values[i]));
         }
-        const float top = largest(tops), inverse = top > 0 ? 127.0f / top : 0.0f;
+        const float top = largest(tops), inverse = top > 1e-30f ? most / top : 0.0f;
         constexpr float round = 12582912.0f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
         vi numbers[GROUP / LANES], total{};
         for (int i = 0; i < GROUP / LANES; i++) {
             numbers[i] = bits<vi>(values[i] * inverse + round) - bits<int32_t>(round);
             total += numbers[i];
         }
-        store_bytes(codes, numbers);
-        // Small whole numbers: their sum is exact as floats too.
-        const float count = sum(__builtin_convertvector(total, vf)), scale = top / 127.0f;
+        const float scale = top / most;
         scales[g] = scale;
+        if (form == Form::WORDS) {
+            typedef int16_t words __attribute__((vector_size(2 * LANES)));
+            for (int i = 0; i < GROUP / LANES; i++)
+                store(to.words(row) + g * GROUP + i * LANES, __builtin_convertvector(numbers[i], words));
+            continue;
+        }
+        store_bytes(to.codes(row) + g * GROUP, numbers);
+        // Small whole numbers: their sum is exact as floats too.
+        const float count = sum(__builtin_convertvector(total, vf));
         scales[groups + g] = bits<float>(int32_t(count));
         scales[2 * groups + g] = scale * count;
     }

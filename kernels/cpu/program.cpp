@@ -146,7 +146,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 1; }
+int abi_version() { return 2; }
 
 // --- threads
 
@@ -186,8 +186,8 @@ void program_norm(Program* program, Rows out, int form, const float* residual, c
     program->add<Norm>(out, Form(form), residual, weight, width, eps, sampled != 0);
 }
 
-void program_quantize(Program* program, Rows out, const float* from, int width) {
-    program->add<Quantize>(out, from, width);
+void program_quantize(Program* program, Rows out, int form, const float* from, int width) {
+    program->add<Quantize>(out, Form(form), from, width);
 }
 
 void program_qkv(Program* program, float* queries, Rows in, const Matrix* matrix, int num_heads, const KV* kv,

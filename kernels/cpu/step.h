@@ -44,13 +44,4 @@ class Op {
     const char* const name;
 };
 
-// How activations are kept for the product that reads them.
-enum class Form : int { PLAIN = 0, GROUPED = 1 };
-
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// Bytes of a row of activations: whole cache lines.
-INLINE size_t row_bytes(Form form, int width) {
-    const size_t bytes = form == Form::PLAIN ? width * sizeof(act) : width + width / GROUP * 12;
-    return (bytes + 63) / 64 * 64;
-}

@@ -189,6 +189,32 @@ INLINE float one_f16(uint16_t half) {
     return bits<float>(bits<uint32_t>(magnitude) | uint32_t(half & 0x8000) << 16);
 }
 
+// 2 * LANES signed bytes as pairs of 16 bits, a pair in each lane.
+INLINE vi widen_bytes(const int8_t* from) {
+#if defined(LEVEL_AVX512) && !defined(EMULATE)
+    return bits<vi>(_mm512_cvtepi8_epi16(load<__m256i>(from)));
+#elif defined(LEVEL_AVX2)
+    return bits<vi>(_mm256_cvtepi8_epi16(load<__m128i>(from)));
+#else
+    typedef int8_t bytes __attribute__((vector_size(2 * LANES)));
+    typedef int16_t words __attribute__((vector_size(4 * LANES)));
+    return bits<vi>(__builtin_convertvector(load<bytes>(from), words));
+#endif
+}
+
+// acc + the two products of signed 16-bit numbers in each lane.
+INLINE vi dot_words(vi acc, vi a, vi b) {
+#if defined(LEVEL_AVX512) && !defined(EMULATE)
+    return bits<vi>(_mm512_dpwssd_epi32(bits<__m512i>(acc), bits<__m512i>(a), bits<__m512i>(b)));
+#elif defined(LEVEL_AVX2)
+    __m256i added = _mm256_add_epi32(bits<__m256i>(acc), _mm256_madd_epi16(bits<__m256i>(a), bits<__m256i>(b)));
+    asm("" : "+x"(added));  // As in dot_nibbles.
+    return bits<vi>(added);
+#else
+    return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 // acc + the products of two bfloat16 pairs in each lane.
 #if defined(LEVEL_AVX512)
 INLINE vf dot_bf16(vf acc, vu a, vu b) {

@@ -193,8 +193,9 @@ class NativeProgram(Program):
         return native.Rows(self._wide, width * 4), True
 
     def _add(self, rows: native.Rows, width: int, linear: Linear) -> None:
-        if _form(linear.matrices) is Form.GROUPED:
-            self._library.program_quantize(self._handle, rows, self._wide, width)
+        form = _form(linear.matrices)
+        if form is not Form.PLAIN:
+            self._library.program_quantize(self._handle, rows, form, self._wide, width)
         self._library.program_linear_add(
             self._handle, self._residual, rows, self._pack(linear.matrices, bias=linear.bias), self._config.hidden_size
         )
@@ -270,7 +271,7 @@ def _row_addresses(matrix: Matrix) -> "np.ndarray[Any, np.dtype[np.uint64]]":
 def _form(matrices: tuple[Matrix, ...]) -> Form:
     """Of the activations that a product with them reads. Formats that differ become bfloat16."""
     formats = {matrix.format for matrix in matrices}
-    return Form.GROUPED if len(formats) == 1 and "bf16" not in formats else Form.PLAIN
+    return native.READ_BY[formats.pop()] if len(formats) == 1 else Form.PLAIN
 
 
 def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:

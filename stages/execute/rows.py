@@ -55,8 +55,10 @@ class RowTable:
         return int(np.count_nonzero(self.taken & ~self.ended))
 
     def drop(self, rows: IntArray) -> None:
+        if not len(rows):
+            return
         assert self.taken[rows].all(), f"rows dropped that are not taken: {rows[~self.taken[rows]]}"
-        assert len(np.unique(rows)) == len(rows), f"rows dropped twice: {rows}"
+        assert len(set(rows.tolist())) == len(rows), f"rows dropped twice: {rows}"
         self.taken[rows] = False
 
     def add(
@@ -97,10 +99,12 @@ class RowTable:
             self.blocks[row, self.num_blocks[row]] = block
             self.num_blocks[row] += 1
 
-    def begin(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, Any]") -> None:
+    def begin(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, np.dtype[np.bool_]]"
+    ) -> None:
         """A step computes these entries, none of which has ended; checked against what is known of their rows."""
         ends = starts + counts
-        assert len(np.unique(rows)) == len(rows), f"a row is computed twice in one step: {rows}"
+        assert len(set(rows.tolist())) == len(rows), f"a row is computed twice in one step: {rows}"
         assert self.taken[rows].all(), f"rows computed that are not taken: {rows[~self.taken[rows]]}"
         assert (counts > 0).all(), f"an entry computes nothing: {counts}"
         assert (starts >= 0).all(), f"an entry starts before its row: {starts}"
@@ -109,9 +113,9 @@ class RowTable:
         assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
         assert (ends <= self.num_ids[rows]).all(), "tokens computed before they are known"
         assert (ends <= self.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
-        sampling = samples.astype(bool)
-        assert (ends == self.num_ids[rows])[sampling].all(), "sampled before the last known token is computed"
-        assert (ends < self.max_model_len)[sampling].all(), "sampled beyond max_model_len"
+        last = ends[samples]
+        assert (last == self.num_ids[rows[samples]]).all(), "sampled before the last known token is computed"
+        assert (last < self.max_model_len).all(), "sampled beyond max_model_len"
         self.num_computed[rows] = ends
 
     def fill_draws(self, draws: DrawInputs, rows: IntArray) -> None:

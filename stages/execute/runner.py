@@ -70,7 +70,9 @@ class Runner:
         samples = take(step.samples, np.uint8).astype(bool)
         assert len(rows) == len(starts) == len(counts) == len(samples)
         running = ~self.rows.ended[rows]
-        if running.any():
+        if running.all() and len(rows):
+            ids = self._compute(rows, starts, counts, samples)
+        elif running.any():
             ids = self._compute(rows[running], starts[running], counts[running], samples[running])
         else:
             ids = np.empty(0, np.int32)
@@ -95,9 +97,13 @@ class Runner:
     ) -> IntArray:
         """Run the program over entries that have not ended. Returns the sampled ids, int32."""
         self.rows.begin(rows, starts, counts, samples)
-        entry = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(len(entry)) - (np.cumsum(counts) - counts)[entry] + starts[entry]
-        ids = self.rows.ids[rows[entry], positions]
+        if len(rows) == int(counts.sum()):
+            entry, positions = rows, starts
+        else:
+            repeated = np.repeat(np.arange(len(rows)), counts)
+            positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
+            entry = rows[repeated]
+        ids = self.rows.ids[entry, positions]
         num_blocks = int(self.rows.num_blocks[rows].max())
         self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], samples)
         self.rows.fill_draws(self.draws, rows[samples])

@@ -136,12 +136,14 @@ class Recording:
             bits = kept if self.wide else (kept.view(np.uint32) >> 16).astype(np.uint16)
             memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
             return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
-        codes, scales = quantize_rows(values)
-        sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
-        parts = [codes, scales, sums, scales * sums.astype(np.float32)]
+        codes, scales = quantize_rows(values, form)
+        parts = [codes, scales]
+        if form is Form.BYTES:
+            sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
+            parts += [sums, scales * sums.astype(np.float32)]
         packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
         memory[:num, : packed.shape[1]] = packed
-        return self.read_groups(rows, num, width)
+        return self.read_groups(rows, num, width, form)
 
     def read_plain(self, rows: native.Rows, num: int, width: int) -> np.ndarray:
         if self.wide:
@@ -149,17 +151,20 @@ class Recording:
         words = np.ascontiguousarray(rows.memory[:num, : 2 * width]).view(np.uint16)
         return (words.astype(np.uint32) << 16).view(np.float32)
 
-    def read_groups(self, rows: native.Rows, num: int, width: int) -> Kept:
-        """Codes and scales, after a look at the sums behind them."""
+    def read_groups(self, rows: native.Rows, num: int, width: int, form: Form) -> Kept:
+        """Codes and scales, after a look at the sums that bytes have behind them."""
         groups = width // GROUP
-        memory = np.ascontiguousarray(rows.memory[:num, : width + 12 * groups])
-        codes = memory[:, :width].view(np.int8)
+        codes_type = np.dtype(np.int8 if form is Form.BYTES else np.int16)
+        begin = width * codes_type.itemsize
+        memory = np.ascontiguousarray(rows.memory[:num, : begin + 12 * groups])
+        codes = np.ascontiguousarray(memory[:, :begin]).view(codes_type)
         scales, sums, scaled = (
-            np.ascontiguousarray(memory[:, width + 4 * groups * i :][:, : 4 * groups]).view(dtype)
+            np.ascontiguousarray(memory[:, begin + 4 * groups * i :][:, : 4 * groups]).view(dtype)
             for i, dtype in enumerate((np.float32, np.int32, np.float32))
         )
-        np.testing.assert_array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
-        np.testing.assert_array_equal(scaled, scales * sums.astype(np.float32))
+        if form is Form.BYTES:
+            np.testing.assert_array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
+            np.testing.assert_array_equal(scaled, scales * sums.astype(np.float32))
         return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales)
 
     # --- weights
@@ -223,21 +228,22 @@ def recording(library: ctypes.CDLL, **sizes: int) -> Iterator[Recording]:
 
 
 def form_of(format: Format) -> Form:
-    return Form.PLAIN if format == "bf16" else Form.GROUPED
+    return native.READ_BY[format]
 
 
 def read_floats(rows: native.Rows, num: int, width: int) -> np.ndarray:
     return np.ascontiguousarray(rows.memory[:num, : 4 * width]).view(np.float32)
 
 
-def quantize_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K] int8 and scales [N, K / 32] float32, rounded as quantize() in product.h writes it down."""
+def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [N, K] int8 or int16 and scales [N, K / 32] float32, rounded as quantize() in product.h writes it down."""
     groups = values.reshape(len(values), -1, GROUP)
     tops = np.abs(groups).max(-1)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(tops > 0, np.float32(127) / tops, np.float32(0))
-    codes = np.rint(groups * inverse[..., None]).astype(np.int8)
-    return codes.reshape(values.shape), tops / np.float32(127)
+    most, dtype = (127, np.int8) if form is Form.BYTES else (32767, np.int16)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(tops > np.float32(1e-30), np.float32(most) / tops, np.float32(0))
+    codes = np.rint(groups * inverse[..., None]).astype(dtype)
+    return codes.reshape(values.shape), tops / np.float32(most)
 
 
 def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
@@ -245,8 +251,8 @@ def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
 
     One accumulator takes n terms in order, each of which has been rounded twice at most before: its error is bounded by
     (n + 2) EPS times the sum of their magnitudes (Higham, "Accuracy and Stability", 2002, section 3.1). A term is a
-    product where weights are bf16, and otherwise the sum of a group, which is exact before it is scaled, or of its
-    minimum.
+    product where weights are bf16, and otherwise the sum of a group, which is exact before it becomes a float and is
+    scaled, or of its minimum.
     """
     weights = exact(matrix)
     out = kept.values @ weights.T
@@ -260,7 +266,7 @@ def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
     values = kept.values.reshape(num, groups, GROUP)
     magnitude = np.abs(np.einsum("ngk,mgk->nmg", values, above)).sum(-1)
     magnitude += np.abs(values.sum(-1)) @ np.abs(minimums).T
-    return out, (2 * groups + 4) * EPS * magnitude + TINY
+    return out, (2 * groups + 5) * EPS * magnitude + TINY
 
 
 def assert_near(actual: np.ndarray, expected: np.ndarray, error: np.ndarray | float) -> None:
@@ -290,10 +296,11 @@ def assert_groups(kept: Kept, expected: np.ndarray, error: np.ndarray | float) -
     """Codes are those of some numbers within the bound."""
     error = np.broadcast_to(error, expected.shape)
     groups = (len(expected), -1, GROUP)
+    code = 127 if kept.codes.dtype == np.int8 else 32767
     most = error.reshape(groups).max(-1)
-    assert_near(kept.scales, np.abs(expected).reshape(groups).max(-1) / 127, most / 127 + EPS * 127 * kept.scales)
-    # Half a code, what the value moved, and the rounding of value, inverse and scale in a code of 127.
-    bound = kept.scales.repeat(GROUP, 1) * (0.5 + 4 * 127 * EPS) + error
+    assert_near(kept.scales, np.abs(expected).reshape(groups).max(-1) / code, most / code + 2 * EPS * kept.scales)
+    # Half a code, what the value moved, and the rounding of value, inverse and scale in the largest code.
+    bound = kept.scales.repeat(GROUP, 1) * (0.5 + 4 * code * EPS) + error
     assert_near(kept.values, expected, bound)
 
 

@@ -71,17 +71,18 @@ def test_a_norm_leaves_plain_activations(library: ctypes.CDLL, width: int, scale
         assert_kept(r, r.read_plain(rows, 7, width), *rms_norm(residual, weight, 1e-5))
 
 
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS])
 @pytest.mark.parametrize("width", [32, 64, 96, 576])
-def test_a_norm_leaves_activations_in_groups(library: ctypes.CDLL, width: int) -> None:
+def test_a_norm_leaves_activations_in_groups(library: ctypes.CDLL, width: int, form: Form) -> None:
     residual, weight = random(3, 5, width, scale=20), random(4, width) + 1
     with recording(library, threads=3) as r:
         rows = r.rows(5, width)
         library.program_norm(
-            r.program, rows, Form.GROUPED, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, width, 1e-6, 0
+            r.program, rows, form, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, width, 1e-6, 0
         )
         r.tokens(5)
         assert r.run() == 0
-        assert_groups(r.read_groups(rows, 5, width), *rms_norm(residual, weight, 1e-6))
+        assert_groups(r.read_groups(rows, 5, width, form), *rms_norm(residual, weight, 1e-6))
 
 
 @pytest.mark.parametrize("form", list(Form))
@@ -99,11 +100,12 @@ def test_a_norm_of_sampled_tokens_takes_those_alone(library: ctypes.CDLL, form: 
         if form is Form.PLAIN:
             assert_kept(r, r.read_plain(rows, 3, 64), expected, error)
         else:
-            assert_groups(r.read_groups(rows, 3, 64), expected, error)
+            assert_groups(r.read_groups(rows, 3, 64, form), expected, error)
         np.testing.assert_array_equal(rows.memory[3:], before[3:])
 
 
-def test_quantized_activations_are_those_of_the_definition_to_the_bit(library: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS])
+def test_quantized_activations_are_those_of_the_definition_to_the_bit(library: ctypes.CDLL, form: Form) -> None:
     values = random(7, 9, 160)
     values[0, :32] = 0
     values[1, 32:64] = -0.0
@@ -112,14 +114,14 @@ def test_quantized_activations_are_those_of_the_definition_to_the_bit(library: c
     values[4, 5] = -1e30
     values[5] *= 1e-30
     values[6, :32] = np.arange(-16, 16) + 0.5  # with a largest magnitude of 127 these are ties
-    values[6, 31] = -127
+    values[6, 31] = -127 if form is Form.BYTES else -32767
     with recording(library, threads=2) as r:
         rows = r.rows(9, 160)
-        library.program_quantize(r.program, rows, r.floats(values).ctypes.data, 160)
+        library.program_quantize(r.program, rows, form, r.floats(values).ctypes.data, 160)
         r.tokens(9)
         assert r.run() == 0
-        kept = r.read_groups(rows, 9, 160)
-    codes, scales = quantize_rows(values)
+        kept = r.read_groups(rows, 9, 160, form)
+    codes, scales = quantize_rows(values, form)
     np.testing.assert_array_equal(kept.codes, codes)
     np.testing.assert_array_equal(kept.scales, scales)
     assert kept.codes[6, :4].tolist() == [-16, -14, -14, -12]
@@ -133,12 +135,12 @@ def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL,
     matrix = random_matrix(9, 16, 64, format)
     with recording(library) as r:
         rows, residual = r.rows(4, 64), r.floats(np.zeros((4, 16)))
-        library.program_quantize(r.program, rows, r.floats(values).ctypes.data, 64)
+        library.program_quantize(r.program, rows, form_of(format), r.floats(values).ctypes.data, 64)
         library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 16)
         r.tokens(4)
         assert r.run() == 0
         values[:, :32] = 0
-        kept = r.put(r.rows(4, 64), values, Form.GROUPED)
+        kept = r.put(r.rows(4, 64), values, form_of(format))
     assert_near(residual, *product(kept, matrix))
 
 
@@ -357,8 +359,8 @@ def test_a_profile_names_every_op_and_what_it_costs(library: ctypes.CDLL) -> Non
     matrix = random_matrix(26, 48, 64, "q4_0")
     with recording(library, threads=2) as r:
         rows, residual = r.rows(5, 64), r.floats(np.zeros((5, 48)))
-        r.put(rows, random(27, 5, 64), Form.GROUPED)
-        library.program_quantize(r.program, rows, r.floats(random(28, 5, 64)).ctypes.data, 64)
+        r.put(rows, random(27, 5, 64), Form.BYTES)
+        library.program_quantize(r.program, rows, Form.BYTES, r.floats(random(28, 5, 64)).ctypes.data, 64)
         library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 48)
         r.tokens(5)
         seconds = np.full(2, np.nan)
