@@ -117,18 +117,20 @@ TEXTS = [
     "matter.",
     # The Declaration of Independence, 1776.
     "When in the Course of human events, it becomes necessary for one people to dissolve the political bands which "
-    "have connected them with another, and to assume among the powers of the earth, the separate and equal station to which "
-    "the Laws of Nature and of Nature's God entitle them, a decent respect to the opinions of mankind requires that "
-    "they should declare the causes which impel them to the separation.\n\nWe hold these truths to be self-evident, "
-    "that all men are created equal, that they are endowed by their Creator with certain unalienable Rights, that "
+    "have connected them with another, and to assume among the powers of the earth, the separate and equal station to "
+    "which the Laws of Nature and of Nature's God entitle them, a decent respect to the opinions of mankind requires "
+    "that they should declare the causes which impel them to the separation.\n\nWe hold these truths to be "
+    "self-evident, that all men are created equal, that they are endowed by their Creator with certain unalienable "
+    "Rights, that "
     "among these are Life, Liberty and the pursuit of Happiness.",
     # Written for this file.
     "Photosynthesis is the process by which green plants, algae and some bacteria turn light into chemical energy. In "
     "the first stage, pigments such as chlorophyll absorb light and water is split, which sets oxygen free. In the "
     "second stage, known as the Calvin cycle, carbon dioxide from the air is built into sugars. The rate depends on "
-    "the strength of the light, on temperature and on how much carbon dioxide there is. Because nearly all food chains "
-    "begin with it, photosynthesis is often called the most important chemical process on Earth.\n\n1. Light is "
-    "absorbed in the thylakoid membranes.\n2. ATP and NADPH are formed.\n3. The Calvin cycle uses both to make sugar.\n",
+    "the strength of the light, on temperature and on how much carbon dioxide there is. Because nearly all food "
+    "chains begin with it, photosynthesis is often called the most important chemical process on Earth.\n\n1. Light is "
+    "absorbed in the thylakoid membranes.\n2. ATP and NADPH are formed.\n3. The Calvin cycle uses both to make "
+    "sugar.\n",
     "Question: A train leaves the station at 9:15 and travels 180 kilometres at 60 kilometres an hour. When does it "
     "arrive?\nAnswer: The journey takes 180 / 60 = 3 hours. Three hours after 9:15 it is 12:15, so the train arrives "
     "at 12:15.\n\nQuestion: A shop sells pencils at 3 for 1 dollar. How much do 24 pencils cost?\nAnswer: 24 pencils "
