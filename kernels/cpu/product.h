@@ -110,8 +110,9 @@ INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&p
                 for (int v = 0; v < VECTORS; v++) acc[r][p][v] = dot_bf16(acc[r][p][v], weights[p][v], pair);
         }
 #else
-        // One row goes through panels as fast as memory gives them: half a kilobyte ahead, across page borders.
-        if constexpr (R == 1)
+        // Few rows go through panels as fast as memory gives them: fetched half a kilobyte ahead, across page borders.
+        // More rows have no need of it, and at AVX2 no register for it.
+        if constexpr (R <= 4)
             for (int p = 0; p < P; p++) __builtin_prefetch(panels[p] + (k + 8) * PANEL);
         for (int half = 0; half < 2; half++) {
             // Words kept for their upper halves would take registers that accumulators need: they are loaded again.
