@@ -28,11 +28,11 @@ def test_the_model_is_listed(client: OpenAI) -> None:
 
 def test_the_model_answers_a_question(client: OpenAI) -> None:
     reply = client.chat.completions.create(
-        model=MODEL, messages=question("What is the capital of France?"), temperature=0, max_tokens=40
+        model=MODEL, messages=question("What is the capital of Greece?"), temperature=0, max_tokens=40
     )
     choice = reply.choices[0]
     assert choice.message.content is not None
-    assert "Paris" in choice.message.content
+    assert "Athens" in choice.message.content
     assert choice.finish_reason == "stop", "the model ends its answer itself"
     assert reply.usage is not None
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
@@ -120,7 +120,8 @@ def test_a_stop_id_ends_the_text_and_ignore_eos_goes_on(client: OpenAI) -> None:
 
 
 async def test_sixteen_at_once_each_get_their_own_answer(server: Server) -> None:
-    capitals = {"France": "Paris", "Germany": "Berlin", "Greece": "Athens", "Japan": "Tokyo"}
+    # Their first word is no toss-up: for France, so small a model has "The" and "L" within a tenth, in float32 too.
+    capitals = {"Egypt": "Cairo", "Russia": "Moscow", "Greece": "Athens", "Japan": "Tokyo"}
 
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
 
