@@ -50,7 +50,8 @@ class Program final : public Job {
     int run(int tokens, int rows, int samples, double* seconds) {
         while (memory_.size() < size_t(team_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
         if (progress_.size() != ops_.size()) progress_ = std::vector<Progress>(ops_.size());
-        // Progress first: who is late in the last step must not take this one's sizes for its own.
+        // Progress first: who is late in the last step must not take this one's sizes for its own. It may read them while
+        // they are written; whatever number of tiles it makes of them, its exchange fails.
         const uint32_t number = number_.load() + 1;
         for (Progress& op : progress_) {
             op.taken.store(uint64_t(number) << 32);
