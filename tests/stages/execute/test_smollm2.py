@@ -97,11 +97,11 @@ def test_each_prompt_alone_goes_on_as_the_reference_does(exact: Driver) -> None:
     assert same(outputs) >= 19
 
 
-def agreement(driver: Driver, together: int) -> float:
+def agreement(driver: Driver, together: int, num_texts: int | None = None) -> float:
     """How often the largest logit is float32's, teacher-forced on real text. Each position is a row of its own, over
     blocks that one row has computed, `together` of them in a step."""
     num_same = num_positions = 0
-    for text in REFERENCE["texts"]:
+    for text in REFERENCE["texts"][:num_texts]:
         ids, expected = text["ids"], text["argmax_ids"]
         driver.clear()
         blocks = driver.take_blocks(len(ids))
@@ -122,9 +122,12 @@ def agreement(driver: Driver, together: int) -> float:
     return num_same / num_positions
 
 
-@pytest.mark.parametrize("together", [1, 128])
-def test_bfloat16_finds_the_same_largest_logit_as_float32(rounded: Driver, together: int) -> None:
-    assert agreement(rounded, together) >= 0.98
+@pytest.mark.parametrize(("together", "num_texts"), [(1, 4), (128, None)], ids=["alone", "together"])
+def test_bfloat16_finds_the_same_largest_logit_as_float32(
+    rounded: Driver, together: int, num_texts: int | None
+) -> None:
+    """On four of the texts where each position is a step of its own: torch takes its time."""
+    assert agreement(rounded, together, num_texts) >= 0.98
 
 
 def test_the_cpu_kernels_find_the_same_largest_logit_as_float32(native: Driver, quantization: Quantization) -> None:
