@@ -50,7 +50,6 @@ struct Matrix {
 #if defined(LEVEL_AVX512)
 typedef uint16_t act;
 INLINE act to_act(float value) { return to_bf16(value); }
-INLINE float from_act(act value) { return from_bf16(value); }
 INLINE void store_acts(act* to, vf values) {
     const vu words = bits<vu>(values);
     typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
@@ -59,7 +58,6 @@ INLINE void store_acts(act* to, vf values) {
 #else
 typedef float act;
 INLINE act to_act(float value) { return value; }
-INLINE float from_act(act value) { return value; }
 INLINE void store_acts(act* to, vf values) { store(to, values); }
 #endif
 

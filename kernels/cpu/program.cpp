@@ -100,8 +100,10 @@ class Program final : public Job {
     }
 
     Cost cost(int op, int tokens, int rows, int samples) {
-        step_.tokens = tokens, step_.rows = rows, step_.samples = samples;
-        return ops_[op]->cost(step_);
+        // Of a copy: who is late in the last step still reads that one's sizes.
+        Step step = step_;
+        step.tokens = tokens, step.rows = rows, step.samples = samples;
+        return ops_[op]->cost(step);
     }
 
     Team& team() { return team_; }
