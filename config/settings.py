@@ -75,7 +75,7 @@ class Execute(Frozen, frozen=True):
         "bfloat16"
     )
     kernels: Annotated[
-        Literal["auto", "avx512", "avx2", "portable", "torch"],
+        Literal["auto", "avx512_bf16", "avx512", "avx2", "portable", "torch"],
         Meta(
             description="What computes a step: our own kernels for an instruction set (compiled at the first start), "
             'or torch; "auto" takes the fastest that this machine and the dtype allow.'

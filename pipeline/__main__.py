@@ -84,7 +84,7 @@ _SERVE_FLAGS = {
 _PROFILE_FLAGS = {
     **_MODEL,
     "quantization": "format of the weights: auto, none, q8_0 or q4_1",
-    "execute.kernels": "what computes a step: auto, avx512, avx2, portable or torch",
+    "execute.kernels": "what computes a step: auto, avx512_bf16, avx512, avx2, portable or torch",
 }
 
 

@@ -42,12 +42,14 @@ FLAGS = (
     # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
 )
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512", "-DLEVEL_AVX512")
 LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
-    "avx512": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512", "-DLEVEL_AVX512"),
+    "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16", "-DDOT_BF16"),
+    "avx512": _AVX512_FLAGS,
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-DLEVEL_AVX2"),
     "portable": ("-DLEVEL_PORTABLE",),
 }
-EMULATED_FLAGS = ("-DLEVEL_AVX512", "-DEMULATE")
+EMULATED_FLAGS = ("-DLEVEL_AVX512", "-DDOT_BF16", "-DEMULATE")
 TUNED_MACHINES = ("x86_64", "aarch64")
 """Where both compilers know -mtune=native."""
 
@@ -104,14 +106,14 @@ def build(
     """A shared library of `source` for a level, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.
 
     `source` may include the .h files beside it. `cache_root` is the folder that holds all that the user's cache has, by
-    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, the AVX-512 level does without its
+    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, level avx512_bf16 does without its
     instructions and runs on any CPU. `what` and `about_s` tell the user what is compiled and how long it may take, and
     the compiler is ended after `timeout_s`. Of several processes one compiles and the others wait for it.
 
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
     had, and ValueError for `emulate` with a level that has nothing to emulate.
     """
-    if emulate and level != "avx512":
+    if emulate and level != "avx512_bf16":
         raise ValueError(f"there is nothing to emulate at level {level}")
     compiler = find_compiler()
     options = compiler.options(level, emulate)

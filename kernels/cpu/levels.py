@@ -4,7 +4,7 @@ import platform
 from pathlib import Path
 from typing import Literal
 
-Level = Literal["avx512", "avx2", "portable"]
+Level = Literal["avx512_bf16", "avx512", "avx2", "portable"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -13,7 +13,8 @@ _X86_64_V3 = _AVX2 | {"abm", "bmi1", "bmi2", "movbe", "xsave"}
 _X86_64_V4 = _X86_64_V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
 NEEDED: dict[Level, frozenset[str]] = {
-    "avx512": _X86_64_V4 | {"avx512_bf16", "avx512_vnni"},
+    "avx512_bf16": _X86_64_V4 | {"avx512_vnni", "avx512_bf16"},
+    "avx512": _X86_64_V4 | {"avx512_vnni"},
     "avx2": _AVX2,
     "portable": frozenset(),
 }

@@ -98,7 +98,7 @@ float multiply_floats() {
     return sum(total);
 }
 
-#if defined(LEVEL_AVX512)
+#if defined(DOT_BF16)
 float multiply_bf16() {
     vf chains[CHAINS] = {};
     vu a = vu{} + 0x3F803F80u, b = vu{} + 0x3F003F00u;  // pairs of 1 and of 0.5
@@ -206,7 +206,7 @@ double peak_float32(int num_threads, double seconds) {
 
 // Without an instruction for bfloat16 the kernels widen weights and multiply floats.
 double peak_bf16(int num_threads, double seconds) {
-#if defined(LEVEL_AVX512)
+#if defined(DOT_BF16)
     return rate_of_products(num_threads, seconds, CHAINS, 4 * LANES, multiply_bf16);
 #else
     return rate_of_products(num_threads, seconds, CHAINS, 2 * LANES, multiply_floats);

@@ -45,9 +45,9 @@ struct Matrix {
     bool integer() const { return format != Format::BF16; }
 };
 
-// What a bf16 product reads: the AVX-512 instruction takes pairs of bfloat16; elsewhere the weights are widened and the
+// What a bf16 product reads: the instruction of AVX512-BF16 takes pairs of bfloat16; elsewhere the weights are widened and the
 // activations stay as they are.
-#if defined(LEVEL_AVX512)
+#if defined(DOT_BF16)
 typedef uint16_t act;
 INLINE act to_act(float value) { return to_bf16(value); }
 INLINE void store_acts(act* to, vf values) {
@@ -98,7 +98,7 @@ template <int R, int P>
 INLINE void multiply_bf16(const act* const (&rows)[R], const uint32_t* const (&panels)[P], int pairs,
                           vf (&acc)[R][P][VECTORS]) {
     for (int k = 0; k < pairs; k++) {
-#if defined(LEVEL_AVX512)
+#if defined(DOT_BF16)
         vu weights[P][VECTORS];
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) weights[p][v] = load<vu>(panels[p] + k * PANEL + v * LANES);

@@ -1,7 +1,7 @@
 // Vectors of one level, and the few instructions that a compiler does not find by itself.
 //
-// A level is chosen when this library is compiled: LEVEL_AVX512 (with BF16 and VNNI), LEVEL_AVX2 (with FMA and F16C) or
-// LEVEL_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the compilers' vector
+// A level is chosen when this library is compiled: LEVEL_AVX512 (with VNNI, and with DOT_BF16 also BF16), LEVEL_AVX2 (with
+// FMA and F16C) or LEVEL_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the compilers' vector
 // extensions; what a level adds stands in this file and nowhere else. With EMULATE, the AVX-512 level does without its
 // instructions, so that its data paths can be tested on any CPU.
 //
@@ -216,7 +216,7 @@ INLINE vi dot_words(vi acc, vi a, vi b) {
 }
 
 // acc + the products of two bfloat16 pairs in each lane.
-#if defined(LEVEL_AVX512)
+#if defined(DOT_BF16)
 INLINE vf dot_bf16(vf acc, vu a, vu b) {
 #if defined(EMULATE)
     acc += bits<vf>(a & 0xFFFF0000u) * bits<vf>(b & 0xFFFF0000u);
@@ -225,8 +225,10 @@ INLINE vf dot_bf16(vf acc, vu a, vu b) {
     return bits<vf>(_mm512_dpbf16_ps(bits<__m512>(acc), bits<__m512bh>(a), bits<__m512bh>(b)));
 #endif
 }
+#endif
 
 // acc + the four products of unsigned bytes of `a` and signed bytes of `b` in each lane.
+#if defined(LEVEL_AVX512)
 INLINE vi dot_bytes(vi acc, vu a, vu b) {
 #if defined(EMULATE)
     for (int shift = 0; shift < 32; shift += 8)

@@ -13,4 +13,4 @@ from pipeline.kernels.cpu.levels import available
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The whole program, from the user's cache or compiled into it; "emulated" is AVX-512 without its instructions."""
     emulate = request.param == "emulated"
-    return native.load(build("avx512" if emulate else request.param, print, emulate=emulate))
+    return native.load(build("avx512_bf16" if emulate else request.param, print, emulate=emulate))

@@ -205,7 +205,7 @@ def test_an_emulated_level_is_another_library(bench: Bench) -> None:
     bench.write_header(
         "#if defined(LEVEL_AVX512) && defined(EMULATE)\n#define ANSWER 1\n#else\n#define ANSWER 2\n#endif\n"
     )
-    plain, emulated = bench.build(), bench.build("avx512", emulate=True)
+    plain, emulated = bench.build(), bench.build("avx512_bf16", emulate=True)
     assert (answer(plain), answer(emulated)) == (2, 1)
     with pytest.raises(ValueError, match="nothing to emulate"):
         bench.build("portable", emulate=True)
@@ -217,7 +217,9 @@ def test_a_library_of_each_level_knows_its_level(bench: Bench) -> None:
         "#elif defined(LEVEL_PORTABLE)\n#define ANSWER 0\n#endif\n"
     )
     answers = {level: answer(bench.build(level)) for level in levels.available()}
-    assert answers == {level: {"avx512": 512, "avx2": 2, "portable": 0}[level] for level in levels.available()}
+    assert answers == {
+        level: {"avx512_bf16": 512, "avx512": 512, "avx2": 2, "portable": 0}[level] for level in levels.available()
+    }
 
 
 def test_libraries_of_one_process_share_no_state(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Native
     def get(level: str) -> Native:
         if level not in made:
             emulate = level == "emulated"
-            library = build("avx512" if emulate else level, print, ENTRY, cache_root=root, emulate=emulate)
+            library = build("avx512_bf16" if emulate else level, print, ENTRY, cache_root=root, emulate=emulate)
             assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
             made[level] = Native(library)
         return made[level]

@@ -45,14 +45,14 @@ def write(folder: Path, config: ModelConfig, formats_of: Sequence[Format] = ("bf
 
 @contextmanager
 def emulation(level: str) -> Iterator[str]:
-    """What `execute.kernels` is called at a level; while this lasts, "avx512" runs without its instructions."""
+    """What `execute.kernels` is called at a level; while this lasts, "avx512_bf16" runs without its instructions."""
     if level != "emulated":
         yield level
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "available", lambda: ["avx512"])
+        patch.setattr(backend, "available", lambda: ["avx512_bf16"])
         patch.setattr(backend.build, "build", partial(backend.build.build, emulate=True))
-        yield "avx512"
+        yield "avx512_bf16"
 
 
 class Native(Driver):
