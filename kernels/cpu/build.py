@@ -88,7 +88,11 @@ class Compiler:
         # GCC makes statics of templates the same object in every library of a process, so that libraries of two
         # levels would share them; and GCC 12 takes its own AVX-512 headers for unsafe. Clang does neither, and does not
         # know these options.
-        only_gcc = () if "clang" in self.version.lower() else ("-fno-gnu-unique", "-Wno-maybe-uninitialized")
+        only_gcc = (
+            ()
+            if "clang" in self.version.lower()
+            else ("-fno-gnu-unique", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+        )
         return (*self.command[1:], *FLAGS, *chosen, *tuned, *only_gcc)
 
 

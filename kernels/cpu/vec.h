@@ -90,13 +90,13 @@ INLINE Vector max(Vector a, Vector b) {
 
 // Sum and maximum over lanes, always in the same order: halves are folded onto each other.
 #if defined(LEVEL_AVX2) || (defined(LEVEL_AVX512) && !defined(EMULATE))
-INLINE float sum(__m256 all) {
+INLINE float sum_of_8(__m256 all) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-INLINE float largest(__m256 all) {
+INLINE float largest_of_8(__m256 all) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
@@ -105,16 +105,16 @@ INLINE float largest(__m256 all) {
 #if defined(LEVEL_AVX512)
 INLINE float sum(vf vector) {
     const __m512 all = bits<__m512>(vector);
-    return sum(_mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
+    return sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
 }
 
 INLINE float largest(vf vector) {
     const __m512 all = bits<__m512>(vector);
-    return largest(_mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
+    return largest_of_8(_mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
 }
 #else
-INLINE float sum(vf vector) { return sum(bits<__m256>(vector)); }
-INLINE float largest(vf vector) { return largest(bits<__m256>(vector)); }
+INLINE float sum(vf vector) { return sum_of_8(bits<__m256>(vector)); }
+INLINE float largest(vf vector) { return largest_of_8(bits<__m256>(vector)); }
 #endif
 #else
 template <class Fold>
