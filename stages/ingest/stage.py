@@ -25,6 +25,7 @@ from pipeline.channels import AsyncInbox
 from pipeline.messages import ChatPrompt, Failure, IdsPrompt, Launch, Submit, TextPrompt
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest.counting import Counting
 from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, num_chars
 from pipeline.stages.ingest.unsent import Unsent
 
@@ -74,6 +75,8 @@ class Ingest:
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         self._unsent = Unsent()
+        self._counting = Counting()
+        stage.asides.own_counts = lambda: self._counting.counts(len(self._waiting), len(self._encoding))
         self._stopping = False
 
     async def loop(self) -> None:
@@ -118,26 +121,27 @@ class Ingest:
 
     def _begin(self, key: Key, submit: Submit) -> None:
         assert self._prompts is not None, "a request came before Start"
+        began_s = time.monotonic()
         try:
             match submit.prompt:
                 case IdsPrompt() as prompt:
-                    self._admit(submit, self._given_ids(prompt))
+                    self._admit(submit, self._given_ids(prompt), began_s)
                 case (ChatPrompt() | TextPrompt()) as prompt if num_chars(prompt) < LONG_CHARS:
-                    self._admit(submit, self._prompts.encode(prompt))
+                    self._admit(submit, self._prompts.encode(prompt), began_s)
                 case (ChatPrompt() | TextPrompt()) as prompt:
-                    task = self._tasks.create_task(self._encode_beside(key, submit, prompt))
+                    task = self._tasks.create_task(self._encode_beside(key, submit, prompt, began_s))
                     self._encoding[key] = submit, task
                 case never:
                     assert_never(never)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
 
-    async def _encode_beside(self, key: Key, submit: Submit, prompt: ChatPrompt | TextPrompt) -> None:
+    async def _encode_beside(self, key: Key, submit: Submit, prompt: ChatPrompt | TextPrompt, began_s: float) -> None:
         assert self._prompts is not None
         loop = asyncio.get_running_loop()
         try:
             ids = await loop.run_in_executor(self._encoder, self._prompts.encode, prompt)
-            self._admit(submit, ids)
+            self._admit(submit, ids, began_s)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
         finally:
@@ -148,13 +152,17 @@ class Ingest:
             raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
-    def _admit(self, submit: Submit, ids: Ids) -> None:
+    def _admit(self, submit: Submit, ids: Ids, began_s: float) -> None:
         """Hand the ids on: put once, read by schedule and by the gateway. Raises Refusal."""
         assert self._prompts is not None
         max_tokens = self._prompts.max_tokens(ids, submit)
         array = self._stage.arrays.put(ids, readers=2)
+        done_s = time.monotonic()
+        self._counting.accepted(len(ids), done_s - began_s)
+        if (trace := self._stage.trace).on:
+            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
         # The gateway first: it should know the prompt before any token comes.
-        accepted = m.Accepted(submit.request_id, submit.attempt, array)
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, began_s, done_s)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
         admit = m.Admit(
             request_id=submit.request_id,
@@ -170,6 +178,7 @@ class Ingest:
         self._unsent.send(self._stage.outbox("schedule"), admit)
 
     def _reject(self, submit: Submit, failure: Failure) -> None:
+        self._counting.num_rejected += 1
         rejected = m.Rejected(submit.request_id, submit.attempt, failure)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), rejected)
 

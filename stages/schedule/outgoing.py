@@ -3,13 +3,14 @@
 Nothing is forgotten until it was sent: a report that a full socket refused is due again, with what came since.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from pipeline.messages import Finish, Settled
+from pipeline.messages import Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.request import Ids, Sequence
 from pipeline.stages.schedule.rows import Int64s, Rows
@@ -26,6 +27,8 @@ class Parting(msgspec.Struct, frozen=True):
     ids: Ids
     finish: int
     """`Finish`; NONE where it was preempted"""
+    first: FirstTimes | None
+    """Where `ids` has its first output id"""
 
 
 class Outgoing:
@@ -42,7 +45,8 @@ class Outgoing:
         fresh = sequence.ids[num_sent:]
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
-            self._partings.append(Parting(sequence.seq, start, fresh, finish))
+            first = sequence.first_times if start == 0 and len(fresh) else None
+            self._partings.append(Parting(sequence.seq, start, fresh, finish, first))
 
     def report(self) -> Settled | None:
         """What is due, or None. It stays due until `reported`."""
@@ -51,6 +55,7 @@ class Outgoing:
         fresh = order[rows.known[order] > rows.sent[order]]
         self._reported = fresh
         parted = self._partings
+        firsts = [p.first for p in parted if p.first is not None]
         if len(fresh) == 0 and not parted:
             return None
         starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
@@ -65,7 +70,14 @@ class Outgoing:
             counts=put(_int32s([len(p.ids) for p in parted], counts)),
             ids=put(np.concatenate((*(p.ids for p in parted), ids)).astype(np.int32)),
             finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
+            firsts=firsts + [self._first_times(row) for row in fresh[starts == rows.num_prompt[fresh]].tolist()],
+            settled_s=time.monotonic(),
         )
+
+    def _first_times(self, row: int) -> FirstTimes:
+        sequence = self._rows.sequences[row]
+        assert sequence is not None
+        return sequence.first_times
 
     def reported(self) -> None:
         """The last report was sent."""
