@@ -55,7 +55,7 @@ class Tracer:
 
     def span(self, name: str, begin_s: float, end_s: float, args: Args, requests: Iterable[int] = ()) -> None:
         """Work that was done. To be called where `on` is set."""
-        self._keep(Record(name, begin_s, end_s, args, list(requests)), end_s)
+        self._keep(Record(name, begin_s, end_s, args, list(dict.fromkeys(requests))), end_s)
 
     def counters(self, name: str, at_s: float, values: Args) -> None:
         self._keep(Record(name, at_s, 0.0, values, []), at_s)

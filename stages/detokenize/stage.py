@@ -55,10 +55,14 @@ class Detokenize:
     def turn(self) -> None:
         """One wake: take everything that is there, then tell each receiver once."""
         waiting = self._letters or self._sequences.unsent()
-        for message in self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S):
+        messages = self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S)
+        begin_s = time.monotonic()
+        for message in messages:
             self._take(message)
         self._tell()
         self._stage.release()
+        if self._stage.trace.on:
+            self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
 
     def _take(self, message: m.DetokenizeInbox) -> None:
         match message:

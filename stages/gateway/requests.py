@@ -297,7 +297,8 @@ class Requests:
         firsts = iter(message.firsts)
         gaps: dict[float, int] = {}
         """By when the ids before came: those of one message came together, so these are few."""
-        begun: list[int] = []
+        marked: list[int] = []
+        """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
             first = next(firsts, None) if message.id_offsets[i] == 0 and message.num_ids[i] else None
             end = begin + message.num_ids[i] * ID_BYTES
@@ -318,9 +319,10 @@ class Requests:
                 elif message.num_ids[i]:
                     sequence.first, sequence.first_s = first, now_s
                     self.counting.first_s.observe(now_s - call.received_s)
-                    begun.append(request_id)
+                    marked.append(request_id)
                 sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
+                marked.append(request_id)
                 sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
@@ -328,7 +330,7 @@ class Requests:
             self.counting.gap_s.observe(now_s - last_s, times)
         if self._trace.on:
             args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
-            self._trace.span("deltas", now_s, time.monotonic(), args, begun)
+            self._trace.span("deltas", now_s, time.monotonic(), args, marked)
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""

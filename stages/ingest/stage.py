@@ -83,11 +83,14 @@ class Ingest:
         while not self._stopping:
             # With work left, take what is there and go on; without, sleep until something comes.
             messages = self._stage.inbox.receive_all() if self._waiting else await self._inbox.receive_all()
+            begin_s = time.monotonic()
             self._unsent.retry()
             for message in messages:
                 self._handle(message)
             self._work()
             self._stage.release()
+            if self._stage.trace.on:
+                self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
             await asyncio.sleep(0)  # lets finished encodings through
         self._end()
 

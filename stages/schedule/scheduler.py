@@ -89,8 +89,8 @@ class Scheduler:
         self.now_s = 0.0
         """By time.monotonic(), set by whoever drives this, once per wake."""
         self.counting = Counting()
-        self.begun: list[int] = []
-        """Requests of which the last result had the first id, for traces."""
+        self.marked: list[int] = []
+        """Requests that began or ended with the last result, for traces."""
         self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0}
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -390,7 +390,7 @@ class Scheduler:
         rows.known[sampled] = known + 1
         rows.promised[sampled] -= 1
         self._totals["output"] += len(sampled)
-        self.begun = []
+        self.marked = []
         for row in sampled[known == rows.num_prompt[sampled]].tolist():
             self._has_begun(row)
         stopped = finishes == Finish.STOP
@@ -399,6 +399,7 @@ class Scheduler:
         for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
             sequence = rows.sequences[row]
             assert sequence is not None
+            self.marked.append(sequence.request.request_id)
             self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
         self.pool.settle(flight.step_id)
 
@@ -407,7 +408,7 @@ class Scheduler:
         sequence = self.rows.sequences[row]
         assert sequence is not None
         sequence.first_s = self.now_s
-        self.begun.append(sequence.request.request_id)
+        self.marked.append(sequence.request.request_id)
 
     def _register(self, running: Int64s) -> None:
         """Offer full blocks to the prefix cache: those whose ids are settled and whose KV is planned."""

@@ -86,6 +86,8 @@ class ScheduleStage:
             self._feed()
             report_is_due = not self._report()
             self._stage.release()
+            if (trace := self._stage.trace).on:
+                trace.span("wake", self._scheduler.now_s, time.monotonic(), {"messages": len(messages)})
 
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler
@@ -131,7 +133,7 @@ class ScheduleStage:
         scheduler.counting.settle_s += end_s - begin_s
         if (trace := self._stage.trace).on:
             args: Args = {"step": result.step_id, "compute_ms": round(result.compute_s * 1000, 3)}
-            trace.span("settle", begin_s, end_s, args, scheduler.begun)
+            trace.span("settle", begin_s, end_s, args, scheduler.marked)
             trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
             pool = scheduler.pool
             trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
