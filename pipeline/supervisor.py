@@ -54,7 +54,7 @@ def serve(settings: Settings) -> int:
 
     Raises OSError, in words for the user, where the address can't be listened on.
     """
-    log = open_log(SUPERVISOR, settings.log_level)
+    log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
     with listen(settings.gateway.host, settings.gateway.port) as listener:
         supervisor = Supervisor(settings, listener, log)

@@ -8,6 +8,7 @@ It never blocks in a send: what a full socket refused waits here, merged, and go
 """
 
 import gc
+import logging
 import time
 from typing import Any, assert_never
 
@@ -89,8 +90,13 @@ class Detokenize:
         seqs = take(message.seqs, "<u8").tolist()
         starts = take(message.starts, "<i4").tolist()
         ids = take(message.ids, "<i4").tolist()
-        traced = self._sequences.requests(seqs) if self._stage.trace.on else []
         finishes = take(message.finishes, "u1").tolist()
+        is_watched = self._stage.trace.on or self._stage.log.isEnabledFor(logging.DEBUG)
+        traced = self._sequences.requests(seqs) if is_watched else []
+        for request_id, finish in zip(traced, finishes, strict=False):
+            if finish:
+                fields = {"request": f"{request_id:x}", "finish": m.Finish(finish).name.lower()}
+                self._stage.log.debug("ended", extra={"fields": fields})
         aborts = self._sequences.settle(
             seqs,
             starts,

@@ -252,8 +252,12 @@ class Requests:
         if call.is_over:
             return
         call.is_over = True
-        if call.is_finished and call.failure is None:
-            self.recent.keep(timings.times_of(call, time.monotonic()))
+        if call.requests and call.is_finished and call.failure is None:
+            now_s = time.monotonic()
+            self.recent.keep(timings.times_of(call, now_s))
+            for request in call.requests:
+                fields = _fields(request, call=call.id, took_s=round(now_s - call.received_s, 4))
+                self._stage.log.debug("finished", extra=fields)
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)

@@ -162,6 +162,7 @@ class Ingest:
         array = self._stage.arrays.put(ids, readers=2)
         done_s = time.monotonic()
         self._counting.accepted(len(ids), done_s - began_s)
+        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
         if (trace := self._stage.trace).on:
             trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
         # The gateway first: it should know the prompt before any token comes.

@@ -122,7 +122,10 @@ class ScheduleStage:
 
     def _admit(self, message: m.Admit) -> None:
         begin_s = time.monotonic()
-        self._openings += self._scheduler.admit(message)
+        openings = self._scheduler.admit(message)
+        self._openings += openings
+        what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
+        self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": message.n}})
         if (trace := self._stage.trace).on:
             trace.span("admit", begin_s, time.monotonic(), {"n": message.n}, (message.request_id,))
 

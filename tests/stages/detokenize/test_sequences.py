@@ -40,6 +40,8 @@ class Told:
     def take(self, deltas: m.Deltas) -> None:
         assert len(set(deltas.request_ids)) == len(deltas.request_ids)
         ids = np.frombuffer(deltas.ids, "<i4").tolist()
+        begun = [num for num, offset in zip(deltas.num_ids, deltas.id_offsets, strict=True) if num and offset == 0]
+        assert len(deltas.firsts) == len(begun)
         for place, request_id in enumerate(deltas.request_ids):
             seq = request_id - 1000
             assert seq not in self.closing, "an entry behind the closing one"

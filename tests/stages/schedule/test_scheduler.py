@@ -99,6 +99,7 @@ class Bench:
             return
         self.scheduler.outgoing.reported()
         ids = np.frombuffer(_bytes(message.ids), np.int32).tolist()
+        begun = [seq for seq in np.frombuffer(_bytes(message.seqs), np.uint64).tolist() if not self.received[seq]]
         for seq, start, num, finish in zip(
             np.frombuffer(_bytes(message.seqs), np.uint64).tolist(),
             np.frombuffer(_bytes(message.starts), np.int32).tolist(),
@@ -113,6 +114,7 @@ class Bench:
             if finish != Finish.NONE:
                 self.finished[seq] = Finish(finish)
         assert not ids
+        assert len(message.firsts) == len({seq for seq in begun if self.received[seq]}), "first ids without their times"
 
     def run(self) -> int:
         """Run until there is nothing to do, in the stage's order: settle, plan, report. Returns the number of steps."""
