@@ -12,18 +12,21 @@ bound on the sender's side, `INBOX_BOUND` on the receiver's, and what fits the k
 
 import asyncio
 import os
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import zmq
 
-from pipeline.messages import Envelope
+from pipeline.messages import Aside, Envelope
 
 T = TypeVar("T")
 
 INBOX_BOUND = 1024
 """Messages of each sender that may wait inside a receiver. Without it the receiver's I/O thread would go on taking
 messages for a stage that hangs, and no sender would ever reach its bound."""
+
+ASIDES = frozenset(get_args(Aside) or (Aside,))
 
 
 def address_of(server: str, name: str, incarnation: int) -> str:
@@ -47,9 +50,18 @@ class MessageDecoder(Generic[T]):
 
 
 class Inbox(Generic[T]):
-    """Where a stage receives. `union` is the union of messages it takes."""
+    """Where a stage receives. `union` is the union of messages it takes.
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, union: Any) -> None:
+    With `aside`, the inbox takes every `Aside` besides, and hands those to that function rather than to its owner.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        union: Any,
+        aside: Callable[[Aside], None] | None = None,
+    ) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(INBOX_BOUND)
         # The kernel reports the effective user of who connects.
@@ -61,7 +73,8 @@ class Inbox(Generic[T]):
             self._socket.close()
             raise
         self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
-        self._messages: MessageDecoder[T] = MessageDecoder(union)
+        self._messages: MessageDecoder[T] = MessageDecoder(union if aside is None else union | Aside)
+        self._aside = aside
         self._incarnations: dict[str, int] = {}
         self.num_received = 0
         self.num_stale = 0
@@ -103,7 +116,11 @@ class Inbox(Generic[T]):
             self._incarnations[envelope.sender] = envelope.incarnation
             self.num_received += 1
             self.last_sender = envelope.sender
-            return self._messages.decode(body)
+            message = self._messages.decode(body)
+            if self._aside is not None and type(message) in ASIDES:
+                self._aside(message)  # type: ignore[arg-type]
+                continue
+            return message
 
     def receive_all(self) -> list[T]:
         """Everything that is there now."""

@@ -138,6 +138,20 @@ class Stop(Message, frozen=True, tag="stop"):
 Control = Start | Ping | Stop
 
 
+# ---------------------------------------------------------------- asked by the supervisor of any stage, beside its work
+
+
+class Count(Message, frozen=True, tag="count"):
+    """Answered with the stage's `StageCounts` (see pipeline.stats)."""
+
+    nonce: int
+
+
+Aside = Count
+"""Every stage takes these besides its own union, and none of them sees one: its inbox hands them to pipeline.asides,
+which answers each with one `Answer`. An aside has a `nonce`, which the supervisor sets."""
+
+
 # ----------------------------------------------------------------------------------------------------- to supervisor
 
 
@@ -206,7 +220,17 @@ class Prepared(Message, frozen=True, tag="prepared"):
     model_name: str
 
 
-SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained
+class Answer(Message, frozen=True, tag="answer"):
+    """To an `Aside`."""
+
+    nonce: int
+    body: Raw = Raw(b"\xc0")
+    """What whoever asked can decode; the supervisor passes it on as it is. Nil where there is nothing to say."""
+    error: str = ""
+    """Why the aside was not done, in the user's words; empty where it was."""
+
+
+SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained | Answer
 
 
 # -------------------------------------------------------------------------------------------------------- to gateway

@@ -31,6 +31,7 @@ class Child:
         """Start it. Its descriptors are inherited by number; all others stay closed."""
         self.name = launch.name
         self.stage = launch.stage
+        self.incarnation = launch.incarnation
         self.state = "starting"
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch fits a pipe; were it ever too big, an error is better than a hang

@@ -1,6 +1,7 @@
 """What a stage is given: its inbox, its outboxes, its shared memory and its settings."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -9,6 +10,7 @@ import zmq
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.asides import Asides
 from pipeline.channels import Inbox, Outbox
 from pipeline.config.settings import Settings
 from pipeline.messages import Envelope, ExecuteFacts, Launch, Release
@@ -95,7 +97,9 @@ class Stage(Generic[T]):
         self.model_dir = Path(launch.model_dir)
         self.log = logging.getLogger("pipeline")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.inbox: Inbox[T] = Inbox(self._context, launch.address, union)
+        self.asides = Asides(self)
+        """Answers what any stage is asked beside its work; a stage with counts of its own sets `asides.own_counts`."""
+        self.inbox: Inbox[T] = Inbox(self._context, launch.address, union, self.asides)
         envelope = Envelope(launch.name, launch.incarnation)
         self._outboxes: dict[str, Outbox[Any]] = {
             peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
@@ -109,9 +113,14 @@ class Stage(Generic[T]):
         """The way to a peer. Raises KeyError where the topology has no such edge."""
         return self._outboxes[f"{stage}.{replica}"]
 
-    def outboxes(self, stage: str) -> list[Outbox[Any]]:
+    def outboxes_of(self, stage: str) -> list[Outbox[Any]]:
         """The ways to all replicas of a peer, in order. Raises KeyError where the topology has no such edge."""
         return [self.outbox(stage, replica) for replica in range(topology.num_replicas(self.settings, stage))]
+
+    @property
+    def outboxes(self) -> Mapping[str, Outbox[Any]]:
+        """By the peer's name, as `ingest.0`."""
+        return self._outboxes
 
     def ready(self, facts: ExecuteFacts | None = None) -> None:
         """Say that everything is loaded. To be called once, before the first receive."""

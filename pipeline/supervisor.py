@@ -22,13 +22,16 @@ import zmq
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.admin import Door, Questions
 from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
+from pipeline.gather import Gatherer, ServerFacts
 from pipeline.health import HealthRound
 from pipeline.logs import open_log
 from pipeline.process import Child
 from pipeline.shm import segment
 from pipeline.stage import SUPERVISOR
+from pipeline.stats import ServerStats
 from pipeline.version import VERSION
 
 EXIT_OK = 0
@@ -111,6 +114,8 @@ class Supervisor:
         self._listeners = listeners
         """One for each gateway, in order."""
         self._gateways = topology.replicas_of(settings, "gateway")
+        host, port = listeners[0].getsockname()[:2]
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._log = log
         self._server = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -126,13 +131,18 @@ class Supervisor:
         self._drained: set[str] = set()
         """Gateways."""
         self._is_serving = False
+        self._is_ending = False
         self._first_health: m.Health | None = None
         self._rounds: dict[int, HealthRound] = {}
         self._next_nonce = 1
+        self._questions = Questions(lambda name, aside: self._outboxes[name].send(aside))
+        self._gatherer = Gatherer(self._server, SUPERVISOR, self._questions)
+        self._door = Door(self._context, self._server, self._questions, self._gather_stats, self._names_of_ready)
         self._signals = _Signals()
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.fileno(), zmq.POLLIN)
         self._poller.register(self._signals.fileno(), zmq.POLLIN)
+        self._poller.register(self._door.fileno(), zmq.POLLIN)
 
     # ----------------------------------------------------------------------------------------------------- life
 
@@ -187,9 +197,8 @@ class Supervisor:
         )
         self._is_serving = True
         assert self._prepared is not None
-        host, port = self._listeners[0].getsockname()[:2]
         self._say(
-            f"ready on http://{f'[{host}]' if ':' in host else host}:{port}",
+            f"ready on {self._url}",
             model=settings.served_model_name or self._prepared.model_name,
             max_model_len=self._facts.max_model_len,
             kv_blocks=self._facts.num_blocks,
@@ -199,6 +208,7 @@ class Supervisor:
     def _watch(self) -> int:
         """Serve until a signal or a death, then end in order."""
         code = self._turn_until_stopped(lambda: False, float("inf"))
+        self._is_ending = True
         if code == EXIT_OK:
             timeout_s = self._settings.supervisor.drain_timeout_s
             self._say("draining", timeout_s=timeout_s)
@@ -264,6 +274,7 @@ class Supervisor:
         os.close(self._death_write)
         self._signals.close()
         self._inbox.close()
+        self._door.close()
         for outbox in self._outboxes.values():
             outbox.close()
         self._context.term()
@@ -330,6 +341,7 @@ class Supervisor:
                 code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
                 child.state = "dead"
                 self._poller.unregister(child.pidfd)  # it would stay readable
+                self._questions.lost(child.name)
                 what = f"{child.name} died" if self._is_serving else f"cannot start: {child.stage}"
                 self._log.error(f"{what}: {reason}")
                 raise Stopping(code)
@@ -360,14 +372,17 @@ class Supervisor:
                 raise Stopping(128 + number)
             self._check_children()
             self._end_rounds()
+            self._door.turn()
+            self._questions.end_late()
             now = time.monotonic()
             if now >= end:
                 late = ", ".join(child.name for child in self._children.values() if child.state == "starting")
                 self._log.error(f"gave up waiting for {what} after {timeout_s:g} s{f': {late}' if late else ''}")
                 raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
-            if self._inbox.wait(0):
-                continue  # its descriptor is edge-triggered, so look before sleeping on it
-            soonest = min([end, now + POLL_S, *(one.deadline for one in self._rounds.values())])
+            if self._inbox.wait(0) or self._door.has_message():
+                continue  # their descriptors are edge-triggered, so look before sleeping on them
+            rounds = (one.deadline for one in self._rounds.values())
+            soonest = min([end, now + POLL_S, *rounds, *self._questions.deadlines])
             self._poller.poll(max(0, round((soonest - now) * 1000)))
 
     def _drain_inbox(self) -> None:
@@ -395,8 +410,25 @@ class Supervisor:
                 if nonce in self._rounds:
                     self._rounds[nonce].answered(sender, message)
                     self._end_rounds()
+            case m.Answer():
+                self._questions.answered(sender, message)
             case _:
                 assert_never(message)
+
+    # ------------------------------------------------------------------------------------------------------ stats
+
+    def _names_of_ready(self) -> list[str]:
+        return [child.name for child in self._in_flow_order() if child.state == "ready"]
+
+    def _in_flow_order(self) -> list[Child]:
+        places = {name: place for place, name in enumerate(topology.FLOW)}
+        return sorted(self._children.values(), key=lambda child: (places.get(child.stage, -1), child.name))
+
+    def _gather_stats(self, then: Callable[[ServerStats], None]) -> None:
+        name = self._settings.served_model_name or (self._prepared.model_name if self._prepared else "")
+        state = "draining" if self._is_ending else "serving" if self._is_serving else "starting"
+        facts = ServerFacts(name, self._url, state, self._facts)
+        self._gatherer.gather(facts, self._in_flow_order(), self._settings.supervisor.health_timeout_s, then)
 
     # ----------------------------------------------------------------------------------------------------- health
 

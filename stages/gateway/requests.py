@@ -152,7 +152,7 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingests = stage.outboxes("ingest")
+        self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
         self._table: dict[int, Request] = {}
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()

@@ -57,7 +57,7 @@ class ScheduleStage:
         settings = stage.settings.schedule
         self._depth = settings.depth
         self._execute = stage.outbox("execute")
-        self._detokenize = stage.outboxes("detokenize")
+        self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(
             Limits(
                 num_blocks=facts.num_blocks,

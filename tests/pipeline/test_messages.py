@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import messages as m
-from pipeline.channels import MessageDecoder
+from pipeline.channels import ASIDES, MessageDecoder
 from pipeline.config.settings import Settings
 from pipeline.shm.arrays import ShmRef
 
@@ -45,6 +45,9 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
     "ping": m.Ping(5),
     "stop": m.Stop(),
+    "count": m.Count(5),
+    "answer": m.Answer(5, packed(FAILURE)),
+    "answer with an error": m.Answer(5, error="no such folder"),
     "ready": m.Ready(m.ExecuteFacts(100, 16, 2048, 49152)),
     "ready without facts": m.Ready(),
     "failed": m.Failed("no memory"),
@@ -119,6 +122,7 @@ def test_every_member_of_every_inbox_has_a_sample():
     sampled = {type(sample) for sample in SAMPLES.values()}
     for union in INBOXES.values():
         assert set(get_args(union)) <= sampled
+    assert set(ASIDES) <= sampled
 
 
 def test_every_inbox_takes_what_the_supervisor_says_to_any_stage():

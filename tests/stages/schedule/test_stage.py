@@ -194,6 +194,7 @@ def test_the_executor_is_fed_before_anybody_is_told() -> None:
         around.admit(1, [1, 2, 3], max_tokens=3)
         step = rig.receive("execute", m.Step)
         rig.receive("detokenize", m.Open)
+        rig.load()  # it has told all there was to tell
         order: list[str] = []
         feed, tell = Outbox.send, Outgoing.report
         with pytest.MonkeyPatch.context() as patch:
