@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
@@ -151,12 +152,12 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingest = stage.outbox("ingest")
+        self._ingests = stage.outboxes("ingest")
         self._schedule = stage.outbox("schedule")
         self._table: dict[int, Request] = {}
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
-        self._max_open = stage.settings.gateway.max_open_requests
+        self._max_open = topology.max_open_of_one(stage.settings)
         """Sequences"""
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
@@ -195,7 +196,7 @@ class Requests:
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
             )
-            if not self._ingest.send(submit):
+            if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
                 raise _overloaded("its stages take no more messages")
             request = Request(submit, call, [Sequence() for _ in range(ask.n)])
@@ -341,8 +342,11 @@ class Requests:
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
         abort = m.Abort(request_id, attempt)
-        self._send(self._ingest, abort)
+        self._send(self._ingest_of(request_id), abort)
         self._send(self._schedule, abort)
+
+    def _ingest_of(self, request_id: int) -> Any:
+        return self._ingests[topology.shard(request_id, len(self._ingests))]
 
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort

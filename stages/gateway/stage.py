@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.channels import AsyncInbox
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
@@ -54,7 +55,7 @@ class Gateway:
         self._requests = Requests(stage)
         self._desk = HealthDesk(stage)
         limits = parse.Limits(
-            settings.served_model_name or ModelConfig.load(stage.model_dir).name, settings.gateway.max_open_requests
+            settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
         )
         self._api = Api(self._doors, self._requests, self._desk, limits, settings.gateway.max_body_bytes)
         self._is_stopped = False
