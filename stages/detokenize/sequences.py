@@ -16,8 +16,8 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline.stages.detokenize.stops import Judge, StopStrings
-from pipeline.stages.detokenize.text import Text
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.text import Text
+from pipeline.vocabulary import Vocabulary
 
 
 class Sequence:

@@ -15,7 +15,7 @@ from pipeline.channels import Outbox
 from pipeline.messages import Launch
 from pipeline.stage import Stage
 from pipeline.stages.detokenize.sequences import Sequences
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.vocabulary import Vocabulary
 
 IDLE_S = 60.0
 """Longest wait where there is nothing to do."""
