@@ -25,7 +25,7 @@ from pipeline.stages.prepare.source import FolderSource, GgufSource, ModelError,
 
 SILENT = Silence()
 
-FORMAT = 3
+FORMAT = 4
 """Counts up when what conversion leaves changes, so that older entries of a cache are not used."""
 
 
