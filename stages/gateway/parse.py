@@ -57,6 +57,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     text: m.TextOptions
     stream: bool
     include_usage: bool
+    outputs: list[bytes] = []
+    """int32; output ids that the client has already, one entry a sequence; none of them for a fresh request"""
 
 
 _chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_NEUTRAL))

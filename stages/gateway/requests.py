@@ -40,6 +40,8 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    is_resumed: bool = False
+    """Its first ids came from the client; only their text's length will be told."""
 
     @property
     def num_ids(self) -> int:
@@ -53,6 +55,8 @@ class Sequence(msgspec.Struct, eq=False):
 
     def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int) -> None:
         """Append what is new: a request that was driven again repeats itself from some earlier place."""
+        if self.is_resumed:
+            self.num_chars, self.is_resumed = text_offset, False
         assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta left something out"
         if new := text[self.num_chars - text_offset :]:
             self.pending.append(new)
@@ -195,11 +199,12 @@ class Requests:
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
+                outputs=list(ask.outputs),
             )
             if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
                 raise _overloaded("its stages take no more messages")
-            request = Request(submit, call, [Sequence() for _ in range(ask.n)])
+            request = Request(submit, call, _sequences(ask))
             call.requests.append(request)
             call.sequences += request.sequences
             call.num_open += 1
@@ -351,6 +356,12 @@ class Requests:
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
+
+
+def _sequences(ask: Ask) -> list[Sequence]:
+    if not ask.outputs:
+        return [Sequence() for _ in range(ask.n)]
+    return [Sequence(ids=bytearray(ids), is_resumed=True) for ids in ask.outputs]
 
 
 def seed_of(seed: int, prompt: int) -> int:
