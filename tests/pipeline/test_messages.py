@@ -55,6 +55,9 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "drained": m.Drained(),
     "prepared": m.Prepared("/models/x", "x"),
     "accepted": m.Accepted(REQUEST_ID, 1, IDS),
+    "accepted with text": m.Accepted(REQUEST_ID, 1, IDS, "hi", ["h", "Ġi"]),
+    "abort_calls": m.AbortCalls(1, 5, ["chatcmpl-1", "mine"]),
+    "calls_aborted": m.CallsAborted(1, 5, [0]),
     "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
     "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),
     "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
@@ -66,6 +69,9 @@ SAMPLES: dict[str, msgspec.Struct] = {
     ),
     "submit of text": m.Submit(REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT),
     "submit of ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT),
+    "submit of a text to look at": m.Submit(
+        REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 1, 0, SAMPLING, TEXT, m.PromptOptions(False, True, True, True)
+    ),
     "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
     "release": m.Release([0, 64], [1, 2]),
     "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT)),
