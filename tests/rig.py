@@ -42,7 +42,12 @@ class Rig:
     """
 
     def __init__(
-        self, stage: str, settings: Settings | None = None, model_dir: str | Path = "", listen_fd: int = -1
+        self,
+        stage: str,
+        settings: Settings | None = None,
+        model_dir: str | Path = "",
+        listen_fd: int = -1,
+        siblings: int = 0,
     ) -> None:
         self.settings = settings or Settings()
         self._server = f"rig-{os.getpid()}-{next(_numbers)}"
@@ -51,8 +56,12 @@ class Rig:
         names = ["supervisor.0", *(f"{other.name}.0" for other in topology.TOPOLOGY)]
         addresses = {name: address_of(self._server, name, 1) for name in names}
         peers = topology.peers_of(row, addresses, self.settings)
+        for replica in range(1, siblings + 1):  # the stage's other replicas, whose inboxes go by their names
+            peers.append(m.Peer(f"{stage}.{replica}", address_of(self._server, f"{stage}.{replica}", 1), 64))
         self._inboxes = {
-            peer.name.split(".")[0]: Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])
+            peer.name if peer.name.startswith(f"{stage}.") else peer.name.split(".")[0]: Inbox[Any](
+                self._context, peer.address, INBOXES[peer.name.split(".")[0]]
+            )
             for peer in peers
         }
         self._queues: dict[str, list[Any]] = {name: [] for name in self._inboxes}
