@@ -106,6 +106,21 @@ class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
 Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
+MAX_SHOWN_IDS = 2**18
+"""The most ids of a prompt from which nothing is computed, so that no answer holds up the others for long."""
+
+
+class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How ingest makes a prompt's ids, and what of it `Accepted` says besides."""
+
+    add_special_tokens: bool | None = None
+    """Those of the tokenizer. None: around texts, and not around chats, whose templates write their own."""
+    any_length: bool = False
+    """Nothing will be computed from it: it may be empty, or longer than the model's context."""
+    with_text: bool = False
+    with_token_strs: bool = False
+
+
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
 
 
@@ -244,6 +259,11 @@ class Accepted(Message, frozen=True, tag="accepted"):
     attempt: int
     prompt_ids: Array
     """int32"""
+    text: str | None = None
+    """The prompt's, where `Submit.prompt_options` asks for it: as the client wrote it, or what its ids say. Where
+    output follows, a character whose last bytes are still to come is left to it."""
+    token_strs: list[str] | None = None
+    """What the vocabulary calls each id, where `Submit.prompt_options` asks for it."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
@@ -308,7 +328,29 @@ class StageDied(Message, frozen=True, tag="stage_died"):
     reason: str
 
 
-GatewayInbox = Accepted | Rejected | Deltas | Health | Drain | StageDied | Start | Ping | Stop
+class AbortCalls(Message, frozen=True, tag="abort_calls"):
+    """From another gateway, where a client has asked for it: end these calls. Answered with `CallsAborted`."""
+
+    gateway: int
+    """Replica that asks."""
+    nonce: int
+    names: list[str]
+    """Ids of responses, or clients' own ids of their requests."""
+
+
+class CallsAborted(Message, frozen=True, tag="calls_aborted"):
+    """To the gateway that asked, from one of the others."""
+
+    gateway: int
+    """Replica that answers."""
+    nonce: int
+    places: list[int]
+    """Of `AbortCalls.names`, the places of those that were open here."""
+
+
+GatewayInbox = (
+    Accepted | Rejected | Deltas | Health | Drain | StageDied | AbortCalls | CallsAborted | Start | Ping | Stop
+)
 
 
 # --------------------------------------------------------------------------------------------------------- to ingest
@@ -326,11 +368,12 @@ class Submit(Message, frozen=True, tag="submit"):
     prompt: Prompt
     n: int
     max_tokens: int | None
-    """None: as many as fit."""
+    """None: as many as fit. 0: none; `Accepted` closes the request, and schedule never hears of it."""
     sampling: Sampling
     text: TextOptions
     outputs: list[Array] = []
     """int32; output ids that the client has already, one array a sequence; none of them for a fresh request"""
+    prompt_options: PromptOptions = PromptOptions()
 
 
 class Abort(Message, frozen=True, tag="abort"):

@@ -179,7 +179,7 @@ class Supervisor:
                     self._segments[name] = m.Segment(name, segment.create(name, size), size, False)
         for row in topology.TOPOLOGY:
             for replica in range(topology.num_replicas(settings, row.name)):
-                peers = topology.peers_of(row, self._addresses, settings)
+                peers = topology.peers_of(row, self._addresses, settings, replica)
                 self._spawn(self._launch(row.name, row.entry, peers, replica))
         self._turn_until(
             lambda: all(child.state == "ready" for child in self._children.values()),

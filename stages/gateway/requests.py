@@ -10,6 +10,7 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 """
 
 import asyncio
+import re
 import secrets
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from pipeline.stages.gateway.parse import Ask
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
+ABORTED = "aborted"
+"""The code that ingest and schedule give a request that was aborted before it began."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -75,10 +78,28 @@ class Request(msgspec.Struct, eq=False):
     """What ingest made of the prompt."""
     is_closed: bool = False
     is_aborted: bool = False
+    """Its client has left."""
+    is_called_off: bool = False
+    """Somebody asked for its end; its client is still there, and is told."""
+    prompt_text: str | None = None
+    token_strs: list[str] | None = None
 
     @property
     def id(self) -> int:
         return self.submit.request_id
+
+    @property
+    def generates(self) -> bool:
+        """Whether schedule hears of it."""
+        return self.submit.max_tokens != 0
+
+    def echo(self) -> None:
+        """Put the prompt's text before all that its sequences say; nothing of it has been given out."""
+        prompt = self.submit.prompt
+        text = prompt.text if isinstance(prompt, m.TextPrompt) else self.prompt_text
+        if text:
+            for sequence in self.sequences:
+                sequence.pending.insert(0, text)
 
     @property
     def is_finished(self) -> bool:
@@ -91,8 +112,8 @@ class Call:
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
-        prefix = "chatcmpl" if ask.is_chat else "cmpl"
-        self.id = f"{prefix}-{secrets.token_hex(16)}"
+        prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
+        self.id = f"{prefix}-{ask.request_id or secrets.token_hex(16)}"
         self.created = int(time.time())
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
@@ -113,6 +134,11 @@ class Call:
     @property
     def is_accepted(self) -> bool:
         return self.num_accepted == len(self.requests)
+
+    @property
+    def names(self) -> set[str]:
+        """What it may be called off by: the id of its response, and the one its client gave it."""
+        return {self.id} if self.ask.request_id is None else {self.id, self.ask.request_id}
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -159,6 +185,10 @@ class Requests:
         self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
         self._table: dict[int, Request] = {}
+        self._names: dict[str, list[Call]] = {}
+        """Calls whose responses are not over, by their names. Clients may give two calls one name."""
+        self.num_calls = 0
+        """Calls for output whose responses are not over."""
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
         self._max_open = topology.max_open_of_one(stage.settings)
@@ -180,13 +210,14 @@ class Requests:
     def open(self, ask: Ask) -> Call:
         """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
         if self._owed:
-            raise _overloaded("its stages take no more messages")
+            raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
-            raise _overloaded(
+            raise overloaded(
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
         call = Call(ask)
+        self._name(call)
         seed = secrets.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
@@ -200,10 +231,11 @@ class Requests:
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
                 outputs=list(ask.outputs),
+                prompt_options=ask.prompt_options,
             )
             if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
-                raise _overloaded("its stages take no more messages")
+                raise overloaded("its stages take no more messages")
             request = Request(submit, call, _sequences(ask))
             call.requests.append(request)
             call.sequences += request.sequences
@@ -219,11 +251,41 @@ class Requests:
         if call.is_over:
             return
         call.is_over = True
+        self._unname(call)
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
             else:
                 self._abort(request)
+
+    def call_off(self, names: list[str]) -> list[int]:
+        """End the calls of these names; their clients are told by a finish reason. Returns the places of the names
+        that were known. Idempotent."""
+        places = []
+        for place, name in enumerate(names):
+            if calls := self._names.get(name):
+                places.append(place)
+            for call in calls or ():
+                for request in call.requests:
+                    if not (request.is_finished or request.is_aborted or request.is_called_off):
+                        request.is_called_off = True
+                        self._stage.log.info("called off", extra=_fields(request, call=call.id))
+                        self._end(request)
+        return places
+
+    def _name(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls += 1
+            for name in call.names:
+                self._names.setdefault(name, []).append(call)
+
+    def _unname(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls -= 1
+            for name in call.names:
+                self._names[name].remove(call)
+                if not self._names[name]:
+                    del self._names[name]
 
     # ------------------------------------------------------------------------------------------ the stages' side
 
@@ -237,8 +299,14 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
+            request.prompt_text, request.token_strs = message.text, message.token_strs
             request.call.num_accepted += 1
-            self._close_if_over(request)
+            if request.call.ask.echo:
+                request.echo()
+            if request.generates:
+                self._close_if_over(request)
+            for sequence in () if request.generates else request.sequences:
+                self._finish(request, sequence, m.Finish.LENGTH, None)
             request.call.wake()
 
     def rejected(self, message: m.Rejected) -> None:
@@ -246,8 +314,13 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is None or request.is_closed:
             return
+        failure = message.failure
+        if request.is_called_off and failure.code == ABORTED:
+            for sequence in request.sequences:
+                self._finish(request, sequence, m.Finish.ABORT, None)
+            request.call.wake()
+            return
         if not request.is_aborted:
-            failure = message.failure
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
         for sequence in request.sequences:
@@ -318,9 +391,12 @@ class Requests:
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call
-        needs_ids = request.prompt_ids is None and not request.is_aborted and call.failure is None
+        needs_ids = (
+            request.prompt_ids is None and not request.is_aborted and not request.is_called_off and call.failure is None
+        )
         if request.is_finished and not needs_ids and not request.is_closed:
-            self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
+            if request.generates:
+                self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
             self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -342,7 +418,14 @@ class Requests:
             self._close_if_over(request)  # only its prompt's ids were still to come
         else:
             self._stage.log.info("aborted", extra=_fields(request, call=request.call.id))
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Have it ended, wherever it is. Its closings will come, as for any other."""
+        if request.generates:
             self._disown(request.id, request.submit.attempt)
+        else:
+            self._send(self._ingest_of(request.id), m.Abort(request.id, request.submit.attempt))
 
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
@@ -376,20 +459,23 @@ def seed_of(seed: int, prompt: int) -> int:
     return z ^ (z >> 31)
 
 
-def _overloaded(why: str) -> ApiError:
+def overloaded(why: str) -> ApiError:
+    """503"""
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the server is overloaded: {why}", code="overloaded")
 
 
 def _param(request: Request, param: str | None) -> str | None:
     """The field to blame, as the client called it: the stages behind know one prompt, and one name for its length."""
     call = request.call
-    match param:
-        case "prompt" if len(call.ask.prompts) > 1:
-            return f"prompt[{call.requests.index(request)}]"
-        case "max_tokens":
-            return call.ask.max_tokens_param
-        case _:
-            return param
+    if param == "max_tokens":
+        return call.ask.max_tokens_param
+    if param is not None and (match := _PROMPT_PLACE.fullmatch(param)):
+        which = f"[{call.requests.index(request)}]" if len(call.ask.prompts) > 1 else ""
+        return f"{call.ask.prompt_param}{which}{match[1]}"
+    return param
+
+
+_PROMPT_PLACE = re.compile(r"prompt((?:\[\d+\])?)")
 
 
 def _fields(request: Request, **fields: Any) -> dict[str, Any]:

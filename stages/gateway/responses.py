@@ -95,6 +95,31 @@ def whole(call: Call) -> bytes:
     return _encoder.encode(_Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call)))
 
 
+class _Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+def tokenized(call: Call, max_model_len: int) -> bytes:
+    """The body of a response of /tokenize. The call has finished."""
+    (request,) = call.requests
+    assert request.prompt_ids is not None
+    ids = request.prompt_ids.tolist()
+    return _encoder.encode(_Tokenized(len(ids), max_model_len, ids, request.token_strs))
+
+
+def detokenized(call: Call) -> bytes:
+    """The body of a response of /detokenize. The call has finished."""
+    (request,) = call.requests
+    return _encoder.encode(_Detokenized(request.prompt_text or ""))
+
+
 class Events:
     """The events of one streamed response, as they become due.
 

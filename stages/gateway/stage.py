@@ -22,6 +22,7 @@ from pipeline.channels import AsyncInbox
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
 from pipeline.stages.gateway import parse
+from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.health import HealthDesk
@@ -54,10 +55,11 @@ class Gateway:
         self._doors = Doors()
         self._requests = Requests(stage)
         self._desk = HealthDesk(stage)
+        self._aborts = AbortDesk(stage, self._requests)
         limits = parse.Limits(
             settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
         )
-        self._api = Api(self._doors, self._requests, self._desk, limits, settings.gateway.max_body_bytes)
+        self._api = Api(self._doors, self._requests, self._desk, self._aborts, limits, settings.gateway.max_body_bytes)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
         self._site: web.SockSite
@@ -108,6 +110,10 @@ class Gateway:
                 self._requests.rejected(message)
             case m.Health():
                 self._desk.answered(message)
+            case m.AbortCalls():
+                self._aborts.asked(message)
+            case m.CallsAborted():
+                self._aborts.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):

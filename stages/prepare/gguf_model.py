@@ -311,7 +311,9 @@ def _checked_shapes(path: Path, tensors: dict[str, gguf.ReaderTensor], config: M
             raise ModelError(f"{path}: tensor {tensor.name} has shape {found}, the metadata says {shape}")
     unknown = set(tensors) - {_gguf_name(name) for name in shapes}
     if unknown:
-        raise ModelError(f"{path}: tensor {min(unknown)} is not part of a model as the metadata describe it: not supported")
+        raise ModelError(
+            f"{path}: tensor {min(unknown)} is not part of a model as the metadata describe it: not supported"
+        )
     return shapes
 
 
