@@ -11,7 +11,6 @@ overtake them, and the step keeps its cores.
 
 import asyncio
 import gc
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
@@ -73,13 +72,13 @@ class Ingest:
         self._prompts: Prompts | None = None
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
-        self._unsent = Unsent()
+        self._unsent = Unsent(lambda: stage.tape)
         self._stopping = False
 
     async def loop(self) -> None:
         while not self._stopping:
             # With work left, take what is there and go on; without, sleep until something comes.
-            messages = self._stage.inbox.receive_all() if self._waiting else await self._inbox.receive_all()
+            messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
             self._unsent.retry()
             for message in messages:
                 self._handle(message)
@@ -109,11 +108,11 @@ class Ingest:
 
     def _work(self) -> None:
         """Make prompts for a slice of time, oldest first, at least one."""
-        end = time.monotonic() + SLICE_S
+        end = self._stage.tape.monotonic() + SLICE_S
         while self._waiting and not self._stopping:
             key = next(iter(self._waiting))
             self._begin(key, self._waiting.pop(key))
-            if time.monotonic() > end:
+            if self._stage.tape.monotonic() > end:
                 return
 
     def _begin(self, key: Key, submit: Submit) -> None:
@@ -123,7 +122,7 @@ class Ingest:
                 case IdsPrompt() as prompt:
                     self._admit(submit, self._given_ids(prompt))
                 case (ChatPrompt() | TextPrompt()) as prompt if num_chars(prompt) < LONG_CHARS:
-                    self._admit(submit, self._prompts.encode(prompt))
+                    self._admit(submit, self._prompts.encode(prompt, submit.arrival_s))
                 case (ChatPrompt() | TextPrompt()) as prompt:
                     task = self._tasks.create_task(self._encode_beside(key, submit, prompt))
                     self._encoding[key] = submit, task
@@ -136,8 +135,15 @@ class Ingest:
         assert self._prompts is not None
         loop = asyncio.get_running_loop()
         try:
-            ids = await loop.run_in_executor(self._encoder, self._prompts.encode, prompt)
-            self._admit(submit, ids)
+            try:
+                outcome: Ids | Refusal
+                outcome = await loop.run_in_executor(self._encoder, self._prompts.encode, prompt, submit.arrival_s)
+            except Refusal as refusal:
+                outcome = refusal
+            await self._stage.tape.moment("encoded", submit.request_id)
+            if isinstance(outcome, Refusal):
+                raise outcome
+            self._admit(submit, outcome)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
         finally:
