@@ -55,6 +55,6 @@ class Asides:
         return StageCounts(
             num_received=inbox.num_received,
             num_stale=inbox.num_stale,
-            edges=[EdgeCounts(to, outbox.num_sent, outbox.num_refused) for to, outbox in self._stage.outboxes.items()],
+            edges=[EdgeCounts(to, outbox.num_sent, outbox.num_refused) for to, outbox in self._stage.ways.items()],
             own=self.own_counts() if self.own_counts is not None else None,
         )

@@ -54,7 +54,7 @@ class Inbox(Generic[T]):
     """Where a stage receives. `union` is the union of messages it takes.
 
     With `aside`, the inbox takes every `Aside` besides, and hands those to that function rather than to its owner.
-    With a `tape`, what is received is recorded. One that replays (pipeline.recording.player) is filled by a tape instead.
+    With a `tape`, what is received is recorded. One that replays is filled by a tape: pipeline.recording.player.
     """
 
     is_replayed = False

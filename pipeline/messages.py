@@ -309,6 +309,8 @@ class Health(Message, frozen=True, tag="health"):
     """ok, or the worst of its stages' states: dead, late, stopping, starting"""
     stages: list[StageHealth]
     schedule: ScheduleLoad | None
+    num_open_elsewhere: int = 0
+    """Requests open at other gateways than the one that asked."""
 
 
 class Drain(Message, frozen=True, tag="drain"):

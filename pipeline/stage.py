@@ -9,6 +9,7 @@ import numpy as np
 import zmq
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.asides import Asides
 from pipeline.channels import Inbox, Outbox
 from pipeline.config.settings import Settings
@@ -117,9 +118,7 @@ class Stage(Generic[T]):
             self._outboxes = {
                 peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
             }
-            self._memories = {
-                s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments
-            }
+            self._memories = {s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments}
         self.arrays = Arrays(self._memories, launch.name)
         self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
         if launch.record is not None:
@@ -129,9 +128,13 @@ class Stage(Generic[T]):
         """The way to a peer. Raises KeyError where the topology has no such edge."""
         return self._outboxes[f"{stage}.{replica}"]
 
+    def outboxes(self, stage: str) -> list[Outbox[Any]]:
+        """The ways to all replicas of a peer, in order. Raises KeyError where the topology has no such edge."""
+        return [self.outbox(stage, replica) for replica in range(topology.num_replicas(self.settings, stage))]
+
     @property
-    def outboxes(self) -> Mapping[str, Outbox[Any]]:
-        """By the peer's name, as `ingest.0`."""
+    def ways(self) -> Mapping[str, Outbox[Any]]:
+        """All outboxes, by the peer's name, as `ingest.0`."""
         return self._outboxes
 
     def ready(self, facts: ExecuteFacts | None = None) -> None:

@@ -97,7 +97,9 @@ class Sent(msgspec.Struct, array_like=True, frozen=True, tag="sent"):
     """What the stage sent here; `arrays` as in `Wake`."""
 
     peer: str
+    """A stage, as `ingest.0`, or a client's call, as `client 12`."""
     body: bytes
+    """A message, or what the client was written."""
     arrays: list[bytes]
 
 
@@ -120,6 +122,11 @@ def frame(struct: Header | Entry) -> bytes:
     """A frame's bytes."""
     data = _encoder.encode(struct)
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
+
+
+def client(number: int) -> str:
+    """The name of a client's call."""
+    return f"client {number}"
 
 
 def settings_of(header: Header) -> Settings:
@@ -197,7 +204,9 @@ class Reader:
             try:
                 entry = _entries.decode(data)
             except msgspec.DecodeError as error:
-                raise UserError(f"{self.path}: an entry before byte {self._file.tell()} can't be read: {error}") from error
+                raise UserError(
+                    f"{self.path}: an entry before byte {self._file.tell()} can't be read: {error}"
+                ) from error
             if isinstance(entry, End):
                 self.end = entry
                 return

@@ -4,9 +4,9 @@ Its messages are in part about requests of before, which a stage that starts now
 
     gateway      answers about calls that were opened before are left out
     ingest       nothing is left out but the ends of texts that were being tokenized before
-    schedule     aborts and closings of requests of before are left out. The recorded results of steps are of steps that
-                 this scheduler never planned, for rows, blocks and steps are numbered from its start: each is replaced by
-                 an answer to its own oldest step in flight. So the load is that of the recording, and the ids are not.
+    schedule     aborts and closings of requests of before are left out. The recorded results are of steps that this
+                 scheduler never planned, for rows, blocks and steps are numbered from its start: each is replaced by an
+                 answer to its own oldest step in flight. So the load is that of the recording, and the ids are not.
     execute      rows that were added before, and blocks appended to them, are left out of steps; so are steps
                  of which nothing is left. A row that reads blocks which were filled before reads zeros there.
     detokenize   entries of sequences that were opened before are left out
@@ -204,7 +204,8 @@ class ExecutePartial(_Counting):
             return None
 
         def some(array: Any, dtype: str, which: "np.ndarray[Any, Any]") -> bytes:
-            return np.frombuffer(bytes_of(array), dtype)[which].tobytes()
+            chosen: bytes = np.frombuffer(bytes_of(array), dtype)[which].tobytes()
+            return chosen
 
         return msgspec.structs.replace(
             step,

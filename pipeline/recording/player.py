@@ -71,10 +71,10 @@ class ReplayTape(Tape):
 
     # ------------------------------------------------------------------------------------------ what the stage asks
 
-    def monotonic(self) -> float:  # type: ignore[override]
+    def monotonic(self) -> float:
         return self._value("monotonic")
 
-    def time(self) -> float:  # type: ignore[override]
+    def time(self) -> float:
         return self._value("time")
 
     def randbits(self, num_bits: int) -> int:
@@ -105,6 +105,9 @@ class ReplayTape(Tape):
             self._partial.sent(message)
         if peer != SUPERVISOR:
             self._capture.put(f.frame(f.Sent(peer, body, copies(message, self.memories))))
+
+    def told(self, client: int, data: bytes) -> None:
+        self._capture.put(f.frame(f.Sent(f.client(client), data, [])))
 
     def is_refused(self, peer: str) -> bool:
         """Whether the next send, to `peer`, was refused by a full socket."""
@@ -241,7 +244,9 @@ class ReplayTape(Tape):
         self._reader.__exit__()
         counts = self._partial.counts() if self._partial is not None else {}
         counts |= {"wakes": self.num_wakes, "messages": self.num_messages}
-        self._capture.put(f.frame(f.End("the recording was over" if self._is_over else "the stage was told to stop", counts)))
+        self._capture.put(
+            f.frame(f.End("the recording was over" if self._is_over else "the stage was told to stop", counts))
+        )
         self._capture.put_end()
         self._capture.wait()
         return self._capture.num_bytes

@@ -80,9 +80,7 @@ class RecordingTape(Tape):
     messages that it has been given already belongs to no message in the file.
     """
 
-    def __init__(
-        self, order: m.Record, header: f.Header, memories: dict[str, memoryview], log: logging.Logger
-    ) -> None:
+    def __init__(self, order: m.Record, header: f.Header, memories: dict[str, memoryview], log: logging.Logger) -> None:
         """Raises OSError where the file can't be opened."""
         self.path = order.path
         self._writer = FileWriter(order.path)
@@ -100,10 +98,10 @@ class RecordingTape(Tape):
         self._writer.put(f.MAGIC + f.frame(header))
         log.info("recording", extra={"fields": {"file": order.path}})
 
-    def monotonic(self) -> float:  # type: ignore[override]
+    def monotonic(self) -> float:
         return self._noted("monotonic", time.monotonic())
 
-    def time(self) -> float:  # type: ignore[override]
+    def time(self) -> float:
         return self._noted("time", time.time())
 
     def randbits(self, num_bits: int) -> int:
@@ -140,6 +138,10 @@ class RecordingTape(Tape):
         if self._has_sent and not self.is_over and not self._num_to_skip:
             self._put(f.Sent(peer, body, copies(message, self._memories)))
 
+    def told(self, client: int, data: bytes) -> None:
+        if self._has_sent:
+            self._put(f.Sent(f.client(client), data, []))
+
     def refused(self, peer: str) -> None:
         self._put(f.Refused(peer))
 
@@ -167,7 +169,9 @@ class RecordingTape(Tape):
         self.is_over = True
         self._writer.put(f.frame(f.End(reason)))
         self._writer.put_end()
-        self._log.info("recorded", extra={"fields": {"file": self.path, "why": reason, "bytes": self._writer.num_bytes}})
+        self._log.info(
+            "recorded", extra={"fields": {"file": self.path, "why": reason, "bytes": self._writer.num_bytes}}
+        )
 
     def close(self, reason: str = "the stage ended") -> int:
         """Write what is left. Returns how many bytes the file has."""

@@ -12,6 +12,7 @@ class Tape:
     Stages go through `stage.tape` each time, for a recording may begin and end while they run.
     """
 
+    is_recording = False
     is_replaying = False
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
     """Seconds, as `time.monotonic`."""
@@ -43,6 +44,9 @@ class Tape:
 
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         """A message was sent."""
+
+    def told(self, client: int, data: bytes) -> None:
+        """A client outside is sent this."""
 
     def refused(self, peer: str) -> None:
         """A full socket refused a message."""

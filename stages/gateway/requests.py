@@ -10,8 +10,6 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 """
 
 import asyncio
-import secrets
-import time
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -21,6 +19,7 @@ import msgspec
 import numpy as np
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
@@ -84,11 +83,15 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
         self.ask = ask
+        self.number = number
+        """Of the gateway's calls."""
+        self._stage = stage
+        tape = stage.tape
         prefix = "chatcmpl" if ask.is_chat else "cmpl"
-        self.id = f"{prefix}-{secrets.token_hex(16)}"
-        self.created = int(time.time())
+        self.id = f"{prefix}-{tape.randbits(64):016x}{tape.randbits(64):016x}"
+        self.created = int(tape.time())
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -116,6 +119,12 @@ class Call:
     @property
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
+
+    def told(self, what: str, data: bytes) -> bytes:
+        """Note for recordings what is given out to the client now, and by what name. Returns it."""
+        self._stage.tape.event(what, self.number)
+        self._stage.tape.told(self.number, data)
+        return data
 
     def fail(self, error: ApiError) -> None:
         """The call ends with an error; the first one counts, and none once it has finished."""
@@ -151,12 +160,13 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingest = stage.outbox("ingest")
+        self._ingests = stage.outboxes("ingest")
         self._schedule = stage.outbox("schedule")
+        self.num_calls = 0
         self._table: dict[int, Request] = {}
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
-        self._max_open = stage.settings.gateway.max_open_requests
+        self._max_open = topology.max_open_of_one(stage.settings)
         """Sequences"""
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
@@ -174,6 +184,10 @@ class Requests:
 
     def open(self, ask: Ask) -> Call:
         """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+        tape = self._stage.tape
+        self.num_calls += 1
+        if tape.is_recording:
+            tape.event("open", self.num_calls, msgspec.msgpack.encode(ask))
         if self._owed:
             raise _overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -181,21 +195,21 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask)
-        seed = secrets.randbits(64) if ask.seed is None else ask.seed
+        call = Call(ask, self._stage, self.num_calls)
+        seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
-                request_id=secrets.randbits(63),
+                request_id=tape.randbits(63),
                 attempt=FIRST_ATTEMPT,
                 gateway=self._stage.replica,
-                arrival_s=time.time(),
+                arrival_s=tape.time(),
                 prompt=prompt,
                 n=ask.n,
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
             )
-            if not self._ingest.send(submit):
+            if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
                 raise _overloaded("its stages take no more messages")
             request = Request(submit, call, [Sequence() for _ in range(ask.n)])
@@ -212,6 +226,7 @@ class Requests:
         """The response is over, whole or not: abort what is still open, and settle what is closed."""
         if call.is_over:
             return
+        self._stage.tape.event("leave", call.number)
         call.is_over = True
         for request in call.requests:
             if request.is_closed:
@@ -270,6 +285,7 @@ class Requests:
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
+        self._stage.tape.event("fail all")
         for call in {id(request.call): request.call for request in self._table.values()}.values():
             call.fail(error)
 
@@ -341,8 +357,11 @@ class Requests:
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
         abort = m.Abort(request_id, attempt)
-        self._send(self._ingest, abort)
+        self._send(self._ingest_of(request_id), abort)
         self._send(self._schedule, abort)
+
+    def _ingest_of(self, request_id: int) -> Any:
+        return self._ingests[topology.shard(request_id, len(self._ingests))]
 
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort

@@ -68,11 +68,18 @@ class Scheduler:
     is to be told. `put` and `take` carry arrays out of and into messages.
     """
 
-    def __init__(self, limits: Limits, incarnation: int = 1, put: Put = inline, take: Take = from_inline) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        incarnation: int = 1,
+        put: Put = inline,
+        take: Take = from_inline,
+        num_detokenize: int = 1,
+    ) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.outgoing = Outgoing(self.rows, put)
+        self.outgoing = Outgoing(self.rows, put, num_detokenize)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self._incarnation = incarnation
