@@ -42,6 +42,11 @@ class Asides:
         match aside:
             case m.Count():
                 return self._counts()
+            case m.Record():
+                self._stage.record(aside)
+                return None
+            case m.EndRecord():
+                return self._stage.end_record()
             case _:
                 assert_never(aside)
 

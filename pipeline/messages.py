@@ -162,7 +162,27 @@ class Count(Message, frozen=True, tag="count"):
     nonce: int
 
 
-Aside = Count
+class Record(Message, frozen=True, tag="record"):
+    """Begin to record what the inbox receives; see pipeline.recording. In a `Launch`: from the stage's start."""
+
+    nonce: int
+    path: str
+    """Absolute; what is there is replaced."""
+    max_bytes: int = 2**32
+    max_s: float = 1e9
+    with_sent: bool = True
+    """Record what the stage sends too."""
+    facts: ExecuteFacts | None = None
+    """What `Start` said, if it has."""
+
+
+class EndRecord(Message, frozen=True, tag="end_record"):
+    """End the recording that was begun. Answered when the file is whole."""
+
+    nonce: int
+
+
+Aside = Count | Record | EndRecord
 """Every stage takes these besides its own union, and none of them sees one: its inbox hands them to pipeline.asides,
 which answers each with one `Answer`. An aside has a `nonce`, which the supervisor sets."""
 
@@ -569,6 +589,16 @@ class Peer(msgspec.Struct, array_like=True, frozen=True):
     """Messages that may wait on this edge."""
 
 
+class Replay(msgspec.Struct, array_like=True, frozen=True):
+    """A stage is driven by a recording rather than by its neighbours."""
+
+    path: str
+    out: str
+    """Where what it sends is written."""
+    paced: bool = False
+    """At the recorded times, rather than as fast as the stage can."""
+
+
 class Launch(msgspec.Struct, array_like=True, frozen=True):
     """All that a child is told when it is started; read from an inherited descriptor."""
 
@@ -589,6 +619,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """Reads end-of-file when the supervisor is gone."""
     listen_fd: int = -1
     """The HTTP socket, for the gateway."""
+    record: Record | None = None
+    replay: Replay | None = None
 
     @property
     def name(self) -> str:

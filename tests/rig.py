@@ -49,6 +49,7 @@ class Rig:
         model_dir: str | Path = "",
         listen_fd: int = -1,
         siblings: int = 0,
+        record: Path | None = None,
     ) -> None:
         self.settings = settings or Settings()
         self._server = f"rig-{os.getpid()}-{next(_numbers)}"
@@ -96,6 +97,7 @@ class Rig:
             segments=segments,
             death_fd=death_read,
             listen_fd=listen_fd,
+            record=m.Record(0, str(record)) if record is not None else None,
         )
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"rig-{stage}", daemon=True)

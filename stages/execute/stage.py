@@ -7,7 +7,6 @@ anyway, and no core is taken from the step that runs.
 
 import gc
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -64,13 +63,13 @@ def _load(launch: m.Launch) -> "Runner":
 
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
-    idle_since = time.monotonic()
+    idle_since = stage.tape.monotonic()
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:
                 case m.Step():
                     _publish(stage, runner, message, idle_since)
-                    idle_since = time.monotonic()
+                    idle_since = stage.tape.monotonic()
                 case m.Release():
                     stage.arrays.released(message)
                 case m.Ping():
@@ -85,7 +84,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
 
 
 def _publish(stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_since: float) -> None:
-    began = time.monotonic()
+    began = stage.tape.monotonic()
     sampled = runner.step(step, stage.arrays.take)
     result = m.StepResult(
         incarnation=step.incarnation,
@@ -94,7 +93,7 @@ def _publish(stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_
         generations=stage.arrays.put(sampled.generations),
         ids=stage.arrays.put(sampled.ids),
         finishes=stage.arrays.put(sampled.finishes),
-        compute_s=time.monotonic() - began,
+        compute_s=stage.tape.monotonic() - began,
         wait_s=began - idle_since,
     )
     sent = stage.outbox("schedule").send(result)

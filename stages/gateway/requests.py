@@ -11,8 +11,6 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 
 import asyncio
 import re
-import secrets
-import time
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -110,11 +108,15 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
         self.ask = ask
+        self.number = number
+        """Of the gateway's calls."""
+        self._stage = stage
+        tape = stage.tape
         prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
-        self.id = f"{prefix}-{ask.request_id or secrets.token_hex(16)}"
-        self.created = int(time.time())
+        self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
+        self.created = int(tape.time())
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -147,6 +149,12 @@ class Call:
     @property
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
+
+    def told(self, what: str, data: bytes) -> bytes:
+        """Note for recordings what is given out to the client now, and by what name. Returns it."""
+        self._stage.tape.event(what, self.number)
+        self._stage.tape.told(self.number, data)
+        return data
 
     def fail(self, error: ApiError) -> None:
         """The call ends with an error; the first one counts, and none once it has finished."""
@@ -184,6 +192,8 @@ class Requests:
         self._stage = stage
         self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
+        self._num_opened = 0
+        """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
         self._names: dict[str, list[Call]] = {}
         """Calls whose responses are not over, by their names. Clients may give two calls one name."""
@@ -209,6 +219,10 @@ class Requests:
 
     def open(self, ask: Ask) -> Call:
         """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+        tape = self._stage.tape
+        self._num_opened += 1
+        if tape.is_recording:
+            tape.event("open", self._num_opened, msgspec.msgpack.encode(ask))
         if self._owed:
             raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -216,15 +230,15 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask)
+        call = Call(ask, self._stage, self._num_opened)
         self._name(call)
-        seed = secrets.randbits(64) if ask.seed is None else ask.seed
+        seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
-                request_id=secrets.randbits(63),
+                request_id=tape.randbits(63),
                 attempt=FIRST_ATTEMPT,
                 gateway=self._stage.replica,
-                arrival_s=time.time(),
+                arrival_s=tape.time(),
                 prompt=prompt,
                 n=ask.n,
                 max_tokens=ask.max_tokens,
@@ -250,6 +264,7 @@ class Requests:
         """The response is over, whole or not: abort what is still open, and settle what is closed."""
         if call.is_over:
             return
+        self._stage.tape.event("leave", call.number)
         call.is_over = True
         self._unname(call)
         for request in call.requests:
@@ -349,6 +364,7 @@ class Requests:
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
+        self._stage.tape.event("fail all")
         for call in {id(request.call): request.call for request in self._table.values()}.values():
             call.fail(error)
 

@@ -92,7 +92,8 @@ def whole(call: Call) -> bytes:
             _TextChoice(i, s.take_text(), _finish_reason(s), s.stop_reason) for i, s in enumerate(call.sequences)
         ]
     kind = "chat.completion" if call.ask.is_chat else "text_completion"
-    return _encoder.encode(_Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call)))
+    body = _encoder.encode(_Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call)))
+    return call.told("whole", body)
 
 
 class _Tokenized(msgspec.Struct):
@@ -146,11 +147,11 @@ class Events:
         if not self._call.ask.is_chat:
             return b""
         role = _Delta("assistant", "")
-        return b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished)
+        return self._call.told("first", b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished))
 
     def due(self) -> bytes:
         """All that has come since the last time."""
-        return b"".join(self._due())
+        return self._call.told("due", b"".join(self._due()))
 
     def _due(self) -> Iterator[bytes]:
         is_chat = self._call.ask.is_chat
@@ -172,9 +173,9 @@ class Events:
     def last(self) -> bytes:
         """How a stream ends that has gone well."""
         if not self._call.ask.include_usage:
-            return DONE
+            return self._call.told("last", DONE)
         usage = msgspec.structs.replace(self._chunk, choices=[], usage=usage_of(self._call))
-        return _framed(_encoder.encode(usage)) + DONE
+        return self._call.told("last", _framed(_encoder.encode(usage)) + DONE)
 
     def _event(self, choice: _DeltaChoice | _TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]

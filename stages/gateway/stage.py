@@ -26,6 +26,7 @@ from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
 
 LAST_WORDS_S = 1.5
@@ -76,8 +77,11 @@ class Gateway:
             shutdown_timeout=CLOSE_S,
         )
         await runner.setup()
-        self._site = web.SockSite(runner, socket.socket(fileno=self._stage.launch.listen_fd))
-        await self._site.start()
+        if self._stage.tape.is_replaying:
+            ReplayedClients(self._stage.tape, self._requests)
+        else:
+            self._site = web.SockSite(runner, socket.socket(fileno=self._stage.launch.listen_fd))
+            await self._site.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         self._stage.ready()
         try:
@@ -87,7 +91,7 @@ class Gateway:
             # The stage ends with what went wrong first, not with the group around it.
             raise group.exceptions[0] from group
         finally:
-            self._requests.give_up(_SHUTTING_DOWN)
+            self._requests.give_up(SHUTTING_DOWN)
             await runner.cleanup()
             inbox.close()
 
@@ -135,6 +139,8 @@ class Gateway:
 
     def _end(self, deadline_s: float) -> None:
         """Begin to drain. A drain that goes on is replaced: there is less time now."""
+        if self._stage.tape.is_replaying:
+            return  # what came of it is in the recording
         if self._ending is not None:
             self._ending.cancel()
         self._ending = self._tasks.create_task(self._drain(deadline_s))
@@ -143,7 +149,7 @@ class Gateway:
         """Let open streams go on until the deadline, end those that are left, then say that nothing is open."""
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
         if not await self._idle_within(deadline_s):
-            self._requests.fail_all(_SHUTTING_DOWN)
+            self._requests.fail_all(SHUTTING_DOWN)
             await self._idle_within(LAST_WORDS_S)
         if self._doors.death is None:  # else who comes is told of it
             await self._site.stop()
@@ -155,9 +161,6 @@ class Gateway:
                 await self._requests.idle()
                 return True
         return False
-
-
-_SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
 
 
 class _NotTheClientsFault(logging.Filter):

@@ -76,10 +76,13 @@ class Prompts:
         self._vocab_size = facts.vocab_size
         self._max_id_bytes = longest_id_bytes(tokenizer)
 
-    def encode(self, prompt: ChatPrompt | TextPrompt, options: PromptOptions = PLAIN) -> Ids:
-        """The ids of a chat or a text, [n]. Chat templates write their special tokens themselves. Raises Refusal."""
+    def encode(
+        self, prompt: ChatPrompt | TextPrompt, options: PromptOptions = PLAIN, now_s: float | None = None
+    ) -> Ids:
+        """The ids of a chat or a text, [n]. Chat templates write their special tokens themselves; `now_s` is the time
+        of those that write it, Unix seconds. Raises Refusal."""
         is_chat = isinstance(prompt, ChatPrompt)
-        text = self._render(prompt, options) if isinstance(prompt, ChatPrompt) else prompt.text
+        text = self._render(prompt, options, now_s) if isinstance(prompt, ChatPrompt) else prompt.text
         self._check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
         try:
@@ -158,7 +161,7 @@ class Prompts:
         if self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
             raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
 
-    def _render(self, prompt: ChatPrompt, options: PromptOptions) -> str:
+    def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None) -> str:
         if self._template is None:
             raise Refusal(Failure(400, self._broken_template, "messages"))
         if not prompt.messages:
@@ -168,7 +171,10 @@ class Prompts:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
             return self._template.render(
-                prompt.messages, add_generation_prompt=prompt.add_generation_prompt, max_chars=max_chars
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                max_chars=max_chars,
+                now_s=now_s,
             )
         except TemplateFailure as failure:
             raise Refusal(Failure(400, str(failure), "messages")) from failure

@@ -11,7 +11,6 @@ overtake them, and the step keeps its cores.
 
 import asyncio
 import gc
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
@@ -81,13 +80,13 @@ class Ingest:
         self._prompts: Prompts | None = None
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
-        self._unsent = Unsent()
+        self._unsent = Unsent(lambda: stage.tape)
         self._stopping = False
 
     async def loop(self) -> None:
         while not self._stopping:
             # With work left, take what is there and go on; without, sleep until something comes.
-            messages = self._stage.inbox.receive_all() if self._waiting else await self._inbox.receive_all()
+            messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
             self._unsent.retry()
             for message in messages:
                 self._handle(message)
@@ -117,11 +116,11 @@ class Ingest:
 
     def _work(self) -> None:
         """Make prompts for a slice of time, oldest first, at least one."""
-        end = time.monotonic() + SLICE_S
+        end = self._stage.tape.monotonic() + SLICE_S
         while self._waiting and not self._stopping:
             key = next(iter(self._waiting))
             self._begin(key, self._waiting.pop(key))
-            if time.monotonic() > end:
+            if self._stage.tape.monotonic() > end:
                 return
 
     def _begin(self, key: Key, submit: Submit) -> None:
@@ -148,7 +147,15 @@ class Ingest:
     async def _admit_beside(self, key: Key, submit: Submit, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
         try:
-            self._admit(submit, *await loop.run_in_executor(self._encoder, self._made, submit, ids))
+            try:
+                outcome: Made | Refusal
+                outcome = await loop.run_in_executor(self._encoder, self._made, submit, ids)
+            except Refusal as refusal:
+                outcome = refusal
+            await self._stage.tape.moment("encoded", submit.request_id)
+            if isinstance(outcome, Refusal):
+                raise outcome
+            self._admit(submit, *outcome)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
         finally:
@@ -161,7 +168,7 @@ class Ingest:
         prompt, options = submit.prompt, submit.prompt_options
         if ids is None:
             assert not isinstance(prompt, IdsPrompt)
-            ids = self._prompts.encode(prompt, options)
+            ids = self._prompts.encode(prompt, options, submit.arrival_s)
         max_tokens = self._prompts.max_tokens(ids, submit)
         text = token_strs = None
         if options.with_text:
