@@ -14,7 +14,6 @@ from typing import Literal
 
 import msgspec
 
-
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 

@@ -96,9 +96,7 @@ class NativeProgram(Program):
         normed = self._norm(weights.norm, weights.qkv.matrices)
         qkv = self._pack(weights.qkv.matrices, order, weights.qkv.bias)
         norms = self._head_norms(weights.head_norms)
-        library.program_qkv(
-            self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin, norms
-        )
+        library.program_qkv(self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin, norms)
         width = config.num_heads * config.head_dim
         rows, floats = self._written(self._attended, width, weights.out.matrices)
         library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan(weights.window or 0))

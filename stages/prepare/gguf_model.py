@@ -1,8 +1,8 @@
 """A .gguf file as our folder: config from metadata, weights in blocks or bfloat16, vocabulary as tokenizer.json.
 
-For models that it calls "llama", llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates its
-two halves, so its converter reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they are
-put back. Others it leaves as they are.
+For models that it calls "llama", llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates
+its two halves, so its converter reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they
+are put back. Others it leaves as they are.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -311,7 +311,9 @@ def _checked_shapes(path: Path, tensors: dict[str, gguf.ReaderTensor], config: M
             raise ModelError(f"{path}: tensor {tensor.name} has shape {found}, the metadata says {shape}")
     unknown = set(tensors) - {_gguf_name(name) for name in shapes}
     if unknown:
-        raise ModelError(f"{path}: tensor {min(unknown)} is not part of a model as the metadata describe it: not supported")
+        raise ModelError(
+            f"{path}: tensor {min(unknown)} is not part of a model as the metadata describe it: not supported"
+        )
     return shapes
 
 

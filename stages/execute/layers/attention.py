@@ -22,6 +22,4 @@ def attention_weights(config: ModelConfig, weights: Weights, index: int) -> Atte
         query, key = (weights.vector(f"{layer}.self_attn.{name}_norm.weight", config.head_dim) for name in "qk")
         head_norms = HeadNorms(query, key)
     norm = weights.vector(f"{layer}.input_layernorm.weight", hidden)
-    return AttentionWeights(
-        norm, Linear(qkv, qkv_bias), Linear((out,), out_bias), head_norms, config.window_of(index)
-    )
+    return AttentionWeights(norm, Linear(qkv, qkv_bias), Linear((out,), out_bias), head_norms, config.window_of(index))

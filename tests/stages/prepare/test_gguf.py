@@ -182,7 +182,9 @@ def test_texts_begin_as_in_llama_cpp_where_the_file_does_not_say(
 
 
 def test_other_architectures_tokenizers_and_tensors_are_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    with pytest.raises(ModelError, match=r"general\.architecture is 'gemma3'; supported are 'llama' \(Llama, M.*'qwen3'"):
+    with pytest.raises(
+        ModelError, match=r"general\.architecture is 'gemma3'; supported are 'llama' \(Llama, M.*'qwen3'"
+    ):
         prepared(checkpoints.save_gguf(tmp_path / "a.gguf", model, architecture="gemma3"))
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre is 'klingon'; known are .*smollm"):
         prepared(checkpoints.save_gguf(tmp_path / "b.gguf", model, pre="klingon"))
