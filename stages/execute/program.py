@@ -71,8 +71,8 @@ class Program(ABC):
 
     @abstractmethod
     def attention(self, weights: AttentionWeights) -> None:
-        """residual += out(attention(turn(head_norms(qkv(norm(residual)))))), over the keys and values of the next layer,
-        in which those of this step are written first."""
+        """residual += out(attention(turn(head_norms(qkv(norm(residual)))))), over the keys and values of the next
+        layer, in which those of this step are written first."""
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:

@@ -118,7 +118,10 @@ class Reader:
             sliding_window=window,
             sliding_layers=windowed,
             tie_embeddings=self._get("tie_word_embeddings", bool, False),
-            **flags,
+            qkv_bias=flags["qkv_bias"],
+            out_bias=flags["out_bias"],
+            mlp_bias=flags["mlp_bias"],
+            qk_norm=flags.get("qk_norm", False),
             eos_ids=list(dict.fromkeys(eos_ids)),
             bos_id=next(iter(_ids("bos_token_id", self._config, vocab_size, self.path)), None),
             weight_files=[str(path) for path in weight_files],
@@ -135,8 +138,8 @@ class Reader:
             if kind == name:
                 if classes and classes[0] != architecture.class_name:
                     raise ModelError(
-                        f"{self.path}: architectures is {classes}; of model_type {kind!r}, {architecture.class_name} is "
-                        "supported"
+                        f"{self.path}: architectures is {classes}; of model_type {kind!r}, {architecture.class_name} "
+                        "is supported"
                     )
                 return name
         known = ", ".join(map(repr, HF_ARCHITECTURES))

@@ -1,8 +1,8 @@
 """A .gguf file as our folder: config from metadata, weights in blocks or bfloat16, vocabulary as tokenizer.json.
 
-For models that it calls "llama", llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates its
-two halves, so its converter reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they are
-put back. Others it leaves as they are.
+For models that it calls "llama", llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates
+its two halves, so its converter reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they
+are put back. Others it leaves as they are.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3.
 
-They are one stack of layers; what they differ in (biases, norms of queries and keys, windows, rotation, a tied head) are
-fields of `ModelConfig`, and none of it is asked for by a model's name.
+They are one stack of layers; what they differ in (biases, norms of queries and keys, windows, rotation, a tied head)
+are fields of `ModelConfig`, and none of it is asked for by a model's name.
 
 embedding → layers × (norm → attention → + → norm → feed-forward → +) → norm → logits of the sampled tokens
 """

@@ -1,4 +1,4 @@
-"""Which code computes which architecture: one that is Llama-shaped is a line in the table, another one a new file too."""
+"""Which code computes which architecture: one that is Llama-shaped is a line in the table, another a new file too."""
 
 from collections.abc import Callable
 

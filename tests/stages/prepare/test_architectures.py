@@ -1,5 +1,5 @@
-"""Checkpoints of every architecture, as folders and as .gguf files, are read as transformers reads them: what is prepared
-from them has the same logits."""
+"""Checkpoints of every architecture, as folders and as .gguf files, are read as transformers reads them: what is
+prepared from them has the same logits."""
 
 import json
 from pathlib import Path
