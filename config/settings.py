@@ -29,6 +29,13 @@ class Gateway(Frozen, frozen=True):
     replicas: Replicas = 1
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
+    zmq: Annotated[
+        str,
+        Meta(
+            description='Where the ZeroMQ door listens: "auto" is ipc://@pipeline/PORT/door with the HTTP port, for '
+            'processes of this user; or ipc://PATH, ipc://@NAME, tcp://HOST:PORT, or "off".'
+        ),
+    ] = "auto"
     max_open_requests: Annotated[
         int,
         Meta(

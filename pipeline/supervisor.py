@@ -25,6 +25,8 @@ from pipeline import topology
 from pipeline.admin import Door, Questions
 from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
+from pipeline.door_address import address_of as address_of_door
+from pipeline.door_address import check_free
 from pipeline.gather import Gatherer, ServerFacts
 from pipeline.health import HealthRound
 from pipeline.logs import open_log
@@ -58,6 +60,9 @@ def serve(settings: Settings) -> int:
     begun = time.monotonic()
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
     try:
+        for replica in range(settings.gateway.replicas):
+            if (address := door_address(settings, listeners, replica)) is not None:
+                check_free(address)
         supervisor = Supervisor(settings, listeners, log)
         try:
             return supervisor.run(begun)
@@ -96,6 +101,11 @@ def listen(host: str, port: int, num_sockets: int = 1) -> list[socket.socket]:
         raise OSError(
             f"cannot listen on {host}:{port}: {why}; choose another {key} (--{key.removeprefix('gateway.')})"
         ) from error
+
+
+def door_address(settings: Settings, listeners: list[socket.socket], replica: int = 0) -> str | None:
+    """Where the ZeroMQ door of a gateway listens; None where there is none."""
+    return address_of_door(settings.gateway.zmq, listeners[0].getsockname()[1], replica)
 
 
 class Stopping(Exception):
@@ -202,6 +212,7 @@ class Supervisor:
             model=settings.served_model_name or self._prepared.model_name,
             max_model_len=self._facts.max_model_len,
             kv_blocks=self._facts.num_blocks,
+            zmq=door_address(settings, self._listeners) or "off",
             took_s=f"{time.monotonic() - begun:.2f}",
         )
 
