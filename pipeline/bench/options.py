@@ -51,7 +51,9 @@ SHARED = Preset((16,), Length(650, "words"), Length(600, "words"), 64)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline bench`."""
     server = parser.add_argument_group("server")
-    server.add_argument("--url", type=types.http_url, default="http://127.0.0.1:8000", help="where it is; by default %(default)s")
+    server.add_argument(
+        "--url", type=types.http_url, default="http://127.0.0.1:8000", help="where it is; by default %(default)s"
+    )
     server.add_argument("--model", default="auto", help="name to ask for; by default the first that it lists")
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
@@ -86,7 +88,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=types.temperature, default=0.0, help="of sampling; by default 0, which is greedy"
     )
     load.add_argument(
-        "--seed", type=types.natural, help="of the prompts; by default drawn anew each time, so that no cache knows them"
+        "--seed",
+        type=types.natural,
+        help="of the prompts; by default drawn anew each time, so that no cache knows them",
     )
 
     extent = parser.add_argument_group("extent")
