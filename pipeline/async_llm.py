@@ -171,8 +171,8 @@ class AsyncLLM:
             request.abort()
 
     async def complete(self, ready: Ready, params: SamplingParams, tell: Callable[[int, int], None]) -> RequestOutput:
-        """The whole of one request, for batches. `tell` is called with how many more prompt ids and output ids have become
-        known."""
+        """The whole of one request, for batches. `tell` is called with how many more prompt ids and output ids have
+        become known."""
         request = await self._request(ready, params, None)
         try:
             await request.open()

@@ -9,11 +9,12 @@ a notebook whose event loop runs already.
 """
 
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline import batch
 from pipeline.async_llm import AsyncLLM
@@ -48,7 +49,7 @@ class LLM:
     Usable from any thread.
 
     `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`. Without one,
-    `model`, the file or preset `config` and the further settings (as `max_model_len=2048, schedule={"max_num_seqs": 8}`)
+    `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs": 8}`)
     say what is served; its log goes to `log_path`, by default to a file that is gone with it. `progress` shows on a
     terminal what a start does.
 
@@ -116,8 +117,9 @@ class LLM:
         Raises PromptError, which names the prompt, where one can't be served, and ServerFailed where the server ends or
         fails. Then, and at an interrupt, all that is open is aborted, and the object stays usable.
         """
-        several = [prompts] if is_one_prompt(prompts) else prompts
-        return self._run("prompt", several, several is not prompts, prompt_of, sampling_params, progress, use_tqdm)
+        is_one = is_one_prompt(prompts)
+        names = _Names("prompt" if is_one else "prompts", is_one)
+        return self._run([prompts] if is_one else prompts, names, prompt_of, sampling_params, progress, use_tqdm)
 
     def chat(
         self,
@@ -133,31 +135,28 @@ class LLM:
         def ready(conversation: Any, where: str, info: ServerInfo) -> Ready:
             return chat_of(conversation, where, add_generation_prompt, info)
 
-        several = [messages] if is_one_conversation(messages) else messages
-        return self._run("messages", several, several is not messages, ready, sampling_params, progress, use_tqdm)
+        is_one = is_one_conversation(messages)
+        names = _Names("messages", is_one)
+        return self._run([messages] if is_one else messages, names, ready, sampling_params, progress, use_tqdm)
 
     def _run(
         self,
-        word: str,
         given: Any,
-        is_one: bool,
+        names: "_Names",
         ready: Callable[[Any, str, ServerInfo], Ready],
         sampling_params: Params,
         progress: bool,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         self._check_usable()
-        name = (lambda place: word) if is_one else (lambda place: f"{word.removesuffix('s')}s[{place}]")
         if isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
-            raise PromptError(
-                f"{name(0)} must be a text or a list of token ids, or several, not {type(given).__name__}"
-            )
-        num_items = len(given) if hasattr(given, "__len__") else None
+            raise PromptError(f"{names.word} can't be {type(given).__name__}: give one, or a list or iterator of them")
+        num_items = len(given) if isinstance(given, Sized) else None
         params = params_for(sampling_params, num_items, SamplingParams())
 
         def read() -> Iterator[Item]:
             for place, one in enumerate(given):
-                yield Item(ready(one, name(place), self.info), next(params), name(place))
+                yield Item(ready(one, names.of(place), self.info), next(params), names.of(place))
 
         items = read() if num_items is None else iter(list(read()))
         bar = BatchBar()
@@ -169,6 +168,16 @@ class LLM:
             raise UserError("this LLM belongs to the process that this one was forked from")
         if self._thread.is_closed:
             raise UserError("this LLM is closed")
+
+
+class _Names(NamedTuple):
+    """What errors call the things that were given."""
+
+    word: str
+    is_one: bool
+
+    def of(self, place: int) -> str:
+        return self.word if self.is_one else f"{self.word}[{place}]"
 
 
 def _watched(ready: "Future[ServerInfo]", server: OwnServer | None, progress: bool) -> ServerInfo:
@@ -183,8 +192,12 @@ def _watched(ready: "Future[ServerInfo]", server: OwnServer | None, progress: bo
 def _close(owner_pid: int, thread: LoopThread, llm: AsyncLLM) -> None:
     """Give everything back. In a process that was forked from the owner there is nothing to give: its thread is not
     here."""
-    if os.getpid() == owner_pid and not thread.is_closed:
-        try:
-            thread.run(llm.close())
-        finally:
-            thread.close()
+    if os.getpid() != owner_pid or thread.is_closed:
+        return
+    if thread.is_current:  # garbage is collected in any thread, and this one can't wait for itself
+        threading.Thread(target=_close, args=(owner_pid, thread, llm), name="pipeline-llm-close").start()
+        return
+    try:
+        thread.run(llm.close())
+    finally:
+        thread.close()

@@ -1,5 +1,5 @@
-"""An event loop in a thread of its own, for programs that block. Nothing of the caller's is in its way: neither an event
-loop that runs in the caller's thread, nor one that doesn't."""
+"""An event loop in a thread of its own, for programs that block. Whether an event loop runs in the caller's thread makes
+no difference to it."""
 
 import asyncio
 import threading
@@ -24,6 +24,11 @@ class LoopThread:
     @property
     def is_closed(self) -> bool:
         return self._loop.is_closed()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in it."""
+        return threading.current_thread() is self._thread
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Begin something. Raises RuntimeError where the loop is closed."""

@@ -1,5 +1,5 @@
-"""Values of command-line options: from text to what is meant. argparse shows the words of the ArgumentTypeError that each
-raises after the name of the option."""
+"""Values of command-line options: from text to what is meant. Each raises ArgumentTypeError, whose words argparse shows
+after the name of the option."""
 
 import argparse
 import re

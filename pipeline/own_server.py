@@ -1,10 +1,10 @@
 """A server that belongs to this Python process: an ordinary supervisor with its stages, started by exec.
 
     OwnServer() ──► starting ──► whoever waits finds its door open ──► close(): SIGTERM, a while, SIGKILL
-                        └──► it ends: `error()` says why, in its own words
+                        └──► it ends: `reason()` says why, in its own words
 
-It never outlives this process, however that ends (see own_entry.py). Started by exec it needs no main guard, and nothing
-of this process, a notebook's running event loop for one, reaches it.
+It never outlives this process, however that ends (see own_entry.py). Started by exec it needs no main guard, and
+nothing of this process, a notebook's running event loop for one, reaches it.
 """
 
 import asyncio
