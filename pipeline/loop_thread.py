@@ -1,5 +1,5 @@
-"""An event loop in a thread of its own, for programs that block. Whether an event loop runs in the caller's thread makes
-no difference to it."""
+"""An event loop in a thread of its own, for programs that block. Whether one runs in the caller's thread makes no
+difference."""
 
 import asyncio
 import threading

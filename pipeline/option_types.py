@@ -53,6 +53,16 @@ def temperature(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"needs a number above 0 and at most 1, got {text!r}")
+    return value
+
+
 def duration(text: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
