@@ -25,6 +25,8 @@ from pipeline.prompts import Conversation, Prompt, Ready, chat_of, prompt_of
 from pipeline.sampling_params import SamplingParams
 from pipeline.slots import Slots
 
+STARTING_S = 0.02
+"""Pause between tries, where a server has its door open and does not serve yet."""
 ATTACH_S = 10.0
 """Longest that a running server may take to answer."""
 LAST_WORDS_S = 2.0
@@ -265,7 +267,7 @@ class AsyncLLM:
         limits = server.settings.supervisor
         timeout_s = limits.prepare_timeout_s + 2 * limits.start_timeout_s
         loop = asyncio.get_running_loop()
-        connecting = loop.create_task(AsyncClient.connect(self._address, timeout_s=timeout_s))
+        connecting = loop.create_task(_connected_once_started(self._address, timeout_s))
         ended = loop.create_task(server.ended())
         try:
             await asyncio.wait((connecting, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -294,3 +296,16 @@ class AsyncLLM:
         if self._server is not None and await asyncio.to_thread(self._server.wait, LAST_WORDS_S):
             return ServerFailed(f"the server has ended: {self._server.reason()}")
         return ServerFailed(str(error))
+
+
+async def _connected_once_started(address: str, timeout_s: float) -> AsyncClient:
+    """A connection to a server that may be starting. Raises ConnectionLost and RequestError."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    while True:
+        try:
+            return await AsyncClient.connect(address, timeout_s=max(0.0, end - loop.time()))
+        except RequestError as error:
+            if error.code != "starting" or loop.time() >= end:
+                raise
+        await asyncio.sleep(STARTING_S)

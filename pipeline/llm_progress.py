@@ -29,7 +29,7 @@ class StartStatus:
         if is_seen(self._progress):
             from rich.console import Console
 
-            self._status = Console(stderr=True).status("starting", refresh_per_second=REFRESH_PER_S)
+            self._status = Console(stderr=True).status("starting a server", refresh_per_second=REFRESH_PER_S)
             self._status.start()
         return self
 
@@ -41,7 +41,7 @@ class StartStatus:
         if self._status is not None:
             from rich.text import Text
 
-            self._status.update(Text(f"starting: {line}" if line else "starting", overflow="ellipsis", no_wrap=True))
+            self._status.update(Text(line or "starting a server", overflow="ellipsis", no_wrap=True))
 
     def __exit__(self, *_: object) -> None:
         if self._status is not None:

@@ -61,12 +61,16 @@ def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mappi
 
 def private_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Where the ZeroMQ door of a server of one's own is, and the settings for it with what is its owner's besides:
-    a door that nobody else knows, and HTTP on a free port; both may be given otherwise."""
+    a door that nobody else knows, and HTTP on a free port; both may be given otherwise. Raises UserError."""
     gateway = given.get("gateway", {})
     if not isinstance(gateway, Mapping):
         return "", dict(given)  # wrong, which the settings will say
-    address = gateway.get("zmq_address") or f"ipc://@pipeline/{os.getpid()}-{secrets.token_hex(8)}/door"
-    return address, {**given, "gateway": {"port": 0, **gateway, "zmq_address": address}}
+    address = gateway.get("zmq", "auto")
+    if address == "off":
+        raise UserError("gateway.zmq: can't be off, as this is how Python talks to its server")
+    if address == "auto":
+        address = f"ipc://@pipeline/{os.getpid()}-{secrets.token_hex(8)}/door"
+    return address, {**given, "gateway": {"port": 0, **gateway, "zmq": address}}
 
 
 class OwnServer:
