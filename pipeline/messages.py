@@ -265,6 +265,8 @@ class Health(Message, frozen=True, tag="health"):
     """ok, or the worst of its stages' states: dead, late, stopping, starting"""
     stages: list[StageHealth]
     schedule: ScheduleLoad | None
+    num_open_elsewhere: int = 0
+    """Requests open at other gateways than the one that asked."""
 
 
 class Drain(Message, frozen=True, tag="drain"):
@@ -303,6 +305,8 @@ class Submit(Message, frozen=True, tag="submit"):
     """None: as many as fit."""
     sampling: Sampling
     text: TextOptions
+    outputs: list[Array] = []
+    """int32; output ids that the client has already, one array a sequence; none of them for a fresh request"""
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -345,6 +349,10 @@ class Admit(Message, frozen=True, tag="admit"):
     """`Sampling`, undecoded."""
     text: Raw
     """`TextOptions`, undecoded."""
+    outputs: list[Array] = []
+    """int32; output ids that are known already, one array a sequence; none of them for a fresh request"""
+    finishes: bytes = b""
+    """uint8, parallel: `Finish`; STOP where the last of these ids ends the sequence, else NONE"""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -439,6 +447,10 @@ class Open(Message, frozen=True, tag="open"):
     prompt_tail: bytes
     """int32; the prompt's last ids: a first output token may continue a character or a word of it"""
     text: Raw
+    outputs: Array = b""
+    """int32; output ids that the client has already"""
+    finish: int = Finish.NONE
+    """How these ids end the sequence, if they do; a `Settled` without further ids will say so."""
 
 
 class Settled(Message, frozen=True, tag="settled"):

@@ -8,6 +8,7 @@ import numpy as np
 import zmq
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.channels import Inbox, Outbox
 from pipeline.config.settings import Settings
 from pipeline.messages import Envelope, ExecuteFacts, Launch, Release
@@ -107,6 +108,10 @@ class Stage(Generic[T]):
     def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
         """The way to a peer. Raises KeyError where the topology has no such edge."""
         return self._outboxes[f"{stage}.{replica}"]
+
+    def outboxes(self, stage: str) -> list[Outbox[Any]]:
+        """The ways to all replicas of a peer, in order. Raises KeyError where the topology has no such edge."""
+        return [self.outbox(stage, replica) for replica in range(topology.num_replicas(self.settings, stage))]
 
     def ready(self, facts: ExecuteFacts | None = None) -> None:
         """Say that everything is loaded. To be called once, before the first receive."""

@@ -3,6 +3,10 @@
 client ⇄ gateway → ingest → schedule ⇄ execute
              ↑                  ↓
              └── detokenize ←───┘          supervisor ⇄ all
+
+Of gateway, ingest and detokenize there may be several. A connection belongs to the gateway that the system gave it to;
+a request goes to the ingest that its id says, and its sequences to the detokenize that theirs say (`shard`): so who
+sends an Abort needs no table.
 """
 
 from typing import Literal
@@ -25,7 +29,6 @@ class StageRow(msgspec.Struct, frozen=True):
     reads: tuple[str, ...] = ()
     """Stages whose segments it maps read-only."""
     has_arena: bool = False
-    num_replicas: int = 1
 
 
 # In the order in which they start: the slowest first. They stop in the order of `FLOW`.
@@ -57,6 +60,35 @@ def bound_of(settings: Settings) -> int:
     return settings.gateway.max_open_requests * MESSAGES_PER_REQUEST + 64
 
 
+def num_replicas(settings: Settings, name: str) -> int:
+    """How many processes of a stage there are."""
+    match name:
+        case "gateway":
+            return settings.gateway.replicas
+        case "ingest":
+            return settings.ingest.replicas
+        case "detokenize":
+            return settings.detokenize.replicas
+        case _:
+            return 1
+
+
+def replicas_of(settings: Settings, name: str) -> list[str]:
+    """The names of a stage's processes, as `ingest.0`."""
+    return [f"{name}.{replica}" for replica in range(num_replicas(settings, name))]
+
+
+def shard(number: int, num_shards: int) -> int:
+    """The replica that a request (by its id) or a sequence (by its number) belongs to."""
+    return number % num_shards
+
+
+def max_open_of_one(settings: Settings) -> int:
+    """Sequences that one gateway may have open: credits are divided once and for all, so that none has to be asked
+    for."""
+    return max(1, settings.gateway.max_open_requests // settings.gateway.replicas)
+
+
 def row(name: str) -> StageRow:
     return next(stage for stage in TOPOLOGY if stage.name == name)
 
@@ -75,7 +107,5 @@ def arena_bytes(settings: Settings, name: str) -> int:
 
 def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings) -> list[Peer]:
     """The inboxes a stage may send to, with the supervisor's."""
-    names = ["supervisor.0"] + [
-        f"{name}.{replica}" for name in stage.sends_to for replica in range(row(name).num_replicas)
-    ]
+    names = ["supervisor.0", *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
     return [Peer(name, addresses[name], bound_of(settings)) for name in names]

@@ -27,6 +27,7 @@ class Sequence:
         "_include_stop",
         "_judge",
         "_num_settled",
+        "_stop_id",
         "_stop_token_ids",
         "_text",
         "attempt",
@@ -41,7 +42,15 @@ class Sequence:
         "texts",
     )
 
-    def __init__(self, opening: m.Open, options: m.TextOptions, stops: StopStrings, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        opening: m.Open,
+        outputs: list[int],
+        options: m.TextOptions,
+        stops: StopStrings,
+        vocabulary: Vocabulary,
+    ) -> None:
+        """`outputs` are the opening's: ids that the client has already."""
         self.request_id = opening.request_id
         self.attempt = opening.attempt
         self.index = opening.index
@@ -58,6 +67,20 @@ class Sequence:
         self.id_offset = 0
         self.finish: int = m.Finish.NONE
         self.stop_reason: str | int | None = None
+        self._stop_id: int | None = None
+        """The id that stopped it, where it came with the opening."""
+        if outputs:
+            self._resume(outputs, opening.finish)
+
+    def _resume(self, outputs: list[int], finish: int) -> None:
+        """Take ids whose text the client has already. What they leave half, a character or a stop string, goes on with
+        the ids that follow."""
+        self._num_settled = len(outputs)
+        if finish == m.Finish.STOP:
+            self._stop_id = outputs[-1]
+        self._show(outputs, len(outputs) - (finish == m.Finish.STOP))
+        self.sent()
+        self.id_offset = len(outputs)
 
     def settle(self, start: int, ids: list[int], finish: int) -> None:
         """Take ids that begin at output id `start`; those that were taken before are skipped."""
@@ -65,6 +88,10 @@ class Sequence:
         if start < self._num_settled:
             ids = ids[self._num_settled - start :]
         self._num_settled += len(ids)
+        is_stopped_before = finish == m.Finish.STOP and not ids
+        if is_stopped_before:
+            assert self._stop_id is not None, f"nothing stops sequence {self.index} of {self.request_id:x}"
+            ids = [self._stop_id]
         num_shown = len(ids)
         if finish == m.Finish.STOP:
             stop_id = ids[-1]
@@ -74,6 +101,8 @@ class Sequence:
                 num_shown -= 1
         self.finish = finish
         self._show(ids, num_shown)
+        if is_stopped_before:
+            self.ids = []  # the client has it
 
     def _show(self, ids: list[int], num_shown: int) -> None:
         """Append the text of the first ids, and all ids: or those up to the one that completes a stop string."""
@@ -119,13 +148,19 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, opening: m.Open) -> None:
+    def open(self, opening: m.Open, outputs: list[int] | None = None) -> list[m.Abort]:
+        """Begin a sequence; `outputs` are the opening's. Returns what schedule has to end because a stop string is in
+        their text already."""
         assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
         options = self._options.decode(opening.text)
         key = tuple(options.stop)
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
-        self._live[opening.seq] = Sequence(opening, options, stops, self._vocabulary)
+        sequence = self._live[opening.seq] = Sequence(opening, outputs or [], options, stops, self._vocabulary)
+        if not sequence.finish:
+            return []
+        self._unsent[sequence.gateway][opening.seq] = sequence
+        return [] if opening.finish else [_end_of(sequence)]
 
     def settle(
         self, seqs: list[int], starts: list[int], counts: list[int], ids: list[int], finishes: list[int]
@@ -141,7 +176,7 @@ class Sequences:
                 continue  # judged; its gateway was told so
             sequence.settle(start, ids[begin:end], finish)
             if sequence.finish and not finish:
-                aborts.append(m.Abort(sequence.request_id, sequence.attempt, sequence.index, m.Finish.STOP))
+                aborts.append(_end_of(sequence))
             if sequence.ids or sequence.finish:
                 self._unsent[sequence.gateway][seq] = sequence
         assert end == len(ids), f"{len(ids)} ids came for {end}"
@@ -172,3 +207,8 @@ class Sequences:
         for sequence in self._unsent[gateway].values():
             sequence.sent()
         self._unsent[gateway].clear()
+
+
+def _end_of(sequence: Sequence) -> m.Abort:
+    """What asks schedule to end a sequence whose text has a stop string."""
+    return m.Abort(sequence.request_id, sequence.attempt, sequence.index, m.Finish.STOP)

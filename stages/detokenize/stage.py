@@ -56,7 +56,8 @@ class Detokenize:
             case m.Settled():
                 self._settle(message)
             case m.Open():
-                self._sequences.open(message)
+                outputs = self._stage.arrays.take(message.outputs, "<i4").tolist()
+                self._end(self._sequences.open(message, outputs))
             case m.Refuse():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)
                 self._letters.append((self._stage.outbox("gateway", message.gateway), rejected))
@@ -79,6 +80,10 @@ class Detokenize:
             take(message.ids, "<i4").tolist(),
             take(message.finishes, "u1").tolist(),
         )
+        self._end(aborts)
+
+    def _end(self, aborts: list[m.Abort]) -> None:
+        """Have schedule end sequences in whose text a stop string was found."""
         schedule = self._stage.outbox("schedule")
         self._letters += [(schedule, abort) for abort in aborts]
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
@@ -39,6 +40,8 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    is_resumed: bool = False
+    """Its first ids came from the client; only their text's length will be told."""
 
     @property
     def num_ids(self) -> int:
@@ -52,6 +55,8 @@ class Sequence(msgspec.Struct, eq=False):
 
     def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int) -> None:
         """Append what is new: a request that was driven again repeats itself from some earlier place."""
+        if self.is_resumed:
+            self.num_chars, self.is_resumed = text_offset, False
         assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta left something out"
         if new := text[self.num_chars - text_offset :]:
             self.pending.append(new)
@@ -151,12 +156,12 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingest = stage.outbox("ingest")
+        self._ingests = stage.outboxes("ingest")
         self._schedule = stage.outbox("schedule")
         self._table: dict[int, Request] = {}
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
-        self._max_open = stage.settings.gateway.max_open_requests
+        self._max_open = topology.max_open_of_one(stage.settings)
         """Sequences"""
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
@@ -194,11 +199,12 @@ class Requests:
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
+                outputs=list(ask.outputs),
             )
-            if not self._ingest.send(submit):
+            if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
                 raise _overloaded("its stages take no more messages")
-            request = Request(submit, call, [Sequence() for _ in range(ask.n)])
+            request = Request(submit, call, _sequences(ask))
             call.requests.append(request)
             call.sequences += request.sequences
             call.num_open += 1
@@ -341,12 +347,21 @@ class Requests:
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
         abort = m.Abort(request_id, attempt)
-        self._send(self._ingest, abort)
+        self._send(self._ingest_of(request_id), abort)
         self._send(self._schedule, abort)
+
+    def _ingest_of(self, request_id: int) -> Any:
+        return self._ingests[topology.shard(request_id, len(self._ingests))]
 
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
+
+
+def _sequences(ask: Ask) -> list[Sequence]:
+    if not ask.outputs:
+        return [Sequence() for _ in range(ask.n)]
+    return [Sequence(ids=bytearray(ids), is_resumed=True) for ids in ask.outputs]
 
 
 def seed_of(seed: int, prompt: int) -> int:

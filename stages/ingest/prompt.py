@@ -7,13 +7,14 @@
 """
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders
 
-from pipeline.messages import ChatPrompt, ExecuteFacts, Failure, Prompt, Submit, TextPrompt
+from pipeline.messages import ChatPrompt, ExecuteFacts, Failure, Finish, Prompt, Submit, TextPrompt
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure, TextTooLong
 
@@ -46,6 +47,7 @@ class Prompts:
         facts: ExecuteFacts,
         template: ChatTemplate | None = None,
         broken_template: str = "this model has no chat template: use /v1/completions",
+        eos_ids: Collection[int] = (),
     ) -> None:
         # Threads share the tokenizer, so nothing may set these on the way.
         tokenizer.no_truncation()
@@ -53,6 +55,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._template = template
         self._broken_template = broken_template
+        self._eos_ids = eos_ids
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
         self._max_id_bytes = longest_id_bytes(tokenizer)
@@ -100,6 +103,25 @@ class Prompts:
             raise Refusal(Failure(400, message, "max_tokens", "context_length_exceeded"))
         return submit.max_tokens
 
+    def check_outputs(self, outputs: Sequence[Ids], submit: Submit, max_tokens: int) -> bytes:
+        """Check output ids that the client has already, one array a sequence. Returns a `Finish` for each, uint8: STOP
+        where the last id ends the sequence. Raises Refusal."""
+        stops = set(submit.sampling.stop_token_ids)
+        if not submit.sampling.ignore_eos:
+            stops.update(self._eos_ids)
+        finishes = bytearray()
+        for index, ids in enumerate(outputs):
+            if len(ids) > max_tokens:
+                raise _of_outputs(index, f"has {len(ids)} ids, more than the {max_tokens} that may be generated")
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+                wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
+                raise _of_outputs(index, f"has token id {wrong}, not one of the model's 0..{self._vocab_size - 1}")
+            ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
+            if ends and ends[0] < len(ids) - 1:
+                raise _of_outputs(index, f"goes on after token id {ids[ends[0]]}, which ends a sequence")
+            finishes.append(Finish.STOP if ends else Finish.NONE)
+        return bytes(finishes)
+
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt) -> None:
         """Refuse what is no text, and what can't fit whatever its ids are."""
         try:
@@ -137,14 +159,14 @@ def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer) -> Prompts:
     config = ModelConfig.load(folder)
     path = folder / "chat_template.jinja"
     if not path.is_file():
-        return Prompts(tokenizer, facts)
+        return Prompts(tokenizer, facts, eos_ids=config.eos_ids)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
     try:
         template = ChatTemplate(path.read_text(encoding="utf-8"), bos_token or "", eos_token or "")
     except TemplateFailure as failure:
-        return Prompts(tokenizer, facts, broken_template=str(failure))
-    return Prompts(tokenizer, facts, template)
+        return Prompts(tokenizer, facts, broken_template=str(failure), eos_ids=config.eos_ids)
+    return Prompts(tokenizer, facts, template, eos_ids=config.eos_ids)
 
 
 def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
@@ -190,3 +212,7 @@ def _param(prompt: Prompt) -> str:
 
 def _refusal(message: str, prompt: Prompt) -> Refusal:
     return Refusal(Failure(400, message, _param(prompt)))
+
+
+def _of_outputs(index: int, problem: str) -> Refusal:
+    return Refusal(Failure(400, f"received[{index}] {problem}", "received"))

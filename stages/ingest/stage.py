@@ -152,6 +152,8 @@ class Ingest:
         """Hand the ids on: put once, read by schedule and by the gateway. Raises Refusal."""
         assert self._prompts is not None
         max_tokens = self._prompts.max_tokens(ids, submit)
+        outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
+        finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2)
         # The gateway first: it should know the prompt before any token comes.
         accepted = m.Accepted(submit.request_id, submit.attempt, array)
@@ -166,6 +168,8 @@ class Ingest:
             max_tokens=max_tokens,
             sampling=msgspec.Raw(self._packer.encode(submit.sampling)),
             text=msgspec.Raw(self._packer.encode(submit.text)),
+            outputs=[self._stage.arrays.put(output) for output in outputs],
+            finishes=finishes,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
 

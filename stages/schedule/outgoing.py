@@ -13,6 +13,7 @@ from pipeline.messages import Finish, Settled
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.request import Ids, Sequence
 from pipeline.stages.schedule.rows import Int64s, Rows
+from pipeline.topology import shard
 
 Put = Callable[["np.ndarray[Any, Any]"], Array]
 
@@ -29,28 +30,32 @@ class Parting(msgspec.Struct, frozen=True):
 
 
 class Outgoing:
-    """Owns how far each row has been reported (`Rows.sent`), and the partings that have not."""
+    """Owns how far each row has been reported (`Rows.sent`), and the partings that have not. A sequence is reported to
+    one replica of detokenize, which its number says."""
 
-    def __init__(self, rows: Rows, put: Put) -> None:
+    def __init__(self, rows: Rows, put: Put, num_replicas: int = 1) -> None:
         self._rows = rows
         self._put = put
-        self._partings: list[Parting] = []
-        self._reported: Int64s = np.zeros(0, np.int64)
+        self._num_replicas = num_replicas
+        self._partings: list[list[Parting]] = [[] for _ in range(num_replicas)]
+        self._reported: list[Int64s] = [np.zeros(0, np.int64)] * num_replicas
 
     def part(self, sequence: Sequence, num_sent: int, finish: Finish) -> None:
         """Note what a sequence without a row has still to say: its ids from `num_sent` on, and its closing."""
         fresh = sequence.ids[num_sent:]
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
-            self._partings.append(Parting(sequence.seq, start, fresh, finish))
+            self._partings[shard(sequence.seq, self._num_replicas)].append(Parting(sequence.seq, start, fresh, finish))
 
-    def report(self) -> Settled | None:
-        """What is due, or None. It stays due until `reported`."""
+    def report(self, replica: int = 0) -> Settled | None:
+        """What is due to a replica, or None. It stays due until `reported`."""
         rows, put = self._rows, self._put
         order = rows.order
         fresh = order[rows.known[order] > rows.sent[order]]
-        self._reported = fresh
-        parted = self._partings
+        if self._num_replicas > 1:
+            fresh = fresh[rows.seq[fresh] % np.uint64(self._num_replicas) == replica]
+        self._reported[replica] = fresh
+        parted = self._partings[replica]
         if len(fresh) == 0 and not parted:
             return None
         starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
@@ -67,10 +72,10 @@ class Outgoing:
             finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
         )
 
-    def reported(self) -> None:
-        """The last report was sent."""
-        self._rows.sent[self._reported] = self._rows.known[self._reported]
-        self._partings = []
+    def reported(self, replica: int = 0) -> None:
+        """The last report to a replica was sent."""
+        self._rows.sent[self._reported[replica]] = self._rows.known[self._reported[replica]]
+        self._partings[replica] = []
 
 
 def _int32s(first: list[int], then: Int64s) -> "np.ndarray[Any, np.dtype[np.int32]]":

@@ -10,6 +10,7 @@ from collections import deque
 from typing import assert_never
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.schedule.scheduler import Limits, Scheduler
 
@@ -56,7 +57,7 @@ class ScheduleStage:
         settings = stage.settings.schedule
         self._depth = settings.depth
         self._execute = stage.outbox("execute")
-        self._detokenize = stage.outbox("detokenize")
+        self._detokenize = stage.outboxes("detokenize")
         self._scheduler = Scheduler(
             Limits(
                 num_blocks=facts.num_blocks,
@@ -69,8 +70,10 @@ class ScheduleStage:
             incarnation=stage.launch.incarnation,
             put=stage.arrays.put,
             take=stage.arrays.take,
+            num_detokenize=len(self._detokenize),
         )
-        self._openings: deque[m.Open | m.Refuse] = deque()
+        self._openings: list[deque[m.Open | m.Refuse]] = [deque() for _ in self._detokenize]
+        """For each replica of detokenize."""
         self._stopped = False
 
     def loop(self) -> None:
@@ -90,7 +93,8 @@ class ScheduleStage:
                 if message.incarnation == self._stage.launch.incarnation:
                     scheduler.settle(message)
             case m.Admit():
-                self._openings += scheduler.admit(message)
+                for opening in scheduler.admit(message):
+                    self._openings[self._replica_of(opening)].append(opening)
             case m.Abort():
                 scheduler.abort(message)
             case m.Closed():
@@ -112,18 +116,27 @@ class ScheduleStage:
             sent = self._execute.send(step)
             assert sent, "the edge to the executor is full, though few steps are in flight"
 
+    def _replica_of(self, opening: m.Open | m.Refuse) -> int:
+        number = opening.seq if isinstance(opening, m.Open) else opening.request_id
+        return topology.shard(number, len(self._detokenize))
+
     def _report(self) -> bool:
-        """Tell detokenize what is new. Returns False where its edge is full: the rest goes with the next report."""
-        while self._openings:
-            if not self._detokenize.send(self._openings[0]):
+        """Tell detokenize what is new. Returns False where an edge is full: the rest goes with the next report."""
+        were_sent = [self._report_to(replica) for replica in range(len(self._detokenize))]
+        return all(were_sent)
+
+    def _report_to(self, replica: int) -> bool:
+        detokenize, openings = self._detokenize[replica], self._openings[replica]
+        while openings:
+            if not detokenize.send(openings[0]):
                 return False
-            self._openings.popleft()
-        report = self._scheduler.outgoing.report()
+            openings.popleft()
+        report = self._scheduler.outgoing.report(replica)
         if report is not None:
-            if not self._detokenize.send(report):
+            if not detokenize.send(report):
                 self._retract(report)
                 return False
-            self._scheduler.outgoing.reported()
+            self._scheduler.outgoing.reported(replica)
         return True
 
     def _retract(self, report: m.Settled) -> None:

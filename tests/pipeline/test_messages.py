@@ -66,13 +66,18 @@ SAMPLES: dict[str, msgspec.Struct] = {
     ),
     "submit of text": m.Submit(REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT),
     "submit of ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT),
+    "submit behind ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT, [IDS, b""]),
     "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
     "release": m.Release([0, 64], [1, 2]),
     "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT)),
+    "admit behind ids": m.Admit(
+        REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), [IDS, REF], b"\x00\x01"
+    ),
     "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
     "closed": m.Closed(REQUEST_ID, 1),
     "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
     "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT)),
+    "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT), REF, m.Finish.STOP),
     "settled": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01"),
     "refuse": m.Refuse(REQUEST_ID, 1, 0, FAILURE),
     "launch": m.Launch(

@@ -198,7 +198,7 @@ def test_the_executor_is_fed_before_anybody_is_told() -> None:
         feed, tell = Outbox.send, Outgoing.report
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Outbox, "send", lambda self, one: (order.append(type(one).__name__), feed(self, one))[1])
-            patch.setattr(Outgoing, "report", lambda self: (order.append("report"), tell(self))[1])
+            patch.setattr(Outgoing, "report", lambda self, replica: (order.append("report"), tell(self, replica))[1])
             rig.send(around.executor.run(step), "execute.0")
             rig.receive("detokenize", m.Settled)
         assert order.index("Step") < order.index("report")
