@@ -1,4 +1,4 @@
-"""The command line: `pipeline serve`, `pipeline bench`, `pipeline profile`, `pipeline config`.
+"""The command line: `pipeline serve`, `pipeline chat`, `pipeline bench`, `pipeline profile`, `pipeline config`.
 
 Commands import what they need when they run, so that `--help` and mistyped options are answered at once.
 """
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeline {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_chat(commands)
     _add_bench(commands)
     _add_profile(commands)
     _add_config(commands)
@@ -135,6 +136,32 @@ def _serve(args: argparse.Namespace) -> int:
         raise
     except OSError as error:  # the address can't be listened on, in words for the user
         raise ConfigError([str(error)]) from error
+
+
+# ------------------------------------------------------------------------------------------------------------- chat
+
+
+def _add_chat(commands: _Commands) -> None:
+    from pipeline.chat.options import add_options
+
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal: of a server that runs, or of one that this command starts and "
+        "ends. Of a pipe each line is a question, and only answers are printed.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    _add_settings(parser)
+    _add_flags(parser, {"model": _MODEL["model"] + ", for a server of its own; with --url, the model's name there"})
+    parser.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.chat.command import run
+
+    return run(args, settings)
 
 
 # ----------------------------------------------------------------------------------------------------------- config

@@ -33,8 +33,9 @@ from pipeline.version import VERSION
 
 T = TypeVar("T")
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A text, token ids, or the messages of a chat: mappings with role, content and perhaps name."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | p.Prompt
+"""A text, token ids, or the messages of a chat: mappings with role, content and perhaps name; or one as the wire has
+it."""
 Received = Sequence[int] | Sequence[Sequence[int]] | None
 """Output ids that the caller has already: of the one sequence, or of each of n."""
 
@@ -265,6 +266,11 @@ class AsyncClient:
             max_message_bytes=welcome.max_message_bytes,
         )
         self._heartbeat = self._loop.create_task(self._beat(welcome.heartbeat_s, welcome.silence_s))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is over, so that nothing can be asked any more."""
+        return self._lost is not None or self._is_closed
 
     # ----------------------------------------------------------------------------------------------------- requests
 
@@ -575,6 +581,8 @@ def _output(output: p.Output) -> Output:
 
 
 def _prompt(prompt: Any) -> p.Prompt:
+    if isinstance(prompt, p.Prompt):
+        return prompt
     if isinstance(prompt, str):
         return p.TextPrompt(prompt)
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):

@@ -1,5 +1,5 @@
-"""Values of command-line options: from text to what is meant. argparse shows the words of the ArgumentTypeError that each
-raises after the name of the option."""
+"""Values of command-line options: from text to what is meant. Each raises ArgumentTypeError, whose words argparse shows
+after the name of the option."""
 
 import argparse
 import re
@@ -50,6 +50,16 @@ def temperature(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 2:
         raise argparse.ArgumentTypeError(f"needs a number from 0 to 2, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"needs a number above 0 and at most 1, got {text!r}")
     return value
 
 

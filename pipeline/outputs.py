@@ -4,7 +4,8 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort"]
+OutputKind = Literal["cumulative", "delta", "final"]
+"""What each output of a stream holds: all so far, what is new, or, once, everything."""
 
 
 class CompletionOutput(msgspec.Struct):

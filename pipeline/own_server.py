@@ -1,14 +1,16 @@
 """A server that belongs to this Python process: an ordinary supervisor with its stages, started by exec.
 
     OwnServer() ──► starting ──► whoever waits finds its door open ──► close(): SIGTERM, a while, SIGKILL
-                        └──► it ends: `error()` says why, in its own words
+                        └──► it ends: `reason()` says why, in its own words
 
-It never outlives this process, however that ends (see own_entry.py). Started by exec it needs no main guard, and nothing
-of this process, a notebook's running event loop for one, reaches it.
+It never outlives this process, however that ends (see own_entry.py). Started by exec it needs no main guard, and
+nothing of this process, a notebook's running event loop for one, reaches it.
 """
 
+import asyncio
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -23,7 +25,7 @@ import msgspec
 from pipeline import own_entry
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import Settings
-from pipeline.errors import UserError
+from pipeline.errors import StartError, UserError
 
 STOP_S = 5.0
 """How long a server may take to end by itself. Everything of this process was aborted before."""
@@ -33,14 +35,6 @@ NUM_LAST_LINES = 20
 """Of the log, where a server ends without saying why."""
 
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\.\d+ (?P<level>[A-Z]) (?P<stage>\S+) (?P<text>.*)$")
-
-
-class StartError(UserError):
-    """A server could not be started; the message says why, in the server's own words."""
-
-
-class ServerGone(UserError):
-    """The server that this process talks to has ended, or can't be reached any more."""
 
 
 class OwnLaunch(msgspec.Struct, array_like=True, frozen=True):
@@ -63,6 +57,20 @@ def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mappi
         return load(None if config is None else Path(config), tables={caller: dict(given)})
     except ConfigError as error:
         raise UserError(str(error)) from error
+
+
+def private_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Where the ZeroMQ door of a server of one's own is, and the settings for it with what is its owner's besides:
+    a door that nobody else knows, and HTTP on a free port; both may be given otherwise. Raises UserError."""
+    gateway = given.get("gateway", {})
+    if not isinstance(gateway, Mapping):
+        return "", dict(given)  # wrong, which the settings will say
+    address = gateway.get("zmq", "auto")
+    if address == "off":
+        raise UserError("gateway.zmq: can't be off, as this is how Python talks to its server")
+    if address == "auto":
+        address = f"ipc://@pipeline/{os.getpid()}-{secrets.token_hex(8)}/door"
+    return address, {**given, "gateway": {"port": 0, **gateway, "zmq": address}}
 
 
 class OwnServer:
@@ -117,6 +125,21 @@ class OwnServer:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    async def ended(self) -> None:
+        """Wait for its end. No deadline of its own: a server may serve for ever."""
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # ended, and reaped
+            return
+        loop = asyncio.get_running_loop()
+        end = asyncio.Event()
+        loop.add_reader(pidfd, end.set)
+        try:
+            await end.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
 
     def log(self) -> str:
         """The end of what it has logged so far."""
