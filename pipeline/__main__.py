@@ -51,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_bench(commands)
     _add_profile(commands)
+    _add_record(commands)
+    _add_replay(commands)
     _add_config(commands)
     return parser
 
@@ -123,15 +125,24 @@ def _add_serve(commands: _Commands) -> None:
     )
     _add_settings(parser)
     _add_flags(parser, _SERVE_FLAGS)
+    parser.add_argument(
+        "--record",
+        action="append",
+        default=[],
+        metavar="STAGE=FILE",
+        help="record what a stage receives and sends, from its start; for `pipeline replay`",
+    )
     parser.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     settings = _settings(args)
+    from pipeline.manner import Manner, recordings
     from pipeline.supervisor import serve
 
+    manner = Manner(record=recordings(args.record, settings))
     try:
-        return serve(settings)
+        return serve(settings, manner)
     except BrokenPipeError:
         raise
     except OSError as error:  # the address can't be listened on, in words for the user
@@ -260,6 +271,50 @@ def _profile_execute(args: argparse.Namespace) -> int:
     from pipeline.profile.command import run
 
     return run(args, settings)
+
+
+# --------------------------------------------------------------------------------------------------- record, replay
+
+
+def _add_record(commands: _Commands) -> None:
+    from pipeline.recording.options import add_record_options
+
+    parser = commands.add_parser(
+        "record",
+        help="record what a stage of a running server receives",
+        description="Record what a stage of a running server receives and sends, arrays included, into a file for "
+        "`pipeline replay`. What belongs to requests of before is left out of a replay, so one that begins with the "
+        "server says more: `pipeline serve --record STAGE=FILE`.",
+        allow_abbrev=False,
+    )
+    add_record_options(parser)
+    parser.set_defaults(run=_record)
+
+
+def _record(args: argparse.Namespace) -> int:
+    from pipeline.recording.command import record
+
+    return record(args)
+
+
+def _add_replay(commands: _Commands) -> None:
+    from pipeline.recording.options import add_replay_options
+
+    parser = commands.add_parser(
+        "replay",
+        help="drive one stage from a recording",
+        description="Drive one stage from a recording: the same messages in the same wakes, the same clock and random "
+        "numbers. What it sends is compared with what was sent then. Exit code 3 where that is not the same.",
+        allow_abbrev=False,
+    )
+    add_replay_options(parser)
+    parser.set_defaults(run=_replay)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from pipeline.recording.command import run_replay
+
+    return run_replay(args)
 
 
 if __name__ == "__main__":

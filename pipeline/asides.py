@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from pipeline.stage import Stage
 
 
+def with_facts(aside: m.Aside, facts: m.ExecuteFacts | None) -> m.Aside:
+    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and so has what that said."""
+    return msgspec.structs.replace(aside, facts=facts) if isinstance(aside, m.Record) else aside
+
+
 class Asides:
     """Answers for one stage. What goes wrong in the user's part (`UserError`, `OSError`) is the answer; every other
     error ends the stage as it would anywhere else."""

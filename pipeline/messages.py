@@ -170,6 +170,7 @@ class Record(Message, frozen=True, tag="record"):
     """Absolute; what is there is replaced."""
     max_bytes: int = 2**32
     max_s: float = 1e9
+    """Seconds; without end by default."""
     with_sent: bool = True
     """Record what the stage sends too."""
     facts: ExecuteFacts | None = None

@@ -23,6 +23,7 @@ import zmq
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.admin import Door, Questions
+from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
 from pipeline.door_address import address_of as address_of_door
@@ -30,6 +31,7 @@ from pipeline.door_address import check_free
 from pipeline.gather import Gatherer, ServerFacts
 from pipeline.health import HealthRound
 from pipeline.logs import open_log
+from pipeline.manner import Manner
 from pipeline.process import Child
 from pipeline.shm import segment
 from pipeline.stage import SUPERVISOR
@@ -51,7 +53,7 @@ POLL_S = 1.0
 """The longest that deadlines wait to be looked at."""
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, manner: Manner | None = None) -> int:
     """Run a server until it is told to stop. Returns the process's exit code.
 
     Raises OSError, in words for the user, where the address can't be listened on.
@@ -63,7 +65,7 @@ def serve(settings: Settings) -> int:
         for replica in range(settings.gateway.replicas):
             if (address := door_address(settings, listeners, replica)) is not None:
                 check_free(address)
-        supervisor = Supervisor(settings, listeners, log)
+        supervisor = Supervisor(settings, listeners, log, manner)
         try:
             return supervisor.run(begun)
         finally:
@@ -119,8 +121,15 @@ class Stopping(Exception):
 class Supervisor:
     """Owns the process table, the segments and the listening sockets."""
 
-    def __init__(self, settings: Settings, listeners: list[socket.socket], log: logging.Logger) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listeners: list[socket.socket],
+        log: logging.Logger,
+        manner: Manner | None = None,
+    ) -> None:
         self._settings = settings
+        self._manner = manner or Manner()
         self._listeners = listeners
         """One for each gateway, in order."""
         self._gateways = topology.replicas_of(settings, "gateway")
@@ -145,7 +154,7 @@ class Supervisor:
         self._first_health: m.Health | None = None
         self._rounds: dict[int, HealthRound] = {}
         self._next_nonce = 1
-        self._questions = Questions(lambda name, aside: self._outboxes[name].send(aside))
+        self._questions = Questions(lambda name, aside: self._outboxes[name].send(with_facts(aside, self._facts)))
         self._gatherer = Gatherer(self._server, SUPERVISOR, self._questions)
         self._door = Door(self._context, self._server, self._questions, self._gather_stats, self._names_of_ready)
         self._signals = _Signals()
@@ -303,7 +312,7 @@ class Supervisor:
             for owner in (*own, *others):
                 one = self._segments[owner]
                 shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable=owner == name))
-        return m.Launch(
+        launch = m.Launch(
             stage=stage,
             replica=replica,
             rank=0,
@@ -317,6 +326,7 @@ class Supervisor:
             death_fd=self._death_read,
             listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
         )
+        return self._manner.launch(launch)
 
     def _spawn(self, launch: m.Launch) -> Child:
         num_cores = len(os.sched_getaffinity(0))

@@ -80,6 +80,8 @@ class RecordingTape(Tape):
     messages that it has been given already belongs to no message in the file.
     """
 
+    is_recording = True
+
     def __init__(self, order: m.Record, header: f.Header, memories: dict[str, memoryview], log: logging.Logger) -> None:
         """Raises OSError where the file can't be opened."""
         self.path = order.path
