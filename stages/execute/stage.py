@@ -7,7 +7,6 @@ anyway, and no core is taken from the step that runs.
 
 import gc
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -65,7 +64,7 @@ def _load(launch: m.Launch) -> "Runner":
 
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
-    idle_since = time.monotonic()
+    idle_since = stage.tape.monotonic()
     counting = Counting()
     stage.asides.own_counts = lambda: counting.counts(runner.rows.num_live)
     while True:
@@ -90,9 +89,9 @@ def _publish(
     stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_since: float, counting: Counting
 ) -> float:
     """Compute a step and send its result. Returns when it was computed, by time.monotonic()."""
-    began = time.monotonic()
+    began = stage.tape.monotonic()
     sampled = runner.step(step, stage.arrays.take)
-    ended = time.monotonic()
+    ended = stage.tape.monotonic()
     result = m.StepResult(
         incarnation=step.incarnation,
         step_id=step.step_id,

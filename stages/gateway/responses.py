@@ -98,17 +98,42 @@ def whole(call: Call) -> bytes:
     response = _Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call))
     begin_s = time.monotonic()
     if call.ask.timings:
-        response.timings = timings_of(times_of(call, begin_s))
+        response.timings = timings_of(times_of(call))
     body = _encoder.encode(response)
     if call.trace.on:
         _trace_write(call, begin_s, body)
-    return body
+    return call.told("whole", body)
 
 
 def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
     """Note that a part of a response was made. The last one ends the request's way through the stages."""
     requests = [request.id for request in call.requests] if call.is_finished else []
     call.trace.span("write", begin_s, time.monotonic(), {"call": call.id, "bytes": len(data)}, requests)
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+def tokenized(call: Call, max_model_len: int) -> bytes:
+    """The body of a response of /tokenize. The call has finished."""
+    (request,) = call.requests
+    assert request.prompt_ids is not None
+    ids = request.prompt_ids.tolist()
+    return _encoder.encode(_Tokenized(len(ids), max_model_len, ids, request.token_strs))
+
+
+def detokenized(call: Call) -> bytes:
+    """The body of a response of /detokenize. The call has finished."""
+    (request,) = call.requests
+    return _encoder.encode(_Detokenized(request.prompt_text or ""))
 
 
 class Events:
@@ -137,16 +162,15 @@ class Events:
         if not self._call.ask.is_chat:
             return b""
         role = _Delta("assistant", "")
-        return b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished)
+        return self._call.told("first", b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished))
 
     def due(self) -> bytes:
         """All that has come since the last time."""
-        if not self._call.trace.on:
-            return b"".join(self._due())
         begin_s = time.monotonic()
         data = b"".join(self._due())
-        _trace_write(self._call, begin_s, data)
-        return data
+        if self._call.trace.on:
+            _trace_write(self._call, begin_s, data)
+        return self._call.told("due", data)
 
     def _due(self) -> Iterator[bytes]:
         is_chat = self._call.ask.is_chat
@@ -169,13 +193,13 @@ class Events:
         """How a stream ends that has gone well."""
         ask = self._call.ask
         if not (ask.include_usage or ask.timings):
-            return DONE
+            return self._call.told("last", DONE)
         chunk = msgspec.structs.replace(self._chunk, choices=[])
         if ask.include_usage:
             chunk.usage = usage_of(self._call)
         if ask.timings:
-            chunk.timings = timings_of(times_of(self._call, time.monotonic()))
-        return _framed(_encoder.encode(chunk)) + DONE
+            chunk.timings = timings_of(times_of(self._call))
+        return self._call.told("last", _framed(_encoder.encode(chunk)) + DONE)
 
     def _event(self, choice: _DeltaChoice | _TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from collections import deque
 from typing import assert_never
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.schedule.scheduler import Limits, Scheduler
 from pipeline.tracing import Args
@@ -58,7 +59,7 @@ class ScheduleStage:
         settings = stage.settings.schedule
         self._depth = settings.depth
         self._execute = stage.outbox("execute")
-        self._detokenize = stage.outbox("detokenize")
+        self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(
             Limits(
                 num_blocks=facts.num_blocks,
@@ -71,23 +72,26 @@ class ScheduleStage:
             incarnation=stage.launch.incarnation,
             put=stage.arrays.put,
             take=stage.arrays.take,
+            num_detokenize=len(self._detokenize),
         )
         stage.asides.own_counts = self._scheduler.counts
-        self._openings: deque[m.Open | m.Refuse] = deque()
+        self._openings: list[deque[m.Open | m.Refuse]] = [deque() for _ in self._detokenize]
+        """For each replica of detokenize."""
         self._stopped = False
 
     def loop(self) -> None:
         report_is_due = False
         while not self._stopped:
             messages = self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
-            self._scheduler.now_s = time.monotonic()
+            begin_s = time.monotonic()
+            self._scheduler.now_s = self._stage.tape.monotonic()
             for message in messages:
                 self._handle(message)
             self._feed()
             report_is_due = not self._report()
             self._stage.release()
             if (trace := self._stage.trace).on:
-                trace.span("wake", self._scheduler.now_s, time.monotonic(), {"messages": len(messages)})
+                trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
 
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler
@@ -123,7 +127,8 @@ class ScheduleStage:
     def _admit(self, message: m.Admit) -> None:
         begin_s = time.monotonic()
         openings = self._scheduler.admit(message)
-        self._openings += openings
+        for opening in openings:
+            self._openings[self._replica_of(opening)].append(opening)
         what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
         self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": message.n}})
         if (trace := self._stage.trace).on:
@@ -153,18 +158,27 @@ class ScheduleStage:
 
     # --------------------------------------------------------------------------------------------------- report
 
+    def _replica_of(self, opening: m.Open | m.Refuse) -> int:
+        number = opening.seq if isinstance(opening, m.Open) else opening.request_id
+        return topology.shard(number, len(self._detokenize))
+
     def _report(self) -> bool:
-        """Tell detokenize what is new. Returns False where its edge is full: the rest goes with the next report."""
-        while self._openings:
-            if not self._detokenize.send(self._openings[0]):
+        """Tell detokenize what is new. Returns False where an edge is full: the rest goes with the next report."""
+        were_sent = [self._report_to(replica) for replica in range(len(self._detokenize))]
+        return all(were_sent)
+
+    def _report_to(self, replica: int) -> bool:
+        detokenize, openings = self._detokenize[replica], self._openings[replica]
+        while openings:
+            if not detokenize.send(openings[0]):
                 return False
-            self._openings.popleft()
-        report = self._scheduler.outgoing.report()
+            openings.popleft()
+        report = self._scheduler.outgoing.report(replica, self._stage.tape.monotonic())
         if report is not None:
-            if not self._detokenize.send(report):
+            if not detokenize.send(report):
                 self._retract(report)
                 return False
-            self._scheduler.outgoing.reported()
+            self._scheduler.outgoing.reported(replica)
         return True
 
     def _retract(self, report: m.Settled) -> None:

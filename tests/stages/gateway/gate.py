@@ -25,7 +25,9 @@ COMPLETION = {"model": MODEL, "prompt": "Hi"}
 class Gate:
     """A context manager; entering it starts the stage and, unless told otherwise, sends `Start`."""
 
-    def __init__(self, folder: Path, *, start: bool = True, **gateway: Any) -> None:
+    def __init__(
+        self, folder: Path, *, start: bool = True, siblings: int = 0, record: Path | None = None, **gateway: Any
+    ) -> None:
         ModelConfig(
             name=MODEL,
             architecture="llama",
@@ -47,7 +49,14 @@ class Gate:
         self.address: tuple[str, int] = listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._start = start
-        self.rig = Rig("gateway", Settings(gateway=Gateway(**gateway)), folder, listen_fd=listener.detach())
+        self.rig = Rig(
+            "gateway",
+            Settings(gateway=Gateway(**gateway)),
+            folder,
+            listen_fd=listener.detach(),
+            siblings=siblings,
+            record=record,
+        )
         self._threads = ThreadPoolExecutor(32)
         self._chars: dict[tuple[int, int], int] = {}
         self._ids: dict[tuple[int, int], int] = {}

@@ -131,7 +131,7 @@ def test_calls_for_which_no_credit_is_left_are_counted(tmp_path: Any) -> None:
 def timed(gate: Gate, submit: m.Submit, first: m.FirstTimes, began_s: float, done_s: float, sent_s: float) -> None:
     """Play the stages with stamps of the test's own."""
     ids = np.arange(6, dtype=np.int32).tobytes()
-    gate.rig.send(m.Accepted(submit.request_id, submit.attempt, ids, began_s, done_s), "ingest.0")
+    gate.rig.send(m.Accepted(submit.request_id, submit.attempt, ids, None, None, began_s, done_s), "ingest.0")
     one = np.arange(1, dtype=np.int32).tobytes()
     delta = m.Deltas([submit.request_id], [1], [0], ["x"], [0], one, [0], [1], [0], [None], [first], sent_s - 2, sent_s)
     gate.rig.send(delta, "detokenize.0")
@@ -145,7 +145,7 @@ def test_the_hops_of_a_reply_add_up_to_its_whole_time(gate: Gate) -> None:
     reply = gate.complete(COMPLETION | TIMED)
     submit = gate.submit()
     now = time.monotonic()
-    timed(gate, submit, m.FirstTimes(now + 3, now + 7, now + 12, 4), now + 1, now + 2.5, now + 20)
+    timed(gate, submit, m.FirstTimes(0, now + 3, now + 7, now + 12, 4), now + 1, now + 2.5, now + 20)
     body = reply.result().json()
     timings = body["timings"]
     [choice] = timings["choices"]

@@ -49,7 +49,7 @@ def test_a_sequence_alone_waits_for_nothing_and_decodes_a_second_for_each_furthe
     assert (number(counts.inference_s), counts.inference_s.total) == (1, 5.0)
     assert (counts.num_prompt_tokens, counts.num_output_tokens, counts.num_steps) == (10, 5, 5)
     assert (number(counts.step_tokens), counts.step_tokens.total) == (5, 14.0), "10 of the prompt, then one a step"
-    assert clock.firsts == [m.FirstTimes(100.0, 100.0, 101.0, 0)]
+    assert clock.firsts == [m.FirstTimes(0, 100.0, 100.0, 101.0, 0)]
 
 
 def test_with_one_row_each_waits_for_those_before() -> None:

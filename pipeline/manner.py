@@ -1,0 +1,61 @@
+"""How a server is run, beside its settings: what is recorded of it from the start, and what is run so that it can be
+looked at."""
+
+from pathlib import Path
+
+import msgspec
+
+from pipeline import messages as m
+from pipeline import topology
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+
+
+class Manner(msgspec.Struct, frozen=True):
+    record: dict[str, str] = {}
+    """Files, by the name of the stage, as `ingest.0`, whose inbox is recorded into it from the start."""
+
+    def launch(self, launch: m.Launch) -> m.Launch:
+        """What a child is told, with what this asks of it."""
+        path = self.record.get(launch.name)
+        return launch if path is None else msgspec.structs.replace(launch, record=m.Record(0, path))
+
+
+def stage_name(text: str, settings: Settings, option: str) -> str:
+    """The process that a user means by `ingest` or `ingest.0`. Raises ConfigError."""
+    names = [name for row in topology.TOPOLOGY for name in topology.replicas_of(settings, row.name)]
+    meant = [name for name in names if text in (name, name.partition(".")[0])]
+    if len(meant) == 1:
+        return meant[0]
+    if not meant:
+        raise ConfigError([f"{option}: there is no stage {text!r}, only {', '.join(names)}"])
+    raise ConfigError([f"{option}: there are {len(meant)} of {text}: say which of {', '.join(meant)}"])
+
+
+def recordings(orders: list[str], settings: Settings) -> dict[str, str]:
+    """What `--record STAGE=FILE` asks for. Raises ConfigError."""
+    files: dict[str, str] = {}
+    for order in orders:
+        name, equals, path = order.partition("=")
+        if not equals or not path:
+            raise ConfigError([f"--record {order}: needs STAGE=FILE, as schedule=schedule.rec"])
+        stage = stage_name(name, settings, f"--record {order}")
+        if stage in files:
+            raise ConfigError([f"--record {order}: {stage} is recorded into {files[stage]} already"])
+        files[stage] = str(Path(path).absolute())
+        require_writable(Path(path), f"--record {order}")
+    if len(set(files.values())) < len(files):
+        raise ConfigError(["--record: two stages can't be recorded into one file"])
+    return files
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Raise ConfigError where a file could not be written, before anything is done for it."""
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([f"{option}: {path} can't be written: {reason}"]) from error
