@@ -70,6 +70,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The field that holds the prompts."""
     request_id: str | None = None
     """The client's own."""
+    timings: bool = False
 
     @property
     def is_lookup(self) -> bool:
@@ -253,6 +254,7 @@ def _ask(
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         request_id=names.checked(body.request_id, "request_id"),
+        timings=bool(body.timings),
     )
 
 

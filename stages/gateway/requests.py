@@ -11,6 +11,7 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 
 import asyncio
 import re
+import time
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -22,8 +23,12 @@ import numpy as np
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
+from pipeline.stages.gateway import timings
+from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.timings import RecentCalls
+from pipeline.tracing import Args
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
@@ -43,6 +48,15 @@ class Sequence(msgspec.Struct, eq=False):
     stop_reason: str | int | None = None
     is_resumed: bool = False
     """Its first ids came from the client; only their text's length will be told."""
+    first: m.FirstTimes | None = None
+    first_s: float = 0.0
+    """When its first ids came, by time.monotonic(); as below."""
+    last_s: float = 0.0
+    """When the newest came."""
+    settled_s: float = 0.0
+    """When schedule sent its closing."""
+    sent_s: float = 0.0
+    """When detokenize did."""
 
     @property
     def num_ids(self) -> int:
@@ -81,6 +95,10 @@ class Request(msgspec.Struct, eq=False):
     """Somebody asked for its end; its client is still there, and is told."""
     prompt_text: str | None = None
     token_strs: list[str] | None = None
+    is_rejected: bool = False
+    began_s: float = 0.0
+    """As `Accepted` has it."""
+    done_s: float = 0.0
 
     @property
     def id(self) -> int:
@@ -108,7 +126,7 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int, received_s: float) -> None:
         self.ask = ask
         self.number = number
         """Of the gateway's calls."""
@@ -117,6 +135,9 @@ class Call:
         prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
         self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
         self.created = int(tape.time())
+        self.received_s = received_s
+        """When its client began to ask, by time.monotonic()."""
+        self.trace = stage.trace
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -206,6 +227,11 @@ class Requests:
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
         self._idle.set()
+        self._trace = stage.trace
+        self.counting = Counting()
+        self.recent = RecentCalls()
+        stage.asides.own_counts = lambda: self.counting.counts(self.num_open)
+        stage.asides.find_call = self.recent.find
 
     @property
     def num_open(self) -> int:
@@ -217,12 +243,26 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
-    def open(self, ask: Ask) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+    def open(self, ask: Ask, received_s: float | None = None) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
+        `received_s`: when the client began to ask, by time.monotonic(); None is now."""
         tape = self._stage.tape
         self._num_opened += 1
         if tape.is_recording:
             tape.event("open", self._num_opened, msgspec.msgpack.encode(ask))
+        begin_s = time.monotonic()
+        try:
+            call = self._open(ask, begin_s if received_s is None else received_s)
+        except ApiError:
+            self.counting.num_overloaded += 1
+            raise
+        if self._trace.on:
+            requests = [request.id for request in call.requests]
+            self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
+        return call
+
+    def _open(self, ask: Ask, received_s: float) -> Call:
+        tape = self._stage.tape
         if self._owed:
             raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -230,7 +270,7 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask, self._stage, self._num_opened)
+        call = Call(ask, self._stage, self._num_opened, received_s)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
@@ -257,6 +297,7 @@ class Requests:
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
+            self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -267,6 +308,8 @@ class Requests:
         self._stage.tape.event("leave", call.number)
         call.is_over = True
         self._unname(call)
+        if call.is_finished and call.failure is None:
+            self.recent.keep(timings.times_of(call, time.monotonic()))
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
@@ -315,6 +358,7 @@ class Requests:
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
             request.prompt_text, request.token_strs = message.text, message.token_strs
+            request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
             if request.call.ask.echo:
                 request.echo()
@@ -338,13 +382,21 @@ class Requests:
         if not request.is_aborted:
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
+        request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
 
     def deltas(self, message: m.Deltas) -> None:
         """Text and ids of some sequences."""
         begin = 0
+        now_s = time.monotonic()
+        firsts = iter(message.firsts)
+        gaps: dict[float, int] = {}
+        """By when the ids before came: those of one message came together, so these are few."""
+        marked: list[int] = []
+        """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
+            first = next(firsts, None) if message.id_offsets[i] == 0 and message.num_ids[i] else None
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
             finish = message.finishes[i]
@@ -358,9 +410,23 @@ class Requests:
             if not call.is_over:
                 sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i])
                 call.has_begun = True
+                if sequence.last_s:
+                    gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
+                elif message.num_ids[i]:
+                    sequence.first, sequence.first_s = first, now_s
+                    self.counting.first_s.observe(now_s - call.received_s)
+                    marked.append(request_id)
+                sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
+                marked.append(request_id)
+                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
+        for last_s, times in gaps.items():
+            self.counting.gap_s.observe(now_s - last_s, times)
+        if self._trace.on:
+            args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
+            self._trace.span("deltas", now_s, time.monotonic(), args, marked)
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
@@ -403,7 +469,22 @@ class Requests:
             request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
         sequence.finish = finish
         sequence.stop_reason = stop_reason
+        self._count(request, sequence, finish)
         self._close_if_over(request)
+
+    def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
+        """A sequence has ended."""
+        if request.is_aborted:
+            self.counting.ended(m.Finish.ABORT)
+        elif request.is_rejected:
+            self.counting.rejected()
+        elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
+            self.counting.ended(finish)
+        else:
+            now_s = time.monotonic()
+            num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
+            decode_s = sequence.last_s - sequence.first_s
+            self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import socket
+import time
 from http import HTTPStatus
 from typing import assert_never
 
@@ -28,6 +29,7 @@ from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.door import Door
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
 
@@ -59,10 +61,19 @@ class Gateway:
         self._requests = Requests(stage)
         self._desk = HealthDesk(stage)
         self._aborts = AbortDesk(stage, self._requests)
+        self._stats = StatsDesk(stage)
         self._limits = limits = parse.Limits(
             settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
         )
-        self._api = Api(self._doors, self._requests, self._desk, self._aborts, limits, settings.gateway.max_body_bytes)
+        self._api = Api(
+            self._doors,
+            self._requests,
+            self._desk,
+            self._aborts,
+            self._stats,
+            limits,
+            settings.gateway.max_body_bytes,
+        )
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
         self._site: web.SockSite
@@ -120,10 +131,14 @@ class Gateway:
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
         while not self._is_stopped:
-            for message in await inbox.receive_all():
+            messages = await inbox.receive_all()
+            begin_s = time.monotonic()
+            for message in messages:
                 self._handle(message)
             self._requests.flush()
             self._stage.release()
+            if (trace := self._stage.trace).on:
+                trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
         if self._ending is not None:
             self._ending.cancel()
 
@@ -141,6 +156,8 @@ class Gateway:
                 self._aborts.asked(message)
             case m.CallsAborted():
                 self._aborts.answered(message)
+            case m.StatsAnswer():
+                self._stats.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
