@@ -1,4 +1,4 @@
-"""The command line: `pipeline serve`, `pipeline bench`, `pipeline profile`, `pipeline config`.
+"""The command line: `pipeline serve`, `bench`, `profile`, `config`, `trace`, `ps`, `top`.
 
 Commands import what they need when they run, so that `--help` and mistyped options are answered at once.
 """
@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_record(commands)
     _add_replay(commands)
     _add_config(commands)
+    _add_trace(commands)
+    _add_ps(commands)
+    _add_top(commands)
     return parser
 
 
@@ -288,6 +291,68 @@ def _replay(args: argparse.Namespace) -> int:
     from pipeline.recording.command import run_replay
 
     return run_replay(args)
+
+
+# ------------------------------------------------------------------------------------------- looking at a server
+
+
+def _add_trace(commands: _Commands) -> None:
+    from pipeline.trace_command import add_options
+
+    parser = commands.add_parser(
+        "trace",
+        help="record what a running server does, as a Chrome trace",
+        description="Record what every stage of a running server does for some seconds, or draw one request that has "
+        "just ended. The file opens in https://ui.perfetto.dev and chrome://tracing.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    parser.set_defaults(run=_trace)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from pipeline.trace_command import run
+
+    return run(args)
+
+
+def _add_ps(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "ps",
+        help="list running servers and their stages",
+        description="List your running servers and their stages.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_ps)
+
+
+def _ps(args: argparse.Namespace) -> int:
+    from pipeline.watch.ps import run
+
+    return run(args)
+
+
+def _add_top(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "top",
+        help="watch a running server",
+        description="Watch a running server: its stages, queues, sequences, KV blocks and tokens. q or Ctrl-C ends it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--pid", type=int, help="of the server's supervisor, where several run; see pipeline ps")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks, by default 1"
+    )
+    parser.add_argument("--once", action="store_true", help="look once, over one interval, and end")
+    parser.add_argument("--json", action="store_true", help="as JSON; with --once or into a pipe, one line")
+    parser.set_defaults(run=_top)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from pipeline.watch.top import run
+
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pipeline import messages as m
 from pipeline.channels import MessageDecoder
 from pipeline.errors import UserError
 from pipeline.stats import ServerStats
+from pipeline.version import VERSION
 
 ANSWER_S = 5.0
 """Besides the time that the stages have: what the supervisor may take to answer."""
@@ -78,7 +79,13 @@ class Admin:
         end = time.monotonic() + timeout_s
         self._socket.send(self._encoder.encode(question))
         while self._socket.poll(max(0, round((end - time.monotonic()) * 1000))):
-            reply = self._decoder.decode(self._socket.recv())
+            try:
+                reply = self._decoder.decode(self._socket.recv())
+            except msgspec.DecodeError as error:
+                raise UserError(
+                    f"server {self.server} is of another version than this command ({VERSION}), which can't read its "
+                    f"answer: {error}"
+                ) from error
             if reply.nonce != question.nonce:
                 continue  # to a question that was given up
             if isinstance(reply, admin.Problem):

@@ -12,6 +12,7 @@ bound on the sender's side, `INBOX_BOUND` on the receiver's, and what fits the k
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, get_args
 
@@ -27,7 +28,7 @@ INBOX_BOUND = 1024
 """Messages of each sender that may wait inside a receiver. Without it the receiver's I/O thread would go on taking
 messages for a stage that hangs, and no sender would ever reach its bound."""
 
-ASIDES = frozenset(get_args(Aside) or (Aside,))
+ASIDES = frozenset(get_args(Aside))
 
 
 def address_of(server: str, name: str, incarnation: int) -> str:
@@ -85,6 +86,9 @@ class Inbox(Generic[T]):
         self.num_stale = 0
         """Messages from incarnations that are over."""
         self.last_sender = ""
+        self.wait_s = 0.0
+        """How long its owner has waited here; of an asyncio stage, how long messages waited for its loop."""
+        self.num_wakes = 0
 
     def fileno(self) -> int:
         """The descriptor that turns readable when something has happened, perhaps a message.
@@ -100,7 +104,11 @@ class Inbox(Generic[T]):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a message is there, at most `timeout_s`."""
-        return bool(self._socket.poll(max(0, round(timeout_s * 1000))))
+        begun = time.monotonic()
+        is_there = bool(self._socket.poll(max(0, round(timeout_s * 1000))))
+        self.wait_s += time.monotonic() - begun
+        self.num_wakes += 1
+        return is_there
 
     async def replayed(self) -> list[T]:
         """Of an inbox that replays: what is received next, when it is its turn."""
@@ -168,6 +176,7 @@ class AsyncInbox(Generic[T]):
     def __init__(self, inbox: Inbox[T]) -> None:
         self._inbox = inbox
         self._readable = asyncio.Event()
+        self._woken_s = 0.0
         self._loop = asyncio.get_running_loop()
         if not inbox.is_replayed:
             self._loop.add_reader(inbox.fileno(), self._wake)
@@ -175,7 +184,8 @@ class AsyncInbox(Generic[T]):
     def _wake(self) -> None:
         # Asking is also what makes the descriptor unreadable: else the loop would spin through this callback for as
         # long as the receiver is busy with something else.
-        if self._inbox.has_message():
+        if self._inbox.has_message() and not self._readable.is_set():
+            self._woken_s = time.monotonic()
             self._readable.set()
 
     async def receive_all(self, limit: int = 256) -> list[T]:
@@ -199,6 +209,8 @@ class AsyncInbox(Generic[T]):
             self._readable.clear()
             if not self._inbox.has_message():
                 await self._readable.wait()
+                self._inbox.wait_s += time.monotonic() - self._woken_s
+                self._inbox.num_wakes += 1
 
     async def receive_now(self) -> list[T]:
         """Everything that is there now, perhaps nothing."""

@@ -17,6 +17,7 @@ from msgspec import Raw
 
 from pipeline.config.settings import Settings
 from pipeline.shm.arrays import Array
+from pipeline.stats import ServerStats
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
@@ -106,6 +107,19 @@ class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
 Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
+class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
+    """How a sequence came to its first output id, by time.monotonic(); goes with that id."""
+
+    queued_s: float
+    """Schedule took it in."""
+    started_s: float
+    """A step was planned that computes a part of it."""
+    first_s: float
+    """Its first id was settled."""
+    num_cached: int
+    """Ids of its prompt that were found in the prefix cache."""
+
+
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
 
 
@@ -168,7 +182,40 @@ class EndRecord(Message, frozen=True, tag="end_record"):
     nonce: int
 
 
-Aside = Count | Record | EndRecord
+class Flame(Message, frozen=True, tag="flame"):
+    """Sample the stage's stack from now on; see pipeline.profile.alone.flame. Answered with nil."""
+
+    nonce: int
+
+
+class EndFlame(Message, frozen=True, tag="end_flame"):
+    """End sampling; answered with `Stacks` (see there)."""
+
+    nonce: int
+
+
+class Trace(Message, frozen=True, tag="trace"):
+    """Record spans from now on, for so long. Answered with nil."""
+
+    nonce: int
+    window_s: float
+
+
+class TakeTrace(Message, frozen=True, tag="take_trace"):
+    """End the window and hand over what was recorded; answered with `StageTrace` (see pipeline.tracing)."""
+
+    nonce: int
+
+
+class FindCall(Message, frozen=True, tag="find_call"):
+    """To gateways: the times of a call that has ended not long ago; answered with `CallTimes` (see pipeline.times), or
+    nil where the gateway does not know it."""
+
+    nonce: int
+    call_id: str
+
+
+Aside = Count | Trace | TakeTrace | FindCall | Record | EndRecord | Flame | EndFlame
 """Every stage takes these besides its own union, and none of them sees one: its inbox hands them to pipeline.asides,
 which answers each with one `Answer`. An aside has a `nonce`, which the supervisor sets."""
 
@@ -224,6 +271,12 @@ class Pong(Message, frozen=True, tag="pong"):
     load: Load
 
 
+class AskServerStats(Message, frozen=True, tag="ask_server_stats"):
+    """From the gateway. The supervisor counts every stage and answers with `StatsAnswer`."""
+
+    nonce: int
+
+
 class AskHealth(Message, frozen=True, tag="ask_health"):
     """From the gateway. The supervisor pings every stage and answers with `Health`."""
 
@@ -251,7 +304,7 @@ class Answer(Message, frozen=True, tag="answer"):
     """Why the aside was not done, in the user's words; empty where it was."""
 
 
-SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained | Answer
+SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained | Answer | AskServerStats
 
 
 # -------------------------------------------------------------------------------------------------------- to gateway
@@ -265,6 +318,11 @@ class Accepted(Message, frozen=True, tag="accepted"):
     attempt: int
     prompt_ids: Array
     """int32"""
+    began_s: float = 0.0
+    """When ingest took the request up; this and every `_s` of its kind is by time.monotonic(), which all processes of a
+    machine share."""
+    done_s: float = 0.0
+    """When it had the ids."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
@@ -293,6 +351,12 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """`Finish` values."""
     stop_reasons: list[str | int | None]
     """The stop string or stop id that ended it, where one did."""
+    firsts: list[FirstTimes | None] = []
+    """One for each entry with the sequence's first output ids (its id offset is 0, and it has ids), in order."""
+    settled_s: float = 0.0
+    """When schedule sent the newest ids in here."""
+    sent_s: float = 0.0
+    """When detokenize sent this."""
 
 
 class StageHealth(msgspec.Struct, array_like=True, frozen=True):
@@ -329,7 +393,14 @@ class StageDied(Message, frozen=True, tag="stage_died"):
     reason: str
 
 
-GatewayInbox = Accepted | Rejected | Deltas | Health | Drain | StageDied | Start | Ping | Stop
+class StatsAnswer(Message, frozen=True, tag="stats_answer"):
+    """From the supervisor: the whole server's stats."""
+
+    nonce: int
+    stats: ServerStats
+
+
+GatewayInbox = Accepted | Rejected | Deltas | Health | Drain | StageDied | StatsAnswer | Start | Ping | Stop
 
 
 # --------------------------------------------------------------------------------------------------------- to ingest
@@ -439,6 +510,8 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     blocks: Array
     """int32; its block table so far"""
     sampling: Raw
+    request_id: int = 0
+    """For traces alone."""
 
 
 class Step(Message, frozen=True, tag="step"):
@@ -502,6 +575,10 @@ class Settled(Message, frozen=True, tag="settled"):
     """int32; of all entries, one after the other"""
     finishes: Array
     """uint8, `Finish`. STOP says that the last id is the one that stopped it."""
+    firsts: list[FirstTimes] = []
+    """One for each entry with the sequence's first output ids (starts at 0, not empty), in order."""
+    settled_s: float = 0.0
+    """When this was sent, by time.monotonic()."""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

@@ -21,6 +21,7 @@ from pipeline.recording.tape import Tape
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef
+from pipeline.tracing import Tracer
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ class Stage(Generic[T]):
         self.model_dir = Path(launch.model_dir)
         self.log = logging.getLogger("pipeline")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.trace = Tracer()
         self.asides = Asides(self)
         """Answers what any stage is asked beside its work; a stage with counts of its own sets `asides.own_counts`."""
         self.tape = Tape()

@@ -420,6 +420,8 @@ class Supervisor:
                 if nonce in self._rounds:
                     self._rounds[nonce].answered(sender, message)
                     self._end_rounds()
+            case m.AskServerStats(nonce):
+                self._gather_stats(lambda stats: self._answer_stats(sender, nonce, stats))
             case m.Answer():
                 self._questions.answered(sender, message)
             case _:
@@ -433,6 +435,10 @@ class Supervisor:
     def _in_flow_order(self) -> list[Child]:
         places = {name: place for place, name in enumerate(topology.FLOW)}
         return sorted(self._children.values(), key=lambda child: (places.get(child.stage, -1), child.name))
+
+    def _answer_stats(self, asker: str, nonce: int, stats: ServerStats) -> None:
+        if asker in self._outboxes:
+            self._outboxes[asker].send(m.StatsAnswer(nonce, stats))
 
     def _gather_stats(self, then: Callable[[ServerStats], None]) -> None:
         name = self._settings.served_model_name or (self._prepared.model_name if self._prepared else "")

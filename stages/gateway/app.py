@@ -1,6 +1,7 @@
 """The HTTP routes.
 
-POST /v1/chat/completions, /v1/completions    GET /v1/models, /v1/models/{model}, /health, /version
+POST /v1/chat/completions, /v1/completions    GET /v1/models, /v1/models/{model}, /health, /metrics,
+                                                 /version
 """
 
 import asyncio
@@ -14,10 +15,12 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from pipeline import exposition
 from pipeline import messages as m
 from pipeline.stages.gateway import health, parse, writing
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.requests import Requests
 from pipeline.version import VERSION
 
@@ -62,8 +65,17 @@ class Doors:
 class Api:
     """What each route does."""
 
-    def __init__(self, doors: Doors, requests: Requests, desk: HealthDesk, limits: parse.Limits, max_body: int) -> None:
+    def __init__(
+        self,
+        doors: Doors,
+        requests: Requests,
+        desk: HealthDesk,
+        stats: StatsDesk,
+        limits: parse.Limits,
+        max_body: int,
+    ) -> None:
         self._doors = doors
+        self._stats = stats
         self._requests = requests
         self._desk = desk
         self._limits = limits
@@ -79,6 +91,7 @@ class Api:
                 web.get("/v1/models", self.models, expect_handler=_expect),
                 web.get("/v1/models/{model:.+}", self.model, expect_handler=_expect),
                 web.get("/health", self.health, expect_handler=_expect),
+                web.get("/metrics", self.metrics, expect_handler=_expect),
                 web.get("/version", self.version, expect_handler=_expect),
             ]
         )
@@ -93,11 +106,12 @@ class Api:
     async def _generate(self, request: web.Request, parser: Parser) -> web.StreamResponse:
         """One call from body to response. Whichever way it ends, what is still open is aborted: aiohttp cancels this
         task as soon as the client leaves."""
+        received_s = time.monotonic()
         self._doors.enter()
         body = await self._body(request)
         ask = parser(body, self._limits)
         self._doors.enter()
-        call = self._requests.open(ask)
+        call = self._requests.open(ask, received_s)
         try:
             send = writing.send_stream if ask.stream else writing.send_whole
             return await send(request, call)
@@ -158,6 +172,12 @@ class Api:
             status, reason = "late", "the supervisor did not answer in time"
         body = health.body_of(answer, status, reason, self._requests.num_open)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.ask()
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the supervisor did not answer in time", code="late")
+        return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _json({"version": VERSION})

@@ -46,6 +46,8 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    timings: bool | None = None
+    """Ours: the reply says where its time went."""
 
 
 B = TypeVar("B", bound=Body)

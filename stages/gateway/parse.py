@@ -57,6 +57,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     text: m.TextOptions
     stream: bool
     include_usage: bool
+    timings: bool = False
 
 
 _chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_NEUTRAL))
@@ -144,6 +145,7 @@ def _ask(
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
+        timings=bool(body.timings),
     )
 
 

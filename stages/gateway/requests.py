@@ -10,6 +10,7 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -21,8 +22,12 @@ import numpy as np
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
+from pipeline.stages.gateway import timings
+from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.timings import RecentCalls
+from pipeline.tracing import Args
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
@@ -38,6 +43,15 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    first: m.FirstTimes | None = None
+    first_s: float = 0.0
+    """When its first ids came, by time.monotonic(); as below."""
+    last_s: float = 0.0
+    """When the newest came."""
+    settled_s: float = 0.0
+    """When schedule sent its closing."""
+    sent_s: float = 0.0
+    """When detokenize did."""
 
     @property
     def num_ids(self) -> int:
@@ -69,6 +83,10 @@ class Request(msgspec.Struct, eq=False):
     """What ingest made of the prompt."""
     is_closed: bool = False
     is_aborted: bool = False
+    is_rejected: bool = False
+    began_s: float = 0.0
+    """As `Accepted` has it."""
+    done_s: float = 0.0
 
     @property
     def id(self) -> int:
@@ -83,11 +101,14 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int = 0, received_s: float = 0.0) -> None:
         self.ask = ask
         self.number = number
         """Of the gateway's calls."""
+        self.received_s = received_s
+        """When its client began to ask, by time.monotonic()."""
         self._stage = stage
+        self.trace = stage.trace
         tape = stage.tape
         prefix = "chatcmpl" if ask.is_chat else "cmpl"
         self.id = f"{prefix}-{tape.randbits(64):016x}{tape.randbits(64):016x}"
@@ -120,9 +141,16 @@ class Call:
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
 
-    def told(self, what: str, data: bytes) -> bytes:
-        """Note for recordings what is given out to the client now, and by what name. Returns it."""
+    def now_s(self) -> float:
+        """The stage's clock."""
+        return self._stage.tape.monotonic()
+
+    def tells(self, what: str) -> None:
+        """Note for recordings that a part of the response, of this name, is made now."""
         self._stage.tape.event(what, self.number)
+
+    def told(self, data: bytes) -> bytes:
+        """Note for recordings what the client is sent. Returns it."""
         self._stage.tape.told(self.number, data)
         return data
 
@@ -171,6 +199,11 @@ class Requests:
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
         self._idle.set()
+        self._trace = stage.trace
+        self.counting = Counting()
+        self.recent = RecentCalls()
+        stage.asides.own_counts = lambda: self.counting.counts(self.num_open)
+        stage.asides.find_call = self.recent.find
 
     @property
     def num_open(self) -> int:
@@ -182,12 +215,25 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
-    def open(self, ask: Ask) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
-        tape = self._stage.tape
+    def open(self, ask: Ask, received_s: float | None = None) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
+        `received_s`: when the client began to ask, by time.monotonic(); None is now."""
+        begin_s = time.monotonic() if received_s is None else received_s
         self.num_calls += 1
-        if tape.is_recording:
-            tape.event("open", self.num_calls, msgspec.msgpack.encode(ask))
+        if self._stage.tape.is_recording:
+            self._stage.tape.event("open", self.num_calls, msgspec.msgpack.encode((ask, begin_s)))
+        try:
+            call = self._open(ask, begin_s)
+        except ApiError:
+            self.counting.num_overloaded += 1
+            raise
+        if self._trace.on:
+            requests = [request.id for request in call.requests]
+            self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
+        return call
+
+    def _open(self, ask: Ask, received_s: float) -> Call:
+        tape = self._stage.tape
         if self._owed:
             raise _overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -195,7 +241,7 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask, self._stage, self.num_calls)
+        call = Call(ask, self._stage, self.num_calls, received_s)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
@@ -219,6 +265,7 @@ class Requests:
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
+            self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -228,6 +275,8 @@ class Requests:
             return
         self._stage.tape.event("leave", call.number)
         call.is_over = True
+        if call.is_finished and call.failure is None:
+            self.recent.keep(timings.times_of(call, time.monotonic()))
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
@@ -246,6 +295,7 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
+            request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
             self._close_if_over(request)
             request.call.wake()
@@ -259,13 +309,21 @@ class Requests:
             failure = message.failure
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
+        request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
 
     def deltas(self, message: m.Deltas) -> None:
         """Text and ids of some sequences."""
         begin = 0
+        now_s = self._stage.tape.monotonic()
+        firsts = iter(message.firsts)
+        gaps: dict[float, int] = {}
+        """By when the ids before came: those of one message came together, so these are few."""
+        marked: list[int] = []
+        """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
+            first = next(firsts, None) if message.id_offsets[i] == 0 and message.num_ids[i] else None
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
             finish = message.finishes[i]
@@ -279,9 +337,23 @@ class Requests:
             if not call.is_over:
                 sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i])
                 call.has_begun = True
+                if sequence.last_s:
+                    gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
+                elif message.num_ids[i]:
+                    sequence.first, sequence.first_s = first, now_s
+                    self.counting.first_s.observe(now_s - call.received_s)
+                    marked.append(request_id)
+                sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
+                marked.append(request_id)
+                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
+        for last_s, times in gaps.items():
+            self.counting.gap_s.observe(now_s - last_s, times)
+        if self._trace.on:
+            args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
+            self._trace.span("deltas", now_s, time.monotonic(), args, marked)
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
@@ -324,7 +396,22 @@ class Requests:
             request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
         sequence.finish = finish
         sequence.stop_reason = stop_reason
+        self._count(request, sequence, finish)
         self._close_if_over(request)
+
+    def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
+        """A sequence has ended."""
+        if request.is_aborted:
+            self.counting.ended(m.Finish.ABORT)
+        elif request.is_rejected:
+            self.counting.rejected()
+        elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
+            self.counting.ended(finish)
+        else:
+            now_s = self._stage.tape.monotonic()
+            num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
+            decode_s = sequence.last_s - sequence.first_s
+            self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import socket
+import time
 from http import HTTPStatus
 from typing import assert_never
 
@@ -25,6 +26,7 @@ from pipeline.stages.gateway import parse
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
 
@@ -55,10 +57,11 @@ class Gateway:
         self._doors = Doors()
         self._requests = Requests(stage)
         self._desk = HealthDesk(stage)
+        self._stats = StatsDesk(stage)
         limits = parse.Limits(
             settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
         )
-        self._api = Api(self._doors, self._requests, self._desk, limits, settings.gateway.max_body_bytes)
+        self._api = Api(self._doors, self._requests, self._desk, self._stats, limits, settings.gateway.max_body_bytes)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
         self._site: web.SockSite
@@ -95,10 +98,14 @@ class Gateway:
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
         while not self._is_stopped:
-            for message in await inbox.receive_all():
+            messages = await inbox.receive_all()
+            begin_s = time.monotonic()
+            for message in messages:
                 self._handle(message)
             self._requests.flush()
             self._stage.release()
+            if (trace := self._stage.trace).on:
+                trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
         if self._ending is not None:
             self._ending.cancel()
 
@@ -112,6 +119,8 @@ class Gateway:
                 self._requests.rejected(message)
             case m.Health():
                 self._desk.answered(message)
+            case m.StatsAnswer():
+                self._stats.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):

@@ -11,6 +11,7 @@ overtake them, and the step keeps its cores.
 
 import asyncio
 import gc
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
@@ -24,6 +25,7 @@ from pipeline.channels import AsyncInbox
 from pipeline.messages import ChatPrompt, Failure, IdsPrompt, Launch, Submit, TextPrompt
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest.counting import Counting
 from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, num_chars
 from pipeline.stages.ingest.unsent import Unsent
 
@@ -73,17 +75,22 @@ class Ingest:
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         self._unsent = Unsent(lambda: stage.tape)
+        self._counting = Counting()
+        stage.asides.own_counts = lambda: self._counting.counts(len(self._waiting), len(self._encoding))
         self._stopping = False
 
     async def loop(self) -> None:
         while not self._stopping:
             # With work left, take what is there and go on; without, sleep until something comes.
             messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
+            begin_s = time.monotonic()
             self._unsent.retry()
             for message in messages:
                 self._handle(message)
             self._work()
             self._stage.release()
+            if self._stage.trace.on:
+                self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
             await asyncio.sleep(0)  # lets finished encodings through
         self._end()
 
@@ -117,21 +124,22 @@ class Ingest:
 
     def _begin(self, key: Key, submit: Submit) -> None:
         assert self._prompts is not None, "a request came before Start"
+        began_s = self._stage.tape.monotonic()
         try:
             match submit.prompt:
                 case IdsPrompt() as prompt:
-                    self._admit(submit, self._given_ids(prompt))
+                    self._admit(submit, self._given_ids(prompt), began_s)
                 case (ChatPrompt() | TextPrompt()) as prompt if num_chars(prompt) < LONG_CHARS:
-                    self._admit(submit, self._prompts.encode(prompt, submit.arrival_s))
+                    self._admit(submit, self._prompts.encode(prompt, submit.arrival_s), began_s)
                 case (ChatPrompt() | TextPrompt()) as prompt:
-                    task = self._tasks.create_task(self._encode_beside(key, submit, prompt))
+                    task = self._tasks.create_task(self._encode_beside(key, submit, prompt, began_s))
                     self._encoding[key] = submit, task
                 case never:
                     assert_never(never)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
 
-    async def _encode_beside(self, key: Key, submit: Submit, prompt: ChatPrompt | TextPrompt) -> None:
+    async def _encode_beside(self, key: Key, submit: Submit, prompt: ChatPrompt | TextPrompt, began_s: float) -> None:
         assert self._prompts is not None
         loop = asyncio.get_running_loop()
         try:
@@ -143,7 +151,7 @@ class Ingest:
             await self._stage.tape.moment("encoded", submit.request_id)
             if isinstance(outcome, Refusal):
                 raise outcome
-            self._admit(submit, outcome)
+            self._admit(submit, outcome, began_s)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
         finally:
@@ -154,13 +162,17 @@ class Ingest:
             raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
-    def _admit(self, submit: Submit, ids: Ids) -> None:
+    def _admit(self, submit: Submit, ids: Ids, began_s: float) -> None:
         """Hand the ids on: put once, read by schedule and by the gateway. Raises Refusal."""
         assert self._prompts is not None
         max_tokens = self._prompts.max_tokens(ids, submit)
         array = self._stage.arrays.put(ids, readers=2)
+        done_s = self._stage.tape.monotonic()
+        self._counting.accepted(len(ids), done_s - began_s)
+        if (trace := self._stage.trace).on:
+            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
         # The gateway first: it should know the prompt before any token comes.
-        accepted = m.Accepted(submit.request_id, submit.attempt, array)
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, began_s, done_s)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
         admit = m.Admit(
             request_id=submit.request_id,
@@ -176,6 +188,7 @@ class Ingest:
         self._unsent.send(self._stage.outbox("schedule"), admit)
 
     def _reject(self, submit: Submit, failure: Failure) -> None:
+        self._counting.num_rejected += 1
         rejected = m.Rejected(submit.request_id, submit.attempt, failure)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), rejected)
 

@@ -1,7 +1,7 @@
 """Clients of a gateway that stream chats, and read and forget what comes.
 
-They count tokens by a mark in each token's text, if there is one, and see a stream's end by HTTP's. Each keeps its connection for call
-after call, as SDKs do.
+They count tokens by a mark in each token's text, if there is one, and see a stream's end by HTTP's. Each keeps its
+connection for call after call, as SDKs do.
 """
 
 import json
@@ -72,7 +72,7 @@ class Sink:
             self.num_bytes += size
             if self._mark:
                 self.num_tokens += bytes(view[:size]).count(self._mark)
-            if not self._tails[one] and view[:9] == b"HTTP/1.1 " and view[9:12] != b"200":
+            if not self._tails[one] and bytes(view[:9]) == b"HTTP/1.1 " and bytes(view[9:12]) != b"200":
                 raise UserError(f"the gateway answers {bytes(view[:size]).decode(errors='replace')}")
             tail = self._tails[one] + bytes(view[max(0, size - len(END)) : size])
             self._tails[one] = tail[-len(END) :]

@@ -5,15 +5,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from pipeline import chrome
 from pipeline import messages as m
 from pipeline.config.settings import Settings
 from pipeline.model_folder import ModelConfig
 from pipeline.profile.alone.clock import memory_bytes, used
+from pipeline.profile.alone.flame import Stacks, write
 from pipeline.profile.alone.harness import Harness
 from pipeline.profile.alone.loads import Load, load_of
 from pipeline.profile.alone.result import Latency, StageProfile, limit_of
+from pipeline.tracing import MAX_WINDOW_S, StageTrace
 from pipeline.version import VERSION
 
 NUM_BLOCKS = 16384
@@ -41,8 +45,10 @@ def measure(
         harness.start(facts)
         load = load_of(harness, num_streams, facts)
         _run(load, warmup_s, lambda share: progress("warming up", share))
-        if flame is not None or trace is not None:
-            harness.ask(m.Probe(0, str(flame.absolute()) if flame else "", str(trace.absolute()) if trace else ""))
+        if flame is not None:
+            harness.ask(m.Flame(0))
+        if trace is not None:
+            harness.ask(m.Trace(0, MAX_WINDOW_S))
         pid = harness.child.pid
         num_tokens, num_latencies = load.num_tokens, len(load.latencies_s)
         messages_in, messages_out = dict(harness.num_in), dict(harness.num_out)
@@ -69,8 +75,12 @@ def measure(
             peak_rss_bytes=peak_bytes,
             limit=limit_of(took_s, now.main_cpu_s, now.waited_s, load_cpu_s),
         )
-        if flame is not None or trace is not None:
-            harness.ask(m.EndProbe(0))
+        if flame is not None:
+            stacks = msgspec.msgpack.decode(harness.ask(m.EndFlame(0)).body, type=Stacks)
+            write(stacks, flame, f"{stage} alone, {num_streams} streams")
+        if trace is not None:
+            taken = msgspec.msgpack.decode(harness.ask(m.TakeTrace(0)).body, type=StageTrace)
+            trace.write_bytes(chrome.of_window([taken]))
         return result
 
 

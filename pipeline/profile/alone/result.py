@@ -64,7 +64,7 @@ class StageProfile(msgspec.Struct, frozen=True):
 
 LIMITS = {
     "stage": "The stage was the limit: its thread had a core and used it nearly all the time.",
-    "load": "The load was the limit, not the stage: the process that plays its neighbours was busy nearly all the time.",
+    "load": "The load was the limit, not the stage: the process that plays its neighbours was busy all the time.",
     "cores": "Cores were the limit: the stage could have run for more than a tenth of the time and had none.",
     "turns": "Neither was busy all the time: the stage and its neighbours wait for each other's messages in turn.",
 }
@@ -101,5 +101,7 @@ def as_table(profile: StageProfile) -> list[Table | str]:
     if (latency := profile.latency) is not None:
         for name in ("p50", "p90", "p99", "max"):
             table.add_row(f"message in to message out, {name}", f"{getattr(latency, f'{name}_us'):,.0f} µs")
-    table.add_row("memory now, at most", f"{profile.rss_bytes / 2**20:,.0f} MiB, {profile.peak_rss_bytes / 2**20:,.0f} MiB")
+    table.add_row(
+        "memory now, at most", f"{profile.rss_bytes / 2**20:,.0f} MiB, {profile.peak_rss_bytes / 2**20:,.0f} MiB"
+    )
     return [table, f"in: {kinds_in or '–'}\nout: {kinds_out or '–'}\n{LIMITS[profile.limit]}"]
