@@ -240,11 +240,37 @@ def _add_profile(commands: _Commands) -> None:
     _add_flags(execute, _PROFILE_FLAGS)
     add_options(execute)
     execute.set_defaults(run=_profile_execute)
+    _add_profile_alone(stages)
 
 
 def _profile_execute(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from pipeline.profile.command import run
+
+    return run(args, settings)
+
+
+def _add_profile_alone(stages: _Commands) -> None:
+    from pipeline.profile.alone.options import STAGES, add_alone_options, add_look_options
+
+    for name, its_load in STAGES.items():
+        parser = stages.add_parser(
+            name,
+            help=f"this stage alone: messages and tokens a second, CPU for each; its load is {its_load}",
+            description="Run this stage alone, as a process of its own, between fakes of its neighbours at the other "
+            f"ends of its real sockets and shared memory, and measure what it can do. Its load is {its_load}.",
+            allow_abbrev=False,
+        )
+        _add_settings(parser)
+        _add_flags(parser, _MODEL)
+        add_alone_options(parser)
+        add_look_options(parser)
+        parser.set_defaults(run=_profile_alone, stage=name)
+
+
+def _profile_alone(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.profile.alone.command import run
 
     return run(args, settings)
 

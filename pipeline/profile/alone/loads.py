@@ -46,7 +46,8 @@ class Load(Protocol):
     def turn(self) -> None: ...
 
 
-def load_of(harness: Harness, num_streams: int, facts: m.ExecuteFacts) -> Load:
+def load_of(harness: Harness, num_streams: int, model: str) -> Load:
+    """`model` is the name that clients have to give."""
     match harness.stage:
         case "ingest":
             return IngestLoad(harness, num_streams)
@@ -55,7 +56,7 @@ def load_of(harness: Harness, num_streams: int, facts: m.ExecuteFacts) -> Load:
         case "detokenize":
             return DetokenizeLoad(harness, num_streams)
         case "gateway":
-            return GatewayLoad(harness, num_streams)
+            return GatewayLoad(harness, num_streams, model)
     raise KeyError(harness.stage)
 
 
@@ -277,10 +278,10 @@ class DetokenizeLoad:
 class GatewayLoad:
     """Clients that stream a chat each over HTTP and read and forget, and a chain behind that takes no time."""
 
-    def __init__(self, harness: Harness, num_streams: int) -> None:
+    def __init__(self, harness: Harness, num_streams: int, model: str) -> None:
         self._harness = harness
         self._steps = _Steps(self)
-        self._sink = Sink(harness.address, "profile", num_streams, NUM_OUTPUT, mark=MARK, poller=harness.poller)
+        self._sink = Sink(harness.address, model, num_streams, NUM_OUTPUT, mark=MARK, poller=harness.poller)
         self._request_ids: list[int] = []
         self._places: list[int] = []
         """Tokens that each open stream has had, and below, that it is to have."""

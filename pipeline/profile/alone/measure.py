@@ -43,7 +43,7 @@ def measure(
     with Harness(stage, settings, model_dir, listens=stage == "gateway") as harness:
         progress("starting", 0)
         harness.start(facts)
-        load = load_of(harness, num_streams, facts)
+        load = load_of(harness, num_streams, settings.served_model_name or config.name)
         _run(load, warmup_s, lambda share: progress("warming up", share))
         if flame is not None:
             harness.ask(m.Flame(0))
