@@ -134,6 +134,11 @@ def _add_serve(commands: _Commands) -> None:
         metavar="STAGE=FILE",
         help="record what a stage receives and sends, from its start; for `pipeline replay`",
     )
+    parser.add_argument(
+        "--instant",
+        action="store_true",
+        help="no model: answer every step at once with made-up ids, to measure the other stages",
+    )
     parser.set_defaults(run=_serve)
 
 
@@ -142,7 +147,7 @@ def _serve(args: argparse.Namespace) -> int:
     from pipeline.manner import Manner, recordings
     from pipeline.supervisor import serve
 
-    manner = Manner(record=recordings(args.record, settings))
+    manner = Manner(record=recordings(args.record, settings), instant=args.instant)
     try:
         return serve(settings, manner)
     except BrokenPipeError:
@@ -241,6 +246,7 @@ def _add_profile(commands: _Commands) -> None:
     add_options(execute)
     execute.set_defaults(run=_profile_execute)
     _add_profile_alone(stages)
+    _add_profile_chain(stages)
 
 
 def _profile_execute(args: argparse.Namespace) -> int:
@@ -266,6 +272,34 @@ def _add_profile_alone(stages: _Commands) -> None:
         add_alone_options(parser)
         add_look_options(parser)
         parser.set_defaults(run=_profile_alone, stage=name)
+
+
+def _add_profile_chain(stages: _Commands) -> None:
+    from pipeline.profile.alone.options import add_alone_options
+
+    parser = stages.add_parser(
+        "pipeline",
+        help="all stages with an executor that computes nothing: tokens a second, and what each stage costs a token",
+        description="Serve with an executor that computes nothing, stream to clients that read and forget, and measure "
+        "how many tokens a second the other stages carry and the CPU time that each of them takes for one. Replicas "
+        "are settings: --set gateway.replicas=2 --set detokenize.replicas=2.",
+        allow_abbrev=False,
+    )
+    _add_settings(parser)
+    _add_flags(parser, _MODEL)
+    add_alone_options(parser)
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="of each stream; by default 128")
+    parser.set_defaults(run=_profile_chain)
+
+
+def _profile_chain(args: argparse.Namespace) -> int:
+    _settings(args)  # a mistake is said before anything is started
+    from pipeline.profile.alone.chain import run
+
+    options = [] if args.config is None else ["--config", str(args.config)]
+    options += [part for one in args.set for part in ("--set", one)]
+    options += ["--model", args.model] if getattr(args, "model", None) is not None else []
+    return run(args, options)
 
 
 def _profile_alone(args: argparse.Namespace) -> int:

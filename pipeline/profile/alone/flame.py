@@ -2,7 +2,7 @@
 
 The kernel's profiling timer counts the CPU time of the process and signals each time another `INTERVAL_S` has been
 used; Python then interrupts its main thread between two instructions, and the stack that it has there is one sample. So
-it costs a few microseconds a sample, and samples fall where CPU is used, not where the stage waits. Time in native code
+it costs some microseconds a sample, and samples fall where CPU is used, not where the stage waits. Time in native code
 goes to the Python line that called it. A sample for which the main thread used hardly any CPU is of another thread,
 ZeroMQ's, and is counted as such.
 """
@@ -31,6 +31,7 @@ class Stacks(msgspec.Struct, array_like=True, frozen=True):
 
     counts: dict[str, int]
     interval_s: float
+    """CPU time from one sample to the next, on average: kernels count it by their ticks, of 1 to 10 ms."""
 
 
 class Sampler:
@@ -39,7 +40,7 @@ class Sampler:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._names: dict[tuple[str, int], str] = {}
-        self._main_s = 0.0
+        self._main_s = self._begun_s = 0.0
         self._is_on = False
 
     def start(self) -> None:
@@ -47,6 +48,7 @@ class Sampler:
             raise UserError("a stage that is not a process of its own can't be sampled")
         self._counts.clear()
         self._main_s = time.thread_time()
+        self._begun_s = time.process_time()
         self._is_on = True
         signal.signal(signal.SIGPROF, self._sample)
         signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
@@ -57,7 +59,8 @@ class Sampler:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, signal.SIG_IGN)  # one may be on its way; by default it would end the process
         self._is_on = False
-        return Stacks(dict(self._counts), INTERVAL_S)
+        used_s = time.process_time() - self._begun_s
+        return Stacks(dict(self._counts), used_s / max(1, self._counts.total()))
 
     def _sample(self, _: int, frame: FrameType | None) -> None:
         now_s = time.thread_time()

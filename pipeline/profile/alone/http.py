@@ -1,6 +1,6 @@
 """Clients of a gateway that stream chats, and read and forget what comes.
 
-They count tokens by a mark in each token's text, if there is one, and see a stream's end by HTTP's. Each keeps its
+They count tokens, or whatever has a mark, and see a stream's end by HTTP's. Each keeps its
 connection for call after call, as SDKs do.
 """
 
@@ -46,6 +46,7 @@ class Sink:
         self._idle: list[socket.socket] = []
         self._tails: dict[socket.socket, bytes] = {}
         self.num_tokens = 0
+        """How often the mark has come."""
         self.num_bytes = 0
         self.num_calls = 0
         for _ in range(num_streams):
