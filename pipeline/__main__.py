@@ -139,17 +139,44 @@ def _add_serve(commands: _Commands) -> None:
         action="store_true",
         help="no model: answer every step at once with made-up ids, to measure the other stages",
     )
+    looking = parser.add_argument_group("debugging")
+    looking.add_argument(
+        "--foreground",
+        default="",
+        metavar="STAGE",
+        help="give this stage the terminal, so that breakpoint() in its code works; nothing is too late meanwhile",
+    )
+    looking.add_argument(
+        "--break",
+        dest="break_at",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="stop in the debugger at each call of this function of that stage, as "
+        "pipeline.stages.schedule.scheduler:Scheduler.admit",
+    )
+    looking.add_argument("--inline", action="store_true", help="run all stages as threads of one process")
     parser.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     settings = _settings(args)
-    from pipeline.manner import Manner, recordings
+    from pipeline.manner import Manner, recordings, stage_name, terminal
     from pipeline.supervisor import serve
 
-    manner = Manner(record=recordings(args.record, settings), instant=args.instant)
+    if args.break_at and not args.foreground:
+        raise ConfigError(["--break needs --foreground: the stage that has the function"])
+    if args.inline and args.foreground:
+        raise ConfigError(["--inline has no stage to put into the foreground: all are there"])
+    manner = Manner(
+        record=recordings(args.record, settings),
+        instant=args.instant,
+        foreground=stage_name(args.foreground, settings, "--foreground") if args.foreground else "",
+        break_at=args.break_at,
+        inline=args.inline,
+    )
     try:
-        return serve(settings, manner)
+        with terminal():
+            return serve(settings, manner)
     except BrokenPipeError:
         raise
     except OSError as error:  # the address can't be listened on, in words for the user

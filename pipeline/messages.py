@@ -646,6 +646,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """The HTTP socket, for the gateway."""
     record: Record | None = None
     replay: Replay | None = None
+    foreground: bool = False
+    """It has the terminal, for a debugger."""
+    break_at: str = ""
+    """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
 
     @property
     def name(self) -> str:
