@@ -135,17 +135,49 @@ def _add_serve(commands: _Commands) -> None:
         metavar="STAGE=FILE",
         help="record what a stage receives and sends, from its start; for `pipeline replay`",
     )
+    parser.add_argument(
+        "--instant",
+        action="store_true",
+        help="no model: answer every step at once with made-up ids, to measure the other stages",
+    )
+    looking = parser.add_argument_group("debugging")
+    looking.add_argument(
+        "--foreground",
+        default="",
+        metavar="STAGE",
+        help="give this stage the terminal, so that breakpoint() in its code works; nothing is too late meanwhile",
+    )
+    looking.add_argument(
+        "--break",
+        dest="break_at",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="stop in the debugger at each call of this function of that stage, as "
+        "pipeline.stages.schedule.scheduler:Scheduler.admit",
+    )
+    looking.add_argument("--inline", action="store_true", help="run all stages as threads of one process")
     parser.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     settings = _settings(args)
-    from pipeline.manner import Manner, recordings
+    from pipeline.manner import Manner, recordings, stage_name, terminal
     from pipeline.supervisor import serve
 
-    manner = Manner(record=recordings(args.record, settings))
+    if args.break_at and not args.foreground:
+        raise ConfigError(["--break needs --foreground: the stage that has the function"])
+    if args.inline and args.foreground:
+        raise ConfigError(["--inline has no stage to put into the foreground: all are there"])
+    manner = Manner(
+        record=recordings(args.record, settings),
+        instant=args.instant,
+        foreground=stage_name(args.foreground, settings, "--foreground") if args.foreground else "",
+        break_at=args.break_at,
+        inline=args.inline,
+    )
     try:
-        return serve(settings, manner)
+        with terminal():
+            return serve(settings, manner)
     except BrokenPipeError:
         raise
     except OSError as error:  # the address can't be listened on, in words for the user
@@ -267,11 +299,66 @@ def _add_profile(commands: _Commands) -> None:
     _add_flags(execute, _PROFILE_FLAGS)
     add_options(execute)
     execute.set_defaults(run=_profile_execute)
+    _add_profile_alone(stages)
+    _add_profile_chain(stages)
 
 
 def _profile_execute(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from pipeline.profile.command import run
+
+    return run(args, settings)
+
+
+def _add_profile_alone(stages: _Commands) -> None:
+    from pipeline.profile.alone.options import STAGES, add_alone_options, add_look_options
+
+    for name, its_load in STAGES.items():
+        parser = stages.add_parser(
+            name,
+            help=f"this stage alone: messages and tokens a second, CPU for each; its load is {its_load}",
+            description="Run this stage alone, as a process of its own, between fakes of its neighbours at the other "
+            f"ends of its real sockets and shared memory, and measure what it can do. Its load is {its_load}.",
+            allow_abbrev=False,
+        )
+        _add_settings(parser)
+        _add_flags(parser, _MODEL)
+        add_alone_options(parser)
+        add_look_options(parser)
+        parser.set_defaults(run=_profile_alone, stage=name)
+
+
+def _add_profile_chain(stages: _Commands) -> None:
+    from pipeline.profile.alone.options import add_alone_options
+
+    parser = stages.add_parser(
+        "pipeline",
+        help="all stages with an executor that computes nothing: tokens a second, and what each stage costs a token",
+        description="Serve with an executor that computes nothing, stream to clients that read and forget, and measure "
+        "how many tokens a second the other stages carry and the CPU time that each of them takes for one. Replicas "
+        "are settings: --set gateway.replicas=2 --set detokenize.replicas=2.",
+        allow_abbrev=False,
+    )
+    _add_settings(parser)
+    _add_flags(parser, _MODEL)
+    add_alone_options(parser)
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="of each stream; by default 128")
+    parser.set_defaults(run=_profile_chain)
+
+
+def _profile_chain(args: argparse.Namespace) -> int:
+    _settings(args)  # a mistake is said before anything is started
+    from pipeline.profile.alone.chain import run
+
+    options = [] if args.config is None else ["--config", str(args.config)]
+    options += [part for one in args.set for part in ("--set", one)]
+    options += ["--model", args.model] if getattr(args, "model", None) is not None else []
+    return run(args, options)
+
+
+def _profile_alone(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.profile.alone.command import run
 
     return run(args, settings)
 

@@ -197,6 +197,18 @@ class EndRecord(Message, frozen=True, tag="end_record"):
     nonce: int
 
 
+class Flame(Message, frozen=True, tag="flame"):
+    """Sample the stage's stack from now on; see pipeline.profile.alone.flame. Answered with nil."""
+
+    nonce: int
+
+
+class EndFlame(Message, frozen=True, tag="end_flame"):
+    """End sampling; answered with `Stacks` (see there)."""
+
+    nonce: int
+
+
 class Trace(Message, frozen=True, tag="trace"):
     """Record spans from now on, for so long. Answered with nil."""
 
@@ -218,7 +230,7 @@ class FindCall(Message, frozen=True, tag="find_call"):
     call_id: str
 
 
-Aside = Count | Record | EndRecord | Trace | TakeTrace | FindCall
+Aside = Count | Trace | TakeTrace | FindCall | Record | EndRecord | Flame | EndFlame
 """Every stage takes these besides its own union, and none of them sees one: its inbox hands them to pipeline.asides,
 which answers each with one `Answer`. An aside has a `nonce`, which the supervisor sets."""
 
@@ -698,6 +710,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """The HTTP socket, for the gateway."""
     record: Record | None = None
     replay: Replay | None = None
+    foreground: bool = False
+    """It has the terminal, for a debugger."""
+    break_at: str = ""
+    """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
 
     @property
     def name(self) -> str:

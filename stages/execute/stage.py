@@ -89,7 +89,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
 def _publish(
     stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_since: float, counting: Counting
 ) -> float:
-    """Compute a step and send its result. Returns when it was computed, by time.monotonic()."""
+    """Compute a step and send its result. Returns when it was computed, by the stage's clock."""
     began = stage.tape.monotonic()
     sampled = runner.step(step, stage.arrays.take)
     ended = stage.tape.monotonic()

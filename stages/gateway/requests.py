@@ -126,18 +126,18 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int, received_s: float) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int = 0, received_s: float = 0.0) -> None:
         self.ask = ask
         self.number = number
         """Of the gateway's calls."""
+        self.received_s = received_s
+        """When its client began to ask, by time.monotonic()."""
         self._stage = stage
+        self.trace = stage.trace
         tape = stage.tape
         prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
         self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
         self.created = int(tape.time())
-        self.received_s = received_s
-        """When its client began to ask, by time.monotonic()."""
-        self.trace = stage.trace
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -171,9 +171,16 @@ class Call:
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
 
-    def told(self, what: str, data: bytes) -> bytes:
-        """Note for recordings what is given out to the client now, and by what name. Returns it."""
+    def now_s(self) -> float:
+        """The stage's clock."""
+        return self._stage.tape.monotonic()
+
+    def tells(self, what: str) -> None:
+        """Note for recordings that a part of the response, of this name, is made now."""
         self._stage.tape.event(what, self.number)
+
+    def told(self, data: bytes) -> bytes:
+        """Note for recordings what the client is sent. Returns it."""
         self._stage.tape.told(self.number, data)
         return data
 
@@ -213,7 +220,7 @@ class Requests:
         self._stage = stage
         self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
-        self._num_opened = 0
+        self.num_opened = 0
         """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
         self._names: dict[str, list[Call]] = {}
@@ -246,13 +253,12 @@ class Requests:
     def open(self, ask: Ask, received_s: float | None = None) -> Call:
         """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
         `received_s`: when the client began to ask, by time.monotonic(); None is now."""
-        tape = self._stage.tape
-        self._num_opened += 1
-        if tape.is_recording:
-            tape.event("open", self._num_opened, msgspec.msgpack.encode(ask))
-        begin_s = time.monotonic()
+        begin_s = time.monotonic() if received_s is None else received_s
+        self.num_opened += 1
+        if self._stage.tape.is_recording:
+            self._stage.tape.event("open", self.num_opened, msgspec.msgpack.encode((ask, begin_s)))
         try:
-            call = self._open(ask, begin_s if received_s is None else received_s)
+            call = self._open(ask, begin_s)
         except ApiError:
             self.counting.num_overloaded += 1
             raise
@@ -270,7 +276,7 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask, self._stage, self._num_opened, received_s)
+        call = Call(ask, self._stage, self.num_opened, received_s)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
@@ -389,7 +395,7 @@ class Requests:
     def deltas(self, message: m.Deltas) -> None:
         """Text and ids of some sequences."""
         begin = 0
-        now_s = time.monotonic()
+        now_s = self._stage.tape.monotonic()
         firsts = iter(message.firsts)
         gaps: dict[float, int] = {}
         """By when the ids before came: those of one message came together, so these are few."""
@@ -481,7 +487,7 @@ class Requests:
         elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
             self.counting.ended(finish)
         else:
-            now_s = time.monotonic()
+            now_s = self._stage.tape.monotonic()
             num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
             decode_s = sequence.last_s - sequence.first_s
             self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)

@@ -11,6 +11,7 @@ overtake them, and the step keeps its cores.
 
 import asyncio
 import gc
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
@@ -90,7 +91,7 @@ class Ingest:
         while not self._stopping:
             # With work left, take what is there and go on; without, sleep until something comes.
             messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
-            begin_s = self._stage.tape.monotonic()
+            begin_s = time.monotonic()
             self._unsent.retry()
             for message in messages:
                 self._handle(message)

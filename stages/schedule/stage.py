@@ -73,6 +73,7 @@ class ScheduleStage:
             put=stage.arrays.put,
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
+            clock=lambda: stage.tape.monotonic(),
         )
         stage.asides.own_counts = self._scheduler.counts
         self._openings: list[deque[m.Open | m.Refuse]] = [deque() for _ in self._detokenize]
@@ -169,7 +170,7 @@ class ScheduleStage:
             if not detokenize.send(openings[0]):
                 return False
             openings.popleft()
-        report = self._scheduler.outgoing.report(replica, self._scheduler.now_s)
+        report = self._scheduler.outgoing.report(replica)
         if report is not None:
             if not detokenize.send(report):
                 self._retract(report)
