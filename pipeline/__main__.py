@@ -1,4 +1,5 @@
-"""The command line: `pipeline serve`, `pipeline bench`, `pipeline profile`, `pipeline config`.
+"""The command line: `pipeline serve`, `pipeline bench`, `pipeline profile`, `pipeline config`,
+`pipeline check-model`.
 
 Commands import what they need when they run, so that `--help` and mistyped options are answered at once.
 """
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_profile(commands)
     _add_config(commands)
+    _add_check_model(commands)
     return parser
 
 
@@ -231,6 +233,32 @@ def _add_profile(commands: _Commands) -> None:
 def _profile_execute(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from pipeline.profile.command import run
+
+    return run(args, settings)
+
+
+# ------------------------------------------------------------------------------------------------------ check-model
+
+
+def _add_check_model(commands: _Commands) -> None:
+    from pipeline.check.command import add_options
+
+    parser = commands.add_parser(
+        "check-model",
+        help="compare a checkpoint's logits and greedy texts with transformers'",
+        description="Compute a checkpoint with this server's programs (whole prompts, chunks, batches, behind a cached "
+        "prefix), and compare logits and greedy texts with transformers'. Exit code 0 where all checks pass, else 1.",
+        allow_abbrev=False,
+    )
+    _add_settings(parser)
+    _add_flags(parser, {"execute.kernels": _PROFILE_FLAGS["execute.kernels"]})
+    add_options(parser)
+    parser.set_defaults(run=_check_model)
+
+
+def _check_model(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.check.command import run
 
     return run(args, settings)
 
