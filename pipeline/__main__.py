@@ -241,7 +241,7 @@ def _profile_execute(args: argparse.Namespace) -> int:
 
 
 def _add_check_model(commands: _Commands) -> None:
-    from pipeline.check.command import add_options
+    from pipeline.check.options import add_options
 
     parser = commands.add_parser(
         "check-model",

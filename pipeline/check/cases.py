@@ -13,8 +13,6 @@ NUM_GREEDY = 16
 """Ids of each greedy text."""
 PREFIX = 48
 """Ids that rows behind a cached prefix have in common: three blocks."""
-MIN_TOKENS = 64
-"""The shortest that the longest prompt may be: longer than the prefix."""
 
 
 class Plan(msgspec.Struct, frozen=True):

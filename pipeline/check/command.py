@@ -17,8 +17,8 @@ import msgspec
 from rich.table import Table
 
 from pipeline import topology
-from pipeline.check.cases import MIN_TOKENS
 from pipeline.check.judge import Finding, judge
+from pipeline.check.options import MAX_TOKENS, MIN_TOKENS
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -33,31 +33,7 @@ REFERENCE = "pipeline.stages.prepare.reference"
 RANDOM = "pipeline.stages.prepare.random_checkpoint"
 PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
 
-NUM_TOKENS = 160
-MAX_TOKENS = 2**17
-
 PASSED, FAILED = 0, 1
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `pipeline check-model`, besides those that stand for settings."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="MODEL",
-        help="a folder in Hugging Face layout, a hub id as ORG/NAME or ORG/NAME@REVISION, or a config.json alone: then "
-        "a tiny checkpoint of its kind is made, with random weights",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=NUM_TOKENS,
-        metavar="N",
-        help=f"ids of the longest prompt, at least {MIN_TOKENS}; by default %(default)s. A sliding window shows only "
-        "in prompts that are longer",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the weights that are made of a config.json"
-    )
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -73,7 +49,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         print(f"pipeline check-model: error: {error}", file=sys.stderr)
         return FAILED
     screen = console()
-    screen.print(f"{args.checkpoint}: {model}", markup=False)
+    screen.print(f"{args.checkpoint}: {model}", markup=False, soft_wrap=True)
     screen.print(_table(findings), markup=False)
     for line in windows:
         print(f"pipeline: warning: {line}", file=sys.stderr)

@@ -26,6 +26,7 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     """Write a checkpoint and a tokenizer into `folder`. Raises ModelError where the file is no config that transformers
     makes a causal model of."""
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -40,10 +41,16 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     try:
         full = AutoConfig.for_model(kind, **config)
+    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ModelError(f"{config_path}: transformers does not take this config: {_first_line(error)}") from error
+    try:
         shrunk = AutoConfig.for_model(kind, **{**config, **shrink(full)})
         model = AutoModelForCausalLM.from_config(shrunk, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{config_path}: transformers makes no causal model of it: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise ModelError(
+            f"{config_path}: no tiny model of model_type {kind!r} can be made ({_first_line(error)}): give a "
+            "checkpoint with weights"
+        ) from error
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -96,6 +103,10 @@ def shrink(config: Any) -> dict[str, Any]:
         changes["rope_parameters"] = {**rope, "original_max_position_embeddings": ORIGINAL_POSITION}
         changes["rope_scaling"] = None
     return changes
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _fewer(kinds: list[str], num: int) -> list[str]:
