@@ -10,7 +10,7 @@ import gc
 import logging
 import socket
 from http import HTTPStatus
-from typing import assert_never
+from typing import Any, assert_never
 
 import uvloop
 from aiohttp import web
@@ -20,12 +20,13 @@ from pipeline import messages as m
 from pipeline.channels import AsyncInbox
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
-from pipeline.stages.gateway import parse
+from pipeline.stages.gateway import descriptors, parse
 from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.requests import Requests
+from pipeline.stages.gateway.site import Site
 
 LAST_WORDS_S = 1.5
 """After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
@@ -42,6 +43,7 @@ def run(launch: m.Launch) -> None:
         Stage(launch, m.GatewayInbox) as stage,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        descriptors.allow_many(launch.settings.gateway.max_open_requests, stage.log)
         runner.run(Gateway(stage).serve())
 
 
@@ -58,24 +60,18 @@ class Gateway:
         limits = parse.Limits(
             settings.served_model_name or ModelConfig.load(stage.model_dir).name, settings.gateway.max_open_requests
         )
-        self._api = Api(self._doors, self._requests, self._desk, self._aborts, limits, settings.gateway.max_body_bytes)
+        self._api = Api(self._doors, self._requests, self._desk, self._aborts, limits, settings.gateway)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
-        self._site: web.SockSite
+        self._site: Site
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         """Listen, say that the stage is ready, and handle messages until `Stop`."""
-        runner = web.AppRunner(
-            self._api.app(),
-            handler_cancellation=True,
-            access_log=None,
-            logger=_http_log(),
-            keepalive_timeout=IDLE_CONNECTION_S,
-            shutdown_timeout=CLOSE_S,
-        )
+        options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
+        runner = web.AppRunner(self._api.app(), handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
         await runner.setup()
-        self._site = web.SockSite(runner, socket.socket(fileno=self._stage.launch.listen_fd))
+        self._site = Site(runner, socket.socket(fileno=self._stage.launch.listen_fd), options)
         await self._site.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         self._stage.ready()
