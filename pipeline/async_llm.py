@@ -107,6 +107,12 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Abort what is open and end the server, if it is our own. May be called again."""
+        await self.disconnect()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    async def disconnect(self) -> None:
+        """Abort what is open and leave the server as it is; for `close` alone."""
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
@@ -114,8 +120,6 @@ class AsyncLLM:
                 await self._connecting
         if self._client is not None:
             await self._client.close()
-        if self._server is not None:
-            await asyncio.to_thread(self._server.close)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

@@ -198,6 +198,8 @@ def _close(owner_pid: int, thread: LoopThread, llm: AsyncLLM) -> None:
         threading.Thread(target=_close, args=(owner_pid, thread, llm), name="pipeline-llm-close").start()
         return
     try:
-        thread.run(llm.close())
+        thread.run(llm.disconnect())
     finally:
         thread.close()
+        if llm.server is not None:
+            llm.server.close()
