@@ -249,6 +249,7 @@ class AsyncClient:
             raise ValueError(f"{self.address!r} is no address to connect to: {error.strerror}") from error
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._watch()  # what came before is no news to a descriptor
         self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}"))
         try:
             async with asyncio.timeout(timeout_s):
@@ -397,7 +398,7 @@ class AsyncClient:
             asked_s = self._said_s
             self._wake()
             now = time.monotonic()
-            if now - self._said_s >= heartbeat_s / 2:
+            if now - min(self._said_s, self._heard_s) >= heartbeat_s / 2:
                 self._send(p.Ping())
             if now - self._heard_s > silence_s and asked_s - self._heard_s > heartbeat_s:
                 self._end(ConnectionLost(f"the server at {self.address} has said nothing for {silence_s:g} s"))
