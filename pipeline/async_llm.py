@@ -307,7 +307,8 @@ class AsyncLLM:
             return ServerFailed(f"this {self._caller} was closed")
         if self._server is not None and await asyncio.to_thread(self._server.wait, LAST_WORDS_S):
             return ServerFailed(f"the server has ended: {self._server.reason()}")
-        return ServerFailed(str(error))
+        complaints = self._server.complaints() if self._server is not None else ""
+        return ServerFailed(complaints or str(error))
 
 
 async def _connected_once_started(address: str, timeout_s: float) -> AsyncClient:

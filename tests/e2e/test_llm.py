@@ -205,7 +205,10 @@ def test_it_works_inside_a_running_event_loop_as_in_a_notebook(llm: LLM) -> None
     [
         ({"model": "/no/such/model"}, "the server can't start: cannot start: prepare: model '/no/such/model': no such"),
         ({"shedule": {"max_num_seqs": 8}}, "LLM(): there is no section [shedule]; did you mean schedule?"),
-        ({"schedule": {"max_num_seqs": 0}}, "LLM(): schedule.max_num_seqs: needs a whole number from 1 to 4096, got 0"),
+        (
+            {"schedule": {"max_num_seqs": 0}},
+            "LLM(): schedule.max_num_seqs: needs a whole number from 1 to 4096, got the number 0",
+        ),
         (
             {"max_model_len": "long"},
             'LLM(): max_model_len: needs a whole number from 0 to 2147483647, got the text "long"',
@@ -224,14 +227,14 @@ def test_a_start_that_can_not_be_says_why(settings: dict[str, Any], words: str) 
 
 def test_memory_that_is_not_there_is_said_in_the_servers_words(tiny_model: Path) -> None:
     before = psutil.Process().children(recursive=True)
-    with pytest.raises(StartError, match="execute.kv_cache_bytes"):
+    with pytest.raises(StartError, match=r"execute\.kv_cache_bytes"):
         LLM(tiny_model, execute=SMALL | {"kv_cache_bytes": 9_000_000_000_000})
     assert not alive([process for process in psutil.Process().children(recursive=True) if process not in before])
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
     begun = time.monotonic()
-    with pytest.raises(ServerFailed, match="can't attach: no server answered at ipc://@pipeline/nobody within 0.5 s"):
+    with pytest.raises(ServerFailed, match=r"can't attach: no server answered at ipc://@pipeline/nobody within 0\.5 s"):
         LLM.attach("ipc://@pipeline/nobody", timeout_s=0.5)
     assert time.monotonic() - begun < 5
 
@@ -282,7 +285,7 @@ def test_a_server_that_dies_ends_the_call_with_a_reason(tiny_model: Path, victim
 
         killer = threading.Thread(target=kill)
         killer.start()
-        with pytest.raises(ServerFailed, match="SIGKILL|died") as caught:
+        with pytest.raises(ServerFailed, match=r"SIGKILL|died") as caught:
             while True:
                 one.generate(["Once upon a time"] * 50, SamplingParams(max_tokens=200, ignore_eos=True))
         killer.join(30)
