@@ -330,7 +330,10 @@ class AsyncClient:
         self._loop.remove_reader(self._monitor.fileno())
         self._monitor.close()
         self._socket.close()
-        await asyncio.to_thread(self._context.term)  # waits for the last words to leave
+        try:
+            await asyncio.to_thread(self._context.term)  # waits for the last words to leave
+        except RuntimeError:  # there are no threads to be had any more when the interpreter ends
+            self._context.term()
 
     # ------------------------------------------------------------------------------------------------------ inside
 
