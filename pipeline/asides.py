@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline import messages as m
 from pipeline.errors import UserError
+from pipeline.profile.alone.flame import Sampler
 from pipeline.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
 from pipeline.times import CallTimes
 from pipeline.tracing import MAX_WINDOW_S, StageTrace
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def with_facts(aside: m.Aside, facts: m.ExecuteFacts | None) -> m.Aside:
-    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and so has what it said."""
+    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and has what it said."""
     return msgspec.structs.replace(aside, facts=facts) if isinstance(aside, m.Record) else aside
 
 
@@ -33,6 +34,7 @@ class Asides:
     def __init__(self, stage: "Stage[Any]") -> None:
         self._stage = stage
         self._encoder = msgspec.msgpack.Encoder()
+        self._sampler = Sampler()
         self.own_counts: Callable[[], OwnCounts] | None = None
         """What this kind of stage counts; None until it has something to count."""
         self.find_call: Callable[[str], CallTimes | None] = lambda _: None
@@ -52,6 +54,15 @@ class Asides:
         match aside:
             case m.Count():
                 return self._counts()
+            case m.Flame():
+                return self._sampler.start()
+            case m.EndFlame():
+                return self._sampler.stop()
+            case m.Record():
+                self._stage.record(aside)
+                return None
+            case m.EndRecord():
+                return self._stage.end_record()
             case m.Trace():
                 if not 0 < aside.window_s <= MAX_WINDOW_S:
                     raise UserError(f"a window must be above 0 and at most {MAX_WINDOW_S:g} s long")
@@ -60,11 +71,6 @@ class Asides:
                 return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())
             case m.FindCall():
                 return self.find_call(aside.call_id)
-            case m.Record():
-                self._stage.record(aside)
-                return None
-            case m.EndRecord():
-                return self._stage.end_record()
             case _:
                 assert_never(aside)
 

@@ -179,6 +179,12 @@ _GATEWAY_HISTOGRAMS: tuple[tuple[str, str, Callable[[GatewayCounts], HistogramCo
         lambda c: c.max_tokens,
         TOKENS,
     ),
+    (
+        "vllm:request_max_num_generation_tokens",
+        "Tokens of the longest sequence of each prompt.",
+        lambda c: c.longest_output_tokens,
+        TOKENS,
+    ),
     ("vllm:request_params_n", "The n parameter of requests.", lambda c: c.n, N),
 )
 

@@ -107,21 +107,6 @@ class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
 Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
-class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
-    """How a sequence came to the first id that was sampled for it, by time.monotonic(); goes with that id."""
-
-    place: int
-    """Of the entry that has that id, in the message's lists."""
-    queued_s: float
-    """Schedule took it in."""
-    started_s: float
-    """A step was planned that computes a part of it."""
-    first_s: float
-    """Its first id was settled."""
-    num_cached: int
-    """Ids of its prompt that were found in the prefix cache."""
-
-
 MAX_SHOWN_IDS = 2**18
 """The most ids of a prompt from which nothing is computed, so that no answer holds up the others for long."""
 
@@ -135,6 +120,21 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     """Nothing will be computed from it: it may be empty, or longer than the model's context."""
     with_text: bool = False
     with_token_strs: bool = False
+
+
+class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
+    """How a sequence came to the first id that was sampled for it, by time.monotonic(); goes with that id."""
+
+    place: int
+    """Of the entry that has that id, in the message's lists."""
+    queued_s: float
+    """Schedule took it in."""
+    started_s: float
+    """A step was planned that computes a part of it."""
+    first_s: float
+    """Its first id was settled."""
+    num_cached: int
+    """Ids of its prompt that were found in the prefix cache."""
 
 
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
@@ -199,6 +199,18 @@ class EndRecord(Message, frozen=True, tag="end_record"):
     nonce: int
 
 
+class Flame(Message, frozen=True, tag="flame"):
+    """Sample the stage's stack from now on; see pipeline.profile.alone.flame. Answered with nil."""
+
+    nonce: int
+
+
+class EndFlame(Message, frozen=True, tag="end_flame"):
+    """End sampling; answered with `Stacks` (see there)."""
+
+    nonce: int
+
+
 class Trace(Message, frozen=True, tag="trace"):
     """Record spans from now on, for so long. Answered with nil."""
 
@@ -220,7 +232,7 @@ class FindCall(Message, frozen=True, tag="find_call"):
     call_id: str
 
 
-Aside = Count | Record | EndRecord | Trace | TakeTrace | FindCall
+Aside = Count | Trace | TakeTrace | FindCall | Record | EndRecord | Flame | EndFlame
 """Every stage takes these besides its own union, and none of them sees one: its inbox hands them to pipeline.asides,
 which answers each with one `Answer`. An aside has a `nonce`, which the supervisor sets."""
 
@@ -403,13 +415,6 @@ class StageDied(Message, frozen=True, tag="stage_died"):
     reason: str
 
 
-class StatsAnswer(Message, frozen=True, tag="stats_answer"):
-    """From the supervisor: the whole server's stats."""
-
-    nonce: int
-    stats: ServerStats
-
-
 class AbortCalls(Message, frozen=True, tag="abort_calls"):
     """From another gateway, where a client has asked for it: end these calls. Answered with `CallsAborted`."""
 
@@ -428,6 +433,13 @@ class CallsAborted(Message, frozen=True, tag="calls_aborted"):
     nonce: int
     places: list[int]
     """Of `AbortCalls.names`, the places of those that were open here."""
+
+
+class StatsAnswer(Message, frozen=True, tag="stats_answer"):
+    """From the supervisor: the whole server's stats."""
+
+    nonce: int
+    stats: ServerStats
 
 
 GatewayInbox = (
@@ -700,6 +712,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """The HTTP socket, for the gateway."""
     record: Record | None = None
     replay: Replay | None = None
+    foreground: bool = False
+    """It has the terminal, for a debugger."""
+    break_at: str = ""
+    """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
 
     @property
     def name(self) -> str:

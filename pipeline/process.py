@@ -47,8 +47,10 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(entry.__file__)), str(read_fd)],
                 pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # a terminal's Ctrl-C is for the supervisor, who tells the others
+                # A terminal's Ctrl-C is for the supervisor, who tells the others; only the group that has the terminal
+                # can read from it.
+                stdin=None if launch.foreground else subprocess.DEVNULL,
+                process_group=None if launch.foreground else 0,
                 env=os.environ | SINGLE_THREADED | (threads if launch.stage in THREADED else {}),
             )
         finally:

@@ -28,8 +28,10 @@ from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
 from pipeline.door_address import address_of as address_of_door
 from pipeline.door_address import check_free
+from pipeline.errors import UserError
 from pipeline.gather import Gatherer, ServerFacts
 from pipeline.health import HealthRound
+from pipeline.inline import InlineChild
 from pipeline.logs import open_log
 from pipeline.manner import Manner
 from pipeline.process import Child
@@ -67,7 +69,9 @@ def serve(settings: Settings, manner: Manner | None = None) -> int:
                 check_free(address)
         supervisor = Supervisor(settings, listeners, log, manner)
         try:
-            return supervisor.run(begun)
+            code = supervisor.run(begun)
+            supervisor.raise_inline()
+            return code
         finally:
             supervisor.close()
     finally:
@@ -202,16 +206,16 @@ class Supervisor:
                 self._spawn(self._launch(row.name, row.entry, peers, replica))
         self._turn_until(
             lambda: all(child.state == "ready" for child in self._children.values()),
-            settings.supervisor.start_timeout_s,
+            self._manner.patience_s(settings.supervisor.start_timeout_s),
             "stages to be ready",
         )
         assert self._facts is not None, "the executor was ready without facts"
         for name in reversed(self._flow()):  # the gateways last: what they let in finds everybody at work
             self._outboxes[name].send(m.Start(self._facts))
-        self._ask_health(SUPERVISOR, 0, settings.supervisor.start_timeout_s)
+        self._ask_health(SUPERVISOR, 0, self._manner.patience_s(settings.supervisor.start_timeout_s))
         self._turn_until(
             lambda: self._first_health is not None and self._first_health.status == "ok",
-            settings.supervisor.start_timeout_s,
+            self._manner.patience_s(settings.supervisor.start_timeout_s),
             "the first answers",
         )
         self._is_serving = True
@@ -277,12 +281,18 @@ class Supervisor:
             if not child.wait(max(MIN_STOP_S, end - time.monotonic())):
                 self._log.error(f"{child.name} did not stop within {timeout_s:g} s and is killed")
                 child.kill()
-            if child.exit_code:
+            if child.exit_code and child.name != self._manner.foreground:  # that may be stopped in a debugger
                 self._drain_inbox()
                 reason = self._reasons.get(child.name, child.describe_end())
                 self._log.error(f"{child.name} ended badly: {reason}")
                 well = False
         return well
+
+    def raise_inline(self) -> None:
+        """Raise what a stage raised that is a thread of this process, for a debugger to look at it."""
+        for child in self._children.values():
+            if isinstance(child, InlineChild) and child.error is not None and not isinstance(child.error, UserError):
+                raise child.error
 
     def close(self) -> None:
         """Kill what is left and give everything back."""
@@ -331,7 +341,7 @@ class Supervisor:
     def _spawn(self, launch: m.Launch) -> Child:
         num_cores = len(os.sched_getaffinity(0))
         num_threads = self._settings.execute.threads if launch.stage == "execute" else 0
-        child = Child(launch, num_threads or num_cores)
+        child = self._manner.start(launch, num_threads or num_cores)
         self._children[child.name] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
         self._outboxes[child.name] = Outbox(

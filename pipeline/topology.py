@@ -25,7 +25,8 @@ class StageRow(msgspec.Struct, frozen=True):
     """Dotted module whose `run(launch)` is the stage; imported by the child alone."""
     sends_to: tuple[str, ...]
     """Besides the supervisor. Releases of shared memory run against these arrows."""
-    launcher: Literal["process"] = "process"
+    launcher: Literal["process", "inline"] = "process"
+    """A process of its own, or a thread of the supervisor's; `pipeline serve --inline` makes all of them threads."""
     reads: tuple[str, ...] = ()
     """Stages whose segments it maps read-only."""
     has_arena: bool = False

@@ -76,6 +76,13 @@ class _Counting:
         return None
 
 
+_PER_ENTRY = (
+    *("request_ids", "attempts", "indexes", "texts", "text_offsets"),
+    *("id_offsets", "num_ids", "finishes", "stop_reasons"),
+)
+"""The lists of `Deltas` that have a value for each entry."""
+
+
 class GatewayPartial(_Counting):
     def __init__(self) -> None:
         super().__init__()
@@ -112,10 +119,11 @@ class GatewayPartial(_Counting):
         ends = np.cumsum(message.num_ids)
         parts = [ids[ends[i] - message.num_ids[i] : ends[i]] for i in places]
         changes: dict[str, Any] = {"ids": np.concatenate(parts).tobytes()}
-        for name in message.__struct_fields__:
-            value = getattr(message, name)
-            if isinstance(value, list) and len(value) == len(message.request_ids):
-                changes[name] = [value[i] for i in places]
+        for name in _PER_ENTRY:
+            values = getattr(message, name)
+            changes[name] = [values[i] for i in places]
+        begins = [i for i, offset in enumerate(message.id_offsets) if offset == 0 and message.num_ids[i]]
+        changes["firsts"] = [first for i, first in zip(begins, message.firsts, strict=False) if i in places]
         return msgspec.structs.replace(message, **changes)
 
 
@@ -241,11 +249,15 @@ class DetokenizePartial(_Counting):
         if not is_known.any():
             return None
         counts = np.frombuffer(bytes_of(message.counts), "<i4")
+        starts = np.frombuffer(bytes_of(message.starts), "<i4")
+        begins = is_known[(starts == 0) & (counts > 0)].tolist()
         ids = np.frombuffer(bytes_of(message.ids), "<i4")
         return m.Settled(
             seqs=seqs[is_known].tobytes(),
-            starts=np.frombuffer(bytes_of(message.starts), "<i4")[is_known].tobytes(),
+            starts=starts[is_known].tobytes(),
             counts=counts[is_known].tobytes(),
             ids=ids[np.repeat(is_known, counts)].tobytes(),
             finishes=np.frombuffer(bytes_of(message.finishes), "u1")[is_known].tobytes(),
+            firsts=[first for first, keep in zip(message.firsts, begins, strict=False) if keep],
+            settled_s=message.settled_s,
         )

@@ -34,8 +34,9 @@ def run(launch: m.Launch) -> None:
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
         runner = _load(launch)
-        fields = {"model": launch.model_dir, "blocks": runner.facts.num_blocks, "kernels": runner.program.name}
-        stage.log.info("loaded", extra={"fields": fields})
+        stage.log.info(
+            "loaded model=%s blocks=%d kernels=%r", launch.model_dir, runner.facts.num_blocks, runner.program.name
+        )
         stage.ready(runner.facts)
         try:
             _serve(stage, runner)
@@ -88,7 +89,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
 def _publish(
     stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_since: float, counting: Counting
 ) -> float:
-    """Compute a step and send its result. Returns when it was computed, by time.monotonic()."""
+    """Compute a step and send its result. Returns when it was computed, by the stage's clock."""
     began = stage.tape.monotonic()
     sampled = runner.step(step, stage.arrays.take)
     ended = stage.tape.monotonic()

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 
 from pipeline import exposition
 from pipeline import messages as m
+from pipeline.config.settings import Gateway as GatewaySettings
 from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.errors import ApiError, shown
@@ -75,10 +76,10 @@ class Api:
         doors: Doors,
         requests: Requests,
         desk: HealthDesk,
-        stats: StatsDesk,
         aborts: AbortDesk,
+        stats: StatsDesk,
         limits: parse.Limits,
-        max_body: int,
+        settings: GatewaySettings,
     ) -> None:
         self._doors = doors
         self._stats = stats
@@ -86,7 +87,8 @@ class Api:
         self._desk = desk
         self._aborts = aborts
         self._limits = limits
-        self._max_body = max_body
+        self._max_body = settings.max_body_bytes
+        self._patience_s = settings.slow_client_timeout_s
         self._created = int(time.time())
 
     def app(self) -> web.Application:
@@ -134,13 +136,14 @@ class Api:
         name = names.of_headers(request.headers)
         body = await self._body(request)
         ask = parser(body, self._limits)
-        ask = msgspec.structs.replace(ask, received_s=received_s, request_id=name or ask.request_id)
+        if name is not None:
+            ask = msgspec.structs.replace(ask, request_id=name)
         self._doors.enter()
-        call = self._requests.open(ask)
+        call = self._requests.open(ask, received_s)
         try:
             if ask.stream:
-                return await writing.send_stream(request, call)
-            return await writing.send_whole(request, call, body_of)
+                return await writing.send_stream(request, call, self._patience_s)
+            return await writing.send_whole(request, call, self._patience_s, body_of)
         except ConnectionError:
             return web.Response()  # nobody reads it
         finally:
@@ -199,18 +202,18 @@ class Api:
         body = health.body_of(answer, status, reason, self._requests.num_open)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def metrics(self, request: web.Request) -> web.StreamResponse:
-        stats = await self._stats.ask()
-        if stats is None:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the supervisor did not answer in time", code="late")
-        return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
-
     async def load(self, request: web.Request) -> web.StreamResponse:
         return _json({"server_load": self._requests.num_calls})
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
         asked = parse.decode(_aborts, await self._body(request), {})
         return _json(await self._aborts.abort(asked.request_ids))
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.ask()
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the supervisor did not answer in time", code="late")
+        return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _json({"version": VERSION})

@@ -71,9 +71,6 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     """The client's own."""
     timings: bool = False
-    """The reply says where its time went."""
-    received_s: float = 0.0
-    """When the client began to ask, by time.monotonic(); 0 where nobody has noted it."""
 
     @property
     def is_lookup(self) -> bool:
@@ -256,8 +253,8 @@ def _ask(
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
-        timings=bool(body.timings),
         request_id=names.checked(body.request_id, "request_id"),
+        timings=bool(body.timings),
     )
 
 

@@ -46,6 +46,8 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    is_resumed: bool = False
+    """Its first ids came from the client; only their text's length will be told."""
     first: m.FirstTimes | None = None
     first_s: float = 0.0
     """When its first ids came, by time.monotonic(); as below."""
@@ -55,10 +57,6 @@ class Sequence(msgspec.Struct, eq=False):
     """When schedule sent its closing."""
     sent_s: float = 0.0
     """When detokenize did."""
-    ended_s: float = 0.0
-    """When it came here."""
-    is_resumed: bool = False
-    """Its first ids came from the client; only their text's length will be told."""
 
     @property
     def num_ids(self) -> int:
@@ -95,9 +93,9 @@ class Request(msgspec.Struct, eq=False):
     """Its client has left."""
     is_called_off: bool = False
     """Somebody asked for its end; its client is still there, and is told."""
-    is_rejected: bool = False
     prompt_text: str | None = None
     token_strs: list[str] | None = None
+    is_rejected: bool = False
     began_s: float = 0.0
     """As `Accepted` has it."""
     done_s: float = 0.0
@@ -128,15 +126,15 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int = 0, received_s: float = 0.0) -> None:
         self.ask = ask
         self.number = number
         """Of the gateway's calls."""
-        self._stage = stage
-        tape = stage.tape
-        self.received_s = ask.received_s or tape.monotonic()
+        self.received_s = received_s
         """When its client began to ask, by time.monotonic()."""
+        self._stage = stage
         self.trace = stage.trace
+        tape = stage.tape
         prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
         self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
         self.created = int(tape.time())
@@ -173,9 +171,16 @@ class Call:
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
 
-    def told(self, what: str, data: bytes) -> bytes:
-        """Note for recordings what is given out to the client now, and by what name. Returns it."""
+    def now_s(self) -> float:
+        """The stage's clock."""
+        return self._stage.tape.monotonic()
+
+    def tells(self, what: str) -> None:
+        """Note for recordings that a part of the response, of this name, is made now."""
         self._stage.tape.event(what, self.number)
+
+    def told(self, data: bytes) -> bytes:
+        """Note for recordings what the client is sent. Returns it."""
         self._stage.tape.told(self.number, data)
         return data
 
@@ -215,7 +220,7 @@ class Requests:
         self._stage = stage
         self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
-        self._num_opened = 0
+        self.num_opened = 0
         """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
         self._names: dict[str, list[Call]] = {}
@@ -245,11 +250,15 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
-    def open(self, ask: Ask) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
-        begin_s = time.monotonic()
+    def open(self, ask: Ask, received_s: float | None = None) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
+        `received_s`: when the client began to ask, by time.monotonic(); None is now."""
+        begin_s = time.monotonic() if received_s is None else received_s
+        self.num_opened += 1
+        if self._stage.tape.is_recording:
+            self._stage.tape.event("open", self.num_opened, msgspec.msgpack.encode((ask, begin_s)))
         try:
-            call = self._open(ask)
+            call = self._open(ask, begin_s)
         except ApiError:
             self.counting.num_overloaded += 1
             raise
@@ -258,11 +267,8 @@ class Requests:
             self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
         return call
 
-    def _open(self, ask: Ask) -> Call:
+    def _open(self, ask: Ask, received_s: float) -> Call:
         tape = self._stage.tape
-        self._num_opened += 1
-        if tape.is_recording:
-            tape.event("open", self._num_opened, msgspec.msgpack.encode(ask))
         if self._owed:
             raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -270,7 +276,7 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask, self._stage, self._num_opened)
+        call = Call(ask, self._stage, self.num_opened, received_s)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
@@ -298,7 +304,7 @@ class Requests:
             self._table[request.id] = request
             self._idle.clear()
             if request.generates:
-                self.counting.opened(1, ask.n, ask.max_tokens)
+                self.counting.opened(ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -362,8 +368,8 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
-            request.began_s, request.done_s = message.began_s, message.done_s
             request.prompt_text, request.token_strs = message.text, message.token_strs
+            request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
             if request.call.ask.echo:
                 request.echo()
@@ -423,7 +429,7 @@ class Requests:
                 sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
                 marked.append(request_id)
-                sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
+                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
         for last_s, times in gaps.items():
@@ -477,7 +483,7 @@ class Requests:
         self._close_if_over(request)
 
     def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
-        """A sequence has ended."""
+        """A sequence has ended. Prompts that are looked up alone are not counted."""
         if not request.generates:
             return
         if request.is_aborted:
@@ -487,10 +493,12 @@ class Requests:
         elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
             self.counting.ended(finish)
         else:
-            now_s = time.monotonic()
+            now_s = self._stage.tape.monotonic()
             num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
             decode_s = sequence.last_s - sequence.first_s
             self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
+            if request.is_finished:
+                self.counting.longest(max(one.num_ids for one in request.sequences))
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call
