@@ -1,7 +1,7 @@
 """The HTTP routes.
 
 POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /abort_requests
-GET /v1/models, /v1/models/{model}, /health, /load, /version
+GET /v1/models, /v1/models/{model}, /health, /load, /metrics, /version
 
 Each is told in docs/http.md.
 """
@@ -17,12 +17,14 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from pipeline import exposition
 from pipeline import messages as m
 from pipeline.config.settings import Gateway as GatewaySettings
 from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.requests import Call, Requests
 from pipeline.version import VERSION
 
@@ -75,10 +77,12 @@ class Api:
         requests: Requests,
         desk: HealthDesk,
         aborts: AbortDesk,
+        stats: StatsDesk,
         limits: parse.Limits,
         settings: GatewaySettings,
     ) -> None:
         self._doors = doors
+        self._stats = stats
         self._requests = requests
         self._desk = desk
         self._aborts = aborts
@@ -97,6 +101,7 @@ class Api:
                 web.get("/v1/models", self.models, expect_handler=_expect),
                 web.get("/v1/models/{model:.+}", self.model, expect_handler=_expect),
                 web.get("/health", self.health, expect_handler=_expect),
+                web.get("/metrics", self.metrics, expect_handler=_expect),
                 web.get("/version", self.version, expect_handler=_expect),
                 web.post("/tokenize", self.tokenize, expect_handler=_expect),
                 web.post("/detokenize", self.detokenize, expect_handler=_expect),
@@ -126,6 +131,7 @@ class Api:
     ) -> web.StreamResponse:
         """One call from body to response. Whichever way it ends, what is still open is aborted: aiohttp cancels this
         task as soon as the client leaves."""
+        received_s = time.monotonic()
         self._doors.enter()
         name = names.of_headers(request.headers)
         body = await self._body(request)
@@ -133,7 +139,7 @@ class Api:
         if name is not None:
             ask = msgspec.structs.replace(ask, request_id=name)
         self._doors.enter()
-        call = self._requests.open(ask)
+        call = self._requests.open(ask, received_s)
         try:
             if ask.stream:
                 return await writing.send_stream(request, call, self._patience_s)
@@ -202,6 +208,12 @@ class Api:
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
         asked = parse.decode(_aborts, await self._body(request), {})
         return _json(await self._aborts.abort(asked.request_ids))
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.ask()
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the supervisor did not answer in time", code="late")
+        return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _json({"version": VERSION})

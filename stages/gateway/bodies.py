@@ -50,6 +50,8 @@ class Body(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     request_id: str | None = None
     """The client's own name for it; a header, X-Request-Id, wins."""
+    timings: bool | None = None
+    """Ours: the reply says where its time went."""
 
 
 B = TypeVar("B", bound=msgspec.Struct)

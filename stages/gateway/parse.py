@@ -7,12 +7,13 @@ model's length (a prompt that is too long, ids beyond the vocabulary) is ingest'
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import numpy as np
 
 from pipeline import messages as m
+from pipeline import protocol as p
 from pipeline.stages.gateway import errors, names
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
@@ -60,6 +61,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     text: m.TextOptions
     stream: bool
     include_usage: bool
+    outputs: list[bytes] = []
+    """int32; output ids that the client has already, one entry a sequence; none of them for a fresh request"""
     echo: bool = False
     """The prompt's text comes before the output's."""
     prompt_options: m.PromptOptions = m.PromptOptions()
@@ -67,6 +70,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The field that holds the prompts."""
     request_id: str | None = None
     """The client's own."""
+    timings: bool = False
 
     @property
     def is_lookup(self) -> bool:
@@ -158,6 +162,38 @@ def _lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limit
     )
 
 
+def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
+    """Read a request that came over ZeroMQ. The same rules, and the same words. Raises ApiError."""
+    params = generate.params
+    fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
+    try:
+        body = msgspec.convert({"model": generate.model or limits.model, **fields}, Body)
+    except msgspec.ValidationError as error:
+        raise errors.of_validation(error) from error
+    match generate.prompt:
+        case p.TextPrompt(text):
+            prompt: m.Prompt = m.TextPrompt(text)
+        case p.TokensPrompt(ids):
+            prompt = m.IdsPrompt(_whole_ids(ids, "prompt"))
+        case p.ChatPrompt(messages, add_generation_prompt):
+            chat = [_message(i, Message(one.role, one.content, one.name)) for i, one in enumerate(messages)]
+            prompt = m.ChatPrompt(chat, add_generation_prompt)
+        case _:
+            assert_never(generate.prompt)
+    ask = _ask(body, [prompt], params.max_tokens, limits, is_chat=isinstance(prompt, m.ChatPrompt))
+    if generate.received and len(generate.received) != ask.n:
+        message = f"'received' must have the ids of each of n = {ask.n} sequences, not of {len(generate.received)}"
+        raise invalid("received", message, "invalid_value")
+    outputs = [_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)]
+    return msgspec.structs.replace(ask, stream=True, outputs=outputs)
+
+
+def _whole_ids(packed: bytes, param: str) -> bytes:
+    if len(packed) % 4:
+        raise invalid(param, f"'{param}' must be packed int32: {len(packed)} bytes are no whole number of ids")
+    return packed
+
+
 def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
     """A body as its struct. Raises ApiError where it is none, or asks for what is not supported."""
     try:
@@ -218,6 +254,7 @@ def _ask(
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         request_id=names.checked(body.request_id, "request_id"),
+        timings=bool(body.timings),
     )
 
 

@@ -11,7 +11,6 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 
 import asyncio
 import re
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,9 +21,14 @@ import msgspec
 import numpy as np
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
+from pipeline.stages.gateway import timings
+from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.timings import RecentCalls
+from pipeline.tracing import Args
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
@@ -42,6 +46,17 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    is_resumed: bool = False
+    """Its first ids came from the client; only their text's length will be told."""
+    first: m.FirstTimes | None = None
+    first_s: float = 0.0
+    """When its first ids came, by time.monotonic(); as below."""
+    last_s: float = 0.0
+    """When the newest came."""
+    settled_s: float = 0.0
+    """When schedule sent its closing."""
+    sent_s: float = 0.0
+    """When detokenize did."""
 
     @property
     def num_ids(self) -> int:
@@ -55,6 +70,8 @@ class Sequence(msgspec.Struct, eq=False):
 
     def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int) -> None:
         """Append what is new: a request that was driven again repeats itself from some earlier place."""
+        if self.is_resumed:
+            self.num_chars, self.is_resumed = text_offset, False
         assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta left something out"
         if new := text[self.num_chars - text_offset :]:
             self.pending.append(new)
@@ -78,6 +95,10 @@ class Request(msgspec.Struct, eq=False):
     """Somebody asked for its end; its client is still there, and is told."""
     prompt_text: str | None = None
     token_strs: list[str] | None = None
+    is_rejected: bool = False
+    began_s: float = 0.0
+    """As `Accepted` has it."""
+    done_s: float = 0.0
 
     @property
     def id(self) -> int:
@@ -105,11 +126,18 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int = 0, received_s: float = 0.0) -> None:
         self.ask = ask
+        self.number = number
+        """Of the gateway's calls."""
+        self.received_s = received_s
+        """When its client began to ask, by time.monotonic()."""
+        self._stage = stage
+        self.trace = stage.trace
+        tape = stage.tape
         prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
-        self.id = f"{prefix}-{ask.request_id or secrets.token_hex(16)}"
-        self.created = int(time.time())
+        self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
+        self.created = int(tape.time())
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -142,6 +170,19 @@ class Call:
     @property
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
+
+    def now_s(self) -> float:
+        """The stage's clock."""
+        return self._stage.tape.monotonic()
+
+    def tells(self, what: str) -> None:
+        """Note for recordings that a part of the response, of this name, is made now."""
+        self._stage.tape.event(what, self.number)
+
+    def told(self, data: bytes) -> bytes:
+        """Note for recordings what the client is sent. Returns it."""
+        self._stage.tape.told(self.number, data)
+        return data
 
     def fail(self, error: ApiError) -> None:
         """The call ends with an error; the first one counts, and none once it has finished."""
@@ -177,8 +218,10 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingest = stage.outbox("ingest")
+        self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
+        self.num_opened = 0
+        """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
         self._names: dict[str, list[Call]] = {}
         """Calls whose responses are not over, by their names. Clients may give two calls one name."""
@@ -186,11 +229,16 @@ class Requests:
         """Calls for output whose responses are not over."""
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
-        self._max_open = stage.settings.gateway.max_open_requests
+        self._max_open = topology.max_open_of_one(stage.settings)
         """Sequences"""
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
         self._idle.set()
+        self._trace = stage.trace
+        self.counting = Counting()
+        self.recent = RecentCalls()
+        stage.asides.own_counts = lambda: self.counting.counts(self.num_open)
+        stage.asides.find_call = self.recent.find
 
     @property
     def num_open(self) -> int:
@@ -202,8 +250,25 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
-    def open(self, ask: Ask) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+    def open(self, ask: Ask, received_s: float | None = None) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
+        `received_s`: when the client began to ask, by time.monotonic(); None is now."""
+        begin_s = time.monotonic() if received_s is None else received_s
+        self.num_opened += 1
+        if self._stage.tape.is_recording:
+            self._stage.tape.event("open", self.num_opened, msgspec.msgpack.encode((ask, begin_s)))
+        try:
+            call = self._open(ask, begin_s)
+        except ApiError:
+            self.counting.num_overloaded += 1
+            raise
+        if self._trace.on:
+            requests = [request.id for request in call.requests]
+            self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
+        return call
+
+    def _open(self, ask: Ask, received_s: float) -> Call:
+        tape = self._stage.tape
         if self._owed:
             raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -211,32 +276,34 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask)
+        call = Call(ask, self._stage, self.num_opened, received_s)
         self._name(call)
-        seed = secrets.randbits(64) if ask.seed is None else ask.seed
+        seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
-                request_id=secrets.randbits(63),
+                request_id=tape.randbits(63),
                 attempt=FIRST_ATTEMPT,
                 gateway=self._stage.replica,
-                arrival_s=time.time(),
+                arrival_s=tape.time(),
                 prompt=prompt,
                 n=ask.n,
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
+                outputs=list(ask.outputs),
                 prompt_options=ask.prompt_options,
             )
-            if not self._ingest.send(submit):
+            if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
                 raise overloaded("its stages take no more messages")
-            request = Request(submit, call, [Sequence() for _ in range(ask.n)])
+            request = Request(submit, call, _sequences(ask))
             call.requests.append(request)
             call.sequences += request.sequences
             call.num_open += 1
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
+            self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -244,8 +311,11 @@ class Requests:
         """The response is over, whole or not: abort what is still open, and settle what is closed."""
         if call.is_over:
             return
+        self._stage.tape.event("leave", call.number)
         call.is_over = True
         self._unname(call)
+        if call.is_finished and call.failure is None:
+            self.recent.keep(timings.times_of(call, time.monotonic()))
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
@@ -294,6 +364,7 @@ class Requests:
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
             request.prompt_text, request.token_strs = message.text, message.token_strs
+            request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
             if request.call.ask.echo:
                 request.echo()
@@ -317,13 +388,21 @@ class Requests:
         if not request.is_aborted:
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
+        request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
 
     def deltas(self, message: m.Deltas) -> None:
         """Text and ids of some sequences."""
         begin = 0
+        now_s = self._stage.tape.monotonic()
+        firsts = iter(message.firsts)
+        gaps: dict[float, int] = {}
+        """By when the ids before came: those of one message came together, so these are few."""
+        marked: list[int] = []
+        """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
+            first = next(firsts, None) if message.id_offsets[i] == 0 and message.num_ids[i] else None
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
             finish = message.finishes[i]
@@ -337,12 +416,27 @@ class Requests:
             if not call.is_over:
                 sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i])
                 call.has_begun = True
+                if sequence.last_s:
+                    gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
+                elif message.num_ids[i]:
+                    sequence.first, sequence.first_s = first, now_s
+                    self.counting.first_s.observe(now_s - call.received_s)
+                    marked.append(request_id)
+                sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
+                marked.append(request_id)
+                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
+        for last_s, times in gaps.items():
+            self.counting.gap_s.observe(now_s - last_s, times)
+        if self._trace.on:
+            args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
+            self._trace.span("deltas", now_s, time.monotonic(), args, marked)
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
+        self._stage.tape.event("fail all")
         for call in {id(request.call): request.call for request in self._table.values()}.values():
             call.fail(error)
 
@@ -381,7 +475,22 @@ class Requests:
             request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
         sequence.finish = finish
         sequence.stop_reason = stop_reason
+        self._count(request, sequence, finish)
         self._close_if_over(request)
+
+    def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
+        """A sequence has ended."""
+        if request.is_aborted:
+            self.counting.ended(m.Finish.ABORT)
+        elif request.is_rejected:
+            self.counting.rejected()
+        elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
+            self.counting.ended(finish)
+        else:
+            now_s = self._stage.tape.monotonic()
+            num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
+            decode_s = sequence.last_s - sequence.first_s
+            self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call
@@ -419,17 +528,26 @@ class Requests:
         if request.generates:
             self._disown(request.id, request.submit.attempt)
         else:
-            self._send(self._ingest, m.Abort(request.id, request.submit.attempt))
+            self._send(self._ingest_of(request.id), m.Abort(request.id, request.submit.attempt))
 
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
         abort = m.Abort(request_id, attempt)
-        self._send(self._ingest, abort)
+        self._send(self._ingest_of(request_id), abort)
         self._send(self._schedule, abort)
+
+    def _ingest_of(self, request_id: int) -> Any:
+        return self._ingests[topology.shard(request_id, len(self._ingests))]
 
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
+
+
+def _sequences(ask: Ask) -> list[Sequence]:
+    if not ask.outputs:
+        return [Sequence() for _ in range(ask.n)]
+    return [Sequence(ids=bytearray(ids), is_resumed=True) for ids in ask.outputs]
 
 
 def seed_of(seed: int, prompt: int) -> int:

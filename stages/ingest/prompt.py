@@ -7,6 +7,7 @@
 """
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeline.messages import (
     ChatPrompt,
     ExecuteFacts,
     Failure,
+    Finish,
     IdsPrompt,
     Prompt,
     PromptOptions,
@@ -61,6 +63,7 @@ class Prompts:
         facts: ExecuteFacts,
         template: ChatTemplate | None = None,
         broken_template: str = "this model has no chat template: use /v1/completions",
+        eos_ids: Collection[int] = (),
     ) -> None:
         # Threads share the tokenizer, so nothing may set these on the way.
         tokenizer.no_truncation()
@@ -68,14 +71,18 @@ class Prompts:
         self._tokenizer = tokenizer
         self._template = template
         self._broken_template = broken_template
+        self._eos_ids = eos_ids
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
         self._max_id_bytes = longest_id_bytes(tokenizer)
 
-    def encode(self, prompt: ChatPrompt | TextPrompt, options: PromptOptions = PLAIN) -> Ids:
-        """The ids of a chat or a text, [n]. Chat templates write their special tokens themselves. Raises Refusal."""
+    def encode(
+        self, prompt: ChatPrompt | TextPrompt, options: PromptOptions = PLAIN, now_s: float | None = None
+    ) -> Ids:
+        """The ids of a chat or a text, [n]. Chat templates write their special tokens themselves; `now_s` is the time
+        of those that write it, Unix seconds. Raises Refusal."""
         is_chat = isinstance(prompt, ChatPrompt)
-        text = self._render(prompt, options) if isinstance(prompt, ChatPrompt) else prompt.text
+        text = self._render(prompt, options, now_s) if isinstance(prompt, ChatPrompt) else prompt.text
         self._check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
         try:
@@ -115,6 +122,25 @@ class Prompts:
             raise Refusal(Failure(400, message, "max_tokens", "context_length_exceeded"))
         return submit.max_tokens
 
+    def check_outputs(self, outputs: Sequence[Ids], submit: Submit, max_tokens: int) -> bytes:
+        """Check output ids that the client has already, one array a sequence. Returns a `Finish` for each, uint8: STOP
+        where the last id ends the sequence. Raises Refusal."""
+        stops = set(submit.sampling.stop_token_ids)
+        if not submit.sampling.ignore_eos:
+            stops.update(self._eos_ids)
+        finishes = bytearray()
+        for index, ids in enumerate(outputs):
+            if len(ids) > max_tokens:
+                raise _of_outputs(index, f"has {len(ids)} ids, more than the {max_tokens} that may be generated")
+            if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
+                wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
+                raise _of_outputs(index, f"has token id {wrong}, not one of the model's 0..{self._vocab_size - 1}")
+            ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
+            if ends and ends[0] < len(ids) - 1:
+                raise _of_outputs(index, f"goes on after token id {ids[ends[0]]}, which ends a sequence")
+            finishes.append(Finish.STOP if ends else Finish.NONE)
+        return bytes(finishes)
+
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
         """Refuse ids that the model does not have, and say where the first one stands if the client wrote them."""
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
@@ -135,7 +161,7 @@ class Prompts:
         if self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
             raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
 
-    def _render(self, prompt: ChatPrompt, options: PromptOptions) -> str:
+    def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None) -> str:
         if self._template is None:
             raise Refusal(Failure(400, self._broken_template, "messages"))
         if not prompt.messages:
@@ -145,7 +171,10 @@ class Prompts:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
             return self._template.render(
-                prompt.messages, add_generation_prompt=prompt.add_generation_prompt, max_chars=max_chars
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                max_chars=max_chars,
+                now_s=now_s,
             )
         except TemplateFailure as failure:
             raise Refusal(Failure(400, str(failure), "messages")) from failure
@@ -165,14 +194,14 @@ def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer) -> Prompts:
     config = ModelConfig.load(folder)
     path = folder / "chat_template.jinja"
     if not path.is_file():
-        return Prompts(tokenizer, facts)
+        return Prompts(tokenizer, facts, eos_ids=config.eos_ids)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
     try:
         template = ChatTemplate(path.read_text(encoding="utf-8"), bos_token or "", eos_token or "")
     except TemplateFailure as failure:
-        return Prompts(tokenizer, facts, broken_template=str(failure))
-    return Prompts(tokenizer, facts, template)
+        return Prompts(tokenizer, facts, broken_template=str(failure), eos_ids=config.eos_ids)
+    return Prompts(tokenizer, facts, template, eos_ids=config.eos_ids)
 
 
 def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
@@ -218,3 +247,7 @@ def _param(prompt: Prompt) -> str:
 
 def _refusal(message: str, prompt: Prompt) -> Refusal:
     return Refusal(Failure(400, message, _param(prompt)))
+
+
+def _of_outputs(index: int, problem: str) -> Refusal:
+    return Refusal(Failure(400, f"received[{index}] {problem}", "received"))

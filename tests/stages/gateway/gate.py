@@ -33,6 +33,7 @@ class Gate:
         siblings: int = 0,
         rig: type[Rig] = Rig,
         send_buffer_bytes: int = 0,
+        record: Path | None = None,
         **gateway: Any,
     ) -> None:
         ModelConfig(
@@ -58,7 +59,14 @@ class Gate:
         self.address: tuple[str, int] = listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._start = start
-        self.rig = rig("gateway", Settings(gateway=Gateway(**gateway)), folder, listener.detach(), siblings)
+        self.rig = rig(
+            "gateway",
+            Settings(gateway=Gateway(**gateway)),
+            folder,
+            listen_fd=listener.detach(),
+            siblings=siblings,
+            record=record,
+        )
         self._threads = ThreadPoolExecutor(32)
         self._chars: dict[tuple[int, int], int] = {}
         self._ids: dict[tuple[int, int], int] = {}

@@ -26,7 +26,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def ask(rig: Rig, prompt: m.Prompt, options: PromptOptions, max_tokens: int | None = 0) -> None:
-    submit = m.Submit(1, 1, 0, 0.0, prompt, 1, max_tokens, m.Sampling(), m.TextOptions(), options)
+    submit = m.Submit(1, 1, 0, 0.0, prompt, 1, max_tokens, m.Sampling(), m.TextOptions(), prompt_options=options)
     rig.send(submit, "gateway.0")
 
 
@@ -95,7 +95,9 @@ class TestLookups:
             for request_id in (1, 2):  # the first keeps the one thread
                 text = m.TextPrompt("a long story of the sea. " * 8000)
                 options = PromptOptions(any_length=True)
-                submit = m.Submit(request_id, 1, 0, 0.0, text, 1, 0, m.Sampling(), m.TextOptions(), options)
+                submit = m.Submit(
+                    request_id, 1, 0, 0.0, text, 1, 0, m.Sampling(), m.TextOptions(), prompt_options=options
+                )
                 rig.send(submit, "gateway.0")
             rig.send(m.Abort(2, 1), "gateway.0")
             rejected = rig.receive("gateway", m.Rejected)

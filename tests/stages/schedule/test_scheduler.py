@@ -23,8 +23,9 @@ MAX_STEPS = 20_000
 class Bench:
     """A scheduler and a fake executor, with what detokenize would have received."""
 
-    def __init__(self, limits: Limits, depth: int) -> None:
-        self.scheduler = Scheduler(limits)
+    def __init__(self, limits: Limits, depth: int, num_detokenize: int = 1) -> None:
+        self.num_detokenize = num_detokenize
+        self.scheduler = Scheduler(limits, num_detokenize=num_detokenize)
         self.executor = FakeExecutor(limits.num_blocks)
         self.depth = depth
         self.steps: deque[m.Step] = deque()
@@ -94,10 +95,15 @@ class Bench:
             assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
 
     def report(self, sent: bool = True) -> None:
-        message = self.scheduler.outgoing.report()
+        """Tell every replica of detokenize, or find each of their edges full."""
+        for replica in range(self.num_detokenize):
+            self.report_to(replica, sent)
+
+    def report_to(self, replica: int, sent: bool) -> None:
+        message = self.scheduler.outgoing.report(replica)
         if message is None or not sent:
             return
-        self.scheduler.outgoing.reported()
+        self.scheduler.outgoing.reported(replica)
         ids = np.frombuffer(_bytes(message.ids), np.int32).tolist()
         for seq, start, num, finish in zip(
             np.frombuffer(_bytes(message.seqs), np.uint64).tolist(),
@@ -106,6 +112,7 @@ class Bench:
             np.frombuffer(_bytes(message.finishes), np.uint8).tolist(),
             strict=True,
         ):
+            assert seq % self.num_detokenize == replica, "a sequence belongs to one replica"
             assert seq not in self.finished, "an entry came after the closing"
             assert start == len(self.received[seq]), "ids were lost or repeated"
             self.received[seq] += ids[:num]
@@ -540,8 +547,11 @@ class Histories(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([16, 24, 64, 200]),
         prefix_caching=st.booleans(),
+        num_detokenize=st.integers(1, 3),
     )
-    def start(self, depth: int, num_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool) -> None:
+    def start(
+        self, depth: int, num_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, num_detokenize: int
+    ) -> None:
         self.bench = Bench(
             Limits(
                 num_blocks=num_blocks,
@@ -551,6 +561,7 @@ class Histories(RuleBasedStateMachine):
                 prefix_caching=prefix_caching,
             ),
             depth,
+            num_detokenize,
         )
         self.known: list[int] = []
 
@@ -592,9 +603,9 @@ class Histories(RuleBasedStateMachine):
     def answer(self) -> None:
         self.bench.answer()
 
-    @rule(sent=st.booleans())
-    def report(self, sent: bool) -> None:
-        self.bench.report(sent)
+    @rule(sent=st.booleans(), replica=st.integers(0, 2))
+    def report(self, sent: bool, replica: int) -> None:
+        self.bench.report_to(replica % self.bench.num_detokenize, sent)
 
     @rule(turns=st.integers(1, 12))
     def turn(self, turns: int) -> None:
