@@ -303,7 +303,8 @@ class Requests:
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
-            self.counting.opened(1, ask.n, ask.max_tokens)
+            if not ask.is_lookup:
+                self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -314,7 +315,7 @@ class Requests:
         self._stage.tape.event("leave", call.number)
         call.is_over = True
         self._unname(call)
-        if call.is_finished and call.failure is None:
+        if call.is_finished and call.failure is None and not call.ask.is_lookup:
             self.recent.keep(timings.times_of(call, time.monotonic()))
         for request in call.requests:
             if request.is_closed:
@@ -479,7 +480,9 @@ class Requests:
         self._close_if_over(request)
 
     def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
-        """A sequence has ended."""
+        """A sequence has ended. A lookup is none."""
+        if request.call.ask.is_lookup:
+            return
         if request.is_aborted:
             self.counting.ended(m.Finish.ABORT)
         elif request.is_rejected:

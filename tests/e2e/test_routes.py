@@ -75,6 +75,20 @@ def test_an_echo_of_no_output_needs_no_step(server: Server) -> None:
     assert server.until_idle()["counters"] == before
 
 
+def test_lookups_are_no_requests_in_the_metrics(server: Server) -> None:
+    def counted() -> dict[str, str]:
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        names = ("vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:e2e_request_latency_seconds_count")
+        return dict(line.rsplit(" ", 1) for line in lines if line.startswith(names))
+
+    before = counted()
+    assert len(before) >= 3
+    post(server, "/tokenize", {"prompt": "x"})
+    post(server, "/detokenize", {"tokens": [1]})
+    server.until_idle()
+    assert counted() == before
+
+
 async def test_streams_that_are_aborted_end_with_a_reason_and_leave_nothing(server: Server) -> None:
     body = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     begun = [asyncio.Event() for _ in range(6)]
