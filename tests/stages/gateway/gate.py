@@ -31,6 +31,7 @@ class Gate:
         *,
         start: bool = True,
         siblings: int = 0,
+        record: Path | None = None,
         rig: type[Rig] = Rig,
         send_buffer_bytes: int = 0,
         record: Path | None = None,
@@ -158,6 +159,11 @@ class Gate:
             ),
             "detokenize.0",
         )
+
+    def continue_at(self, submit: m.Submit, num_chars: int, num_ids: int, index: int = 0) -> None:
+        """The client has so much of a sequence already."""
+        self._chars[submit.request_id, index] = num_chars
+        self._ids[submit.request_id, index] = num_ids
 
     def finish(self, submit: m.Submit, text: str = "", index: int = 0, finish: m.Finish = m.Finish.STOP) -> None:
         self.delta(submit, text, index=index, finish=finish)
