@@ -34,7 +34,6 @@ class Gate:
         record: Path | None = None,
         rig: type[Rig] = Rig,
         send_buffer_bytes: int = 0,
-        record: Path | None = None,
         **gateway: Any,
     ) -> None:
         ModelConfig(
