@@ -34,8 +34,9 @@ from pipeline.version import VERSION
 
 T = TypeVar("T")
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A text, token ids, or the messages of a chat: mappings with role, content and perhaps name."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | p.Prompt
+"""A text, token ids, or the messages of a chat: mappings with role, content and perhaps name; or one as the wire has
+it."""
 Received = Sequence[int] | Sequence[Sequence[int]] | None
 """Output ids that the caller has already: of the one sequence, or of each of n."""
 
@@ -268,6 +269,11 @@ class AsyncClient:
         )
         self._heartbeat = self._loop.create_task(self._beat(welcome.heartbeat_s, welcome.silence_s))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is over, so that nothing can be asked any more."""
+        return self._lost is not None or self._is_closed
+
     # ----------------------------------------------------------------------------------------------------- requests
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, received: Received = None) -> Stream:
@@ -325,7 +331,10 @@ class AsyncClient:
         self._loop.remove_reader(self._monitor.fileno())
         self._monitor.close()
         self._socket.close()
-        await asyncio.to_thread(self._context.term)  # waits for the last words to leave
+        try:
+            await asyncio.to_thread(self._context.term)  # waits for the last words to leave
+        except RuntimeError:  # there are no threads to be had any more when the interpreter ends
+            self._context.term()
 
     # ------------------------------------------------------------------------------------------------------ inside
 
@@ -584,6 +593,8 @@ def _output(output: p.Output) -> Output:
 
 
 def _prompt(prompt: Any) -> p.Prompt:
+    if isinstance(prompt, p.Prompt):
+        return prompt
     if isinstance(prompt, str):
         return p.TextPrompt(prompt)
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
