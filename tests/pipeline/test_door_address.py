@@ -47,8 +47,11 @@ def test_what_is_no_address_is_said_with_the_key(setting: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "is_open"),
     [
-        *((one, False) for one in "auto off ipc://x tcp://127.0.0.1:9 tcp://localhost:9 tcp://[::1]:9".split()),
-        *((one, True) for one in "tcp://*:9 tcp://0.0.0.0:9 tcp://10.0.0.1:9".split()),
+        *(
+            (one, False)
+            for one in ["auto", "off", "ipc://x", "tcp://127.0.0.1:9", "tcp://localhost:9", "tcp://[::1]:9"]
+        ),
+        *((one, True) for one in ["tcp://*:9", "tcp://0.0.0.0:9", "tcp://10.0.0.1:9"]),
     ],
 )
 def test_an_address_that_other_machines_reach_is_remarked_on(setting: str, is_open: bool) -> None:
