@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import LLM, AsyncClient, AsyncLLM, RequestOutput, SamplingParams
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
-from tests.e2e.conftest import SMALL
+from tests.e2e.conftest import tiny
 from tests.e2e.scripts import alive
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -138,9 +138,8 @@ async def test_whoever_leaves_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, wa
 
 
 async def test_others_that_use_a_server_up_are_waited_for(tiny_model: Path) -> None:
-    settings = {"gateway": {"max_open_requests": 4}, "execute": SMALL}
     async with (
-        AsyncLLM(tiny_model, **settings) as own,
+        AsyncLLM(**tiny(tiny_model), gateway={"max_open_requests": 4}) as own,
         await AsyncClient.connect(own.address) as others,
         AsyncLLM.attach(own.address) as attached,
     ):
@@ -176,7 +175,7 @@ async def test_what_is_no_request_is_said(streams: AsyncLLM) -> None:
 
 
 async def test_one_may_be_made_before_there_is_a_loop_and_starts_at_once(tiny_model: Path) -> None:
-    llm = await asyncio.to_thread(AsyncLLM, tiny_model, execute=SMALL)
+    llm = await asyncio.to_thread(AsyncLLM, **tiny(tiny_model))
     assert llm.server is not None
     family = [psutil.Process(llm.server.pid)]
     with pytest.raises(UserError, match="not ready yet"):
@@ -216,7 +215,7 @@ async def test_a_start_that_fails_is_told_to_all_who_wait(tmp_path: Path) -> Non
 
 
 async def test_a_start_may_be_cancelled(tiny_model: Path) -> None:
-    llm = AsyncLLM(tiny_model, execute=SMALL)
+    llm = AsyncLLM(**tiny(tiny_model))
     assert llm.server is not None
     first = psutil.Process(llm.server.pid)
     starting = asyncio.create_task(llm.__aenter__())
