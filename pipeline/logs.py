@@ -16,7 +16,9 @@ class KeyValueFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields: dict[str, Any] = getattr(record, "fields", {})
-        line = f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {self._stage} {record.getMessage()}"
+        thread = record.threadName or ""
+        stage = thread.removeprefix("stage ") if thread.startswith("stage ") else self._stage  # see inline.py
+        line = f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {stage} {record.getMessage()}"
         for key, value in fields.items():
             text = str(value)
             line += f" {key}={text!r}" if " " in text else f" {key}={text}"

@@ -22,15 +22,22 @@ import zmq
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.admin import Door, Questions
+from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
 from pipeline.door_address import address_of as address_of_door
 from pipeline.door_address import check_free
+from pipeline.errors import UserError
+from pipeline.gather import Gatherer, ServerFacts
 from pipeline.health import HealthRound
+from pipeline.inline import InlineChild
 from pipeline.logs import open_log
+from pipeline.manner import Manner
 from pipeline.process import Child
 from pipeline.shm import segment
 from pipeline.stage import SUPERVISOR
+from pipeline.stats import ServerStats
 from pipeline.version import VERSION
 
 EXIT_OK = 0
@@ -48,7 +55,7 @@ POLL_S = 1.0
 """The longest that deadlines wait to be looked at."""
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, manner: Manner | None = None) -> int:
     """Run a server until it is told to stop. Returns the process's exit code.
 
     Raises OSError, in words for the user, where the address can't be listened on.
@@ -60,9 +67,11 @@ def serve(settings: Settings) -> int:
         for replica in range(settings.gateway.replicas):
             if (address := door_address(settings, listeners, replica)) is not None:
                 check_free(address)
-        supervisor = Supervisor(settings, listeners, log)
+        supervisor = Supervisor(settings, listeners, log, manner)
         try:
-            return supervisor.run(begun)
+            code = supervisor.run(begun)
+            supervisor.raise_inline()
+            return code
         finally:
             supervisor.close()
     finally:
@@ -116,11 +125,20 @@ class Stopping(Exception):
 class Supervisor:
     """Owns the process table, the segments and the listening sockets."""
 
-    def __init__(self, settings: Settings, listeners: list[socket.socket], log: logging.Logger) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listeners: list[socket.socket],
+        log: logging.Logger,
+        manner: Manner | None = None,
+    ) -> None:
         self._settings = settings
+        self._manner = manner or Manner()
         self._listeners = listeners
         """One for each gateway, in order."""
         self._gateways = topology.replicas_of(settings, "gateway")
+        host, port = listeners[0].getsockname()[:2]
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._log = log
         self._server = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -136,13 +154,18 @@ class Supervisor:
         self._drained: set[str] = set()
         """Gateways."""
         self._is_serving = False
+        self._is_ending = False
         self._first_health: m.Health | None = None
         self._rounds: dict[int, HealthRound] = {}
         self._next_nonce = 1
+        self._questions = Questions(lambda name, aside: self._outboxes[name].send(with_facts(aside, self._facts)))
+        self._gatherer = Gatherer(self._server, SUPERVISOR, self._questions)
+        self._door = Door(self._context, self._server, self._questions, self._gather_stats, self._names_of_ready)
         self._signals = _Signals()
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.fileno(), zmq.POLLIN)
         self._poller.register(self._signals.fileno(), zmq.POLLIN)
+        self._poller.register(self._door.fileno(), zmq.POLLIN)
 
     # ----------------------------------------------------------------------------------------------------- life
 
@@ -179,27 +202,26 @@ class Supervisor:
                     self._segments[name] = m.Segment(name, segment.create(name, size), size, False)
         for row in topology.TOPOLOGY:
             for replica in range(topology.num_replicas(settings, row.name)):
-                peers = topology.peers_of(row, self._addresses, settings)
+                peers = topology.peers_of(row, self._addresses, settings, replica)
                 self._spawn(self._launch(row.name, row.entry, peers, replica))
         self._turn_until(
             lambda: all(child.state == "ready" for child in self._children.values()),
-            settings.supervisor.start_timeout_s,
+            self._manner.patience_s(settings.supervisor.start_timeout_s),
             "stages to be ready",
         )
         assert self._facts is not None, "the executor was ready without facts"
         for name in reversed(self._flow()):  # the gateways last: what they let in finds everybody at work
             self._outboxes[name].send(m.Start(self._facts))
-        self._ask_health(SUPERVISOR, 0, settings.supervisor.start_timeout_s)
+        self._ask_health(SUPERVISOR, 0, self._manner.patience_s(settings.supervisor.start_timeout_s))
         self._turn_until(
             lambda: self._first_health is not None and self._first_health.status == "ok",
-            settings.supervisor.start_timeout_s,
+            self._manner.patience_s(settings.supervisor.start_timeout_s),
             "the first answers",
         )
         self._is_serving = True
         assert self._prepared is not None
-        host, port = self._listeners[0].getsockname()[:2]
         self._say(
-            f"ready on http://{f'[{host}]' if ':' in host else host}:{port}",
+            f"ready on {self._url}",
             model=settings.served_model_name or self._prepared.model_name,
             max_model_len=self._facts.max_model_len,
             kv_blocks=self._facts.num_blocks,
@@ -210,6 +232,7 @@ class Supervisor:
     def _watch(self) -> int:
         """Serve until a signal or a death, then end in order."""
         code = self._turn_until_stopped(lambda: False, float("inf"))
+        self._is_ending = True
         if code == EXIT_OK:
             timeout_s = self._settings.supervisor.drain_timeout_s
             self._say("draining", timeout_s=timeout_s)
@@ -258,12 +281,18 @@ class Supervisor:
             if not child.wait(max(MIN_STOP_S, end - time.monotonic())):
                 self._log.error(f"{child.name} did not stop within {timeout_s:g} s and is killed")
                 child.kill()
-            if child.exit_code:
+            if child.exit_code and child.name != self._manner.foreground:  # that may be stopped in a debugger
                 self._drain_inbox()
                 reason = self._reasons.get(child.name, child.describe_end())
                 self._log.error(f"{child.name} ended badly: {reason}")
                 well = False
         return well
+
+    def raise_inline(self) -> None:
+        """Raise what a stage raised that is a thread of this process, for a debugger to look at it."""
+        for child in self._children.values():
+            if isinstance(child, InlineChild) and child.error is not None and not isinstance(child.error, UserError):
+                raise child.error
 
     def close(self) -> None:
         """Kill what is left and give everything back."""
@@ -275,6 +304,7 @@ class Supervisor:
         os.close(self._death_write)
         self._signals.close()
         self._inbox.close()
+        self._door.close()
         for outbox in self._outboxes.values():
             outbox.close()
         self._context.term()
@@ -292,7 +322,7 @@ class Supervisor:
             for owner in (*own, *others):
                 one = self._segments[owner]
                 shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable=owner == name))
-        return m.Launch(
+        launch = m.Launch(
             stage=stage,
             replica=replica,
             rank=0,
@@ -306,11 +336,12 @@ class Supervisor:
             death_fd=self._death_read,
             listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
         )
+        return self._manner.launch(launch)
 
     def _spawn(self, launch: m.Launch) -> Child:
         num_cores = len(os.sched_getaffinity(0))
         num_threads = self._settings.execute.threads if launch.stage == "execute" else 0
-        child = Child(launch, num_threads or num_cores)
+        child = self._manner.start(launch, num_threads or num_cores)
         self._children[child.name] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
         self._outboxes[child.name] = Outbox(
@@ -341,6 +372,7 @@ class Supervisor:
                 code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
                 child.state = "dead"
                 self._poller.unregister(child.pidfd)  # it would stay readable
+                self._questions.lost(child.name)
                 what = f"{child.name} died" if self._is_serving else f"cannot start: {child.stage}"
                 self._log.error(f"{what}: {reason}")
                 raise Stopping(code)
@@ -371,14 +403,17 @@ class Supervisor:
                 raise Stopping(128 + number)
             self._check_children()
             self._end_rounds()
+            self._door.turn()
+            self._questions.end_late()
             now = time.monotonic()
             if now >= end:
                 late = ", ".join(child.name for child in self._children.values() if child.state == "starting")
                 self._log.error(f"gave up waiting for {what} after {timeout_s:g} s{f': {late}' if late else ''}")
                 raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
-            if self._inbox.wait(0):
-                continue  # its descriptor is edge-triggered, so look before sleeping on it
-            soonest = min([end, now + POLL_S, *(one.deadline for one in self._rounds.values())])
+            if self._inbox.wait(0) or self._door.has_message():
+                continue  # their descriptors are edge-triggered, so look before sleeping on them
+            rounds = (one.deadline for one in self._rounds.values())
+            soonest = min([end, now + POLL_S, *rounds, *self._questions.deadlines])
             self._poller.poll(max(0, round((soonest - now) * 1000)))
 
     def _drain_inbox(self) -> None:
@@ -406,8 +441,31 @@ class Supervisor:
                 if nonce in self._rounds:
                     self._rounds[nonce].answered(sender, message)
                     self._end_rounds()
+            case m.AskServerStats(nonce):
+                self._gather_stats(lambda stats: self._answer_stats(sender, nonce, stats))
+            case m.Answer():
+                self._questions.answered(sender, message)
             case _:
                 assert_never(message)
+
+    # ------------------------------------------------------------------------------------------------------ stats
+
+    def _names_of_ready(self) -> list[str]:
+        return [child.name for child in self._in_flow_order() if child.state == "ready"]
+
+    def _in_flow_order(self) -> list[Child]:
+        places = {name: place for place, name in enumerate(topology.FLOW)}
+        return sorted(self._children.values(), key=lambda child: (places.get(child.stage, -1), child.name))
+
+    def _answer_stats(self, asker: str, nonce: int, stats: ServerStats) -> None:
+        if asker in self._outboxes:
+            self._outboxes[asker].send(m.StatsAnswer(nonce, stats))
+
+    def _gather_stats(self, then: Callable[[ServerStats], None]) -> None:
+        name = self._settings.served_model_name or (self._prepared.model_name if self._prepared else "")
+        state = "draining" if self._is_ending else "serving" if self._is_serving else "starting"
+        facts = ServerFacts(name, self._url, state, self._facts)
+        self._gatherer.gather(facts, self._in_flow_order(), self._settings.supervisor.health_timeout_s, then)
 
     # ----------------------------------------------------------------------------------------------------- health
 

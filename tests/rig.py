@@ -43,7 +43,13 @@ class Rig:
     """
 
     def __init__(
-        self, stage: str, settings: Settings | None = None, model_dir: str | Path = "", listen_fd: int = -1
+        self,
+        stage: str,
+        settings: Settings | None = None,
+        model_dir: str | Path = "",
+        listen_fd: int = -1,
+        siblings: int = 0,
+        record: Path | None = None,
     ) -> None:
         self.settings = settings or Settings()
         self._server = f"rig-{os.getpid()}-{next(_numbers)}"
@@ -53,7 +59,9 @@ class Rig:
         names = ["supervisor.0", *others]
         addresses = {name: address_of(self._server, name, 1) for name in names}
         peers = topology.peers_of(row, addresses, self.settings)
-        # The first of a stage's replicas goes by the stage's name.
+        for replica in range(1, siblings + 1):  # the stage's other replicas
+            peers.append(m.Peer(f"{stage}.{replica}", address_of(self._server, f"{stage}.{replica}", 1), 64))
+        # The first of a neighbour's replicas goes by its stage's name.
         self._inboxes = {
             peer.name.removesuffix(".0"): Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])
             for peer in peers
@@ -89,6 +97,7 @@ class Rig:
             segments=segments,
             death_fd=death_read,
             listen_fd=listen_fd,
+            record=m.Record(0, str(record)) if record is not None else None,
         )
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"rig-{stage}", daemon=True)

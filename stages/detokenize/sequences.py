@@ -9,6 +9,7 @@ What a sequence has to tell waits in it until `sent`: entries that a full socket
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -16,8 +17,8 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline.stages.detokenize.stops import Judge, StopStrings
-from pipeline.stages.detokenize.text import Text
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.text import Text
+from pipeline.vocabulary import Vocabulary
 
 
 class Sequence:
@@ -32,6 +33,7 @@ class Sequence:
         "_text",
         "attempt",
         "finish",
+        "first",
         "gateway",
         "id_offset",
         "ids",
@@ -69,6 +71,8 @@ class Sequence:
         self.stop_reason: str | int | None = None
         self._stop_id: int | None = None
         """The id that stopped it, where it came with the opening."""
+        self.first: m.FirstTimes | None = None
+        """Goes with its first ids, like them until it was sent."""
         if outputs:
             self._resume(outputs, opening.finish)
 
@@ -131,6 +135,7 @@ class Sequence:
         self.texts = []
         self.id_offset += len(self.ids)
         self.ids = []
+        self.first = None
 
 
 class Sequences:
@@ -144,6 +149,8 @@ class Sequences:
         self._live: dict[int, Sequence] = {}
         self._unsent: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)
         """By gateway, then by `seq`."""
+        self._settled_s = 0.0
+        """When schedule sent the newest that was taken."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -162,16 +169,36 @@ class Sequences:
         self._unsent[sequence.gateway][opening.seq] = sequence
         return [] if opening.finish else [_end_of(sequence)]
 
+    @property
+    def num_unsent(self) -> int:
+        """Sequences with something that their gateway has not taken."""
+        return sum(map(len, self._unsent.values()))
+
+    def requests(self, seqs: list[int]) -> list[int]:
+        """Whose they are."""
+        return [self._live[seq].request_id for seq in seqs]
+
     def settle(
-        self, seqs: list[int], starts: list[int], counts: list[int], ids: list[int], finishes: list[int]
+        self,
+        seqs: list[int],
+        starts: list[int],
+        counts: list[int],
+        ids: list[int],
+        finishes: list[int],
+        firsts: Iterable[m.FirstTimes] = (),
+        settled_s: float = 0.0,
     ) -> list[m.Abort]:
-        """Take the arrays of a `Settled`. Returns what schedule has to end because a stop string was found."""
+        """Take what is in a `Settled`. Returns what schedule has to end because a stop string was found."""
         aborts: list[m.Abort] = []
+        self._settled_s = settled_s
+        next_first = iter(firsts)
         end = 0
         for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
             begin, end = end, end + count
             assert seq in self._live, f"sequence {seq} was never opened, or closed before"
             sequence = self._live.pop(seq) if finish else self._live[seq]
+            if start == 0 and count:
+                sequence.first = next(next_first, None)
             if sequence.finish:
                 continue  # judged; its gateway was told so
             sequence.settle(start, ids[begin:end], finish)
@@ -186,7 +213,7 @@ class Sequences:
         """The gateways that have to be told something."""
         return [gateway for gateway, sequences in self._unsent.items() if sequences]
 
-    def deltas(self, gateway: int) -> m.Deltas:
+    def deltas(self, gateway: int, now_s: float = 0.0) -> m.Deltas:
         """All that a gateway has to be told."""
         sequences = self._unsent[gateway].values()
         return m.Deltas(
@@ -200,6 +227,9 @@ class Sequences:
             num_ids=[len(sequence.ids) for sequence in sequences],
             finishes=[int(sequence.finish) for sequence in sequences],
             stop_reasons=[sequence.stop_reason for sequence in sequences],
+            firsts=[sequence.first for sequence in sequences if sequence.ids and not sequence.id_offset],
+            settled_s=self._settled_s,
+            sent_s=now_s,
         )
 
     def sent(self, gateway: int) -> None:

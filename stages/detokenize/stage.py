@@ -8,6 +8,7 @@ It never blocks in a send: what a full socket refused waits here, merged, and go
 """
 
 import gc
+import time
 from typing import Any, assert_never
 
 from pipeline import messages as m
@@ -15,7 +16,8 @@ from pipeline.channels import Outbox
 from pipeline.messages import Launch
 from pipeline.stage import Stage
 from pipeline.stages.detokenize.sequences import Sequences
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.stats import DetokenizeCounts
+from pipeline.vocabulary import Vocabulary
 
 IDLE_S = 60.0
 """Longest wait where there is nothing to do."""
@@ -42,14 +44,25 @@ class Detokenize:
         self._sequences = Sequences(vocabulary)
         self._letters: list[tuple[Outbox[Any], m.Rejected | m.Abort]] = []
         self.stopped = False
+        self._num_tokens = 0
+        self._settle_s = 0.0
+        stage.asides.own_counts = self._counts
+
+    def _counts(self) -> DetokenizeCounts:
+        unsent = self._sequences.num_unsent
+        return DetokenizeCounts(len(self._sequences), unsent, self._num_tokens, self._settle_s)
 
     def turn(self) -> None:
         """One wake: take everything that is there, then tell each receiver once."""
         waiting = self._letters or self._sequences.unsent()
-        for message in self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S):
+        messages = self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S)
+        begin_s = time.monotonic()
+        for message in messages:
             self._take(message)
         self._tell()
         self._stage.release()
+        if self._stage.trace.on:
+            self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
 
     def _take(self, message: m.DetokenizeInbox) -> None:
         match message:
@@ -72,14 +85,29 @@ class Detokenize:
                 assert_never(message)
 
     def _settle(self, message: m.Settled) -> None:
+        begin_s = time.monotonic()
         take = self._stage.arrays.take
+        seqs = take(message.seqs, "<u8").tolist()
+        starts = take(message.starts, "<i4").tolist()
+        ids = take(message.ids, "<i4").tolist()
+        traced = self._sequences.requests(seqs) if self._stage.trace.on else []
+        finishes = take(message.finishes, "u1").tolist()
         aborts = self._sequences.settle(
-            take(message.seqs, "<u8").tolist(),
-            take(message.starts, "<i4").tolist(),
+            seqs,
+            starts,
             take(message.counts, "<i4").tolist(),
-            take(message.ids, "<i4").tolist(),
-            take(message.finishes, "u1").tolist(),
+            ids,
+            finishes,
+            message.firsts,
+            message.settled_s,
         )
+        end_s = time.monotonic()
+        self._num_tokens += len(ids)
+        self._settle_s += end_s - begin_s
+        if (trace := self._stage.trace).on:
+            # A request is followed here where its text begins, and where it ends.
+            marked = [traced[i] for i in range(len(traced)) if starts[i] == 0 or finishes[i]]
+            trace.span("text", begin_s, end_s, {"sequences": len(seqs), "tokens": len(ids)}, marked)
         self._end(aborts)
 
     def _end(self, aborts: list[m.Abort]) -> None:
@@ -89,6 +117,8 @@ class Detokenize:
 
     def _tell(self) -> None:
         for gateway in self._sequences.unsent():
-            if self._stage.outbox("gateway", gateway).send(self._sequences.deltas(gateway)):
+            if self._stage.outbox("gateway", gateway).send(
+                self._sequences.deltas(gateway, self._stage.tape.monotonic())
+            ):
                 self._sequences.sent(gateway)
         self._letters = [(outbox, letter) for outbox, letter in self._letters if not outbox.send(letter)]

@@ -10,7 +10,7 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 """
 
 import asyncio
-import secrets
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,11 +23,17 @@ import numpy as np
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
+from pipeline.stages.gateway import timings
+from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.timings import RecentCalls
+from pipeline.tracing import Args
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
+ABORTED = "aborted"
+"""The code that ingest and schedule give a request that was aborted before it began."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -42,6 +48,15 @@ class Sequence(msgspec.Struct, eq=False):
     stop_reason: str | int | None = None
     is_resumed: bool = False
     """Its first ids came from the client; only their text's length will be told."""
+    first: m.FirstTimes | None = None
+    first_s: float = 0.0
+    """When its first ids came, by time.monotonic(); as below."""
+    last_s: float = 0.0
+    """When the newest came."""
+    settled_s: float = 0.0
+    """When schedule sent its closing."""
+    sent_s: float = 0.0
+    """When detokenize did."""
 
     @property
     def num_ids(self) -> int:
@@ -75,10 +90,32 @@ class Request(msgspec.Struct, eq=False):
     """What ingest made of the prompt."""
     is_closed: bool = False
     is_aborted: bool = False
+    """Its client has left."""
+    is_called_off: bool = False
+    """Somebody asked for its end; its client is still there, and is told."""
+    prompt_text: str | None = None
+    token_strs: list[str] | None = None
+    is_rejected: bool = False
+    began_s: float = 0.0
+    """As `Accepted` has it."""
+    done_s: float = 0.0
 
     @property
     def id(self) -> int:
         return self.submit.request_id
+
+    @property
+    def generates(self) -> bool:
+        """Whether schedule hears of it."""
+        return self.submit.max_tokens != 0
+
+    def echo(self) -> None:
+        """Put the prompt's text before all that its sequences say; nothing of it has been given out."""
+        prompt = self.submit.prompt
+        text = prompt.text if isinstance(prompt, m.TextPrompt) else self.prompt_text
+        if text:
+            for sequence in self.sequences:
+                sequence.pending.insert(0, text)
 
     @property
     def is_finished(self) -> bool:
@@ -89,11 +126,18 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int = 0, received_s: float = 0.0) -> None:
         self.ask = ask
-        prefix = "chatcmpl" if ask.is_chat else "cmpl"
-        self.id = f"{prefix}-{secrets.token_hex(16)}"
-        self.created = int(time.time())
+        self.number = number
+        """Of the gateway's calls."""
+        self.received_s = received_s
+        """When its client began to ask, by time.monotonic()."""
+        self._stage = stage
+        self.trace = stage.trace
+        tape = stage.tape
+        prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
+        self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
+        self.created = int(tape.time())
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -115,12 +159,30 @@ class Call:
         return self.num_accepted == len(self.requests)
 
     @property
+    def names(self) -> set[str]:
+        """What it may be called off by: the id of its response, and the one its client gave it."""
+        return {self.id} if self.ask.request_id is None else {self.id, self.ask.request_id}
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests if request.prompt_ids is not None)
 
     @property
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
+
+    def now_s(self) -> float:
+        """The stage's clock."""
+        return self._stage.tape.monotonic()
+
+    def tells(self, what: str) -> None:
+        """Note for recordings that a part of the response, of this name, is made now."""
+        self._stage.tape.event(what, self.number)
+
+    def told(self, data: bytes) -> bytes:
+        """Note for recordings what the client is sent. Returns it."""
+        self._stage.tape.told(self.number, data)
+        return data
 
     def fail(self, error: ApiError) -> None:
         """The call ends with an error; the first one counts, and none once it has finished."""
@@ -156,9 +218,15 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingests = stage.outboxes("ingest")
+        self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
+        self.num_opened = 0
+        """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
+        self._names: dict[str, list[Call]] = {}
+        """Calls whose responses are not over, by their names. Clients may give two calls one name."""
+        self.num_calls = 0
+        """Calls for output whose responses are not over."""
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
         self._max_open = topology.max_open_of_one(stage.settings)
@@ -166,6 +234,11 @@ class Requests:
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
         self._idle.set()
+        self._trace = stage.trace
+        self.counting = Counting()
+        self.recent = RecentCalls()
+        stage.asides.own_counts = lambda: self.counting.counts(self.num_open)
+        stage.asides.find_call = self.recent.find
 
     @property
     def num_open(self) -> int:
@@ -177,33 +250,52 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
-    def open(self, ask: Ask) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+    def open(self, ask: Ask, received_s: float | None = None) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
+        `received_s`: when the client began to ask, by time.monotonic(); None is now."""
+        begin_s = time.monotonic() if received_s is None else received_s
+        self.num_opened += 1
+        if self._stage.tape.is_recording:
+            self._stage.tape.event("open", self.num_opened, msgspec.msgpack.encode((ask, begin_s)))
+        try:
+            call = self._open(ask, begin_s)
+        except ApiError:
+            self.counting.num_overloaded += 1
+            raise
+        if self._trace.on:
+            requests = [request.id for request in call.requests]
+            self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
+        return call
+
+    def _open(self, ask: Ask, received_s: float) -> Call:
+        tape = self._stage.tape
         if self._owed:
-            raise _overloaded("its stages take no more messages")
+            raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
-            raise _overloaded(
+            raise overloaded(
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask)
-        seed = secrets.randbits(64) if ask.seed is None else ask.seed
+        call = Call(ask, self._stage, self.num_opened, received_s)
+        self._name(call)
+        seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
-                request_id=secrets.randbits(63),
+                request_id=tape.randbits(63),
                 attempt=FIRST_ATTEMPT,
                 gateway=self._stage.replica,
-                arrival_s=time.time(),
+                arrival_s=tape.time(),
                 prompt=prompt,
                 n=ask.n,
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
                 outputs=list(ask.outputs),
+                prompt_options=ask.prompt_options,
             )
             if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
-                raise _overloaded("its stages take no more messages")
+                raise overloaded("its stages take no more messages")
             request = Request(submit, call, _sequences(ask))
             call.requests.append(request)
             call.sequences += request.sequences
@@ -211,6 +303,7 @@ class Requests:
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
+            self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -218,12 +311,45 @@ class Requests:
         """The response is over, whole or not: abort what is still open, and settle what is closed."""
         if call.is_over:
             return
+        self._stage.tape.event("leave", call.number)
         call.is_over = True
+        self._unname(call)
+        if call.is_finished and call.failure is None:
+            self.recent.keep(timings.times_of(call, time.monotonic()))
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
             else:
                 self._abort(request)
+
+    def call_off(self, names: list[str]) -> list[int]:
+        """End the calls of these names; their clients are told by a finish reason. Returns the places of the names
+        that were known. Idempotent."""
+        places = []
+        for place, name in enumerate(names):
+            if calls := self._names.get(name):
+                places.append(place)
+            for call in calls or ():
+                for request in call.requests:
+                    if not (request.is_finished or request.is_aborted or request.is_called_off):
+                        request.is_called_off = True
+                        self._stage.log.info("called off", extra=_fields(request, call=call.id))
+                        self._end(request)
+        return places
+
+    def _name(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls += 1
+            for name in call.names:
+                self._names.setdefault(name, []).append(call)
+
+    def _unname(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls -= 1
+            for name in call.names:
+                self._names[name].remove(call)
+                if not self._names[name]:
+                    del self._names[name]
 
     # ------------------------------------------------------------------------------------------ the stages' side
 
@@ -237,8 +363,15 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
+            request.prompt_text, request.token_strs = message.text, message.token_strs
+            request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
-            self._close_if_over(request)
+            if request.call.ask.echo:
+                request.echo()
+            if request.generates:
+                self._close_if_over(request)
+            for sequence in () if request.generates else request.sequences:
+                self._finish(request, sequence, m.Finish.LENGTH, None)
             request.call.wake()
 
     def rejected(self, message: m.Rejected) -> None:
@@ -246,17 +379,30 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is None or request.is_closed:
             return
+        failure = message.failure
+        if request.is_called_off and failure.code == ABORTED:
+            for sequence in request.sequences:
+                self._finish(request, sequence, m.Finish.ABORT, None)
+            request.call.wake()
+            return
         if not request.is_aborted:
-            failure = message.failure
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
+        request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
 
     def deltas(self, message: m.Deltas) -> None:
         """Text and ids of some sequences."""
         begin = 0
+        now_s = self._stage.tape.monotonic()
+        firsts = iter(message.firsts)
+        gaps: dict[float, int] = {}
+        """By when the ids before came: those of one message came together, so these are few."""
+        marked: list[int] = []
+        """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
+            first = next(firsts, None) if message.id_offsets[i] == 0 and message.num_ids[i] else None
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
             finish = message.finishes[i]
@@ -270,12 +416,27 @@ class Requests:
             if not call.is_over:
                 sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i])
                 call.has_begun = True
+                if sequence.last_s:
+                    gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
+                elif message.num_ids[i]:
+                    sequence.first, sequence.first_s = first, now_s
+                    self.counting.first_s.observe(now_s - call.received_s)
+                    marked.append(request_id)
+                sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
+                marked.append(request_id)
+                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
+        for last_s, times in gaps.items():
+            self.counting.gap_s.observe(now_s - last_s, times)
+        if self._trace.on:
+            args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
+            self._trace.span("deltas", now_s, time.monotonic(), args, marked)
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
+        self._stage.tape.event("fail all")
         for call in {id(request.call): request.call for request in self._table.values()}.values():
             call.fail(error)
 
@@ -314,13 +475,31 @@ class Requests:
             request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
         sequence.finish = finish
         sequence.stop_reason = stop_reason
+        self._count(request, sequence, finish)
         self._close_if_over(request)
+
+    def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
+        """A sequence has ended."""
+        if request.is_aborted:
+            self.counting.ended(m.Finish.ABORT)
+        elif request.is_rejected:
+            self.counting.rejected()
+        elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
+            self.counting.ended(finish)
+        else:
+            now_s = self._stage.tape.monotonic()
+            num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
+            decode_s = sequence.last_s - sequence.first_s
+            self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call
-        needs_ids = request.prompt_ids is None and not request.is_aborted and call.failure is None
+        needs_ids = (
+            request.prompt_ids is None and not request.is_aborted and not request.is_called_off and call.failure is None
+        )
         if request.is_finished and not needs_ids and not request.is_closed:
-            self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
+            if request.generates:
+                self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
             self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -342,7 +521,14 @@ class Requests:
             self._close_if_over(request)  # only its prompt's ids were still to come
         else:
             self._stage.log.info("aborted", extra=_fields(request, call=request.call.id))
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Have it ended, wherever it is. Its closings will come, as for any other."""
+        if request.generates:
             self._disown(request.id, request.submit.attempt)
+        else:
+            self._send(self._ingest_of(request.id), m.Abort(request.id, request.submit.attempt))
 
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
@@ -376,20 +562,23 @@ def seed_of(seed: int, prompt: int) -> int:
     return z ^ (z >> 31)
 
 
-def _overloaded(why: str) -> ApiError:
+def overloaded(why: str) -> ApiError:
+    """503"""
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the server is overloaded: {why}", code="overloaded")
 
 
 def _param(request: Request, param: str | None) -> str | None:
     """The field to blame, as the client called it: the stages behind know one prompt, and one name for its length."""
     call = request.call
-    match param:
-        case "prompt" if len(call.ask.prompts) > 1:
-            return f"prompt[{call.requests.index(request)}]"
-        case "max_tokens":
-            return call.ask.max_tokens_param
-        case _:
-            return param
+    if param == "max_tokens":
+        return call.ask.max_tokens_param
+    if param is not None and (match := _PROMPT_PLACE.fullmatch(param)):
+        which = f"[{call.requests.index(request)}]" if len(call.ask.prompts) > 1 else ""
+        return f"{call.ask.prompt_param}{which}{match[1]}"
+    return param
+
+
+_PROMPT_PLACE = re.compile(r"prompt((?:\[\d+\])?)")
 
 
 def _fields(request: Request, **fields: Any) -> dict[str, Any]:

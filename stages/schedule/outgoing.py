@@ -3,13 +3,14 @@
 Nothing is forgotten until it was sent: a report that a full socket refused is due again, with what came since.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from pipeline.messages import Finish, Settled
+from pipeline.messages import Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.request import Ids, Sequence
 from pipeline.stages.schedule.rows import Int64s, Rows
@@ -27,14 +28,19 @@ class Parting(msgspec.Struct, frozen=True):
     ids: Ids
     finish: int
     """`Finish`; NONE where it was preempted"""
+    first: FirstTimes | None
+    """Where `ids` has its first output id"""
 
 
 class Outgoing:
     """Owns how far each row has been reported (`Rows.sent`), and the partings that have not. A sequence is reported to
     one replica of detokenize, which its number says."""
 
-    def __init__(self, rows: Rows, put: Put, num_replicas: int = 1) -> None:
+    def __init__(
+        self, rows: Rows, put: Put, num_replicas: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._rows = rows
+        self._clock = clock
         self._put = put
         self._num_replicas = num_replicas
         self._partings: list[list[Parting]] = [[] for _ in range(num_replicas)]
@@ -45,7 +51,9 @@ class Outgoing:
         fresh = sequence.ids[num_sent:]
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
-            self._partings[shard(sequence.seq, self._num_replicas)].append(Parting(sequence.seq, start, fresh, finish))
+            first = sequence.first_times if start == 0 and len(fresh) else None
+            parting = Parting(sequence.seq, start, fresh, finish, first)
+            self._partings[shard(sequence.seq, self._num_replicas)].append(parting)
 
     def report(self, replica: int = 0) -> Settled | None:
         """What is due to a replica, or None. It stays due until `reported`."""
@@ -56,6 +64,7 @@ class Outgoing:
             fresh = fresh[rows.seq[fresh] % np.uint64(self._num_replicas) == replica]
         self._reported[replica] = fresh
         parted = self._partings[replica]
+        firsts = [p.first for p in parted if p.first is not None]
         if len(fresh) == 0 and not parted:
             return None
         starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
@@ -70,7 +79,14 @@ class Outgoing:
             counts=put(_int32s([len(p.ids) for p in parted], counts)),
             ids=put(np.concatenate((*(p.ids for p in parted), ids)).astype(np.int32)),
             finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
+            firsts=firsts + [self._first_times(row) for row in fresh[starts == rows.num_prompt[fresh]].tolist()],
+            settled_s=self._clock(),
         )
+
+    def _first_times(self, row: int) -> FirstTimes:
+        sequence = self._rows.sequences[row]
+        assert sequence is not None
+        return sequence.first_times
 
     def reported(self, replica: int = 0) -> None:
         """The last report to a replica was sent."""

@@ -7,6 +7,7 @@ is planned ahead of the ids it will have: its length is known before its ids are
 This module neither sends nor receives; stage.py does. It holds no tensor and imports no torch.
 """
 
+import time
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from pipeline.messages import Finish
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule import policy, prefix
 from pipeline.stages.schedule.blocks import BlockPool
+from pipeline.stages.schedule.counting import Counting
 from pipeline.stages.schedule.outgoing import Outgoing, Put
 from pipeline.stages.schedule.request import Ids, Request, Sequence
 from pipeline.stages.schedule.rows import Int64s, Rows
+from pipeline.stats import ScheduleCounts
 
 MAX_TOMBSTONES = 65536
 """Aborts remembered that came before their request; as many as there can be open requests."""
@@ -52,6 +55,7 @@ class Flight(msgspec.Struct, frozen=True):
 
     step_id: int
     num_samples: int
+    num_tokens: int
 
 
 def inline(array: "np.ndarray[Any, Any]") -> Array:
@@ -77,11 +81,12 @@ class Scheduler:
         put: Put = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.outgoing = Outgoing(self.rows, put, num_detokenize)
+        self.outgoing = Outgoing(self.rows, put, num_detokenize, clock)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self._incarnation = incarnation
@@ -92,6 +97,11 @@ class Scheduler:
         self._drops: list[int] = []
         self._next_seq = 1
         self._last_step = 0
+        self.now_s = 0.0
+        """By time.monotonic(), set by whoever drives this, once per wake."""
+        self.counting = Counting()
+        self.marked: list[int] = []
+        """Requests that began or ended with the last result, for traces."""
         self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0}
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -127,6 +137,7 @@ class Scheduler:
             message.max_tokens,
             message.sampling,
             message.text,
+            queued_s=self.now_s,
         )
         self.requests[request.request_id] = request
         return [
@@ -208,6 +219,30 @@ class Scheduler:
             num_output_tokens=self._totals["output"],
             num_preemptions=self._totals["preemptions"],
             num_steps=self._last_step,
+        )
+
+    def counts(self) -> ScheduleCounts:
+        """The same, with what is counted for metrics."""
+        pool, counting = self.pool, self.counting
+        return ScheduleCounts(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_blocks_free=pool.num_free,
+            num_blocks_cached=pool.num_cached,
+            num_blocks_held=pool.num_held,
+            num_blocks_total=pool.num_total,
+            num_prompt_tokens=self._totals["prompt"],
+            num_cached_tokens=self._totals["cached"],
+            num_output_tokens=self._totals["output"],
+            num_preemptions=self._totals["preemptions"],
+            num_steps=self._last_step,
+            queue_s=counting.queue_s.counts(),
+            prefill_s=counting.prefill_s.counts(),
+            decode_s=counting.decode_s.counts(),
+            inference_s=counting.inference_s.counts(),
+            step_tokens=counting.step_tokens.counts(),
+            plan_s=counting.plan_s,
+            settle_s=counting.settle_s,
         )
 
     # ---------------------------------------------------------------------------------------------------- plan
@@ -299,6 +334,8 @@ class Scheduler:
         blocks = hits + [pool.take() for _ in range(num_needed)]
         num_cached = len(hits) * self.limits.block_size
         if sequence.num_preemptions == 0:
+            sequence.started_s = self.now_s
+            sequence.num_cached = num_cached
             self._totals["prompt"] += len(ids)
             self._totals["cached"] += num_cached
         row = self.rows.start(sequence, blocks, num_cached)
@@ -311,6 +348,7 @@ class Scheduler:
             num_prompt=len(request.prompt),
             blocks=self._put(np.array(blocks, np.int32)),
             sampling=request.sampling,
+            request_id=request.request_id,
         )
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
@@ -347,8 +385,10 @@ class Scheduler:
         running, counts, samples = running[by_kind], counts[by_kind], samples[by_kind]
         planned = self.rows.planned[running]
         drops, self._drops = self._drops, []
+        num_tokens = int(counts.sum())
+        self.counting.step_tokens.observe(num_tokens)
         self._last_step += 1
-        self.in_flight.append(Flight(self._last_step, int(samples.sum())))
+        self.in_flight.append(Flight(self._last_step, int(samples.sum()), num_tokens))
         put = self._put
         return m.Step(
             incarnation=self._incarnation,
@@ -383,14 +423,25 @@ class Scheduler:
         rows.known[sampled] = known + 1
         rows.promised[sampled] -= 1
         self._totals["output"] += len(sampled)
+        self.marked = []
+        for row in sampled[known == rows.num_prompt[sampled]].tolist():
+            self._has_begun(row)
         stopped = finishes == Finish.STOP
         ended = stopped | (known + 1 >= rows.limit[sampled])
         self._register(sampled[~ended])
         for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
             sequence = rows.sequences[row]
             assert sequence is not None
+            self.marked.append(sequence.request.request_id)
             self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
         self.pool.settle(flight.step_id)
+
+    def _has_begun(self, row: int) -> None:
+        """A row's first output id is settled."""
+        sequence = self.rows.sequences[row]
+        assert sequence is not None
+        sequence.first_s = self.now_s
+        self.marked.append(sequence.request.request_id)
 
     def _register(self, running: Int64s) -> None:
         """Offer full blocks to the prefix cache: those whose ids are settled and whose KV is planned."""
@@ -418,6 +469,7 @@ class Scheduler:
             self._waiting.remove((sequence.order, sequence))
             self.outgoing.part(sequence, len(sequence.ids), finish)
         del sequence.request.open_sequences[sequence.index]
+        self.counting.ended(sequence, finish, self.now_s)
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks return when no step in flight names them."""

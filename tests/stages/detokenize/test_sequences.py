@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipeline import messages as m
 from pipeline.stages.detokenize.sequences import Sequences
-from pipeline.stages.detokenize.text import Text
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.text import Text
+from pipeline.vocabulary import Vocabulary
 from tests.stages.detokenize.test_stops import expected
 from tests.stages.detokenize.vocabularies import byte_ids, byte_level
 
