@@ -219,8 +219,8 @@ def test_wakes_are_as_the_inbox_gave_them(tmp_path: Path) -> None:
     assert [first, *others] == [m.Ping(0), m.Ping(1), m.Ping(2)]
     entries, _, _ = read(tmp_path / "r")
     wakes = [one for one in entries if isinstance(one, f.Wake)]
-    assert [len(one.bodies) for one in wakes][0] == 1
-    assert [len(one.bodies) for one in wakes][-1] == 0, "a wait that ran out is a wake as well"
+    assert len(wakes[0].bodies) == 1
+    assert len(wakes[-1].bodies) == 0, "a wait that ran out is a wake as well"
     assert sum(len(one.bodies) for one in wakes) == 3
     assert {(s, i) for one in wakes for s, i in zip(one.senders, one.incarnations, strict=True)} == {("gateway.0", 3)}
     assert sum(isinstance(one, f.Sent) for one in entries) == 3
