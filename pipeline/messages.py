@@ -108,8 +108,10 @@ Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
 class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
-    """How a sequence came to its first output id, by time.monotonic(); goes with that id."""
+    """How a sequence came to the first id that was sampled for it, by time.monotonic(); goes with that id."""
 
+    place: int
+    """Of the entry that has that id, in the message's lists."""
     queued_s: float
     """Schedule took it in."""
     started_s: float
@@ -118,6 +120,21 @@ class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """Its first id was settled."""
     num_cached: int
     """Ids of its prompt that were found in the prefix cache."""
+
+
+MAX_SHOWN_IDS = 2**18
+"""The most ids of a prompt from which nothing is computed, so that no answer holds up the others for long."""
+
+
+class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How ingest makes a prompt's ids, and what of it `Accepted` says besides."""
+
+    add_special_tokens: bool | None = None
+    """Those of the tokenizer. None: around texts, and not around chats, whose templates write their own."""
+    any_length: bool = False
+    """Nothing will be computed from it: it may be empty, or longer than the model's context."""
+    with_text: bool = False
+    with_token_strs: bool = False
 
 
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
@@ -318,6 +335,11 @@ class Accepted(Message, frozen=True, tag="accepted"):
     attempt: int
     prompt_ids: Array
     """int32"""
+    text: str | None = None
+    """The prompt's, where `Submit.prompt_options` asks for it: as the client wrote it, or what its ids say. Where
+    output follows, a character whose last bytes are still to come is left to it."""
+    token_strs: list[str] | None = None
+    """What the vocabulary calls each id, where `Submit.prompt_options` asks for it."""
     began_s: float = 0.0
     """When ingest took the request up; this and every `_s` of its kind is by time.monotonic(), which all processes of a
     machine share."""
@@ -351,8 +373,8 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """`Finish` values."""
     stop_reasons: list[str | int | None]
     """The stop string or stop id that ended it, where one did."""
-    firsts: list[FirstTimes | None] = []
-    """One for each entry with the sequence's first output ids (its id offset is 0, and it has ids), in order."""
+    firsts: list[FirstTimes] = []
+    """Of the entries that have the first id sampled for their sequence."""
     settled_s: float = 0.0
     """When schedule sent the newest ids in here."""
     sent_s: float = 0.0
@@ -400,7 +422,40 @@ class StatsAnswer(Message, frozen=True, tag="stats_answer"):
     stats: ServerStats
 
 
-GatewayInbox = Accepted | Rejected | Deltas | Health | Drain | StageDied | StatsAnswer | Start | Ping | Stop
+class AbortCalls(Message, frozen=True, tag="abort_calls"):
+    """From another gateway, where a client has asked for it: end these calls. Answered with `CallsAborted`."""
+
+    gateway: int
+    """Replica that asks."""
+    nonce: int
+    names: list[str]
+    """Ids of responses, or clients' own ids of their requests."""
+
+
+class CallsAborted(Message, frozen=True, tag="calls_aborted"):
+    """To the gateway that asked, from one of the others."""
+
+    gateway: int
+    """Replica that answers."""
+    nonce: int
+    places: list[int]
+    """Of `AbortCalls.names`, the places of those that were open here."""
+
+
+GatewayInbox = (
+    Accepted
+    | Rejected
+    | Deltas
+    | Health
+    | Drain
+    | StageDied
+    | AbortCalls
+    | CallsAborted
+    | StatsAnswer
+    | Start
+    | Ping
+    | Stop
+)
 
 
 # --------------------------------------------------------------------------------------------------------- to ingest
@@ -418,9 +473,12 @@ class Submit(Message, frozen=True, tag="submit"):
     prompt: Prompt
     n: int
     max_tokens: int | None
-    """None: as many as fit."""
+    """None: as many as fit. 0: none; `Accepted` closes the request, and schedule never hears of it."""
     sampling: Sampling
     text: TextOptions
+    outputs: list[Array] = []
+    """int32; output ids that the client has already, one array a sequence; none of them for a fresh request"""
+    prompt_options: PromptOptions = PromptOptions()
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -463,6 +521,10 @@ class Admit(Message, frozen=True, tag="admit"):
     """`Sampling`, undecoded."""
     text: Raw
     """`TextOptions`, undecoded."""
+    outputs: list[Array] = []
+    """int32; output ids that are known already, one array a sequence; none of them for a fresh request"""
+    finishes: bytes = b""
+    """uint8, parallel: `Finish`; STOP where the last of these ids ends the sequence, else NONE"""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -559,6 +621,10 @@ class Open(Message, frozen=True, tag="open"):
     prompt_tail: bytes
     """int32; the prompt's last ids: a first output token may continue a character or a word of it"""
     text: Raw
+    outputs: Array = b""
+    """int32; output ids that the client has already"""
+    finish: int = Finish.NONE
+    """How these ids end the sequence, if they do; a `Settled` without further ids will say so."""
 
 
 class Settled(Message, frozen=True, tag="settled"):
@@ -576,7 +642,7 @@ class Settled(Message, frozen=True, tag="settled"):
     finishes: Array
     """uint8, `Finish`. STOP says that the last id is the one that stopped it."""
     firsts: list[FirstTimes] = []
-    """One for each entry with the sequence's first output ids (starts at 0, not empty), in order."""
+    """Of the entries that have the first id sampled for their sequence."""
     settled_s: float = 0.0
     """When this was sent, by time.monotonic()."""
 

@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+
 
 class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rope scaling as Llama 3.1 does it."""
@@ -28,10 +30,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A decoder's shape, in our words. Tensor names in the weight files are Hugging Face's for its architecture,
     with Hugging Face's layout (rotary halves, not interleaved pairs)."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     name: str
     """What clients call the model unless the settings say otherwise."""
-    architecture: Literal["llama", "mistral"]
+    architecture: Architecture
+    """Which code computes it. What that code must know of a model is in the fields below."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -45,14 +48,26 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rope_theta: float
     rope_scaling: Llama3Rope | None = None
     sliding_window: int | None = None
+    """How many positions attention sees, its own among them; None: all before it."""
+    sliding_layers: list[int] | None = None
+    """The layers that have the window; None: every layer."""
     tie_embeddings: bool
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    """Of queries, keys and values."""
+    out_bias: bool = False
+    """Of attention's output."""
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Each head's queries and keys go through an RMS norm before they turn."""
     eos_ids: list[int]
     bos_id: int | None = None
     add_bos: bool = False
     """The tokenizer's own post-processor already adds it where true; kept as a fact for the chat template."""
     weight_files: list[str]
+
+    def window_of(self, layer: int) -> int | None:
+        """How many positions the attention of a layer sees, None for all."""
+        return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
     @classmethod
     def load(cls, folder: str | Path) -> "ModelConfig":

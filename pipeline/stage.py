@@ -130,13 +130,13 @@ class Stage(Generic[T]):
         """The way to a peer. Raises KeyError where the topology has no such edge."""
         return self._outboxes[f"{stage}.{replica}"]
 
-    def outboxes(self, stage: str) -> list[Outbox[Any]]:
+    def outboxes_of(self, stage: str) -> list[Outbox[Any]]:
         """The ways to all replicas of a peer, in order. Raises KeyError where the topology has no such edge."""
         return [self.outbox(stage, replica) for replica in range(topology.num_replicas(self.settings, stage))]
 
     @property
-    def ways(self) -> Mapping[str, Outbox[Any]]:
-        """All outboxes, by the peer's name, as `ingest.0`."""
+    def outboxes(self) -> Mapping[str, Outbox[Any]]:
+        """By the peer's name, as `ingest.0`."""
         return self._outboxes
 
     def ready(self, facts: ExecuteFacts | None = None) -> None:

@@ -26,6 +26,8 @@ from pipeline.admin import Door, Questions
 from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
+from pipeline.door_address import address_of as address_of_door
+from pipeline.door_address import check_free
 from pipeline.errors import UserError
 from pipeline.gather import Gatherer, ServerFacts
 from pipeline.health import HealthRound
@@ -58,10 +60,13 @@ def serve(settings: Settings, manner: Manner | None = None) -> int:
 
     Raises OSError, in words for the user, where the address can't be listened on.
     """
-    log = open_log(SUPERVISOR, settings.log_level)
+    log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
     try:
+        for replica in range(settings.gateway.replicas):
+            if (address := door_address(settings, listeners, replica)) is not None:
+                check_free(address)
         supervisor = Supervisor(settings, listeners, log, manner)
         try:
             code = supervisor.run(begun)
@@ -102,6 +107,11 @@ def listen(host: str, port: int, num_sockets: int = 1) -> list[socket.socket]:
         raise OSError(
             f"cannot listen on {host}:{port}: {why}; choose another {key} (--{key.removeprefix('gateway.')})"
         ) from error
+
+
+def door_address(settings: Settings, listeners: list[socket.socket], replica: int = 0) -> str | None:
+    """Where the ZeroMQ door of a gateway listens; None where there is none."""
+    return address_of_door(settings.gateway.zmq, listeners[0].getsockname()[1], replica)
 
 
 class Stopping(Exception):
@@ -192,7 +202,7 @@ class Supervisor:
                     self._segments[name] = m.Segment(name, segment.create(name, size), size, False)
         for row in topology.TOPOLOGY:
             for replica in range(topology.num_replicas(settings, row.name)):
-                peers = topology.peers_of(row, self._addresses, settings)
+                peers = topology.peers_of(row, self._addresses, settings, replica)
                 self._spawn(self._launch(row.name, row.entry, peers, replica))
         self._turn_until(
             lambda: all(child.state == "ready" for child in self._children.values()),
@@ -215,6 +225,7 @@ class Supervisor:
             model=settings.served_model_name or self._prepared.model_name,
             max_model_len=self._facts.max_model_len,
             kv_blocks=self._facts.num_blocks,
+            zmq=door_address(settings, self._listeners) or "off",
             took_s=f"{time.monotonic() - begun:.2f}",
         )
 

@@ -44,7 +44,7 @@ TOPOLOGY = (
     ),
     StageRow("ingest", "pipeline.stages.ingest.stage", ("schedule", "gateway"), has_arena=True),
     StageRow("detokenize", "pipeline.stages.detokenize.stage", ("gateway", "schedule"), reads=("schedule",)),
-    StageRow("gateway", "pipeline.stages.gateway.stage", ("ingest", "schedule"), reads=("ingest",)),
+    StageRow("gateway", "pipeline.stages.gateway.stage", ("ingest", "schedule", "gateway"), reads=("ingest",)),
 )
 
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
@@ -106,7 +106,9 @@ def arena_bytes(settings: Settings, name: str) -> int:
     raise KeyError(name)
 
 
-def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings) -> list[Peer]:
-    """The inboxes a stage may send to, with the supervisor's."""
+def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[Peer]:
+    """The inboxes that a replica of a stage may send to, with the supervisor's. A stage that sends to itself sends to
+    its other replicas."""
     names = ["supervisor.0", *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
+    names = [name for name in names if name != f"{stage.name}.{replica}"]
     return [Peer(name, addresses[name], bound_of(settings)) for name in names]

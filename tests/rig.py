@@ -48,6 +48,7 @@ class Rig:
         settings: Settings | None = None,
         model_dir: str | Path = "",
         listen_fd: int = -1,
+        siblings: int = 0,
         record: Path | None = None,
     ) -> None:
         self.settings = settings or Settings()
@@ -58,7 +59,9 @@ class Rig:
         names = ["supervisor.0", *others]
         addresses = {name: address_of(self._server, name, 1) for name in names}
         peers = topology.peers_of(row, addresses, self.settings)
-        # The first of a stage's replicas goes by the stage's name.
+        for replica in range(1, siblings + 1):  # the stage's other replicas
+            peers.append(m.Peer(f"{stage}.{replica}", address_of(self._server, f"{stage}.{replica}", 1), 64))
+        # The first of a neighbour's replicas goes by its stage's name.
         self._inboxes = {
             peer.name.removesuffix(".0"): Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])
             for peer in peers

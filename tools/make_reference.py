@@ -154,7 +154,7 @@ TEXTS = [
 def load(folder: Path) -> LlamaForCausalLM:
     """The model of a prepared folder in transformers' own code, float32."""
     config = ModelConfig.load(folder)
-    assert config.architecture == "llama" and config.rope_scaling is None
+    assert config.architecture == "llama" and config.rope_scaling is None and config.qkv_bias == config.out_bias
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,
@@ -168,7 +168,7 @@ def load(folder: Path) -> LlamaForCausalLM:
             rms_norm_eps=config.rms_norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=config.tie_embeddings,
-            attention_bias=config.attention_bias,
+            attention_bias=config.qkv_bias,
             mlp_bias=config.mlp_bias,
         )
     )

@@ -108,16 +108,24 @@ struct KV {
     uint16_t* values(int64_t block, int head) const { return data + ((2 * block + 1) * heads + head) * head_size(); }
 };
 
-// Queries, keys and values: turned by their positions (Su et al., 2021, arXiv:2104.09864), the queries scaled and left
-// for attention, keys and values written to the cache. A tile is one head.
+// Weights [head_dim] of an RMS norm of each head's queries and keys, or nulls. In the order of the head's numbers below.
+struct HeadNorms {
+    const float *query = nullptr, *key = nullptr;
+    float eps = 0;
+};
+
+// Queries, keys and values: queries and keys through their norms where a model has such, then turned by their positions
+// (Su et al., 2021, arXiv:2104.09864), the queries scaled and left for attention, keys and values written to the cache. A
+// tile is one head.
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
 // they were: in a panel, eight of the first half and the eight of the second half that they turn with.
 class Qkv final : public Product {
    public:
-    Qkv(float* queries, Rows in, const Matrix& matrix, int num_heads, const KV& kv, const float* cos, const float* sin)
+    Qkv(float* queries, Rows in, const Matrix& matrix, int num_heads, const KV& kv, const float* cos, const float* sin,
+        const HeadNorms& norms)
         : Product("qkv", in, matrix, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
-          cos_(cos), sin_(sin), scale_(1.0f / std::sqrt(float(kv.head_dim))) {}
+          cos_(cos), sin_(sin), norms_(norms), scale_(1.0f / std::sqrt(float(kv.head_dim))) {}
 
    private:
     void finish(const Step& step, int row, int column, int, float* values, const Scratch&) override {
@@ -129,6 +137,15 @@ class Qkv final : public Product {
                 for (int c = 0; c < PANEL; c++)
                     to[panel * PANEL * BLOCK + 2 * c] = to_bf16(values[panel * PANEL + c]);
             return;
+        }
+        if (const float* weight = head < num_heads_ ? norms_.query : norms_.key) {
+            vf squares{};
+            for (int c = 0; c < dim; c += LANES) {
+                const vf value = load<vf>(values + c);
+                squares = fma(value, value, squares);
+            }
+            const float factor = 1.0f / std::sqrt(sum(squares) / float(dim) + norms_.eps);
+            for (int c = 0; c < dim; c++) values[c] = values[c] * factor * weight[c];
         }
         const float* cos = cos_ + step.positions[row] * (dim / 2);
         const float* sin = sin_ + step.positions[row] * (dim / 2);
@@ -154,6 +171,7 @@ class Qkv final : public Product {
     const int num_heads_;
     const KV kv_;
     const float *const cos_, *const sin_;
+    const HeadNorms norms_;
     const float scale_;
 };
 

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Of `program.cpp`; raised with every change of its interface."""
 
 PANEL = 16
 """Outputs of a matrix that lie together; columns are padded to it."""
+
+MAX_HEAD_DIM = 256
+"""MOST_PANELS in attention.h, in numbers."""
 
 SPINS = 2000
 """How often a thread looks for its fellows before it sleeps: some tens of microseconds."""
@@ -85,6 +88,12 @@ class LayerMemory(Structure):
     _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int))
 
 
+class HeadNorms(Structure):
+    """`HeadNorms` in linear.h."""
+
+    _fields_ = (("query", c_void_p), ("key", c_void_p), ("eps", c_float))
+
+
 class MaskTicket(Structure):
     """`MaskTicket` in pick.h."""
 
@@ -131,7 +140,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_quantize": (None, [c_void_p, Rows, c_int, c_void_p, c_int]),
     "program_qkv": (
         None,
-        [c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int, POINTER(LayerMemory), c_void_p, c_void_p],
+        [
+            *(c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int, POINTER(LayerMemory), c_void_p, c_void_p),
+            POINTER(HeadNorms),
+        ],
     ),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
     "program_attention": (None, [c_void_p, Rows, c_int, c_void_p, POINTER(LayerMemory), c_void_p]),

@@ -149,7 +149,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 2; }
+int abi_version() { return 3; }
 
 // --- threads
 
@@ -193,9 +193,10 @@ void program_quantize(Program* program, Rows out, int form, const float* from, i
     program->add<Quantize>(out, Form(form), from, width);
 }
 
+// `norms` may be null.
 void program_qkv(Program* program, float* queries, Rows in, const Matrix* matrix, int num_heads, const KV* kv,
-                 const float* cos, const float* sin) {
-    program->add<Qkv>(queries, in, *matrix, num_heads, *kv, cos, sin);
+                 const float* cos, const float* sin, const HeadNorms* norms) {
+    program->add<Qkv>(queries, in, *matrix, num_heads, *kv, cos, sin, norms ? *norms : HeadNorms{});
 }
 
 AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window) {

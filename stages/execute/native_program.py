@@ -17,7 +17,7 @@ from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.matrix import Matrix, join
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
-from pipeline.stages.execute.program import AttentionWeights, Linear, LogitArray, MlpWeights, Program
+from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear, LogitArray, MlpWeights, Program
 from pipeline.stages.execute.rope import rope_frequencies
 
 PAIR = 8
@@ -32,6 +32,8 @@ class MasksLate(RuntimeError):
 
 def unsupported(config: ModelConfig) -> str | None:
     """Why the library can't compute a model of this shape, or None."""
+    if config.head_dim > native.MAX_HEAD_DIM:
+        return f"head_dim is {config.head_dim}, above {native.MAX_HEAD_DIM}"
     if config.head_dim % native.PANEL:
         return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
     if config.hidden_size % 2 or config.intermediate_size % 2:
@@ -79,9 +81,7 @@ class NativeProgram(Program):
             native.LayerMemory(self._memory(layer_bytes(config, num_blocks)), config.num_kv_heads, config.head_dim)
             for _ in range(config.num_layers)
         ]
-        self._plan = library.program_attention_plan(
-            self._handle, config.num_heads, config.num_kv_heads, config.sliding_window or 0
-        )
+        self._plans: dict[int, int] = {}
 
     def embed(self, table: Matrix) -> None:
         self._table = table, self._pack((table,))
@@ -95,10 +95,11 @@ class NativeProgram(Program):
         order = _turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
         normed = self._norm(weights.norm, weights.qkv.matrices)
         qkv = self._pack(weights.qkv.matrices, order, weights.qkv.bias)
-        library.program_qkv(self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin)
+        norms = self._head_norms(weights.head_norms)
+        library.program_qkv(self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin, norms)
         width = config.num_heads * config.head_dim
         rows, floats = self._written(self._attended, width, weights.out.matrices)
-        library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan)
+        library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan(weights.window or 0))
         self._add(self._attended, width, weights.out)
 
     def mlp(self, weights: MlpWeights) -> None:
@@ -185,6 +186,23 @@ class NativeProgram(Program):
             self._handle, self._normed, _form(matrices), self._residual, self._vector(weight), size, eps, sampled
         )
         return self._normed
+
+    def _head_norms(self, norms: HeadNorms | None) -> Any:
+        """The weights in the order in which panels have a head's numbers, or null."""
+        if norms is None:
+            return None
+        order = torch.from_numpy(_turning_order(1, 1, self._config.head_dim)).long()
+        query, key = self._vector(norms.query[order]), self._vector(norms.key[order])
+        return ctypes.byref(native.HeadNorms(query, key, self._config.rms_norm_eps))
+
+    def _plan(self, window: int) -> int:
+        """That of all layers with this window, 0 for none. It is an op where the first of them stands."""
+        if window not in self._plans:
+            config = self._config
+            self._plans[window] = self._library.program_attention_plan(
+                self._handle, config.num_heads, config.num_kv_heads, window
+            )
+        return self._plans[window]
 
     def _written(self, rows: native.Rows, width: int, matrices: tuple[Matrix, ...]) -> tuple[native.Rows, bool]:
         """Where an op in front of a product leaves its rows, and whether as floats that become codes then."""

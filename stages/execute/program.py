@@ -29,6 +29,14 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [head_dim] of the norms that each head's queries and keys go through before they turn."""
+
+    query: Tensor
+    key: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """Self-attention and the norm before it."""
 
@@ -36,6 +44,9 @@ class AttentionWeights:
     qkv: Linear
     """Queries, keys and values, one below the other."""
     out: Linear
+    head_norms: HeadNorms | None = None
+    window: int | None = None
+    """How many positions are seen, its own among them; None: all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,8 @@ class Program(ABC):
 
     @abstractmethod
     def attention(self, weights: AttentionWeights) -> None:
-        """residual += out(attention(turn(qkv(norm(residual))))), over the keys and values of the next layer, in which
-        those of this step are written first."""
+        """residual += out(attention(turn(head_norms(qkv(norm(residual)))))), over the keys and values of the next
+        layer, in which those of this step are written first."""
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:

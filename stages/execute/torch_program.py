@@ -10,6 +10,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.paged_attention import AttentionPlan
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
@@ -46,12 +47,11 @@ class TorchProgram(Program):
         self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
         self._cos = calls.buffer(config.head_dim, dtype=torch.float32)
         self._sin = calls.buffer(config.head_dim, dtype=torch.float32)
-        self._plan = ops.attention_plan(config.sliding_window, ops.dtype)
+        self._plans: dict[int | None, AttentionPlan] = {}
 
     def embed(self, table: Matrix) -> None:
         config, calls, ops = self._config, self._calls, self._ops
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        calls.add(self._plan.prepare, self._inputs)
         calls.add(ops.rotary_angles, self._cos, self._sin, calls.positions, frequencies)
         self._table = table, table.dequantize(ops.dtype)
         calls.add(ops.take_rows, self._residual, self._table[1], calls.ids)
@@ -61,8 +61,10 @@ class TorchProgram(Program):
         self._num_layers += 1
         calls.add(ops.rms_norm, self._x, self._residual, weights.norm, self._config.rms_norm_eps)
         calls.add(ops.linear, self._qkv, self._x, *self._linear(weights.qkv))
+        if (norms := weights.head_norms) is not None:
+            calls.add(ops.head_norm, self._qkv, norms.query, norms.key, kv, self._config.rms_norm_eps)
         calls.add(ops.rotary_write, self._qkv, self._cos, self._sin, calls.slots, kv)
-        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan)
+        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window))
         calls.add(ops.linear, self._x, self._attended, *self._linear(weights.out))
         calls.add(ops.add, self._residual, self._x)
 
@@ -97,6 +99,13 @@ class TorchProgram(Program):
 
     def close(self) -> None:
         pass
+
+    def _plan(self, window: int | None) -> AttentionPlan:
+        """That of all layers with this window. It is prepared where the first of them stands."""
+        if window not in self._plans:
+            self._plans[window] = self._ops.attention_plan(window, self._ops.dtype)
+            self._calls.add(self._plans[window].prepare, self._inputs)
+        return self._plans[window]
 
     def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
         bias = None if linear.bias is None else linear.bias.to(self._ops.dtype)

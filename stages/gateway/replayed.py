@@ -23,7 +23,7 @@ class ReplayedClients:
 
     def __init__(self, tape: Tape, requests: Requests) -> None:
         self._requests = requests
-        self._decoder = msgspec.msgpack.Decoder(tuple[Ask, float])
+        self._decoder = msgspec.msgpack.Decoder(Ask)
         self._calls: dict[int, tuple[Call, responses.Events]] = {}
         tape.perform("open", self._open)
         tape.perform("leave", self._leave)
@@ -34,7 +34,7 @@ class ReplayedClients:
     def _open(self, number: int, data: bytes) -> None:
         self._requests.num_calls = number - 1
         try:
-            call = self._requests.open(*self._decoder.decode(data))
+            call = self._requests.open(self._decoder.decode(data))
         except ApiError:
             return  # as it was then: it was overloaded
         self._calls[number] = call, responses.Events(call)

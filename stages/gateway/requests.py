@@ -10,6 +10,7 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 """
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from pipeline.tracing import Args
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
+ABORTED = "aborted"
+"""The code that ingest and schedule give a request that was aborted before it began."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -52,6 +55,10 @@ class Sequence(msgspec.Struct, eq=False):
     """When schedule sent its closing."""
     sent_s: float = 0.0
     """When detokenize did."""
+    ended_s: float = 0.0
+    """When it came here."""
+    is_resumed: bool = False
+    """Its first ids came from the client; only their text's length will be told."""
 
     @property
     def num_ids(self) -> int:
@@ -65,6 +72,8 @@ class Sequence(msgspec.Struct, eq=False):
 
     def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int) -> None:
         """Append what is new: a request that was driven again repeats itself from some earlier place."""
+        if self.is_resumed:
+            self.num_chars, self.is_resumed = text_offset, False
         assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta left something out"
         if new := text[self.num_chars - text_offset :]:
             self.pending.append(new)
@@ -83,7 +92,12 @@ class Request(msgspec.Struct, eq=False):
     """What ingest made of the prompt."""
     is_closed: bool = False
     is_aborted: bool = False
+    """Its client has left."""
+    is_called_off: bool = False
+    """Somebody asked for its end; its client is still there, and is told."""
     is_rejected: bool = False
+    prompt_text: str | None = None
+    token_strs: list[str] | None = None
     began_s: float = 0.0
     """As `Accepted` has it."""
     done_s: float = 0.0
@@ -91,6 +105,19 @@ class Request(msgspec.Struct, eq=False):
     @property
     def id(self) -> int:
         return self.submit.request_id
+
+    @property
+    def generates(self) -> bool:
+        """Whether schedule hears of it."""
+        return self.submit.max_tokens != 0
+
+    def echo(self) -> None:
+        """Put the prompt's text before all that its sequences say; nothing of it has been given out."""
+        prompt = self.submit.prompt
+        text = prompt.text if isinstance(prompt, m.TextPrompt) else self.prompt_text
+        if text:
+            for sequence in self.sequences:
+                sequence.pending.insert(0, text)
 
     @property
     def is_finished(self) -> bool:
@@ -101,17 +128,17 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int = 0, received_s: float = 0.0) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
         self.ask = ask
         self.number = number
         """Of the gateway's calls."""
-        self.received_s = received_s
-        """When its client began to ask, by time.monotonic()."""
         self._stage = stage
-        self.trace = stage.trace
         tape = stage.tape
-        prefix = "chatcmpl" if ask.is_chat else "cmpl"
-        self.id = f"{prefix}-{tape.randbits(64):016x}{tape.randbits(64):016x}"
+        self.received_s = ask.received_s or tape.monotonic()
+        """When its client began to ask, by time.monotonic()."""
+        self.trace = stage.trace
+        prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
+        self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
         self.created = int(tape.time())
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
@@ -134,16 +161,17 @@ class Call:
         return self.num_accepted == len(self.requests)
 
     @property
+    def names(self) -> set[str]:
+        """What it may be called off by: the id of its response, and the one its client gave it."""
+        return {self.id} if self.ask.request_id is None else {self.id, self.ask.request_id}
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests if request.prompt_ids is not None)
 
     @property
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
-
-    def now_s(self) -> float:
-        """The stage's clock."""
-        return self._stage.tape.monotonic()
 
     def tells(self, what: str) -> None:
         """Note for recordings that a part of the response, of this name, is made now."""
@@ -188,10 +216,15 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingests = stage.outboxes("ingest")
+        self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
         self.num_calls = 0
+        """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
+        self._names: dict[str, list[Call]] = {}
+        """Calls whose responses are not over, by their names. Clients may give two calls one name."""
+        self.num_calls = 0
+        """Calls for output whose responses are not over."""
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
         self._max_open = topology.max_open_of_one(stage.settings)
@@ -215,15 +248,11 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
-    def open(self, ask: Ask, received_s: float | None = None) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
-        `received_s`: when the client began to ask, by time.monotonic(); None is now."""
-        begin_s = time.monotonic() if received_s is None else received_s
-        self.num_calls += 1
-        if self._stage.tape.is_recording:
-            self._stage.tape.event("open", self.num_calls, msgspec.msgpack.encode((ask, begin_s)))
+    def open(self, ask: Ask) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+        begin_s = time.monotonic()
         try:
-            call = self._open(ask, begin_s)
+            call = self._open(ask)
         except ApiError:
             self.counting.num_overloaded += 1
             raise
@@ -232,16 +261,20 @@ class Requests:
             self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
         return call
 
-    def _open(self, ask: Ask, received_s: float) -> Call:
+    def _open(self, ask: Ask) -> Call:
         tape = self._stage.tape
+        self.num_calls += 1
+        if tape.is_recording:
+            tape.event("open", self.num_calls, msgspec.msgpack.encode(ask))
         if self._owed:
-            raise _overloaded("its stages take no more messages")
+            raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
-            raise _overloaded(
+            raise overloaded(
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask, self._stage, self.num_calls, received_s)
+        call = Call(ask, self._stage, self.num_calls)
+        self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
@@ -254,18 +287,21 @@ class Requests:
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
+                outputs=list(ask.outputs),
+                prompt_options=ask.prompt_options,
             )
             if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
-                raise _overloaded("its stages take no more messages")
-            request = Request(submit, call, [Sequence() for _ in range(ask.n)])
+                raise overloaded("its stages take no more messages")
+            request = Request(submit, call, _sequences(ask))
             call.requests.append(request)
             call.sequences += request.sequences
             call.num_open += 1
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
-            self.counting.opened(1, ask.n, ask.max_tokens)
+            if request.generates:
+                self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -275,13 +311,47 @@ class Requests:
             return
         self._stage.tape.event("leave", call.number)
         call.is_over = True
-        if call.is_finished and call.failure is None:
-            self.recent.keep(timings.times_of(call, time.monotonic()))
+        self._unname(call)
+        if call.requests and call.is_finished and call.failure is None:
+            now_s = time.monotonic()
+            self.recent.keep(timings.times_of(call, now_s))
+            for request in call.requests:
+                fields = _fields(request, call=call.id, took_s=round(now_s - call.received_s, 4))
+                self._stage.log.debug("finished", extra=fields)
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
             else:
                 self._abort(request)
+
+    def call_off(self, names: list[str]) -> list[int]:
+        """End the calls of these names; their clients are told by a finish reason. Returns the places of the names
+        that were known. Idempotent."""
+        places = []
+        for place, name in enumerate(names):
+            if calls := self._names.get(name):
+                places.append(place)
+            for call in calls or ():
+                for request in call.requests:
+                    if not (request.is_finished or request.is_aborted or request.is_called_off):
+                        request.is_called_off = True
+                        self._stage.log.info("called off", extra=_fields(request, call=call.id))
+                        self._end(request)
+        return places
+
+    def _name(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls += 1
+            for name in call.names:
+                self._names.setdefault(name, []).append(call)
+
+    def _unname(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls -= 1
+            for name in call.names:
+                self._names[name].remove(call)
+                if not self._names[name]:
+                    del self._names[name]
 
     # ------------------------------------------------------------------------------------------ the stages' side
 
@@ -296,8 +366,14 @@ class Requests:
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
             request.began_s, request.done_s = message.began_s, message.done_s
+            request.prompt_text, request.token_strs = message.text, message.token_strs
             request.call.num_accepted += 1
-            self._close_if_over(request)
+            if request.call.ask.echo:
+                request.echo()
+            if request.generates:
+                self._close_if_over(request)
+            for sequence in () if request.generates else request.sequences:
+                self._finish(request, sequence, m.Finish.LENGTH, None)
             request.call.wake()
 
     def rejected(self, message: m.Rejected) -> None:
@@ -305,8 +381,13 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is None or request.is_closed:
             return
+        failure = message.failure
+        if request.is_called_off and failure.code == ABORTED:
+            for sequence in request.sequences:
+                self._finish(request, sequence, m.Finish.ABORT, None)
+            request.call.wake()
+            return
         if not request.is_aborted:
-            failure = message.failure
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
         request.is_rejected = True
@@ -317,13 +398,12 @@ class Requests:
         """Text and ids of some sequences."""
         begin = 0
         now_s = self._stage.tape.monotonic()
-        firsts = iter(message.firsts)
+        first_of = {first.place: first for first in message.firsts}
         gaps: dict[float, int] = {}
         """By when the ids before came: those of one message came together, so these are few."""
         marked: list[int] = []
         """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
-            first = next(firsts, None) if message.id_offsets[i] == 0 and message.num_ids[i] else None
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
             finish = message.finishes[i]
@@ -340,13 +420,13 @@ class Requests:
                 if sequence.last_s:
                     gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
                 elif message.num_ids[i]:
-                    sequence.first, sequence.first_s = first, now_s
+                    sequence.first, sequence.first_s = first_of.get(i), now_s
                     self.counting.first_s.observe(now_s - call.received_s)
                     marked.append(request_id)
                 sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
                 marked.append(request_id)
-                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
+                sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
         for last_s, times in gaps.items():
@@ -401,6 +481,8 @@ class Requests:
 
     def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
         """A sequence has ended."""
+        if not request.generates:
+            return
         if request.is_aborted:
             self.counting.ended(m.Finish.ABORT)
         elif request.is_rejected:
@@ -415,9 +497,12 @@ class Requests:
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call
-        needs_ids = request.prompt_ids is None and not request.is_aborted and call.failure is None
+        needs_ids = (
+            request.prompt_ids is None and not request.is_aborted and not request.is_called_off and call.failure is None
+        )
         if request.is_finished and not needs_ids and not request.is_closed:
-            self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
+            if request.generates:
+                self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
             self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -439,7 +524,14 @@ class Requests:
             self._close_if_over(request)  # only its prompt's ids were still to come
         else:
             self._stage.log.info("aborted", extra=_fields(request, call=request.call.id))
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Have it ended, wherever it is. Its closings will come, as for any other."""
+        if request.generates:
             self._disown(request.id, request.submit.attempt)
+        else:
+            self._send(self._ingest_of(request.id), m.Abort(request.id, request.submit.attempt))
 
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
@@ -455,6 +547,12 @@ class Requests:
             self._owed.append((outbox, message))
 
 
+def _sequences(ask: Ask) -> list[Sequence]:
+    if not ask.outputs:
+        return [Sequence() for _ in range(ask.n)]
+    return [Sequence(ids=bytearray(ids), is_resumed=True) for ids in ask.outputs]
+
+
 def seed_of(seed: int, prompt: int) -> int:
     """The seed (u64) of a call's prompt number `prompt`: the client's own for the first, and for each further one
     an output of the splitmix64 generator (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
@@ -467,20 +565,23 @@ def seed_of(seed: int, prompt: int) -> int:
     return z ^ (z >> 31)
 
 
-def _overloaded(why: str) -> ApiError:
+def overloaded(why: str) -> ApiError:
+    """503"""
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the server is overloaded: {why}", code="overloaded")
 
 
 def _param(request: Request, param: str | None) -> str | None:
     """The field to blame, as the client called it: the stages behind know one prompt, and one name for its length."""
     call = request.call
-    match param:
-        case "prompt" if len(call.ask.prompts) > 1:
-            return f"prompt[{call.requests.index(request)}]"
-        case "max_tokens":
-            return call.ask.max_tokens_param
-        case _:
-            return param
+    if param == "max_tokens":
+        return call.ask.max_tokens_param
+    if param is not None and (match := _PROMPT_PLACE.fullmatch(param)):
+        which = f"[{call.requests.index(request)}]" if len(call.ask.prompts) > 1 else ""
+        return f"{call.ask.prompt_param}{which}{match[1]}"
+    return param
+
+
+_PROMPT_PLACE = re.compile(r"prompt((?:\[\d+\])?)")
 
 
 def _fields(request: Request, **fields: Any) -> dict[str, Any]:

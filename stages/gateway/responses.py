@@ -97,9 +97,9 @@ def whole(call: Call) -> bytes:
         ]
     kind = "chat.completion" if call.ask.is_chat else "text_completion"
     response = _Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call))
-    begin_s = call.now_s()
+    begin_s = time.monotonic()
     if call.ask.timings:
-        response.timings = timings_of(times_of(call, begin_s))
+        response.timings = timings_of(times_of(call))
     body = _encoder.encode(response)
     if call.trace.on:
         _trace_write(call, begin_s, body)
@@ -110,6 +110,31 @@ def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
     """Note that a part of a response was made. The last one ends the request's way through the stages."""
     requests = [request.id for request in call.requests] if call.is_finished else []
     call.trace.span("write", begin_s, time.monotonic(), {"call": call.id, "bytes": len(data)}, requests)
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+def tokenized(call: Call, max_model_len: int) -> bytes:
+    """The body of a response of /tokenize. The call has finished."""
+    (request,) = call.requests
+    assert request.prompt_ids is not None
+    ids = request.prompt_ids.tolist()
+    return _encoder.encode(_Tokenized(len(ids), max_model_len, ids, request.token_strs))
+
+
+def detokenized(call: Call) -> bytes:
+    """The body of a response of /detokenize. The call has finished."""
+    (request,) = call.requests
+    return _encoder.encode(_Detokenized(request.prompt_text or ""))
 
 
 class Events:
@@ -178,7 +203,7 @@ class Events:
         if ask.include_usage:
             chunk.usage = usage_of(self._call)
         if ask.timings:
-            chunk.timings = timings_of(times_of(self._call, self._call.now_s()))
+            chunk.timings = timings_of(times_of(self._call))
         return self._call.told(_framed(_encoder.encode(chunk)) + DONE)
 
     def _event(self, choice: _DeltaChoice | _TextChoice) -> bytes:

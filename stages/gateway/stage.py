@@ -20,10 +20,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.channels import AsyncInbox
+from pipeline.door_address import address_of
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
 from pipeline.stages.gateway import parse
+from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
+from pipeline.stages.gateway.door import Door
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
@@ -58,13 +61,16 @@ class Gateway:
         self._requests = Requests(stage)
         self._desk = HealthDesk(stage)
         self._stats = StatsDesk(stage)
-        limits = parse.Limits(
+        self._aborts = AbortDesk(stage, self._requests)
+        self._limits = limits = parse.Limits(
             settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
         )
-        self._api = Api(self._doors, self._requests, self._desk, self._stats, limits, settings.gateway.max_body_bytes)
+        max_body_bytes = settings.gateway.max_body_bytes
+        self._api = Api(self._doors, self._requests, self._desk, self._stats, self._aborts, limits, max_body_bytes)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
         self._site: web.SockSite
+        self._door: Door | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
@@ -81,20 +87,40 @@ class Gateway:
         if self._stage.tape.is_replaying:
             ReplayedClients(self._stage.tape, self._requests)
         else:
-            self._site = web.SockSite(runner, socket.socket(fileno=self._stage.launch.listen_fd))
+            listener = socket.socket(fileno=self._stage.launch.listen_fd)
+            http_port = listener.getsockname()[1]
+            self._site = web.SockSite(runner, listener)
             await self._site.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
-        self._stage.ready()
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                if not self._stage.tape.is_replaying:
+                    self._open_door(http_port)
+                self._stage.ready()
                 await self._loop(inbox)
+                self._fail_door()
         except BaseExceptionGroup as group:
             # The stage ends with what went wrong first, not with the group around it.
             raise group.exceptions[0] from group
         finally:
             self._requests.give_up(SHUTTING_DOWN)
+            if self._door is not None:
+                self._door.close()
             await runner.cleanup()
+            if self._door is not None:
+                self._door.wait_closed()
             inbox.close()
+
+    def _open_door(self, http_port: int) -> None:
+        """Listen for clients of ZeroMQ. Raises UserError where the address can't be listened on."""
+        address = address_of(self._stage.settings.gateway.zmq, http_port, self._stage.replica)
+        if address is not None:
+            max_bytes = self._stage.settings.gateway.max_body_bytes
+            self._door = Door(address, self._doors, self._requests, self._limits, max_bytes, self._tasks)
+
+    def _fail_door(self) -> None:
+        if self._door is not None:
+            self._door.fail_all(SHUTTING_DOWN)
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
         while not self._is_stopped:
@@ -121,6 +147,10 @@ class Gateway:
                 self._desk.answered(message)
             case m.StatsAnswer():
                 self._stats.answered(message)
+            case m.AbortCalls():
+                self._aborts.asked(message)
+            case m.CallsAborted():
+                self._aborts.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
@@ -153,6 +183,7 @@ class Gateway:
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
         if not await self._idle_within(deadline_s):
             self._requests.fail_all(SHUTTING_DOWN)
+            self._fail_door()
             await self._idle_within(LAST_WORDS_S)
         if self._doors.death is None:  # else who comes is told of it
             await self._site.stop()

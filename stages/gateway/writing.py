@@ -7,7 +7,7 @@ over, the kernel has all of it.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
@@ -37,10 +37,12 @@ async def send(request: web.Request, response: web.Response) -> web.StreamRespon
     return response
 
 
-async def send_whole(request: web.Request, call: Call) -> web.StreamResponse:
+async def send_whole(
+    request: web.Request, call: Call, body_of: Callable[[Call], bytes] = responses.whole
+) -> web.StreamResponse:
     """Wait for the end of a call and send its response. Raises ApiError where it fails, ConnectionError as `send`."""
     await call.until(lambda: call.is_finished)
-    body = responses.whole(call)
+    body = body_of(call)
     return await send(request, web.Response(body=body, content_type="application/json", headers=_headers(call)))
 
 
@@ -70,11 +72,12 @@ async def send_stream(request: web.Request, call: Call) -> web.StreamResponse:
 
 
 async def _begun(call: Call) -> None:
-    """Wait until it is time for the headers."""
-    await call.until(lambda: call.is_accepted or call.has_begun)
+    """Wait until it is time for the headers. What echoes its prompts has nothing to say before they have come."""
+    echo = call.ask.echo
+    await call.until(lambda: call.is_accepted or (call.has_begun and not echo) or call.is_finished)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEADERS_AFTER_S):
-            await call.until(lambda: call.has_begun)
+            await call.until(lambda: call.has_begun or call.is_finished)
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:

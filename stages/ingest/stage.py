@@ -27,15 +27,22 @@ from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
 from pipeline.stages.ingest.counting import Counting
 from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, num_chars
+from pipeline.stages.ingest.shown import Shown
 from pipeline.stages.ingest.unsent import Unsent
 
 LONG_CHARS = 20_000
 """Prompts from here on are made in the thread: about 10 ms of work."""
 
+MANY_IDS = 10_000
+"""Ids from here on are made text in the thread."""
+
 SLICE_S = 0.01
 
 Key = tuple[int, int]
 """request_id and attempt."""
+
+Made = tuple[Ids, int, str | None, list[str] | None]
+"""A prompt's ids, how many may be generated at most, its text and the names of its ids, where they are asked for."""
 
 
 def run(launch: Launch) -> None:
@@ -68,6 +75,7 @@ class Ingest:
         self._stage = stage
         self._inbox = AsyncInbox(stage.inbox)
         self._tokenizer = tokenizer
+        self._shown = Shown(tokenizer)
         self._encoder = encoder
         self._tasks = tasks
         self._packer = msgspec.msgpack.Encoder()
@@ -128,52 +136,82 @@ class Ingest:
         try:
             match submit.prompt:
                 case IdsPrompt() as prompt:
-                    self._admit(submit, self._given_ids(prompt), began_s)
+                    ids = self._given_ids(prompt)
+                    if submit.prompt_options.with_text and len(ids) >= MANY_IDS:
+                        task = self._tasks.create_task(self._admit_beside(key, submit, began_s, ids))
+                        self._encoding[key] = submit, task
+                    else:
+                        self._admit(submit, began_s, *self._made(submit, ids))
                 case (ChatPrompt() | TextPrompt()) as prompt if num_chars(prompt) < LONG_CHARS:
-                    self._admit(submit, self._prompts.encode(prompt, submit.arrival_s), began_s)
-                case (ChatPrompt() | TextPrompt()) as prompt:
-                    task = self._tasks.create_task(self._encode_beside(key, submit, prompt, began_s))
+                    self._admit(submit, began_s, *self._made(submit))
+                case ChatPrompt() | TextPrompt():
+                    task = self._tasks.create_task(self._admit_beside(key, submit, began_s))
                     self._encoding[key] = submit, task
                 case never:
                     assert_never(never)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
 
-    async def _encode_beside(self, key: Key, submit: Submit, prompt: ChatPrompt | TextPrompt, began_s: float) -> None:
-        assert self._prompts is not None
+    async def _admit_beside(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
         try:
             try:
-                outcome: Ids | Refusal
-                outcome = await loop.run_in_executor(self._encoder, self._prompts.encode, prompt, submit.arrival_s)
+                outcome: Made | Refusal
+                outcome = await loop.run_in_executor(self._encoder, self._made, submit, ids)
             except Refusal as refusal:
                 outcome = refusal
             await self._stage.tape.moment("encoded", submit.request_id)
             if isinstance(outcome, Refusal):
                 raise outcome
-            self._admit(submit, outcome, began_s)
+            self._admit(submit, began_s, *outcome)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
         finally:
             self._encoding.pop(key, None)
+
+    def _made(self, submit: Submit, ids: Ids | None = None) -> Made:
+        """All that is to be made of a prompt, of which the client may have given the ids: how many may follow, and
+        what the client wants to see. Runs in either thread. Raises Refusal."""
+        assert self._prompts is not None
+        prompt, options = submit.prompt, submit.prompt_options
+        if ids is None:
+            assert not isinstance(prompt, IdsPrompt)
+            ids = self._prompts.encode(prompt, options, submit.arrival_s)
+        max_tokens = self._prompts.max_tokens(ids, submit)
+        text = token_strs = None
+        if options.with_text:
+            text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0)
+        if options.with_token_strs:
+            token_strs = self._shown.token_strs(ids.tolist())
+        return ids, max_tokens, text, token_strs
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
             raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
-    def _admit(self, submit: Submit, ids: Ids, began_s: float) -> None:
-        """Hand the ids on: put once, read by schedule and by the gateway. Raises Refusal."""
+    def _admit(
+        self,
+        submit: Submit,
+        began_s: float,
+        ids: Ids,
+        max_tokens: int,
+        text: str | None,
+        token_strs: list[str] | None,
+    ) -> None:
+        """Hand the ids on: put once, read by schedule and by the gateway, or by the gateway alone where nothing is to
+        be generated. Raises Refusal."""
         assert self._prompts is not None
-        max_tokens = self._prompts.max_tokens(ids, submit)
-        array = self._stage.arrays.put(ids, readers=2)
+        outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
+        finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
+        array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
         done_s = self._stage.tape.monotonic()
-        self._counting.accepted(len(ids), done_s - began_s)
-        if (trace := self._stage.trace).on:
-            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
+        self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, began_s, done_s)
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
+        if max_tokens == 0:
+            return
         admit = m.Admit(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -184,8 +222,17 @@ class Ingest:
             max_tokens=max_tokens,
             sampling=msgspec.Raw(self._packer.encode(submit.sampling)),
             text=msgspec.Raw(self._packer.encode(submit.text)),
+            outputs=[self._stage.arrays.put(output) for output in outputs],
+            finishes=finishes,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
+
+    def _note(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
+        """Count, log and trace a prompt that is accepted."""
+        self._counting.accepted(len(ids), done_s - began_s)
+        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
+        if (trace := self._stage.trace).on:
+            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
 
     def _reject(self, submit: Submit, failure: Failure) -> None:
         self._counting.num_rejected += 1

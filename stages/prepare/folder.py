@@ -2,6 +2,7 @@
 weights read where they are, or quantised."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from pipeline.config.settings import Quantization
-from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, ConfigFault, flags_of
 from pipeline.stages.prepare.progress import Progress
-from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
+from pipeline.stages.prepare.shape import MAX_LAYERS, check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError, is_file
 from pipeline.stages.prepare.tensors import check_tensors
 
@@ -76,9 +78,12 @@ class Reader:
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
         self._config = config
+        self._defaults: Mapping[str, Any] = {}
 
     def model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
-        mistral = self._architecture() == "mistral"
+        name_of_kind = self._architecture()
+        kind = HF_ARCHITECTURES[name_of_kind]
+        self._defaults = kind.defaults
         self._refuse_quantised()
         activation = self._get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
@@ -90,24 +95,33 @@ class Reader:
         theta, scaling = self._rope()
         eos_ids = _ids("eos_token_id", self._config, vocab_size, self.path)
         eos_ids += _ids("eos_token_id", generation, vocab_size, self.path.parent / "generation_config.json")
+        num_layers = self._need("num_hidden_layers")
+        try:
+            window, windowed = kind.windows(self._config, min(num_layers, MAX_LAYERS))
+            flags = flags_of(kind, self._config)
+        except ConfigFault as fault:
+            raise ModelError(f"{self.path}: {fault}") from fault
         config = ModelConfig(
             name=name,
-            architecture="mistral" if mistral else "llama",
-            num_layers=self._need("num_hidden_layers"),
+            architecture=name_of_kind,
+            num_layers=num_layers,
             hidden_size=hidden,
             intermediate_size=self._need("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=self._get("num_key_value_heads", int, 8 if mistral else heads),
+            num_kv_heads=self._num_kv_heads(heads),
             head_dim=derived_head_dim(hidden, heads, self.path, KEYS) if head_dim is None else head_dim,
             vocab_size=vocab_size,
-            max_position=self._get("max_position_embeddings", int, 131072 if mistral else 2048),
+            max_position=self._get("max_position_embeddings", int, 2048),
             rms_norm_eps=float(self._get("rms_norm_eps", (int, float), 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
-            sliding_window=self._sliding_window(mistral),
+            sliding_window=window,
+            sliding_layers=windowed,
             tie_embeddings=self._get("tie_word_embeddings", bool, False),
-            attention_bias=self._get("attention_bias", bool, False),
-            mlp_bias=self._get("mlp_bias", bool, False),
+            qkv_bias=flags["qkv_bias"],
+            out_bias=flags["out_bias"],
+            mlp_bias=flags["mlp_bias"],
+            qk_norm=flags.get("qk_norm", False),
             eos_ids=list(dict.fromkeys(eos_ids)),
             bos_id=next(iter(_ids("bos_token_id", self._config, vocab_size, self.path)), None),
             weight_files=[str(path) for path in weight_files],
@@ -115,18 +129,27 @@ class Reader:
         check_shape(config, self.path, KEYS)
         return config
 
-    def _architecture(self) -> str:
+    def _architecture(self) -> Architecture:
         kind = self._config.get("model_type")
         classes = self._config.get("architectures") or []
         if not isinstance(classes, list):
             raise ModelError(f"{self.path}: architectures is {classes!r}; it must be a list of names")
-        if kind not in ("llama", "mistral"):
-            raise ModelError(f"{self.path}: model_type is {kind!r}; supported are 'llama' and 'mistral'")
-        if classes and classes[0] not in ("LlamaForCausalLM", "MistralForCausalLM"):
-            raise ModelError(
-                f"{self.path}: architectures is {classes}; supported are LlamaForCausalLM and MistralForCausalLM"
-            )
-        return str(kind)
+        for name, architecture in HF_ARCHITECTURES.items():
+            if kind == name:
+                if classes and classes[0] != architecture.class_name:
+                    raise ModelError(
+                        f"{self.path}: architectures is {classes}; of model_type {kind!r}, {architecture.class_name} "
+                        "is supported"
+                    )
+                return name
+        known = ", ".join(map(repr, HF_ARCHITECTURES))
+        raise ModelError(f"{self.path}: model_type is {kind!r}; supported are {known}")
+
+    def _num_kv_heads(self, num_heads: int) -> int:
+        """As many as queries where the file says null; where it says nothing, what the architecture takes for it."""
+        default = None if "num_key_value_heads" in self._config else self._defaults.get("num_key_value_heads")
+        number = self._get("num_key_value_heads", int, None) if default is None else default
+        return num_heads if number is None else int(number)
 
     def _refuse_quantised(self) -> None:
         quantisation = self._config.get("quantization_config")
@@ -138,14 +161,6 @@ class Reader:
             "give the unquantised one, or a .gguf file"
         )
 
-    def _sliding_window(self, mistral: bool) -> int | None:
-        if not mistral:
-            return None
-        if "sliding_window" in self._config and self._config["sliding_window"] is None:
-            return None
-        window: int = self._get("sliding_window", int, 4096)
-        return window
-
     def _rope(self) -> tuple[float, Llama3Rope | None]:
         """Base and scaling: `rope_parameters` as transformers 5 writes them, or `rope_theta` and `rope_scaling`, which
         win where both are there, as they do in transformers."""
@@ -153,6 +168,13 @@ class Reader:
         rope = self._config.get(key) or {}
         if not isinstance(rope, dict):
             raise ModelError(f"{self.path}: {key} is {rope!r}, not an object")
+        if by_layer := next((name for name, value in rope.items() if isinstance(value, dict)), None):
+            raise ModelError(f"{self.path}: {key} has parameters of its own for {by_layer!r}: not supported")
+        part = rope.get("partial_rotary_factor", self._config.get("partial_rotary_factor"))
+        if part not in (None, 1):
+            raise ModelError(
+                f"{self.path}: partial_rotary_factor is {part!r}: rotating a part of each head is not supported"
+            )
         theta = rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
         if not isinstance(theta, int | float) or isinstance(theta, bool):
             raise ModelError(f"{self.path}: rope_theta is {theta!r}, not a number")
@@ -167,6 +189,8 @@ class Reader:
             "high_freq_factor": "high_freq_factor",
             "original_max_position": "original_max_position_embeddings",
         }
+        if "original_max_position_embeddings" in self._config:  # transformers prefers it to the one in `rope`
+            rope = {**rope, "original_max_position_embeddings": self._config["original_max_position_embeddings"]}
         missing = [theirs for theirs in names.values() if theirs not in rope]
         if missing:
             raise ModelError(f"{self.path}: {key} of type 'llama3' lacks {missing[0]!r}")
@@ -184,7 +208,7 @@ class Reader:
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
         value = self._config.get(key)
         if value is None:
-            return default
+            return self._defaults.get(key, default)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ModelError(f"{self.path}: {key} is {value!r}, not of type {kind}")
         return value

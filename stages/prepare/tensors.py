@@ -76,10 +76,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         linears = {
-            "self_attn.q_proj": (q_size, hidden, config.attention_bias),
-            "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-            "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
-            "self_attn.o_proj": (hidden, q_size, config.attention_bias),
+            "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+            "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+            "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+            "self_attn.o_proj": (hidden, q_size, config.out_bias),
             "mlp.gate_proj": (inner, hidden, config.mlp_bias),
             "mlp.up_proj": (inner, hidden, config.mlp_bias),
             "mlp.down_proj": (hidden, inner, config.mlp_bias),
@@ -87,6 +87,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         before = f"model.layers.{layer}."
         shapes[f"{before}input_layernorm.weight"] = (hidden,)
         shapes[f"{before}post_attention_layernorm.weight"] = (hidden,)
+        if config.qk_norm:
+            shapes[f"{before}self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{before}self_attn.k_norm.weight"] = (config.head_dim,)
         for name, (rows, columns, has_bias) in linears.items():
             shapes[f"{before}{name}.weight"] = (rows, columns)
             if has_bias:

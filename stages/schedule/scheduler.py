@@ -7,7 +7,6 @@ is planned ahead of the ids it will have: its length is known before its ids are
 This module neither sends nor receives; stage.py does. It holds no tensor and imports no torch.
 """
 
-import time
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from pipeline.stages.schedule import policy, prefix
 from pipeline.stages.schedule.blocks import BlockPool
 from pipeline.stages.schedule.counting import Counting
 from pipeline.stages.schedule.outgoing import Outgoing, Put
-from pipeline.stages.schedule.request import Request, Sequence
+from pipeline.stages.schedule.request import Ids, Request, Sequence
 from pipeline.stages.schedule.rows import Int64s, Rows
 from pipeline.stats import ScheduleCounts
 
@@ -32,6 +31,8 @@ MAX_TOMBSTONES = 65536
 
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
+
+NO_IDS: Ids = np.zeros(0, np.int32)
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
@@ -79,12 +80,11 @@ class Scheduler:
         put: Put = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.outgoing = Outgoing(self.rows, put, num_detokenize, clock)
+        self.outgoing = Outgoing(self.rows, put, num_detokenize)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self._incarnation = incarnation
@@ -107,6 +107,7 @@ class Scheduler:
     def admit(self, message: m.Admit) -> list[m.Open | m.Refuse]:
         """Take a request in. Returns what detokenize is to be told: its openings, or why it is refused."""
         prompt = self._take(message.prompt_ids, np.int32).astype(np.int32, copy=False)
+        outputs = [self._take(ids, np.int32) for ids in message.outputs]
         limit = min(len(prompt) + message.max_tokens, self.limits.max_model_len)
         failure = None
         if self._tombstones.pop((message.request_id, message.attempt), self) is None:
@@ -137,16 +138,37 @@ class Scheduler:
             queued_s=self.now_s,
         )
         self.requests[request.request_id] = request
-        for index in range(request.n):
-            sequence = Sequence(self._next_seq, request, index, prompt, limit)
-            self._next_seq += 1
+        return [
+            self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
+            if outputs
+            else self._open(request, index, limit, NO_IDS, Finish.NONE)
+            for index in range(request.n)
+        ]
+
+    def _open(self, request: Request, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
+        """Begin a sequence behind the outputs that are known, or end it at once where nothing may follow them."""
+        ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
+        assert len(ids) <= limit, f"request {request.request_id:x} comes with more ids than it may have"
+        sequence = Sequence(self._next_seq, request, index, ids, limit, num_given=len(ids))
+        self._next_seq += 1
+        if finish == Finish.NONE and len(ids) == limit:
+            finish = Finish.LENGTH
+        if finish == Finish.NONE:
             request.open_sequences[index] = sequence
             insort(self._waiting, (sequence.order, sequence))
-        tail = prompt[-PROMPT_TAIL:].tobytes()
-        return [
-            m.Open(s.seq, request.request_id, request.attempt, s.index, request.gateway, tail, request.text)
-            for s in request.open_sequences.values()
-        ]
+        else:
+            self.outgoing.part(sequence, len(ids), finish)
+        return m.Open(
+            sequence.seq,
+            request.request_id,
+            request.attempt,
+            index,
+            request.gateway,
+            request.prompt[-PROMPT_TAIL:].tobytes(),
+            request.text,
+            self._put(outputs),
+            int(finish),
+        )
 
     def abort(self, message: m.Abort) -> None:
         """End a request, or one sequence of it. One that is not known yet is refused when it comes."""
@@ -400,7 +422,7 @@ class Scheduler:
         rows.promised[sampled] -= 1
         self._totals["output"] += len(sampled)
         self.marked = []
-        for row in sampled[known == rows.num_prompt[sampled]].tolist():
+        for row in sampled[known == rows.num_given[sampled]].tolist():
             self._has_begun(row)
         stopped = finishes == Finish.STOP
         ended = stopped | (known + 1 >= rows.limit[sampled])

@@ -49,7 +49,7 @@ class Server:
             except AssertionError:
                 self.process.kill()
                 raise
-            match = re.search(r"ready on (http://\S+)", line)
+            match = re.search(r"ready on (http://[^\s\"]+)", line)
             assert match
             self.url = match[1]
             self.look()

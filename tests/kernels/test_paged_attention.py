@@ -6,7 +6,8 @@ import torch
 
 from pipeline.kernels.kv_layout import LayerKV, allocate, block_bytes
 from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
-from pipeline.kernels.rotary import rotary_angles, rotary_reference, rotary_write
+from pipeline.kernels.rms_norm import rms_norm_reference
+from pipeline.kernels.rotary import head_norm, rotary_angles, rotary_reference, rotary_write
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 
 HEAD_DIM = 16
@@ -73,6 +74,24 @@ def test_rotary_turns_queries_in_place_and_writes_keys_and_values_to_their_slots
     untouched[slots] = False
     assert torch.equal(keys[untouched], before.keys.flatten(0, 1)[untouched])
     assert torch.equal(values[untouched], before.values.flatten(0, 1)[untouched])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_heads_of_queries_and_keys_are_normed_each_by_itself_and_values_stay(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    heads = (torch.randn(7, num_heads + 2 * num_kv_heads, HEAD_DIM, generator=random) * 3).to(dtype)
+    query, key = torch.randn(2, HEAD_DIM, generator=random)
+    qkv = heads.reshape(7, -1).clone()
+    head_norm(qkv, query, key, make_kv(num_kv_heads, dtype), 1e-5)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    weights = torch.stack([query] * num_heads + [key] * num_kv_heads)
+    out = qkv.view(heads.shape)
+    expected = rms_norm_reference(heads[:, :-num_kv_heads], weights, 1e-5)
+    torch.testing.assert_close(out[:, :-num_kv_heads].double(), expected, **tolerance)
+    assert torch.equal(out[:, -num_kv_heads:], heads[:, -num_kv_heads:])
 
 
 RAGGED = {

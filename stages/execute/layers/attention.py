@@ -1,21 +1,25 @@
-"""Grouped-query self-attention with rotary positions."""
+"""Grouped-query self-attention with rotary positions, and what some models add to it: biases, norms of queries and
+keys, a sliding window."""
 
 from pipeline.model_folder import ModelConfig
-from pipeline.stages.execute.program import AttentionWeights, Linear
+from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear
 from pipeline.stages.execute.weights import Weights
 
 
-def attention_weights(config: ModelConfig, weights: Weights, layer: str) -> AttentionWeights:
+def attention_weights(config: ModelConfig, weights: Weights, index: int) -> AttentionWeights:
     """Those of one layer, with Hugging Face's names. Queries, keys and values go together."""
+    layer = f"model.layers.{index}"
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
     rows = [queries, keys, keys]
     qkv = weights.matrices([f"{name}.weight" for name in names], rows, hidden)
     out = weights.matrix(f"{layer}.self_attn.o_proj.weight", hidden, queries)
-    qkv_bias = out_bias = None
-    if config.attention_bias:
-        qkv_bias = weights.join_vectors([f"{name}.bias" for name in names], rows)
-        out_bias = weights.vector(f"{layer}.self_attn.o_proj.bias", hidden)
+    qkv_bias = weights.join_vectors([f"{name}.bias" for name in names], rows) if config.qkv_bias else None
+    out_bias = weights.vector(f"{layer}.self_attn.o_proj.bias", hidden) if config.out_bias else None
+    head_norms = None
+    if config.qk_norm:
+        query, key = (weights.vector(f"{layer}.self_attn.{name}_norm.weight", config.head_dim) for name in "qk")
+        head_norms = HeadNorms(query, key)
     norm = weights.vector(f"{layer}.input_layernorm.weight", hidden)
-    return AttentionWeights(norm, Linear(qkv, qkv_bias), Linear((out,), out_bias))
+    return AttentionWeights(norm, Linear(qkv, qkv_bias), Linear((out,), out_bias), head_norms, config.window_of(index))

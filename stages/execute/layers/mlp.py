@@ -5,8 +5,9 @@ from pipeline.stages.execute.program import Linear, MlpWeights
 from pipeline.stages.execute.weights import Weights
 
 
-def mlp_weights(config: ModelConfig, weights: Weights, layer: str) -> MlpWeights:
+def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights:
     """Those of one layer, with Hugging Face's names. Gate and up go together."""
+    layer = f"model.layers.{index}"
     hidden, inner = config.hidden_size, config.intermediate_size
     names = [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]
     gate_up = weights.matrices([f"{name}.weight" for name in names], [inner, inner], hidden)

@@ -1,4 +1,7 @@
-"""The Llama family: SmolLM2, Llama 2 and 3, Mistral (with its sliding window).
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3.
+
+They are one stack of layers; what they differ in (biases, norms of queries and keys, windows, rotation, a tied head)
+are fields of `ModelConfig`, and none of it is asked for by a model's name.
 
 embedding → layers × (norm → attention → + → norm → feed-forward → +) → norm → logits of the sampled tokens
 """
@@ -16,7 +19,7 @@ def record(config: ModelConfig, weights: Weights, program: Program) -> None:
     embedding = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
     program.embed(embedding)
     for i in range(config.num_layers):
-        program.attention(attention_weights(config, weights, f"model.layers.{i}"))
-        program.mlp(mlp_weights(config, weights, f"model.layers.{i}"))
+        program.attention(attention_weights(config, weights, i))
+        program.mlp(mlp_weights(config, weights, i))
     head = embedding if config.tie_embeddings else weights.matrix("lm_head.weight", vocab_size, hidden)
     program.sample(weights.vector("model.norm.weight", hidden), head)

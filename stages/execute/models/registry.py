@@ -1,13 +1,18 @@
-"""Which code computes which architecture. A new model is a new file here and a line in the table."""
+"""Which code computes which architecture: one that is Llama-shaped is a line in the table, another a new file too."""
 
 from collections.abc import Callable
 
-from pipeline.model_folder import ModelConfig
+from pipeline.model_folder import Architecture, ModelConfig
 from pipeline.stages.execute.models import llama
 from pipeline.stages.execute.program import Program
 from pipeline.stages.execute.weights import Weights
 
-MODELS: dict[str, Callable[[ModelConfig, Weights, Program], None]] = {"llama": llama.record, "mistral": llama.record}
+MODELS: dict[Architecture, Callable[[ModelConfig, Weights, Program], None]] = {
+    "llama": llama.record,
+    "mistral": llama.record,
+    "qwen2": llama.record,
+    "qwen3": llama.record,
+}
 
 
 def record_model(config: ModelConfig, weights: Weights, program: Program) -> None:

@@ -284,13 +284,28 @@ def turn(heads: np.ndarray, error: np.ndarray, cos: np.ndarray, sin: np.ndarray)
     return out, np.concatenate(moved, axis=-1) + 2 * EPS * size + TINY
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def norm_heads(heads: np.ndarray, error: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The RMS norm of each head, [T, heads, head_dim]: what each number is off by, what all of them make the factor off
+    by, and the roundings of `rms_norm` above."""
+    factor = 1 / np.sqrt((heads**2).mean(-1, keepdims=True) + np.float32(1e-5))
+    out = heads * factor * weight
+    moved = factor * np.abs(weight) * error + np.abs(out) * factor**2 * (np.abs(heads) * error).mean(-1, keepdims=True)
+    return out, 1.1 * moved + (heads.shape[-1] / 2 + 5) * EPS * np.abs(out) + TINY
+
+
+@pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, False), (True, True)], ids=["", "bias", "normed"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 32), (4, 4, 16), (6, 2, 64), (2, 1, 80), (1, 1, 96), (2, 1, 256)]
 )
 def test_queries_are_turned_and_keys_and_values_written(
-    library: ctypes.CDLL, num_heads: int, num_kv_heads: int, head_dim: int, format: Format, bias: bool
+    library: ctypes.CDLL,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    format: Format,
+    bias: bool,
+    normed: bool,
 ) -> None:
     depth, num_blocks, all_heads = 64, 9, num_heads + 2 * num_kv_heads
     width = num_heads * head_dim
@@ -303,6 +318,8 @@ def test_queries_are_turned_and_keys_and_values_written(
     tables = np.zeros((4, 7), np.int32)
     tables[0, 0], tables[1, 1], tables[2, :3], tables[3, 6] = 8, 3, [1, 0, 6], 5
     order = turned_order(num_heads + num_kv_heads, all_heads, head_dim)
+    in_head = turned_order(1, 1, head_dim)
+    norms = [random(26, head_dim) + 1, random(27, head_dim) + 1] if normed else []
     with recording(library, threads=2) as r:
         rows, queries = r.rows(num, depth), r.floats(np.zeros((num, width)))
         kept = r.put(rows, random(25, num, depth), form_of(format))
@@ -318,6 +335,7 @@ def test_queries_are_turned_and_keys_and_values_written(
             ctypes.byref(layer),
             r.floats(cos).ctypes.data,
             r.floats(sin).ctypes.data,
+            ctypes.byref(native.HeadNorms(*(r.floats(w[in_head]).ctypes.data for w in norms), 1e-5)) if norms else None,
         )
         r.fill(entries, tables=tables)
         assert r.run() == 0
@@ -327,8 +345,11 @@ def test_queries_are_turned_and_keys_and_values_written(
     error = (error + EPS * (np.abs(out) + np.abs(out + shift))).reshape(num, all_heads, head_dim)
     heads = (out + shift).reshape(num, all_heads, head_dim)
     turning = num_heads + num_kv_heads
+    values_error = error[:, turning:]
+    if normed:
+        weight = np.stack([norms[0]] * num_heads + [norms[1]] * num_kv_heads)
+        heads[:, :turning], error[:, :turning] = norm_heads(heads[:, :turning], error[:, :turning], weight)
     turned, turned_error = turn(heads[:, :turning], error[:, :turning], cos[positions], sin[positions])
-    in_head = turned_order(1, 1, head_dim)
 
     expected = turned[:, :num_heads, in_head] / head_dim**0.5
     bound = turned_error[:, :num_heads, in_head] / head_dim**0.5 + 3 * EPS * np.abs(expected)
@@ -342,7 +363,7 @@ def test_queries_are_turned_and_keys_and_values_written(
     values = values.transpose(0, 3, 5, 1, 2, 4).reshape(num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
     made_keys, made_values = (widen(words[blocks, places]) for words in (keys, values))
     assert_rounded_to_bf16(made_keys, turned[:, num_heads:, in_head], turned_error[:, num_heads:, in_head])
-    assert_rounded_to_bf16(made_values, heads[:, turning:], error[:, turning:])
+    assert_rounded_to_bf16(made_values, heads[:, turning:], values_error)
     written = np.zeros((num_blocks, BLOCK_SIZE), np.bool_)
     written[blocks, places] = True
     assert (keys[~written] == untouched).all() and (values[~written] == untouched).all()

@@ -25,7 +25,9 @@ COMPLETION = {"model": MODEL, "prompt": "Hi"}
 class Gate:
     """A context manager; entering it starts the stage and, unless told otherwise, sends `Start`."""
 
-    def __init__(self, folder: Path, *, start: bool = True, record: Path | None = None, **gateway: Any) -> None:
+    def __init__(
+        self, folder: Path, *, start: bool = True, siblings: int = 0, record: Path | None = None, **gateway: Any
+    ) -> None:
         ModelConfig(
             name=MODEL,
             architecture="llama",
@@ -48,7 +50,12 @@ class Gate:
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._start = start
         self.rig = Rig(
-            "gateway", Settings(gateway=Gateway(**gateway)), folder, listen_fd=listener.detach(), record=record
+            "gateway",
+            Settings(gateway=Gateway(**gateway)),
+            folder,
+            listen_fd=listener.detach(),
+            siblings=siblings,
+            record=record,
         )
         self._threads = ThreadPoolExecutor(32)
         self._chars: dict[tuple[int, int], int] = {}

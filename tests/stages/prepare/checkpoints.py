@@ -13,7 +13,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from pipeline.model_folder import ModelConfig, format_key
 
@@ -78,6 +85,31 @@ def tiny_mistral(**changes: Any) -> MistralForCausalLM:
     return MistralForCausalLM(MistralConfig(**{**settings, **changes})).eval()
 
 
+def tiny(model_type: str, **changes: Any) -> Any:
+    """A tiny model of any architecture, whose norms and biases are not what they begin as."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 608,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.5))
+    return model.eval()
+
+
 def save_folder(
     folder: Path,
     model: Any,
@@ -117,6 +149,8 @@ GGUF_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
@@ -136,7 +170,7 @@ def gguf_name(name: str) -> str:
 
 def save_gguf(
     path: Path,
-    model: LlamaForCausalLM,
+    model: Any,
     *,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     tokenizer: Tokenizer | None = None,
@@ -162,7 +196,11 @@ def save_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(head_dim)
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_chat_template(chat_template)
     _add_vocabulary(writer, tokenizer or byte_level(), pre, config.vocab_size)
     for key, value in (metadata or {}).items():
@@ -184,9 +222,9 @@ def save_gguf(
             writer.add_tensor(gguf_name(name), data, raw_dtype=own_kind)
             continue
         weight = tensor.float().numpy()
-        if "q_proj" in name:
+        if "q_proj" in name and architecture == "llama":
             weight = permute(weight, config.num_attention_heads)
-        if "k_proj" in name:
+        if "k_proj" in name and architecture == "llama":
             weight = permute(weight, config.num_key_value_heads)
         if weight.ndim == 1:
             writer.add_tensor(gguf_name(name), weight)

@@ -89,7 +89,7 @@ def test_mistral_has_its_head_size_and_window(tmp_path: Path) -> None:
 def test_biases_and_tied_embeddings_are_found(tmp_path: Path) -> None:
     model = checkpoints.tiny_llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
     config = config_of(checkpoints.save_folder(tmp_path / "biased", model))
-    assert (config.attention_bias, config.mlp_bias, config.tie_embeddings) == (True, True, True)
+    assert (config.qkv_bias, config.out_bias, config.mlp_bias, config.tie_embeddings) == (True, True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,16 @@ def test_tokens_beyond_the_vocabulary_are_refused(source: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, r"model_type is 'gpt2'; supported are 'llama' and 'mistral'"),
+        ({"model_type": "gpt2"}, r"model_type is 'gpt2'; supported are 'llama', 'mistral', 'qwen2', 'qwen3'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures is .*LlamaForCausalLM"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures is .*of model_type 'llama', LlamaForCausalLM"),
+        ({"attention_bias": "yes"}, r"config\.json: attention_bias is 'yes'; it must be true or false"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}},
+            r"rope_parameters has parameters of its own for 'full_attention'",
+        ),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5: rotating a part of each head"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, r"partial_rotary_factor is 0\.25"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config says 'gptq'"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'; 'silu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, r"rope_type 'yarn'; supported"),

@@ -46,7 +46,7 @@ def test_weights_come_back_in_hugging_faces_names_and_order(tmp_path: Path, bias
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor if tensor.ndim == 1 else tensor.to(torch.bfloat16)), name
     config = ModelConfig.load(folder)
-    assert (config.tie_embeddings, config.attention_bias, config.mlp_bias) == (tied, bias, bias)
+    assert (config.tie_embeddings, config.qkv_bias, config.out_bias, config.mlp_bias) == (tied, bias, bias, bias)
 
 
 def test_the_config_is_the_models(tmp_path: Path, model: LlamaForCausalLM) -> None:
@@ -182,14 +182,16 @@ def test_texts_begin_as_in_llama_cpp_where_the_file_does_not_say(
 
 
 def test_other_architectures_tokenizers_and_tensors_are_refused(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    with pytest.raises(ModelError, match=r"general\.architecture is 'qwen2'"):
-        prepared(checkpoints.save_gguf(tmp_path / "a.gguf", model, architecture="qwen2"))
+    with pytest.raises(
+        ModelError, match=r"general\.architecture is 'gemma3'; supported are 'llama' \(Llama, M.*'qwen3'"
+    ):
+        prepared(checkpoints.save_gguf(tmp_path / "a.gguf", model, architecture="gemma3"))
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre is 'klingon'; known are .*smollm"):
         prepared(checkpoints.save_gguf(tmp_path / "b.gguf", model, pre="klingon"))
     with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is missing"):
         prepared(checkpoints.save_gguf(tmp_path / "c.gguf", model, without="model.layers.1.mlp.up_proj.weight"))
     extra = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 4), np.float32)}
-    with pytest.raises(ModelError, match=r"ffn_gate_inp\.weight is not part of a Llama model"):
+    with pytest.raises(ModelError, match=r"ffn_gate_inp\.weight is not part of a model as the metadata"):
         prepared(checkpoints.save_gguf(tmp_path / "d.gguf", model, extra_tensors=extra))
 
 

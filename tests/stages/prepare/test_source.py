@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.prepare.source import PINS, FolderSource, GgufSource, ModelError, WheelSource, parse
+from pipeline.stages.prepare.source import PINS, FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
 
 SUM = "ab" * 32
 
@@ -53,15 +53,43 @@ def test_paths_are_folders_or_gguf_files(tmp_path: Path) -> None:
         parse(str(tmp_path / "model.bin"))
 
 
-@pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M-Instruct", "org/name", "/no/such/folder", "name", "./a"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(
+            "/no/such/folder",
+            "name",
+            "./a",
+            "../a/b",
+            "a/b/c",
+            "a/",
+            "/b",
+            "-a/b",
+            "a/.b",
+            "a b/c",
+            "a/b@c@d",
+            "a/b@c d",
+        ),
+        *("models/tiny.gguf", "models/tiny.GGUF@main", "name@main", "ä/b", "a/b\n"),
+    ],
+)
 def test_everything_else_is_told_what_is_taken(model: str) -> None:
-    with pytest.raises(ModelError, match=r"folder in Hugging Face layout.*\.gguf.*wheel:"):
+    with pytest.raises(ModelError, match=r"folder in Hugging Face layout.*\.gguf.*ORG/NAME@REVISION.*wheel:"):
         parse(model)
 
 
-def test_hub_names_are_called_by_their_kind() -> None:
-    with pytest.raises(ModelError, match="hub are not taken"):
-        parse("HuggingFaceTB/SmolLM2-135M-Instruct")
+def test_hub_ids_have_a_revision_or_take_the_main_one() -> None:
+    assert parse("HuggingFaceTB/SmolLM2-135M-Instruct") == HubSource("HuggingFaceTB/SmolLM2-135M-Instruct", "main")
+    assert parse("Qwen/Qwen2.5-0.5B@v1.0") == HubSource("Qwen/Qwen2.5-0.5B", "v1.0")
+    assert parse("a/b@refs/pr/7") == HubSource("a/b", "refs/pr/7")
+    with pytest.raises(ModelError, match="no revision behind '@'"):
+        parse("a/b@")
+
+
+def test_a_folder_that_is_there_is_taken_before_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert parse("org/name") == FolderSource(tmp_path / "org" / "name")
 
 
 @pytest.mark.parametrize("model", ["x" * 5000, "/" + "x/" * 5000, "a\0b"])

@@ -1,0 +1,139 @@
+"""Sliding windows hold where a real scheduler preempts rows, cuts prompts and shares prefixes: texts are those of
+transformers, and in the CPU library those of each row alone."""
+
+import itertools
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import messages as m
+from pipeline.stages.execute.runner import Runner
+from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from tests.rig import raw
+from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import GREEDY, settings, take
+from tests.stages.execute.native_driver import LEVELS, emulation, random_ids, write
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "every layer": {"architecture": "mistral", "sliding_window": 21},
+    "some layers": checkpoints.VARIANTS["qwen3, windows between"],
+}
+NUM_TOKENS = 40
+PREFIX = random_ids(48, 0)
+PROMPTS = [
+    random_ids(70, 1),
+    PREFIX + random_ids(5, 2),
+    PREFIX + random_ids(20, 3),
+    PREFIX[:32] + random_ids(11, 4),
+    random_ids(3, 5),
+    PREFIX + random_ids(5, 2),
+]
+DEPTH = 2
+
+
+def serve(runner: Runner, num_blocks: int) -> tuple[list[list[int]], int, int]:
+    """Greedy texts of all prompts, one arriving after each step, through a scheduler with so many blocks. Returns them,
+    how often a sequence was started again, and how many tokens were found in the prefix cache."""
+    limits = Limits(num_blocks=num_blocks, max_model_len=250, max_num_seqs=8, max_num_batched_tokens=32)
+    scheduler = Scheduler(limits)
+    texts: dict[int, list[int]] = {}
+    waiting = deque(enumerate(PROMPTS, 1))
+    steps: deque[m.Step] = deque()
+    num_starts = num_cached = 0
+    for turn in itertools.count():
+        assert turn < 2000, "it never ends"
+        if waiting and turn % 3 == 0:
+            number, prompt = waiting.popleft()
+            message = m.Admit(
+                request_id=number,
+                attempt=1,
+                gateway=0,
+                arrival_s=float(number),
+                prompt_ids=np.array(prompt, np.int32).tobytes(),
+                n=1,
+                max_tokens=NUM_TOKENS,
+                sampling=raw(GREEDY),
+                text=raw(m.TextOptions()),
+            )
+            for told in scheduler.admit(message):
+                assert isinstance(told, m.Open)
+                texts[told.seq] = []
+        while len(steps) < DEPTH and (step := scheduler.plan()) is not None:
+            steps.append(step)
+            num_starts += len(step.adds)
+            added = [add.row for add in step.adds]
+            entries = zip(take(step.rows, np.int32).tolist(), take(step.starts, np.int32).tolist(), strict=True)
+            num_cached += sum(start for row, start in entries if row in added)
+        if not steps:
+            if waiting:
+                continue
+            break
+        step = steps.popleft()
+        sampled = runner.step(step, take)
+        scheduler.settle(
+            m.StepResult(
+                incarnation=step.incarnation,
+                step_id=step.step_id,
+                rows=sampled.rows.astype(np.int32).tobytes(),
+                generations=sampled.generations.tobytes(),
+                ids=sampled.ids.tobytes(),
+                finishes=sampled.finishes.tobytes(),
+                compute_s=0.0,
+                wait_s=0.0,
+            )
+        )
+        scheduler.check()
+        if (report := scheduler.outgoing.report()) is not None:
+            scheduler.outgoing.reported()
+            ids = take(report.ids, np.int32).tolist()
+            counts = take(report.counts, np.int32).tolist()
+            for seq, num in zip(take(report.seqs, np.uint64).tolist(), counts, strict=True):
+                texts[seq] += ids[:num]
+                ids = ids[num:]
+    return list(texts.values()), num_starts - len(PROMPTS), num_cached
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(NUM_TOKENS):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_texts_are_those_of_transformers_through_preemption_and_cached_prefixes(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    model = checkpoints.write(tmp_path, checkpoints.config_of(**changes))
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    runner = Runner(settings(kernels="torch"), tmp_path)
+    texts, num_again, num_cached = serve(runner, 40)
+    assert (texts, num_again) == (expected, 0)
+    assert num_cached >= 48
+    runner = Runner(settings(kernels="torch"), tmp_path)
+    texts, num_again, _ = serve(runner, 12)
+    assert texts == expected
+    assert num_again > 0, "nobody was preempted"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_library_has_one_text_whatever_happens_to_its_rows(
+    tmp_path: Path, changes: dict[str, Any], level: str
+) -> None:
+    write(tmp_path, checkpoints.config_of(**changes))
+    with emulation(level) as kernels:
+        config = settings(dtype="bfloat16", kernels=kernels, threads=2)
+        runners = [Runner(config, tmp_path) for _ in range(2)]
+    plenty, _, num_cached = serve(runners[0], 40)
+    scarce, num_again, _ = serve(runners[1], 12)
+    for runner in runners:
+        runner.close()
+    assert plenty == scarce
+    assert num_again > 0 and num_cached >= 48
+    assert len({tuple(text) for text in plenty}) == 5, "prompts that differ have one text"

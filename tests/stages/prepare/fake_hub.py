@@ -1,0 +1,185 @@
+"""A small hub: the part of the Hugging Face hub's HTTP API that fetching a model uses, over files in memory.
+
+    GET  /api/models/ORG/NAME[/revision/REV]      the commit, the names and sizes of its files
+    GET  /api/models/ORG/NAME/tree/REV            the same files with their ids
+    HEAD /ORG/NAME/resolve/REV/PATH               commit and ETag; large files are a redirect to
+    GET  /blobs/SHA256                            their bytes, from any of them on
+
+Errors carry the hub's X-Error-Code.
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+COMMIT = "c0ffee" + "0" * 34
+OTHER_COMMIT = "beef" + "1" * 36
+
+
+@dataclass
+class Repo:
+    """A repository: the files of each commit, and which commit each branch or tag names."""
+
+    commits: dict[str, dict[str, bytes]]
+    refs: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
+    gated: bool = False
+    private: bool = False
+
+
+class FakeHub:
+    """Serves in a thread of its own until it is closed. `requests` is what was asked for, in order."""
+
+    def __init__(self, token: str = "hf_right") -> None:
+        self.repos: dict[str, Repo] = {}
+        self.token = token
+        self.requests: list[tuple[str, str]] = []
+        self.status = 0
+        """Where it isn't 0, every request is answered with that."""
+        self.cut_after = 0
+        """Where it isn't 0, a large file is cut after so many bytes, once."""
+        self._blobs: dict[str, bytes] = {}
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="fake-hub")
+        self._thread.start()
+        assert self._started.wait(10.0), "the fake hub did not start"
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+
+    def fetched(self) -> set[str]:
+        """The paths of all files that were asked for, and which blobs."""
+        return {path.partition("/resolve/")[2].partition("/")[2] for _, path in self.requests if "/resolve/" in path}
+
+    def _serve(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(middlewares=[self._middleware])
+        app.router.add_get("/api/models/{org}/{name}", self._info)
+        app.router.add_get("/api/models/{org}/{name}/revision/{revision:.+}", self._info)
+        app.router.add_get("/api/models/{org}/{name}/tree/{revision:.+}", self._tree)
+        app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", self._resolve)
+        app.router.add_get("/blobs/{sha}", self._blob)
+        runner = web.AppRunner(app, shutdown_timeout=1.0)
+        await runner.setup()
+        # Large files are at another address: a redirect within one is taken for a repository that was renamed.
+        for _ in range(2):
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url, self._blobs_url = (f"http://127.0.0.1:{address[1]}" for address in runner.addresses)
+        self._started.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.requests.append((request.method, request.path))
+        if self.status:
+            return web.Response(status=self.status)
+        authorization = request.headers.get("Authorization")
+        if authorization is not None and authorization not in (f"Bearer {self.token}", "Bearer hf_poor"):
+            return _error(401, "", "Invalid credentials in Authorization header")
+        return await handler(request)
+
+    def _repo(self, request: web.Request) -> tuple[Repo, str] | web.Response:
+        """The repository and the commit that a request names, or the error that answers it."""
+        repo = self.repos.get(f"{request.match_info['org']}/{request.match_info['name']}")
+        if repo is None or (repo.private and not self._may_read(request)):
+            return _error(401, "RepoNotFound", "Repository not found")
+        revision = request.match_info.get("revision", "main")
+        commit = repo.refs.get(revision, revision)
+        if commit not in repo.commits:
+            return _error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return repo, commit
+
+    def _may_read(self, request: web.Request) -> bool:
+        return request.headers.get("Authorization") == f"Bearer {self.token}"
+
+    async def _info(self, request: web.Request) -> web.Response:
+        match self._repo(request):
+            case web.Response() as error:
+                return error
+            case repo, commit:
+                siblings = [{"rfilename": name, "size": len(data)} for name, data in repo.commits[commit].items()]
+                body = {"id": "x/y", "modelId": "x/y", "sha": commit, "siblings": siblings, "gated": repo.gated}
+                return web.json_response({**body, "private": repo.private, "tags": [], "downloads": 0, "likes": 0})
+        raise AssertionError
+
+    async def _tree(self, request: web.Request) -> web.Response:
+        match self._repo(request):
+            case web.Response() as error:
+                return error
+            case repo, commit:
+                entries = []
+                for name, data in repo.commits[commit].items():
+                    entry = {"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)}
+                    if _is_large(name):
+                        entry["lfs"] = {"oid": _sha256(data), "size": len(data), "pointerSize": 130}
+                    entries.append(entry)
+                return web.json_response(entries)
+        raise AssertionError
+
+    async def _resolve(self, request: web.Request) -> web.Response:
+        match self._repo(request):
+            case web.Response() as error:
+                return error
+            case repo, commit:
+                if repo.gated and not self._may_read(request):
+                    return _error(
+                        403 if "Authorization" in request.headers else 401, "GatedRepo", "Access is restricted"
+                    )
+                name = request.match_info["path"]
+                data = repo.commits[commit].get(name)
+                if data is None:
+                    return _error(404, "EntryNotFound", "Entry not found")
+                headers = {"X-Repo-Commit": commit, "ETag": f'"{_git_oid(data)}"'}
+                if not _is_large(name):
+                    return web.Response(body=data, headers=headers)
+                self._blobs[_sha256(data)] = data
+                headers |= {"X-Linked-Etag": f'"{_sha256(data)}"', "X-Linked-Size": str(len(data))}
+                return web.Response(
+                    status=302, headers={**headers, "Location": f"{self._blobs_url}/blobs/{_sha256(data)}"}
+                )
+        raise AssertionError
+
+    async def _blob(self, request: web.Request) -> web.StreamResponse:
+        data = self._blobs[request.match_info["sha"]]
+        begin = request.http_range.start or 0
+        headers = {"ETag": f'"{request.match_info["sha"]}"', "Content-Length": str(len(data) - begin)}
+        if begin:
+            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+        response = web.StreamResponse(status=206 if begin else 200, headers=headers)
+        await response.prepare(request)
+        if self.cut_after and request.method == "GET":
+            await response.write(data[begin : begin + self.cut_after])
+            self.cut_after = 0
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        await response.write(data[begin:])
+        return response
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+    return web.json_response({"error": message}, status=status, headers=headers)
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".gguf"))
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -1,0 +1,216 @@
+"""Checkpoints of every architecture, as folders and as .gguf files, are read as transformers reads them: what is
+prepared from them has the same logits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.config.settings import Settings
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.stage import prepare
+from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.prepare import checkpoints
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 13}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "biased llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 13, "head_dim": 32}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with a window that is off": ("qwen2", {"sliding_window": 13, "max_window_layers": 0}),
+    "qwen2 with windows above": ("qwen2", {**WINDOWS, "max_window_layers": 2}),
+    "qwen2 with windows everywhere": ("qwen2", {**WINDOWS, "max_window_layers": 0}),
+    "qwen2 with windows above all layers": ("qwen2", {**WINDOWS, "max_window_layers": 3}),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "biased qwen3": ("qwen3", {"attention_bias": True, "rope_parameters": LLAMA3}),
+    "qwen3 with windows by name": (
+        "qwen3",
+        {**WINDOWS, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}
+
+
+def prepared(model: Path) -> Path:
+    return prepare(Settings(model=str(model), cache_dir=str(model.parent / "cache")))
+
+
+def logits(folder: Path, ids: list[int]) -> np.ndarray:
+    """Ours behind a prompt and, one by one, behind six ids more: [7, vocab_size]."""
+    driver = Driver(folder, settings(kernels="torch", tokens=256))
+    begun = len(ids) - 6
+    rows = [driver.take_row() for _ in range(2)]
+    driver.step([(rows[0], 0, begun, True)], adds=[row_add(rows[0], ids[:begun], blocks := driver.take_blocks(begun))])
+    made = [driver.logits()]
+    whole = [*blocks, *driver.take_blocks(len(ids) - len(blocks) * 16)]
+    driver.step(drops=[rows[0]])
+    for i in range(6):
+        add = row_add(rows[1], ids[: begun + i + 1], whole, generation=i + 2)
+        driver.step([(rows[1], begun + i, 1, True)], adds=[add])
+        made.append(driver.logits())
+        driver.step(drops=[rows[1]])
+    return np.concatenate(made)
+
+
+def expected(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0, -7:].float().numpy()
+
+
+IDS = np.random.default_rng(0).integers(3, 600, 70).tolist()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) -> None:
+    kind, changes = VARIANTS[name]
+    folder = checkpoints.save_folder(tmp_path / "tiny", checkpoints.tiny(kind, **changes))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = expected(theirs, IDS)
+    assert reference.std() > 0.5
+    np.testing.assert_allclose(logits(prepared(folder), IDS), reference, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_absent_keys_mean_what_transformers_takes_for_them(tmp_path: Path, kind: str) -> None:
+    """Of a config.json that says no more than it must."""
+    config = {"model_type": kind, "vocab_size": 608, "hidden_size": 4096, "intermediate_size": 96}
+    config |= {"num_hidden_layers": 30, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(checkpoints.byte_level().to_str())
+    # The shapes are read before the weights are looked at.
+    from pipeline.stages.prepare.folder import Reader
+
+    ours = Reader(tmp_path / "config.json", config).model("tiny", [], {})
+    assert (ours.num_kv_heads, ours.max_position) == (theirs.num_key_value_heads, theirs.max_position_embeddings)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 128)
+    assert (ours.sliding_window, ours.sliding_layers) == (theirs.sliding_window, None)
+    assert (ours.tie_embeddings, ours.rms_norm_eps) == (theirs.tie_word_embeddings, theirs.rms_norm_eps)
+    assert (ours.qk_norm, ours.qkv_bias, ours.out_bias) == (kind == "qwen3", kind == "qwen2", False)
+
+
+def test_windows_are_those_of_the_layers_that_have_them(tmp_path: Path) -> None:
+    model = checkpoints.tiny("qwen2", **WINDOWS, max_window_layers=2)
+    config = ModelConfig.load(prepared(checkpoints.save_folder(tmp_path / "above", model)))
+    assert (config.sliding_window, config.sliding_layers) == (13, [2])
+    assert [config.window_of(i) for i in range(3)] == [None, None, 13]
+    model = checkpoints.tiny("qwen3", **WINDOWS, max_window_layers=0)
+    config = ModelConfig.load(prepared(checkpoints.save_folder(tmp_path / "everywhere", model)))
+    assert (config.sliding_window, config.sliding_layers) == (13, None)
+    assert [config.window_of(i) for i in range(3)] == [13, 13, 13]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_sliding_window": "yes"}, r"use_sliding_window is 'yes'; it must be true or false"),
+        ({**WINDOWS, "sliding_window": 0}, r"sliding_window is 0; it must be a whole number from 1"),
+        ({**WINDOWS, "sliding_window": True}, r"sliding_window is True; it must be a whole number"),
+        ({**WINDOWS, "layer_types": None, "max_window_layers": -1}, r"max_window_layers is -1; it must be a whole n"),
+        ({**WINDOWS, "layer_types": ["sliding_attention"]}, r"layer_types is .*list of num_hidden_layers = 3 kinds"),
+        ({**WINDOWS, "layer_types": ["linear_attention"] * 3}, r"each one of full_attention, sliding_attention"),
+        ({**WINDOWS, "layer_types": "full_attention"}, r"layer_types is 'full_attention'; it must be a list"),
+        ({"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, r"the two must agree"),
+        ({"head_dim": 32}, r"has shape \(64, 64\), config\.json says \(128, 64\)"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type 'yarn'; supported"),
+    ],
+)
+def test_a_qwen_config_that_we_cannot_serve_is_told_by_its_key(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    folder = checkpoints.save_folder(tmp_path / "tiny", checkpoints.tiny("qwen2"))
+    checkpoints.edit_config(folder, **changes)
+    with pytest.raises(ModelError, match=words):
+        prepared(folder)
+
+
+def test_a_qwen3_without_the_norms_of_its_heads_is_told_so(tmp_path: Path) -> None:
+    folder = checkpoints.save_folder(tmp_path / "tiny", checkpoints.tiny("qwen2"))
+    checkpoints.edit_config(folder, model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=16)
+    with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.0\.self_attn\.q_norm\.weight'"):
+        prepared(folder)
+
+
+# --- .gguf files
+
+
+GGUF_VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "mistral": ("mistral", {"sliding_window": 13, "head_dim": 32}, {"llama.attention.sliding_window": 13}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen2 untied": ("qwen2", {}, {}),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, {}),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_VARIANTS)
+def test_a_gguf_file_has_the_logits_of_the_model_that_it_was_made_from(tmp_path: Path, name: str) -> None:
+    kind, changes, metadata = GGUF_VARIANTS[name]
+    model = checkpoints.tiny(kind, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # matrices are kept in bfloat16
+                parameter.copy_(parameter.bfloat16())
+    path = checkpoints.save_gguf(
+        tmp_path / "tiny.gguf",
+        model,
+        architecture="llama" if kind == "mistral" else kind,
+        pre="qwen2",
+        metadata=metadata,
+    )
+    config = ModelConfig.load(prepared(path))
+    assert (config.architecture, config.qk_norm, config.qkv_bias) == (kind, kind == "qwen3", kind == "qwen2")
+    np.testing.assert_allclose(logits(prepared(path), IDS), expected(model, IDS), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"qwen2.attention.sliding_window": 13}, r"qwen2\.attention\.sliding_window is 13: a sliding window of layers"),
+        ({"qwen2.rope.scaling.type": "yarn"}, r"qwen2\.rope\.scaling\.type is 'yarn'"),
+        ({"qwen2.expert_count": 4}, r"qwen2\.expert_count is 4: a mixture of experts"),
+        ({"qwen2.attention.head_count_kv": 3}, r"qwen2\.attention\.head_count_kv is 3; .* qwen2\.attention\.head_c"),
+    ],
+)
+def test_what_a_qwen_file_says_that_we_cannot_serve_is_told_by_its_key(
+    tmp_path: Path, metadata: dict[str, Any], words: str
+) -> None:
+    model = checkpoints.tiny("qwen2")
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, architecture="qwen2", metadata=metadata)
+    with pytest.raises(ModelError, match=words):
+        prepared(path)
+
+
+def test_a_qwen3_file_without_norms_of_heads_and_a_llama_file_with_them_are_refused(tmp_path: Path) -> None:
+    path = checkpoints.save_gguf(tmp_path / "a.gguf", checkpoints.tiny("qwen2"), architecture="qwen3")
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_q_norm\.weight is missing"):
+        prepared(path)
+    model = checkpoints.tiny("qwen3", head_dim=16)
+    with pytest.raises(ModelError, match=r"attn_k_norm\.weight is not part of a model as the metadata"):
+        prepared(checkpoints.save_gguf(tmp_path / "b.gguf", model, architecture="llama"))
+
+
+def test_characters_are_composed_first_where_the_models_own_tokenizer_does_so(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    model = checkpoints.tiny("qwen2")
+    for pre, composes in (("qwen2", True), ("gpt-2", False)):
+        path = checkpoints.save_gguf(tmp_path / f"{pre}.gguf", model, architecture="qwen2", pre=pre)
+        tokenizer = Tokenizer.from_file(str(prepared(path) / "tokenizer.json"))
+        assert (tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids) == composes
