@@ -107,21 +107,6 @@ class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
 Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
-MAX_SHOWN_IDS = 2**18
-"""The most ids of a prompt from which nothing is computed, so that no answer holds up the others for long."""
-
-
-class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
-    """How ingest makes a prompt's ids, and what of it `Accepted` says besides."""
-
-    add_special_tokens: bool | None = None
-    """Those of the tokenizer. None: around texts, and not around chats, whose templates write their own."""
-    any_length: bool = False
-    """Nothing will be computed from it: it may be empty, or longer than the model's context."""
-    with_text: bool = False
-    with_token_strs: bool = False
-
-
 class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """How a sequence came to the first id that was sampled for it, by time.monotonic(); goes with that id."""
 
@@ -135,6 +120,21 @@ class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """Its first id was settled."""
     num_cached: int
     """Ids of its prompt that were found in the prefix cache."""
+
+
+MAX_SHOWN_IDS = 2**18
+"""The most ids of a prompt from which nothing is computed, so that no answer holds up the others for long."""
+
+
+class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How ingest makes a prompt's ids, and what of it `Accepted` says besides."""
+
+    add_special_tokens: bool | None = None
+    """Those of the tokenizer. None: around texts, and not around chats, whose templates write their own."""
+    any_length: bool = False
+    """Nothing will be computed from it: it may be empty, or longer than the model's context."""
+    with_text: bool = False
+    with_token_strs: bool = False
 
 
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
@@ -415,6 +415,13 @@ class StageDied(Message, frozen=True, tag="stage_died"):
     reason: str
 
 
+class StatsAnswer(Message, frozen=True, tag="stats_answer"):
+    """From the supervisor: the whole server's stats."""
+
+    nonce: int
+    stats: ServerStats
+
+
 class AbortCalls(Message, frozen=True, tag="abort_calls"):
     """From another gateway, where a client has asked for it: end these calls. Answered with `CallsAborted`."""
 
@@ -433,13 +440,6 @@ class CallsAborted(Message, frozen=True, tag="calls_aborted"):
     nonce: int
     places: list[int]
     """Of `AbortCalls.names`, the places of those that were open here."""
-
-
-class StatsAnswer(Message, frozen=True, tag="stats_answer"):
-    """From the supervisor: the whole server's stats."""
-
-    nonce: int
-    stats: ServerStats
 
 
 GatewayInbox = (

@@ -206,7 +206,7 @@ class Ingest:
         finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
         done_s = self._stage.tape.monotonic()
-        self._note(submit, len(ids), began_s, done_s)
+        self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
         accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
@@ -227,12 +227,12 @@ class Ingest:
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
 
-    def _note(self, submit: Submit, num_ids: int, began_s: float, done_s: float) -> None:
+    def _note(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
         """Count, log and trace a prompt that is accepted."""
-        self._counting.accepted(num_ids, done_s - began_s)
-        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": num_ids}})
+        self._counting.accepted(len(ids), done_s - began_s)
+        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
         if (trace := self._stage.trace).on:
-            trace.span("tokenize", began_s, done_s, {"tokens": num_ids}, (submit.request_id,))
+            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
 
     def _reject(self, submit: Submit, failure: Failure) -> None:
         self._counting.num_rejected += 1

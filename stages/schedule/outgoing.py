@@ -3,7 +3,6 @@
 Nothing is forgotten until it was sent: a report that a full socket refused is due again, with what came since.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,11 +35,8 @@ class Outgoing:
     """Owns how far each row has been reported (`Rows.sent`), and the partings that have not. A sequence is reported to
     one replica of detokenize, which its number says."""
 
-    def __init__(
-        self, rows: Rows, put: Put, num_replicas: int = 1, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, rows: Rows, put: Put, num_replicas: int = 1) -> None:
         self._rows = rows
-        self._clock = clock
         self._put = put
         self._num_replicas = num_replicas
         self._partings: list[list[Parting]] = [[] for _ in range(num_replicas)]
@@ -55,8 +51,8 @@ class Outgoing:
             parting = Parting(sequence.seq, start, fresh, finish, first)
             self._partings[shard(sequence.seq, self._num_replicas)].append(parting)
 
-    def report(self, replica: int = 0) -> Settled | None:
-        """What is due to a replica, or None. It stays due until `reported`."""
+    def report(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
+        """What is due to a replica, or None. It stays due until `reported`. `now_s` is by time.monotonic()."""
         rows, put = self._rows, self._put
         order = rows.order
         fresh = order[rows.known[order] > rows.sent[order]]
@@ -79,7 +75,7 @@ class Outgoing:
             ids=put(np.concatenate((*(p.ids for p in parted), ids)).astype(np.int32)),
             finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
             firsts=self._firsts(parted, fresh, starts),
-            settled_s=self._clock(),
+            settled_s=now_s,
         )
 
     def _firsts(self, parted: list[Parting], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:

@@ -7,7 +7,6 @@ is planned ahead of the ids it will have: its length is known before its ids are
 This module neither sends nor receives; stage.py does. It holds no tensor and imports no torch.
 """
 
-import time
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -81,12 +80,11 @@ class Scheduler:
         put: Put = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.outgoing = Outgoing(self.rows, put, num_detokenize, clock)
+        self.outgoing = Outgoing(self.rows, put, num_detokenize)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self._incarnation = incarnation

@@ -25,8 +25,11 @@ class Server:
     """`pipeline serve` on a free port. Use as a context manager: leaving it stops the server, and fails if any of its
     processes is left."""
 
-    def __init__(self, *sets: str, config: Path | None = None, until_ready: bool = True) -> None:
+    def __init__(
+        self, *sets: str, config: Path | None = None, until_ready: bool = True, options: tuple[str, ...] = ()
+    ) -> None:
         command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0"]
+        command += options
         for one in sets:
             command += ["--set", one]
         if config is not None:
