@@ -20,18 +20,6 @@ TAKE_S = 30.0
 """Longest that stages may take to hand over what they have."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--seconds", type=float, default=5.0, help="how long to record, by default 5; Ctrl-C ends it early"
-    )
-    which.add_argument(
-        "--request", metavar="ID", help="a request that has just ended: the id of its reply, or one of the log's"
-    )
-    parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="by default trace.json")
-    parser.add_argument("--pid", type=int, help="of the server's supervisor, where several run; see pipeline ps")
-
-
 def run(args: argparse.Namespace) -> int:
     try:
         if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
