@@ -34,11 +34,17 @@ class ConfigError(ValueError):
         self.problems = list(problems)
 
 
-def load(path: Path | None = None, sets: Sequence[str] = (), flags: Mapping[str, str] | None = None) -> Settings:
+def load(
+    path: Path | None = None,
+    sets: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
+    tables: Mapping[Origin, dict[str, Any]] | None = None,
+) -> Settings:
     """The settings that a file and the command line make.
 
-    `path` is a TOML file or a preset's name, `sets` are texts `section.key=value`, and `flags` maps dotted keys to the
-    values of command-line options named after them. Raises ConfigError with every problem found.
+    `path` is a TOML file or a preset's name, `sets` are texts `section.key=value`, `flags` maps dotted keys to the
+    values of command-line options named after them, and `tables` are what a file would hold, each by where it was given
+    (a call in Python, say). Raises ConfigError with every problem found.
     """
     tree = _Tree()
     given: Given = {}
@@ -49,6 +55,8 @@ def load(path: Path | None = None, sets: Sequence[str] = (), flags: Mapping[str,
         tree.read_text(f"--set {text}", text, given)
     for dotted, value in (flags or {}).items():
         tree.read_text(f"--{dotted.rpartition('.')[2].replace('_', '-')} {value}", f"{dotted}={value}", given)
+    for origin, table in (tables or {}).items():
+        tree.read_table(origin, "", table, given)
     if tree.problems:
         raise ConfigError(tree.problems)
 

@@ -2,6 +2,7 @@
 
 import os
 
+from pipeline.config import door
 from pipeline.config.settings import Settings
 
 BYTES_PER_ID = 4
@@ -20,6 +21,8 @@ def contradictions(settings: Settings) -> list[str]:
                 f"{name}: needs at least {longest_bytes} to hold the ids of one prompt of "
                 f"max_model_len = {settings.max_model_len} tokens, got {num_bytes}"
             )
+    if problem := door.problem_of(settings.gateway.zmq):
+        problems.append(problem)
     execute = settings.execute
     if execute.kernels not in ("auto", "torch") and execute.dtype != "bfloat16":
         problems.append(
@@ -42,6 +45,10 @@ def remarks(settings: Settings) -> list[str]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if execute.threads > num_cores:
         found.append(f"execute.threads: {execute.threads} threads would share {num_cores} cores; 0 takes one per core")
+    if door.is_open_to_others(settings.gateway.zmq):
+        found.append(
+            f"gateway.zmq: {settings.gateway.zmq} can be reached from other machines, and asks nobody who they are"
+        )
     if settings.supervisor.health_timeout_s > settings.supervisor.start_timeout_s:
         found.append("supervisor.health_timeout_s: is longer than supervisor.start_timeout_s")
     return found

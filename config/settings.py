@@ -20,27 +20,44 @@ class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What every section of the tree is: frozen, by keyword, and strict about unknown keys."""
 
 
+Replicas = Annotated[int, Meta(ge=1, le=64, description="Processes of this stage, which share its work.")]
+
+
 class Gateway(Frozen, frozen=True):
     """The process that holds client connections."""
 
+    replicas: Replicas = 1
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
+    zmq: Annotated[
+        str,
+        Meta(
+            description='Where the ZeroMQ door listens: "auto" is ipc://@pipeline/PORT/door with the HTTP port, for '
+            'processes of this user; or ipc://PATH, ipc://@NAME, tcp://HOST:PORT, or "off".'
+        ),
+    ] = "auto"
     max_open_requests: Annotated[
         int,
         Meta(
             ge=1,
             le=65536,
-            description="Sequences open at once, of which a request with n has n; one more is answered 503 at once.",
+            description="Sequences open at once, of which a request with n has n; one more is answered 503 at once. "
+            "Replicas have equal shares of them.",
         ),
     ] = 1024
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=MAX_BYTES, description="Largest request body accepted, in bytes.")
     ] = 4 * 1024**2
+    slow_client_timeout_s: Annotated[
+        Seconds,
+        Meta(description="How long a client may take nothing of what waits for it, until its connection is cut off."),
+    ] = 60.0
 
 
 class Ingest(Frozen, frozen=True):
     """The process that validates, applies the chat template and tokenizes."""
 
+    replicas: Replicas = 1
     arena_bytes: Annotated[
         int,
         Meta(
@@ -94,6 +111,8 @@ class Execute(Frozen, frozen=True):
 class Detokenize(Frozen, frozen=True):
     """The process that turns ids into text and judges stop strings."""
 
+    replicas: Replicas = 1
+
 
 class Supervisor(Frozen, frozen=True):
     """The process that starts, watches and stops the others."""
@@ -136,6 +155,10 @@ class Settings(Frozen, frozen=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log line shown.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description='Shape of log lines: "text" is for people, "json" is one object a line.'),
+    ] = "text"
     gateway: Gateway = Gateway()
     ingest: Ingest = Ingest()
     schedule: Schedule = Schedule()

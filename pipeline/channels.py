@@ -12,18 +12,23 @@ bound on the sender's side, `INBOX_BOUND` on the receiver's, and what fits the k
 
 import asyncio
 import os
-from typing import Any, Generic, TypeVar
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import zmq
 
-from pipeline.messages import Envelope
+from pipeline.messages import Aside, Envelope
+from pipeline.recording.tape import Tape
 
 T = TypeVar("T")
 
 INBOX_BOUND = 1024
 """Messages of each sender that may wait inside a receiver. Without it the receiver's I/O thread would go on taking
 messages for a stage that hangs, and no sender would ever reach its bound."""
+
+ASIDES = frozenset(get_args(Aside))
 
 
 def address_of(server: str, name: str, incarnation: int) -> str:
@@ -47,9 +52,22 @@ class MessageDecoder(Generic[T]):
 
 
 class Inbox(Generic[T]):
-    """Where a stage receives. `union` is the union of messages it takes."""
+    """Where a stage receives. `union` is the union of messages it takes.
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, union: Any) -> None:
+    With `aside`, the inbox takes every `Aside` besides, and hands those to that function rather than to its owner.
+    With a `tape`, what is received is recorded. One that replays is filled by a tape: pipeline.recording.player.
+    """
+
+    is_replayed = False
+    tape: Tape | None = None
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        union: Any,
+        aside: Callable[[Aside], None] | None = None,
+    ) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(INBOX_BOUND)
         # The kernel reports the effective user of who connects.
@@ -61,12 +79,16 @@ class Inbox(Generic[T]):
             self._socket.close()
             raise
         self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
-        self._messages: MessageDecoder[T] = MessageDecoder(union)
+        self._messages: MessageDecoder[T] = MessageDecoder(union if aside is None else union | Aside)
+        self._aside = aside
         self._incarnations: dict[str, int] = {}
         self.num_received = 0
         self.num_stale = 0
         """Messages from incarnations that are over."""
         self.last_sender = ""
+        self.wait_s = 0.0
+        """How long its owner has waited here; of an asyncio stage, how long messages waited for its loop."""
+        self.num_wakes = 0
 
     def fileno(self) -> int:
         """The descriptor that turns readable when something has happened, perhaps a message.
@@ -82,10 +104,30 @@ class Inbox(Generic[T]):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a message is there, at most `timeout_s`."""
-        return bool(self._socket.poll(max(0, round(timeout_s * 1000))))
+        begun = time.monotonic()
+        is_there = bool(self._socket.poll(max(0, round(timeout_s * 1000))))
+        self.wait_s += time.monotonic() - begun
+        self.num_wakes += 1
+        return is_there
+
+    async def replayed(self) -> list[T]:
+        """Of an inbox that replays: what is received next, when it is its turn."""
+        raise NotImplementedError
+
+    def took(self) -> None:
+        """Note that what was received since the last time was handed over at once: one wake of a recording."""
+        if self.tape is not None:
+            self.tape.took()
 
     def receive(self) -> T | None:
-        """The next message, or None where there is none now.
+        """The next message, or None where there is none now. Raises msgspec.DecodeError as `take`."""
+        message = self.take()
+        if message is not None:
+            self.took()
+        return message
+
+    def take(self) -> T | None:
+        """`receive`, as one of several messages of a wake: `took` is to be called after the last.
 
         Raises msgspec.DecodeError if a peer sent what this inbox does not take: peers are our own stages, so that is
         a bug and ends the stage.
@@ -103,18 +145,26 @@ class Inbox(Generic[T]):
             self._incarnations[envelope.sender] = envelope.incarnation
             self.num_received += 1
             self.last_sender = envelope.sender
-            return self._messages.decode(body)
+            message = self._messages.decode(body)
+            if self._aside is not None and type(message) in ASIDES:
+                self._aside(message)  # type: ignore[arg-type]
+                continue
+            if self.tape is not None:
+                self.tape.received(envelope.sender, envelope.incarnation, body, message)
+            return message
 
     def receive_all(self) -> list[T]:
         """Everything that is there now."""
         messages = []
-        while (message := self.receive()) is not None:
+        while (message := self.take()) is not None:
             messages.append(message)
+        self.took()
         return messages
 
     def wait_all(self, timeout_s: float) -> list[T]:
         """Wait for a message at most `timeout_s`, then take everything that is there."""
-        return self.receive_all() if self.wait(timeout_s) else []
+        self.wait(timeout_s)
+        return self.receive_all()
 
     def close(self) -> None:
         self._socket.close()
@@ -126,13 +176,16 @@ class AsyncInbox(Generic[T]):
     def __init__(self, inbox: Inbox[T]) -> None:
         self._inbox = inbox
         self._readable = asyncio.Event()
+        self._woken_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(inbox.fileno(), self._wake)
+        if not inbox.is_replayed:
+            self._loop.add_reader(inbox.fileno(), self._wake)
 
     def _wake(self) -> None:
         # Asking is also what makes the descriptor unreadable: else the loop would spin through this callback for as
         # long as the receiver is busy with something else.
-        if self._inbox.has_message():
+        if self._inbox.has_message() and not self._readable.is_set():
+            self._woken_s = time.monotonic()
             self._readable.set()
 
     async def receive_all(self, limit: int = 256) -> list[T]:
@@ -144,23 +197,36 @@ class AsyncInbox(Generic[T]):
         both end it.
         """
         await asyncio.sleep(0)
+        if self._inbox.is_replayed:
+            return await self._inbox.replayed()
         while True:
             messages: list[T] = []
-            while len(messages) < limit and (message := self._inbox.receive()) is not None:
+            while len(messages) < limit and (message := self._inbox.take()) is not None:
                 messages.append(message)
             if messages:
+                self._inbox.took()
                 return messages
             self._readable.clear()
             if not self._inbox.has_message():
                 await self._readable.wait()
+                self._inbox.wait_s += time.monotonic() - self._woken_s
+                self._inbox.num_wakes += 1
+
+    async def receive_now(self) -> list[T]:
+        """Everything that is there now, perhaps nothing."""
+        return await self._inbox.replayed() if self._inbox.is_replayed else self._inbox.receive_all()
 
     def close(self) -> None:
-        self._loop.remove_reader(self._inbox.fileno())
+        if not self._inbox.is_replayed:
+            self._loop.remove_reader(self._inbox.fileno())
         self._inbox.close()
 
 
 class Outbox(Generic[T]):
-    """Where one peer is sent to."""
+    """Where one peer is sent to. With a `tape`, what is sent is recorded, as to `peer`."""
+
+    tape: Tape | None = None
+    peer = ""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, envelope: Envelope, bound: int) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -177,12 +243,17 @@ class Outbox(Generic[T]):
 
     def send(self, message: T) -> bool:
         """Send, or return False where the edge's bound is reached. Never blocks."""
+        body = self._encoder.encode(message)
         try:
-            self._socket.send_multipart((self._head, self._encoder.encode(message)), zmq.NOBLOCK)
+            self._socket.send_multipart((self._head, body), zmq.NOBLOCK)
         except zmq.Again:
             self.num_refused += 1
+            if self.tape is not None:
+                self.tape.refused(self.peer)
             return False
         self.num_sent += 1
+        if self.tape is not None:
+            self.tape.sent(self.peer, body, message)
         return True
 
     def flush(self, timeout_s: float) -> None:

@@ -30,15 +30,17 @@ def main(launch_fd: int) -> None:
         launch = msgspec.msgpack.decode(file.read(), type=Launch)
     _die_with_parent(launch.death_fd)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
-    log = open_log(launch.name, launch.settings.log_level)
+    log = open_log(launch.name, launch.settings.log_level, launch.settings.log_format)
     try:
+        if launch.foreground:
+            importlib.import_module("pipeline.debugging").install(launch.break_at)
         importlib.import_module(launch.entry).run(launch)
     except BaseException as error:
         reason = str(error) or type(error).__name__
         if not isinstance(error, UserError):
             log.error("failed", exc_info=True)
             reason = f"{type(error).__name__}: {reason}"
-        _say_why(launch, reason)
+        say_why(launch, reason)
         _exit(EXIT_FAILED)
     _exit(0)
 
@@ -62,7 +64,8 @@ def _die_with_parent(death_fd: int) -> None:
     threading.Thread(target=watch, name="death-pipe", daemon=True).start()
 
 
-def _say_why(launch: Launch, reason: str) -> None:
+def say_why(launch: Launch, reason: str) -> None:
+    """Tell the supervisor the reason of a failure."""
     address = next(peer.address for peer in launch.peers if peer.name == SUPERVISOR)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     outbox: Outbox[SupervisorInbox] = Outbox(context, address, Envelope(launch.name, launch.incarnation), bound=1)

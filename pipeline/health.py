@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from pipeline.messages import Health, Pong, ScheduleLoad, StageHealth
+from pipeline.messages import GatewayLoad, Health, Pong, ScheduleLoad, StageHealth
 from pipeline.process import Child
 
 WORST_FIRST = ("dead", "late", "stopping", "starting")
@@ -31,11 +31,14 @@ class HealthRound:
     def result(self, children: Iterable[Child]) -> Health:
         stages = []
         schedule: ScheduleLoad | None = None
+        num_open_elsewhere = 0
         for child in children:
             took_s, pong = self._answers.get(child.name, (-0.001, None))
             state = child.state if pong is not None or child.state != "ready" else "late"
             stages.append(StageHealth(child.name, child.pid, state, round(took_s * 1000, 3)))
             if pong is not None and isinstance(pong.load, ScheduleLoad):
                 schedule = pong.load
+            if pong is not None and isinstance(pong.load, GatewayLoad) and child.name != self.asker:
+                num_open_elsewhere += pong.load.num_open_requests
         status = next((state for state in WORST_FIRST if any(stage.state == state for stage in stages)), "ok")
-        return Health(self._nonce, status, stages, schedule)
+        return Health(self._nonce, status, stages, schedule, num_open_elsewhere)

@@ -17,6 +17,7 @@ from msgspec import Raw
 
 from pipeline.config.settings import Settings
 from pipeline.shm.arrays import Array
+from pipeline.stats import ServerStats
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
@@ -106,6 +107,36 @@ class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
 Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
+class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
+    """How a sequence came to the first id that was sampled for it, by time.monotonic(); goes with that id."""
+
+    place: int
+    """Of the entry that has that id, in the message's lists."""
+    queued_s: float
+    """Schedule took it in."""
+    started_s: float
+    """A step was planned that computes a part of it."""
+    first_s: float
+    """Its first id was settled."""
+    num_cached: int
+    """Ids of its prompt that were found in the prefix cache."""
+
+
+MAX_SHOWN_IDS = 2**18
+"""The most ids of a prompt from which nothing is computed, so that no answer holds up the others for long."""
+
+
+class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How ingest makes a prompt's ids, and what of it `Accepted` says besides."""
+
+    add_special_tokens: bool | None = None
+    """Those of the tokenizer. None: around texts, and not around chats, whose templates write their own."""
+    any_length: bool = False
+    """Nothing will be computed from it: it may be empty, or longer than the model's context."""
+    with_text: bool = False
+    with_token_strs: bool = False
+
+
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
 
 
@@ -136,6 +167,74 @@ class Stop(Message, frozen=True, tag="stop"):
 
 
 Control = Start | Ping | Stop
+
+
+# ---------------------------------------------------------------- asked by the supervisor of any stage, beside its work
+
+
+class Count(Message, frozen=True, tag="count"):
+    """Answered with the stage's `StageCounts` (see pipeline.stats)."""
+
+    nonce: int
+
+
+class Record(Message, frozen=True, tag="record"):
+    """Begin to record what the inbox receives; see pipeline.recording. In a `Launch`: from the stage's start."""
+
+    nonce: int
+    path: str
+    """Absolute; what is there is replaced."""
+    max_bytes: int = 2**32
+    max_s: float = 1e9
+    """Seconds; without end by default."""
+    with_sent: bool = True
+    """Record what the stage sends too."""
+    facts: ExecuteFacts | None = None
+    """What `Start` said, if it has."""
+
+
+class EndRecord(Message, frozen=True, tag="end_record"):
+    """End the recording that was begun. Answered when the file is whole."""
+
+    nonce: int
+
+
+class Flame(Message, frozen=True, tag="flame"):
+    """Sample the stage's stack from now on; see pipeline.profile.alone.flame. Answered with nil."""
+
+    nonce: int
+
+
+class EndFlame(Message, frozen=True, tag="end_flame"):
+    """End sampling; answered with `Stacks` (see there)."""
+
+    nonce: int
+
+
+class Trace(Message, frozen=True, tag="trace"):
+    """Record spans from now on, for so long. Answered with nil."""
+
+    nonce: int
+    window_s: float
+
+
+class TakeTrace(Message, frozen=True, tag="take_trace"):
+    """End the window and hand over what was recorded; answered with `StageTrace` (see pipeline.tracing)."""
+
+    nonce: int
+
+
+class FindCall(Message, frozen=True, tag="find_call"):
+    """To gateways: the times of a call that has ended not long ago; answered with `CallTimes` (see pipeline.times), or
+    nil where the gateway does not know it."""
+
+    nonce: int
+    call_id: str
+
+
+Aside = Count | Trace | TakeTrace | FindCall | Record | EndRecord | Flame | EndFlame
+"""Every stage takes these besides its own union, and none of them sees one: its inbox hands them to pipeline.asides,
+which answers each with one `Answer`. An aside has a `nonce`, which the supervisor sets."""
 
 
 # ----------------------------------------------------------------------------------------------------- to supervisor
@@ -189,6 +288,12 @@ class Pong(Message, frozen=True, tag="pong"):
     load: Load
 
 
+class AskServerStats(Message, frozen=True, tag="ask_server_stats"):
+    """From the gateway. The supervisor counts every stage and answers with `StatsAnswer`."""
+
+    nonce: int
+
+
 class AskHealth(Message, frozen=True, tag="ask_health"):
     """From the gateway. The supervisor pings every stage and answers with `Health`."""
 
@@ -206,7 +311,17 @@ class Prepared(Message, frozen=True, tag="prepared"):
     model_name: str
 
 
-SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained
+class Answer(Message, frozen=True, tag="answer"):
+    """To an `Aside`."""
+
+    nonce: int
+    body: Raw = Raw(b"\xc0")
+    """What whoever asked can decode; the supervisor passes it on as it is. Nil where there is nothing to say."""
+    error: str = ""
+    """Why the aside was not done, in the user's words; empty where it was."""
+
+
+SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained | Answer | AskServerStats
 
 
 # -------------------------------------------------------------------------------------------------------- to gateway
@@ -220,6 +335,16 @@ class Accepted(Message, frozen=True, tag="accepted"):
     attempt: int
     prompt_ids: Array
     """int32"""
+    text: str | None = None
+    """The prompt's, where `Submit.prompt_options` asks for it: as the client wrote it, or what its ids say. Where
+    output follows, a character whose last bytes are still to come is left to it."""
+    token_strs: list[str] | None = None
+    """What the vocabulary calls each id, where `Submit.prompt_options` asks for it."""
+    began_s: float = 0.0
+    """When ingest took the request up; this and every `_s` of its kind is by time.monotonic(), which all processes of a
+    machine share."""
+    done_s: float = 0.0
+    """When it had the ids."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
@@ -248,6 +373,12 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """`Finish` values."""
     stop_reasons: list[str | int | None]
     """The stop string or stop id that ended it, where one did."""
+    firsts: list[FirstTimes] = []
+    """Of the entries that have the first id sampled for their sequence."""
+    settled_s: float = 0.0
+    """When schedule sent the newest ids in here."""
+    sent_s: float = 0.0
+    """When detokenize sent this."""
 
 
 class StageHealth(msgspec.Struct, array_like=True, frozen=True):
@@ -265,6 +396,8 @@ class Health(Message, frozen=True, tag="health"):
     """ok, or the worst of its stages' states: dead, late, stopping, starting"""
     stages: list[StageHealth]
     schedule: ScheduleLoad | None
+    num_open_elsewhere: int = 0
+    """Requests open at other gateways than the one that asked."""
 
 
 class Drain(Message, frozen=True, tag="drain"):
@@ -282,7 +415,47 @@ class StageDied(Message, frozen=True, tag="stage_died"):
     reason: str
 
 
-GatewayInbox = Accepted | Rejected | Deltas | Health | Drain | StageDied | Start | Ping | Stop
+class StatsAnswer(Message, frozen=True, tag="stats_answer"):
+    """From the supervisor: the whole server's stats."""
+
+    nonce: int
+    stats: ServerStats
+
+
+class AbortCalls(Message, frozen=True, tag="abort_calls"):
+    """From another gateway, where a client has asked for it: end these calls. Answered with `CallsAborted`."""
+
+    gateway: int
+    """Replica that asks."""
+    nonce: int
+    names: list[str]
+    """Ids of responses, or clients' own ids of their requests."""
+
+
+class CallsAborted(Message, frozen=True, tag="calls_aborted"):
+    """To the gateway that asked, from one of the others."""
+
+    gateway: int
+    """Replica that answers."""
+    nonce: int
+    places: list[int]
+    """Of `AbortCalls.names`, the places of those that were open here."""
+
+
+GatewayInbox = (
+    Accepted
+    | Rejected
+    | Deltas
+    | Health
+    | Drain
+    | StageDied
+    | AbortCalls
+    | CallsAborted
+    | StatsAnswer
+    | Start
+    | Ping
+    | Stop
+)
 
 
 # --------------------------------------------------------------------------------------------------------- to ingest
@@ -300,9 +473,12 @@ class Submit(Message, frozen=True, tag="submit"):
     prompt: Prompt
     n: int
     max_tokens: int | None
-    """None: as many as fit."""
+    """None: as many as fit. 0: none; `Accepted` closes the request, and schedule never hears of it."""
     sampling: Sampling
     text: TextOptions
+    outputs: list[Array] = []
+    """int32; output ids that the client has already, one array a sequence; none of them for a fresh request"""
+    prompt_options: PromptOptions = PromptOptions()
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -345,6 +521,10 @@ class Admit(Message, frozen=True, tag="admit"):
     """`Sampling`, undecoded."""
     text: Raw
     """`TextOptions`, undecoded."""
+    outputs: list[Array] = []
+    """int32; output ids that are known already, one array a sequence; none of them for a fresh request"""
+    finishes: bytes = b""
+    """uint8, parallel: `Finish`; STOP where the last of these ids ends the sequence, else NONE"""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -392,6 +572,8 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     blocks: Array
     """int32; its block table so far"""
     sampling: Raw
+    request_id: int = 0
+    """For traces alone."""
 
 
 class Step(Message, frozen=True, tag="step"):
@@ -439,6 +621,10 @@ class Open(Message, frozen=True, tag="open"):
     prompt_tail: bytes
     """int32; the prompt's last ids: a first output token may continue a character or a word of it"""
     text: Raw
+    outputs: Array = b""
+    """int32; output ids that the client has already"""
+    finish: int = Finish.NONE
+    """How these ids end the sequence, if they do; a `Settled` without further ids will say so."""
 
 
 class Settled(Message, frozen=True, tag="settled"):
@@ -455,6 +641,10 @@ class Settled(Message, frozen=True, tag="settled"):
     """int32; of all entries, one after the other"""
     finishes: Array
     """uint8, `Finish`. STOP says that the last id is the one that stopped it."""
+    firsts: list[FirstTimes] = []
+    """Of the entries that have the first id sampled for their sequence."""
+    settled_s: float = 0.0
+    """When this was sent, by time.monotonic()."""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
@@ -490,6 +680,16 @@ class Peer(msgspec.Struct, array_like=True, frozen=True):
     """Messages that may wait on this edge."""
 
 
+class Replay(msgspec.Struct, array_like=True, frozen=True):
+    """A stage is driven by a recording rather than by its neighbours."""
+
+    path: str
+    out: str
+    """Where what it sends is written."""
+    paced: bool = False
+    """At the recorded times, rather than as fast as the stage can."""
+
+
 class Launch(msgspec.Struct, array_like=True, frozen=True):
     """All that a child is told when it is started; read from an inherited descriptor."""
 
@@ -510,6 +710,12 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """Reads end-of-file when the supervisor is gone."""
     listen_fd: int = -1
     """The HTTP socket, for the gateway."""
+    record: Record | None = None
+    replay: Replay | None = None
+    foreground: bool = False
+    """It has the terminal, for a debugger."""
+    break_at: str = ""
+    """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ class Child:
         """Start it. Its descriptors are inherited by number; all others stay closed."""
         self.name = launch.name
         self.stage = launch.stage
+        self.incarnation = launch.incarnation
         self.state = "starting"
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch fits a pipe; were it ever too big, an error is better than a hang
@@ -46,8 +47,10 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(entry.__file__)), str(read_fd)],
                 pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # a terminal's Ctrl-C is for the supervisor, who tells the others
+                # A terminal's Ctrl-C is for the supervisor, who tells the others; only the group that has the terminal
+                # can read from it.
+                stdin=None if launch.foreground else subprocess.DEVNULL,
+                process_group=None if launch.foreground else 0,
                 env=os.environ | SINGLE_THREADED | (threads if launch.stage in THREADED else {}),
             )
         finally:

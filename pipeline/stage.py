@@ -1,6 +1,7 @@
 """What a stage is given: its inbox, its outboxes, its shared memory and its settings."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -8,12 +9,19 @@ import numpy as np
 import zmq
 
 from pipeline import messages as m
+from pipeline import topology
+from pipeline.asides import Asides
 from pipeline.channels import Inbox, Outbox
 from pipeline.config.settings import Settings
+from pipeline.errors import UserError
 from pipeline.messages import Envelope, ExecuteFacts, Launch, Release
+from pipeline.recording.player import ReplayInbox, ReplayOutbox, ReplayTape
+from pipeline.recording.recorder import RecordingTape, header_of
+from pipeline.recording.tape import Tape
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef
+from pipeline.tracing import Tracer
 
 T = TypeVar("T")
 
@@ -94,19 +102,42 @@ class Stage(Generic[T]):
         self.model_dir = Path(launch.model_dir)
         self.log = logging.getLogger("pipeline")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.inbox: Inbox[T] = Inbox(self._context, launch.address, union)
-        envelope = Envelope(launch.name, launch.incarnation)
-        self._outboxes: dict[str, Outbox[Any]] = {
-            peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
-        }
-        self.arrays = Arrays(
-            {s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments}, launch.name
-        )
+        self.trace = Tracer()
+        self.asides = Asides(self)
+        """Answers what any stage is asked beside its work; a stage with counts of its own sets `asides.own_counts`."""
+        self.tape = Tape()
+        """The clock and random numbers; see pipeline.recording."""
+        self.inbox: Inbox[T]
+        self._outboxes: dict[str, Outbox[Any]]
+        if launch.replay is not None:
+            self.tape = replay = ReplayTape(launch.replay, union)
+            self.inbox = ReplayInbox(replay)
+            self._outboxes = {peer.name: ReplayOutbox(replay, peer.name) for peer in launch.peers}
+            self._memories = replay.memories
+        else:
+            self.inbox = Inbox(self._context, launch.address, union, self.asides)
+            envelope = Envelope(launch.name, launch.incarnation)
+            self._outboxes = {
+                peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
+            }
+            self._memories = {s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments}
+        self.arrays = Arrays(self._memories, launch.name)
         self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
+        if launch.record is not None:
+            self.record(launch.record, from_start=True)
 
     def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
         """The way to a peer. Raises KeyError where the topology has no such edge."""
         return self._outboxes[f"{stage}.{replica}"]
+
+    def outboxes_of(self, stage: str) -> list[Outbox[Any]]:
+        """The ways to all replicas of a peer, in order. Raises KeyError where the topology has no such edge."""
+        return [self.outbox(stage, replica) for replica in range(topology.num_replicas(self.settings, stage))]
+
+    @property
+    def outboxes(self) -> Mapping[str, Outbox[Any]]:
+        """By the peer's name, as `ingest.0`."""
+        return self._outboxes
 
     def ready(self, facts: ExecuteFacts | None = None) -> None:
         """Say that everything is loaded. To be called once, before the first receive."""
@@ -119,6 +150,34 @@ class Stage(Generic[T]):
             if not self._outboxes[owner].send(release):
                 self.arrays.not_released(owner, release)
 
+    def record(self, order: m.Record, *, from_start: bool = False) -> None:
+        """Begin to record. Raises UserError where a recording goes on or this is a replay, OSError where the file can't
+        be written."""
+        if isinstance(self.tape, RecordingTape) and not self.tape.is_over:
+            raise UserError(f"{self.name} is being recorded already, into {self.tape.path}")
+        if self.tape.is_replaying:
+            raise UserError(f"{self.name} is replayed: there is nothing to record")
+        header = header_of(self.launch, order, from_start=from_start)
+        self._use(RecordingTape(order, header, self._memories, self.log))
+
+    def end_record(self) -> int:
+        """End the recording, if one goes on. Returns how many bytes it has. Raises UserError where there is none."""
+        if not isinstance(self.tape, RecordingTape):
+            raise UserError(f"{self.name} is not being recorded")
+        num_bytes = self.tape.close()
+        self._use(Tape())
+        return num_bytes
+
+    def _use(self, tape: Tape) -> None:
+        """Have the channels tell a tape what they carry; what goes to the supervisor is not of the stage's work."""
+        self.tape = tape
+        told = tape if isinstance(tape, RecordingTape) else None
+        self.inbox.tape = told
+        for peer, outbox in self._outboxes.items():
+            outbox.peer = peer
+            if peer != SUPERVISOR:
+                outbox.tape = told
+
     def __enter__(self) -> "Stage[T]":
         return self
 
@@ -127,6 +186,7 @@ class Stage(Generic[T]):
 
     def close(self, linger_s: float = 1.0) -> None:
         """Close all sockets; what is queued to peers has `linger_s` to leave."""
+        self.tape.close()
         self.inbox.close()
         for outbox in self._outboxes.values():
             outbox.flush(linger_s)

@@ -22,13 +22,22 @@ import zmq
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.admin import Door, Questions
+from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
+from pipeline.door_address import address_of as address_of_door
+from pipeline.door_address import check_free
+from pipeline.errors import UserError
+from pipeline.gather import Gatherer, ServerFacts
 from pipeline.health import HealthRound
+from pipeline.inline import InlineChild
 from pipeline.logs import open_log
+from pipeline.manner import Manner
 from pipeline.process import Child
 from pipeline.shm import segment
 from pipeline.stage import SUPERVISOR
+from pipeline.stats import ServerStats
 from pipeline.version import VERSION
 
 EXIT_OK = 0
@@ -46,36 +55,63 @@ POLL_S = 1.0
 """The longest that deadlines wait to be looked at."""
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, manner: Manner | None = None) -> int:
     """Run a server until it is told to stop. Returns the process's exit code.
 
     Raises OSError, in words for the user, where the address can't be listened on.
     """
-    log = open_log(SUPERVISOR, settings.log_level)
+    log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
-    with listen(settings.gateway.host, settings.gateway.port) as listener:
-        supervisor = Supervisor(settings, listener, log)
+    listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
+    try:
+        for replica in range(settings.gateway.replicas):
+            if (address := door_address(settings, listeners, replica)) is not None:
+                check_free(address)
+        supervisor = Supervisor(settings, listeners, log, manner)
         try:
-            return supervisor.run(begun)
+            code = supervisor.run(begun)
+            supervisor.raise_inline()
+            return code
         finally:
             supervisor.close()
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The HTTP socket. Opened before anything that takes time, so that a taken port is said at once.
+def listen(host: str, port: int, num_sockets: int = 1) -> list[socket.socket]:
+    """The HTTP sockets, one for each gateway; the kernel divides connections among them. Opened before anything that
+    takes time, so that a taken port is said at once.
 
     Raises OSError, in words for the user, where the address can't be listened on.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sockets: list[socket.socket] = []
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+        # A port that may be shared would also be shared with another server of this user: so it is taken alone first.
+        sockets.append(socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG))
+        if num_sockets > 1:
+            alone = sockets.pop()
+            port = alone.getsockname()[1]
+            alone.close()
+            for _ in range(num_sockets):
+                one = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=True)
+                sockets.append(one)
+        return sockets
     except OSError as error:
+        for one in sockets:
+            one.close()
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         why = os.strerror(error.errno) if is_port and error.errno else (error.strerror or str(error))
         key = "gateway.port" if is_port else "gateway.host"
         raise OSError(
             f"cannot listen on {host}:{port}: {why}; choose another {key} (--{key.removeprefix('gateway.')})"
         ) from error
+
+
+def door_address(settings: Settings, listeners: list[socket.socket], replica: int = 0) -> str | None:
+    """Where the ZeroMQ door of a gateway listens; None where there is none."""
+    return address_of_door(settings.gateway.zmq, listeners[0].getsockname()[1], replica)
 
 
 class Stopping(Exception):
@@ -87,11 +123,22 @@ class Stopping(Exception):
 
 
 class Supervisor:
-    """Owns the process table, the segments and the listening socket."""
+    """Owns the process table, the segments and the listening sockets."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listeners: list[socket.socket],
+        log: logging.Logger,
+        manner: Manner | None = None,
+    ) -> None:
         self._settings = settings
-        self._listener = listener
+        self._manner = manner or Manner()
+        self._listeners = listeners
+        """One for each gateway, in order."""
+        self._gateways = topology.replicas_of(settings, "gateway")
+        host, port = listeners[0].getsockname()[:2]
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._log = log
         self._server = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -104,15 +151,21 @@ class Supervisor:
         self._facts: m.ExecuteFacts | None = None
         self._prepared: m.Prepared | None = None
         self._reasons: dict[str, str] = {}
-        self._is_drained = False
+        self._drained: set[str] = set()
+        """Gateways."""
         self._is_serving = False
+        self._is_ending = False
         self._first_health: m.Health | None = None
         self._rounds: dict[int, HealthRound] = {}
         self._next_nonce = 1
+        self._questions = Questions(lambda name, aside: self._outboxes[name].send(with_facts(aside, self._facts)))
+        self._gatherer = Gatherer(self._server, SUPERVISOR, self._questions)
+        self._door = Door(self._context, self._server, self._questions, self._gather_stats, self._names_of_ready)
         self._signals = _Signals()
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.fileno(), zmq.POLLIN)
         self._poller.register(self._signals.fileno(), zmq.POLLIN)
+        self._poller.register(self._door.fileno(), zmq.POLLIN)
 
     # ----------------------------------------------------------------------------------------------------- life
 
@@ -142,50 +195,57 @@ class Supervisor:
         """Start every stage and wait until each is ready; then let them begin."""
         settings = self._settings
         for row in topology.TOPOLOGY:
-            self._addresses[f"{row.name}.0"] = address_of(self._server, f"{row.name}.0", INCARNATION)
-            if row.has_arena:
-                size = topology.arena_bytes(settings, row.name)
-                self._segments[row.name] = m.Segment(f"{row.name}.0", segment.create(row.name, size), size, False)
+            for name in topology.replicas_of(settings, row.name):
+                self._addresses[name] = address_of(self._server, name, INCARNATION)
+                if row.has_arena:
+                    size = topology.arena_bytes(settings, row.name)
+                    self._segments[name] = m.Segment(name, segment.create(name, size), size, False)
         for row in topology.TOPOLOGY:
-            self._spawn(self._launch(row.name, row.entry, topology.peers_of(row, self._addresses, settings)))
+            for replica in range(topology.num_replicas(settings, row.name)):
+                peers = topology.peers_of(row, self._addresses, settings, replica)
+                self._spawn(self._launch(row.name, row.entry, peers, replica))
         self._turn_until(
             lambda: all(child.state == "ready" for child in self._children.values()),
-            settings.supervisor.start_timeout_s,
+            self._manner.patience_s(settings.supervisor.start_timeout_s),
             "stages to be ready",
         )
         assert self._facts is not None, "the executor was ready without facts"
-        for name in reversed(topology.FLOW):  # the gateway last: what it lets in finds everybody at work
-            self._outboxes[f"{name}.0"].send(m.Start(self._facts))
-        self._ask_health(SUPERVISOR, 0, settings.supervisor.start_timeout_s)
+        for name in reversed(self._flow()):  # the gateways last: what they let in finds everybody at work
+            self._outboxes[name].send(m.Start(self._facts))
+        self._ask_health(SUPERVISOR, 0, self._manner.patience_s(settings.supervisor.start_timeout_s))
         self._turn_until(
             lambda: self._first_health is not None and self._first_health.status == "ok",
-            settings.supervisor.start_timeout_s,
+            self._manner.patience_s(settings.supervisor.start_timeout_s),
             "the first answers",
         )
         self._is_serving = True
         assert self._prepared is not None
-        host, port = self._listener.getsockname()[:2]
         self._say(
-            f"ready on http://{f'[{host}]' if ':' in host else host}:{port}",
+            f"ready on {self._url}",
             model=settings.served_model_name or self._prepared.model_name,
             max_model_len=self._facts.max_model_len,
             kv_blocks=self._facts.num_blocks,
+            zmq=door_address(settings, self._listeners) or "off",
             took_s=f"{time.monotonic() - begun:.2f}",
         )
 
     def _watch(self) -> int:
         """Serve until a signal or a death, then end in order."""
         code = self._turn_until_stopped(lambda: False, float("inf"))
+        self._is_ending = True
         if code == EXIT_OK:
             timeout_s = self._settings.supervisor.drain_timeout_s
             self._say("draining", timeout_s=timeout_s)
-            self._outboxes["gateway.0"].send(m.Drain(timeout_s))
-            code = self._turn_until_stopped(lambda: self._is_drained, timeout_s + TELL_CLIENTS_S)
-        if code == EXIT_STAGE_DIED and self._children["gateway.0"].is_alive:
+            for name in self._gateways:
+                self._outboxes[name].send(m.Drain(timeout_s))
+            code = self._turn_until_stopped(lambda: self._are_drained(self._gateways), timeout_s + TELL_CLIENTS_S)
+        if code == EXIT_STAGE_DIED:
             stage, reason = next(iter(self._reasons.items()))
-            self._is_drained = False
-            self._outboxes["gateway.0"].send(m.StageDied(stage, reason))
-            self._turn_until_stopped(lambda: self._is_drained, TELL_CLIENTS_S)
+            self._drained.clear()
+            alive = [name for name in self._gateways if self._children[name].is_alive]
+            for name in alive:
+                self._outboxes[name].send(m.StageDied(stage, reason))
+            self._turn_until_stopped(lambda: self._are_drained(alive), TELL_CLIENTS_S)
         if not self._stop():
             code = max(code, EXIT_STAGE_DIED)
         self._say("stopped", code=code)
@@ -200,13 +260,20 @@ class Supervisor:
             return stopping.code
         return EXIT_OK
 
+    def _flow(self) -> list[str]:
+        """The processes, in the order of flow."""
+        return [name for stage in topology.FLOW for name in topology.replicas_of(self._settings, stage)]
+
+    def _are_drained(self, gateways: list[str]) -> bool:
+        return self._drained.issuperset(gateways)
+
     def _stop(self) -> bool:
         """Stop what runs, in flow order, so that nobody sends to the dead. Returns whether all ended well in time."""
         timeout_s = self._settings.supervisor.stop_timeout_s
         end = time.monotonic() + timeout_s
         well = True
-        for name in topology.FLOW:
-            child = self._children.get(f"{name}.0")
+        for name in self._flow():
+            child = self._children.get(name)
             if child is None or not child.is_alive:
                 continue
             child.state = "stopping"
@@ -214,12 +281,18 @@ class Supervisor:
             if not child.wait(max(MIN_STOP_S, end - time.monotonic())):
                 self._log.error(f"{child.name} did not stop within {timeout_s:g} s and is killed")
                 child.kill()
-            if child.exit_code:
+            if child.exit_code and child.name != self._manner.foreground:  # that may be stopped in a debugger
                 self._drain_inbox()
                 reason = self._reasons.get(child.name, child.describe_end())
                 self._log.error(f"{child.name} ended badly: {reason}")
                 well = False
         return well
+
+    def raise_inline(self) -> None:
+        """Raise what a stage raised that is a thread of this process, for a debugger to look at it."""
+        for child in self._children.values():
+            if isinstance(child, InlineChild) and child.error is not None and not isinstance(child.error, UserError):
+                raise child.error
 
     def close(self) -> None:
         """Kill what is left and give everything back."""
@@ -231,40 +304,44 @@ class Supervisor:
         os.close(self._death_write)
         self._signals.close()
         self._inbox.close()
+        self._door.close()
         for outbox in self._outboxes.values():
             outbox.close()
         self._context.term()
 
     # --------------------------------------------------------------------------------------------------- children
 
-    def _launch(self, name: str, entry: str, peers: list[m.Peer]) -> m.Launch:
+    def _launch(self, stage: str, entry: str, peers: list[m.Peer], replica: int = 0) -> m.Launch:
         """What a child is told."""
-        row = next((row for row in topology.TOPOLOGY if row.name == name), None)
+        name = f"{stage}.{replica}"
+        row = next((row for row in topology.TOPOLOGY if row.name == stage), None)
         shared = []
         if row is not None:
-            own = [row.name] if row.has_arena else []
-            for owner in (*own, *row.reads):
+            own = [name] if row.has_arena else []
+            others = [owner for read in row.reads for owner in topology.replicas_of(self._settings, read)]
+            for owner in (*own, *others):
                 one = self._segments[owner]
                 shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable=owner == name))
-        return m.Launch(
-            stage=name,
-            replica=0,
+        launch = m.Launch(
+            stage=stage,
+            replica=replica,
             rank=0,
             incarnation=INCARNATION,
             entry=entry,
             settings=self._settings,
             model_dir=self._prepared.model_dir if self._prepared else "",
-            address=self._addresses.get(f"{name}.0") or address_of(self._server, f"{name}.0", INCARNATION),
+            address=self._addresses.get(name) or address_of(self._server, name, INCARNATION),
             peers=peers,
             segments=shared,
             death_fd=self._death_read,
-            listen_fd=self._listener.fileno() if name == "gateway" else -1,
+            listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
         )
+        return self._manner.launch(launch)
 
     def _spawn(self, launch: m.Launch) -> Child:
         num_cores = len(os.sched_getaffinity(0))
         num_threads = self._settings.execute.threads if launch.stage == "execute" else 0
-        child = Child(launch, num_threads or num_cores)
+        child = self._manner.start(launch, num_threads or num_cores)
         self._children[child.name] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
         self._outboxes[child.name] = Outbox(
@@ -295,6 +372,7 @@ class Supervisor:
                 code = EXIT_STAGE_DIED if self._is_serving else EXIT_NOT_STARTED
                 child.state = "dead"
                 self._poller.unregister(child.pidfd)  # it would stay readable
+                self._questions.lost(child.name)
                 what = f"{child.name} died" if self._is_serving else f"cannot start: {child.stage}"
                 self._log.error(f"{what}: {reason}")
                 raise Stopping(code)
@@ -325,14 +403,17 @@ class Supervisor:
                 raise Stopping(128 + number)
             self._check_children()
             self._end_rounds()
+            self._door.turn()
+            self._questions.end_late()
             now = time.monotonic()
             if now >= end:
                 late = ", ".join(child.name for child in self._children.values() if child.state == "starting")
                 self._log.error(f"gave up waiting for {what} after {timeout_s:g} s{f': {late}' if late else ''}")
                 raise Stopping(EXIT_OK if self._is_serving else EXIT_NOT_STARTED)
-            if self._inbox.wait(0):
-                continue  # its descriptor is edge-triggered, so look before sleeping on it
-            soonest = min([end, now + POLL_S, *(one.deadline for one in self._rounds.values())])
+            if self._inbox.wait(0) or self._door.has_message():
+                continue  # their descriptors are edge-triggered, so look before sleeping on them
+            rounds = (one.deadline for one in self._rounds.values())
+            soonest = min([end, now + POLL_S, *rounds, *self._questions.deadlines])
             self._poller.poll(max(0, round((soonest - now) * 1000)))
 
     def _drain_inbox(self) -> None:
@@ -351,16 +432,40 @@ class Supervisor:
             case m.Prepared():
                 self._prepared = message
             case m.Drained():
-                self._is_drained = True
-                self._listener.close()  # who comes now is refused, rather than kept waiting in the backlog
+                self._drained.add(sender)
+                # Who comes now is refused, rather than kept waiting in the backlog.
+                self._listeners[self._gateways.index(sender)].close()
             case m.AskHealth(nonce):
                 self._ask_health(sender, nonce, self._settings.supervisor.health_timeout_s)
             case m.Pong(nonce):
                 if nonce in self._rounds:
                     self._rounds[nonce].answered(sender, message)
                     self._end_rounds()
+            case m.AskServerStats(nonce):
+                self._gather_stats(lambda stats: self._answer_stats(sender, nonce, stats))
+            case m.Answer():
+                self._questions.answered(sender, message)
             case _:
                 assert_never(message)
+
+    # ------------------------------------------------------------------------------------------------------ stats
+
+    def _names_of_ready(self) -> list[str]:
+        return [child.name for child in self._in_flow_order() if child.state == "ready"]
+
+    def _in_flow_order(self) -> list[Child]:
+        places = {name: place for place, name in enumerate(topology.FLOW)}
+        return sorted(self._children.values(), key=lambda child: (places.get(child.stage, -1), child.name))
+
+    def _answer_stats(self, asker: str, nonce: int, stats: ServerStats) -> None:
+        if asker in self._outboxes:
+            self._outboxes[asker].send(m.StatsAnswer(nonce, stats))
+
+    def _gather_stats(self, then: Callable[[ServerStats], None]) -> None:
+        name = self._settings.served_model_name or (self._prepared.model_name if self._prepared else "")
+        state = "draining" if self._is_ending else "serving" if self._is_serving else "starting"
+        facts = ServerFacts(name, self._url, state, self._facts)
+        self._gatherer.gather(facts, self._in_flow_order(), self._settings.supervisor.health_timeout_s, then)
 
     # ----------------------------------------------------------------------------------------------------- health
 

@@ -3,6 +3,10 @@
 client ⇄ gateway → ingest → schedule ⇄ execute
              ↑                  ↓
              └── detokenize ←───┘          supervisor ⇄ all
+
+Of gateway, ingest and detokenize there may be several. A connection belongs to the gateway that the system gave it to;
+a request goes to the ingest that its id says, and its sequences to the detokenize that theirs say (`shard`): so who
+sends an Abort needs no table.
 """
 
 from typing import Literal
@@ -21,11 +25,11 @@ class StageRow(msgspec.Struct, frozen=True):
     """Dotted module whose `run(launch)` is the stage; imported by the child alone."""
     sends_to: tuple[str, ...]
     """Besides the supervisor. Releases of shared memory run against these arrows."""
-    launcher: Literal["process"] = "process"
+    launcher: Literal["process", "inline"] = "process"
+    """A process of its own, or a thread of the supervisor's; `pipeline serve --inline` makes all of them threads."""
     reads: tuple[str, ...] = ()
     """Stages whose segments it maps read-only."""
     has_arena: bool = False
-    num_replicas: int = 1
 
 
 # In the order in which they start: the slowest first. They stop in the order of `FLOW`.
@@ -40,7 +44,7 @@ TOPOLOGY = (
     ),
     StageRow("ingest", "pipeline.stages.ingest.stage", ("schedule", "gateway"), has_arena=True),
     StageRow("detokenize", "pipeline.stages.detokenize.stage", ("gateway", "schedule"), reads=("schedule",)),
-    StageRow("gateway", "pipeline.stages.gateway.stage", ("ingest", "schedule"), reads=("ingest",)),
+    StageRow("gateway", "pipeline.stages.gateway.stage", ("ingest", "schedule", "gateway"), reads=("ingest",)),
 )
 
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
@@ -55,6 +59,35 @@ def bound_of(settings: Settings) -> int:
     """Messages that may wait on an edge. What belongs to requests is bounded by the gateway's credits and always has
     room; `Settled` and `Deltas`, one a step, may fill an edge to a slow peer, and their senders then merge them."""
     return settings.gateway.max_open_requests * MESSAGES_PER_REQUEST + 64
+
+
+def num_replicas(settings: Settings, name: str) -> int:
+    """How many processes of a stage there are."""
+    match name:
+        case "gateway":
+            return settings.gateway.replicas
+        case "ingest":
+            return settings.ingest.replicas
+        case "detokenize":
+            return settings.detokenize.replicas
+        case _:
+            return 1
+
+
+def replicas_of(settings: Settings, name: str) -> list[str]:
+    """The names of a stage's processes, as `ingest.0`."""
+    return [f"{name}.{replica}" for replica in range(num_replicas(settings, name))]
+
+
+def shard(number: int, num_shards: int) -> int:
+    """The replica that a request (by its id) or a sequence (by its number) belongs to."""
+    return number % num_shards
+
+
+def max_open_of_one(settings: Settings) -> int:
+    """Sequences that one gateway may have open: credits are divided once and for all, so that none has to be asked
+    for."""
+    return max(1, settings.gateway.max_open_requests // settings.gateway.replicas)
 
 
 def row(name: str) -> StageRow:
@@ -73,9 +106,9 @@ def arena_bytes(settings: Settings, name: str) -> int:
     raise KeyError(name)
 
 
-def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings) -> list[Peer]:
-    """The inboxes a stage may send to, with the supervisor's."""
-    names = ["supervisor.0"] + [
-        f"{name}.{replica}" for name in stage.sends_to for replica in range(row(name).num_replicas)
-    ]
+def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[Peer]:
+    """The inboxes that a replica of a stage may send to, with the supervisor's. A stage that sends to itself sends to
+    its other replicas."""
+    names = ["supervisor.0", *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
+    names = [name for name in names if name != f"{stage.name}.{replica}"]
     return [Peer(name, addresses[name], bound_of(settings)) for name in names]

@@ -29,7 +29,8 @@ class Arena:
         self._free: list[tuple[int, int]] = [(0, len(memory) // UNIT * UNIT)]
         self._live: dict[int, _Slab] = {}
         self._generation = 0
-        self.num_bytes_free = len(memory) // UNIT * UNIT
+        self.num_bytes = len(memory) // UNIT * UNIT
+        self.num_bytes_free = self.num_bytes
         self.num_full = 0
         """How often an array went inline because the arena had no room for it."""
 

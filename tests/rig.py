@@ -35,24 +35,35 @@ _numbers = itertools.count()
 
 
 class Rig:
-    """Runs `stage` in a thread. `receive(name)` is what the stage sent to a neighbour, `send(message, sender)` is what
+    """Runs `stage` in a thread. `receive(name)` is what the stage sent to a neighbour (`gateway` is the first of
+    its replicas, `gateway.1` the second), `send(message, sender)` is what
     a neighbour sends to it, `memory(segment)` reads what it shared, `arena(segment)` is a neighbour's arena.
 
     Use as a context manager: leaving it sends `Stop` and joins the thread, and raises what the stage raised.
     """
 
     def __init__(
-        self, stage: str, settings: Settings | None = None, model_dir: str | Path = "", listen_fd: int = -1
+        self,
+        stage: str,
+        settings: Settings | None = None,
+        model_dir: str | Path = "",
+        listen_fd: int = -1,
+        siblings: int = 0,
+        record: Path | None = None,
     ) -> None:
         self.settings = settings or Settings()
         self._server = f"rig-{os.getpid()}-{next(_numbers)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         row = topology.row(stage)
-        names = ["supervisor.0", *(f"{other.name}.0" for other in topology.TOPOLOGY)]
+        others = [name for other in topology.TOPOLOGY for name in topology.replicas_of(self.settings, other.name)]
+        names = ["supervisor.0", *others]
         addresses = {name: address_of(self._server, name, 1) for name in names}
         peers = topology.peers_of(row, addresses, self.settings)
+        for replica in range(1, siblings + 1):  # the stage's other replicas
+            peers.append(m.Peer(f"{stage}.{replica}", address_of(self._server, f"{stage}.{replica}", 1), 64))
+        # The first of a neighbour's replicas goes by its stage's name.
         self._inboxes = {
-            peer.name.split(".")[0]: Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])
+            peer.name.removesuffix(".0"): Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])
             for peer in peers
         }
         self._queues: dict[str, list[Any]] = {name: [] for name in self._inboxes}
@@ -62,16 +73,15 @@ class Rig:
         self._memories: dict[str, memoryview] = {}
         self._arenas: dict[str, Arena] = {}
         segments = []
-        for name in (stage, *row.reads):
-            if not topology.row(name).has_arena:
-                continue
-            size = topology.arena_bytes(self.settings, name)
+        own = [f"{stage}.0"] if row.has_arena else []
+        for name in (*own, *(read for owner in row.reads for read in topology.replicas_of(self.settings, owner))):
+            size = topology.arena_bytes(self.settings, name.split(".")[0])
             fd = segment.create(name, size)
             self._fds.append(fd)
-            segments.append(m.Segment(f"{name}.0", fd, size, writable=name == stage))
-            self._memories[f"{name}.0"] = segment.attach(fd, size, writable=True)
-            if name != stage:
-                self._arenas[f"{name}.0"] = Arena(f"{name}.0", self._memories[f"{name}.0"])
+            segments.append(m.Segment(name, fd, size, writable=name in own))
+            self._memories[name] = segment.attach(fd, size, writable=True)
+            if name not in own:
+                self._arenas[name] = Arena(name, self._memories[name])
         death_read, self._death_write = os.pipe()
         self._fds += [death_read, self._death_write]
         self.launch = m.Launch(
@@ -87,6 +97,7 @@ class Rig:
             segments=segments,
             death_fd=death_read,
             listen_fd=listen_fd,
+            record=m.Record(0, str(record)) if record is not None else None,
         )
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"rig-{stage}", daemon=True)

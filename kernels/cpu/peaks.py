@@ -31,7 +31,8 @@ class Peaks:
     float32_flop_per_s: float
     """float32 products and sums, two operations each, between registers; as below."""
     bf16_flop_per_s: float
-    """Products of bfloat16 summed as float32. Below avx512_bf16 the kernels compute them as float32, and so does this."""
+    """Products of bfloat16 summed as float32. Without its instruction the kernels compute them as float32, and so does
+    this."""
     int8_op_per_s: float
     """Products of bytes by codes of 4 bits, summed as int32, with the widening that this takes at the level. Codes of
     8 bits run as fast at avx512, and at half the rate elsewhere."""

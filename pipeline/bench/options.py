@@ -1,15 +1,12 @@
 """What can be asked of a measurement."""
 
 import argparse
-import re
 import secrets
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|)")
-_UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0}
+from pipeline import option_types as types
 
 
 class Length(msgspec.Struct, frozen=True):
@@ -54,14 +51,16 @@ SHARED = Preset((16,), Length(650, "words"), Length(600, "words"), 64)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline bench`."""
     server = parser.add_argument_group("server")
-    server.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="where it is; by default %(default)s")
+    server.add_argument(
+        "--url", type=types.http_url, default="http://127.0.0.1:8000", help="where it is; by default %(default)s"
+    )
     server.add_argument("--model", default="auto", help="name to ask for; by default the first that it lists")
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
     )
-    server.add_argument("--api-key", type=_api_key, help="sent as a bearer token")
+    server.add_argument("--api-key", type=types.api_key, help="sent as a bearer token")
     server.add_argument(
-        "--timeout", type=_duration, default=600.0, metavar="TIME", help="deadline of each request; by default 10m"
+        "--timeout", type=types.duration, default=600.0, metavar="TIME", help="deadline of each request; by default 10m"
     )
 
     load = parser.add_argument_group("load", "Options that are not given come from the workload, `decode` by default.")
@@ -78,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shared-prefix-tokens", type=_tokens, dest="prefix", metavar="N", help="part of it that all prompts share"
     )
     prefix.add_argument("--shared-prefix-words", type=_words, dest="prefix", metavar="N", help="the same, in words")
-    load.add_argument("--output-tokens", type=_positive, metavar="N", help="tokens to ask for")
+    load.add_argument("--output-tokens", type=types.positive, metavar="N", help="tokens to ask for")
     load.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -86,21 +85,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="ask for exactly so many tokens; not every server knows this field, and --no-ignore-eos leaves it out",
     )
     load.add_argument(
-        "--temperature", type=_temperature, default=0.0, help="of sampling; by default 0, which is greedy"
+        "--temperature", type=types.temperature, default=0.0, help="of sampling; by default 0, which is greedy"
     )
     load.add_argument(
-        "--seed", type=_natural, help="of the prompts; by default drawn anew each time, so that no cache knows them"
+        "--seed",
+        type=types.natural,
+        help="of the prompts; by default drawn anew each time, so that no cache knows them",
     )
 
     extent = parser.add_argument_group("extent")
     lasting = extent.add_mutually_exclusive_group()
     lasting.add_argument(
-        "--duration", type=_duration, default=20.0, metavar="TIME", help="of each level, as 2m; by default 20s"
+        "--duration", type=types.duration, default=20.0, metavar="TIME", help="of each level, as 2m; by default 20s"
     )
-    lasting.add_argument("--num-requests", type=_positive, metavar="N", help="requests of each level instead")
+    lasting.add_argument("--num-requests", type=types.positive, metavar="N", help="requests of each level instead")
     extent.add_argument(
         "--warmup",
-        type=_natural,
+        type=types.natural,
         default=1,
         metavar="N",
         help="requests that each stream makes before it counts; by default %(default)s",
@@ -132,68 +133,13 @@ def _preset(group: Any, option: str, preset: Preset, words: str) -> None:
     group.add_argument(option, dest="preset", action="store_const", const=preset, help=words)
 
 
-# argparse shows an ArgumentTypeError's words after the name of the option.
-
-
-def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"needs http:// or https:// in front, got {text!r}")
-    try:
-        parts = urlsplit(text)
-        is_whole = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that don't match, or a port that is no port
-        is_whole = False
-    if not is_whole or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"needs an address such as http://127.0.0.1:8000, got {text!r}")
-    return text
-
-
-def _api_key(text: str) -> str:
-    if not text.isprintable():
-        # Not shown: a key is a secret.
-        raise argparse.ArgumentTypeError("has a line break or another character that a header can't hold")
-    return text
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, got {text!r}")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1)
-
-
 def _tokens(text: str) -> Length:
-    return Length(_natural(text), "tokens")
+    return Length(types.natural(text), "tokens")
 
 
 def _words(text: str) -> Length:
-    return Length(_natural(text), "words")
+    return Length(types.natural(text), "words")
 
 
 def _concurrencies(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part.strip()) for part in text.split(","))
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"needs a number from 0 to 2, got {text!r}")
-    return value
-
-
-def _duration(text: str) -> float:
-    match = _DURATION.fullmatch(text.strip())
-    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise argparse.ArgumentTypeError(f"needs a time such as 20s or 2m, got {text!r}")
-    return seconds
+    return tuple(types.positive(part.strip()) for part in text.split(","))

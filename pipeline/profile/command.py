@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         _require_writable(Path(args.json))
     open_log("profile", settings.log_level)
     try:
-        profile: Profile = importlib.import_module(EXECUTE).profile(settings, plan, lambda: _prepare(settings))
+        profile: Profile = importlib.import_module(EXECUTE).profile(settings, plan, lambda: prepare(settings))
     except UserError as error:
         print(f"pipeline profile: error: {error}", file=sys.stderr)
         return 1
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _prepare(settings: Settings) -> Path:
+def prepare(settings: Settings) -> Path:
     """The model's folder, made or found as `pipeline serve` does it. Raises UserError."""
     progress = importlib.import_module(PREPARE_PROGRESS).for_stream()
     folder: Path = importlib.import_module(topology.PREPARE).prepare(settings, progress)

@@ -9,6 +9,7 @@ What a sequence has to tell waits in it until `sent`: entries that a full socket
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -16,8 +17,8 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline.stages.detokenize.stops import Judge, StopStrings
-from pipeline.stages.detokenize.text import Text
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.text import Text
+from pipeline.vocabulary import Vocabulary
 
 
 class Sequence:
@@ -27,10 +28,12 @@ class Sequence:
         "_include_stop",
         "_judge",
         "_num_settled",
+        "_stop_id",
         "_stop_token_ids",
         "_text",
         "attempt",
         "finish",
+        "first",
         "gateway",
         "id_offset",
         "ids",
@@ -41,7 +44,15 @@ class Sequence:
         "texts",
     )
 
-    def __init__(self, opening: m.Open, options: m.TextOptions, stops: StopStrings, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        opening: m.Open,
+        outputs: list[int],
+        options: m.TextOptions,
+        stops: StopStrings,
+        vocabulary: Vocabulary,
+    ) -> None:
+        """`outputs` are the opening's: ids that the client has already."""
         self.request_id = opening.request_id
         self.attempt = opening.attempt
         self.index = opening.index
@@ -58,6 +69,22 @@ class Sequence:
         self.id_offset = 0
         self.finish: int = m.Finish.NONE
         self.stop_reason: str | int | None = None
+        self._stop_id: int | None = None
+        """The id that stopped it, where it came with the opening."""
+        self.first: m.FirstTimes | None = None
+        """Goes with its first ids, like them until it was sent."""
+        if outputs:
+            self._resume(outputs, opening.finish)
+
+    def _resume(self, outputs: list[int], finish: int) -> None:
+        """Take ids whose text the client has already. What they leave half, a character or a stop string, goes on with
+        the ids that follow."""
+        self._num_settled = len(outputs)
+        if finish == m.Finish.STOP:
+            self._stop_id = outputs[-1]
+        self._show(outputs, len(outputs) - (finish == m.Finish.STOP))
+        self.sent()
+        self.id_offset = len(outputs)
 
     def settle(self, start: int, ids: list[int], finish: int) -> None:
         """Take ids that begin at output id `start`; those that were taken before are skipped."""
@@ -65,6 +92,10 @@ class Sequence:
         if start < self._num_settled:
             ids = ids[self._num_settled - start :]
         self._num_settled += len(ids)
+        is_stopped_before = finish == m.Finish.STOP and not ids
+        if is_stopped_before:
+            assert self._stop_id is not None, f"nothing stops sequence {self.index} of {self.request_id:x}"
+            ids = [self._stop_id]
         num_shown = len(ids)
         if finish == m.Finish.STOP:
             stop_id = ids[-1]
@@ -74,6 +105,8 @@ class Sequence:
                 num_shown -= 1
         self.finish = finish
         self._show(ids, num_shown)
+        if is_stopped_before:
+            self.ids = []  # the client has it
 
     def _show(self, ids: list[int], num_shown: int) -> None:
         """Append the text of the first ids, and all ids: or those up to the one that completes a stop string."""
@@ -102,6 +135,7 @@ class Sequence:
         self.texts = []
         self.id_offset += len(self.ids)
         self.ids = []
+        self.first = None
 
 
 class Sequences:
@@ -115,33 +149,60 @@ class Sequences:
         self._live: dict[int, Sequence] = {}
         self._unsent: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)
         """By gateway, then by `seq`."""
+        self._settled_s = 0.0
+        """When schedule sent the newest that was taken."""
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, opening: m.Open) -> None:
+    def open(self, opening: m.Open, outputs: list[int] | None = None) -> list[m.Abort]:
+        """Begin a sequence; `outputs` are the opening's. Returns what schedule has to end because a stop string is in
+        their text already."""
         assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
         options = self._options.decode(opening.text)
         key = tuple(options.stop)
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
-        self._live[opening.seq] = Sequence(opening, options, stops, self._vocabulary)
+        sequence = self._live[opening.seq] = Sequence(opening, outputs or [], options, stops, self._vocabulary)
+        if not sequence.finish:
+            return []
+        self._unsent[sequence.gateway][opening.seq] = sequence
+        return [] if opening.finish else [_end_of(sequence)]
+
+    @property
+    def num_unsent(self) -> int:
+        """Sequences with something that their gateway has not taken."""
+        return sum(map(len, self._unsent.values()))
+
+    def requests(self, seqs: list[int]) -> list[int]:
+        """Whose they are."""
+        return [self._live[seq].request_id for seq in seqs]
 
     def settle(
-        self, seqs: list[int], starts: list[int], counts: list[int], ids: list[int], finishes: list[int]
+        self,
+        seqs: list[int],
+        starts: list[int],
+        counts: list[int],
+        ids: list[int],
+        finishes: list[int],
+        firsts: Iterable[m.FirstTimes] = (),
+        settled_s: float = 0.0,
     ) -> list[m.Abort]:
-        """Take the arrays of a `Settled`. Returns what schedule has to end because a stop string was found."""
+        """Take what is in a `Settled`. Returns what schedule has to end because a stop string was found."""
         aborts: list[m.Abort] = []
+        self._settled_s = settled_s
+        first_of = {first.place: first for first in firsts}
         end = 0
-        for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
+        for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
             begin, end = end, end + count
             assert seq in self._live, f"sequence {seq} was never opened, or closed before"
             sequence = self._live.pop(seq) if finish else self._live[seq]
+            sequence.first = first_of.get(place, sequence.first)
             if sequence.finish:
                 continue  # judged; its gateway was told so
             sequence.settle(start, ids[begin:end], finish)
             if sequence.finish and not finish:
-                aborts.append(m.Abort(sequence.request_id, sequence.attempt, sequence.index, m.Finish.STOP))
+                aborts.append(_end_of(sequence))
             if sequence.ids or sequence.finish:
                 self._unsent[sequence.gateway][seq] = sequence
         assert end == len(ids), f"{len(ids)} ids came for {end}"
@@ -151,7 +212,7 @@ class Sequences:
         """The gateways that have to be told something."""
         return [gateway for gateway, sequences in self._unsent.items() if sequences]
 
-    def deltas(self, gateway: int) -> m.Deltas:
+    def deltas(self, gateway: int, now_s: float = 0.0) -> m.Deltas:
         """All that a gateway has to be told."""
         sequences = self._unsent[gateway].values()
         return m.Deltas(
@@ -165,6 +226,13 @@ class Sequences:
             num_ids=[len(sequence.ids) for sequence in sequences],
             finishes=[int(sequence.finish) for sequence in sequences],
             stop_reasons=[sequence.stop_reason for sequence in sequences],
+            firsts=[
+                msgspec.structs.replace(sequence.first, place=place)
+                for place, sequence in enumerate(sequences)
+                if sequence.first is not None
+            ],
+            settled_s=self._settled_s,
+            sent_s=now_s,
         )
 
     def sent(self, gateway: int) -> None:
@@ -172,3 +240,8 @@ class Sequences:
         for sequence in self._unsent[gateway].values():
             sequence.sent()
         self._unsent[gateway].clear()
+
+
+def _end_of(sequence: Sequence) -> m.Abort:
+    """What asks schedule to end a sequence whose text has a stop string."""
+    return m.Abort(sequence.request_id, sequence.attempt, sequence.index, m.Finish.STOP)

@@ -8,6 +8,8 @@ It never blocks in a send: what a full socket refused waits here, merged, and go
 """
 
 import gc
+import logging
+import time
 from typing import Any, assert_never
 
 from pipeline import messages as m
@@ -15,7 +17,8 @@ from pipeline.channels import Outbox
 from pipeline.messages import Launch
 from pipeline.stage import Stage
 from pipeline.stages.detokenize.sequences import Sequences
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.stats import DetokenizeCounts
+from pipeline.vocabulary import Vocabulary
 
 IDLE_S = 60.0
 """Longest wait where there is nothing to do."""
@@ -42,21 +45,33 @@ class Detokenize:
         self._sequences = Sequences(vocabulary)
         self._letters: list[tuple[Outbox[Any], m.Rejected | m.Abort]] = []
         self.stopped = False
+        self._num_tokens = 0
+        self._settle_s = 0.0
+        stage.asides.own_counts = self._counts
+
+    def _counts(self) -> DetokenizeCounts:
+        unsent = self._sequences.num_unsent
+        return DetokenizeCounts(len(self._sequences), unsent, self._num_tokens, self._settle_s)
 
     def turn(self) -> None:
         """One wake: take everything that is there, then tell each receiver once."""
         waiting = self._letters or self._sequences.unsent()
-        for message in self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S):
+        messages = self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S)
+        begin_s = time.monotonic()
+        for message in messages:
             self._take(message)
         self._tell()
         self._stage.release()
+        if self._stage.trace.on:
+            self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
 
     def _take(self, message: m.DetokenizeInbox) -> None:
         match message:
             case m.Settled():
                 self._settle(message)
             case m.Open():
-                self._sequences.open(message)
+                outputs = self._stage.arrays.take(message.outputs, "<i4").tolist()
+                self._end(self._sequences.open(message, outputs))
             case m.Refuse():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)
                 self._letters.append((self._stage.outbox("gateway", message.gateway), rejected))
@@ -71,19 +86,44 @@ class Detokenize:
                 assert_never(message)
 
     def _settle(self, message: m.Settled) -> None:
+        begin_s = time.monotonic()
         take = self._stage.arrays.take
+        seqs = take(message.seqs, "<u8").tolist()
+        ids = take(message.ids, "<i4").tolist()
+        finishes = take(message.finishes, "u1").tolist()
+        is_watched = self._stage.trace.on or self._stage.log.isEnabledFor(logging.DEBUG)
+        traced = self._sequences.requests(seqs) if is_watched else []
+        for request_id, finish in zip(traced, finishes, strict=False):
+            if finish:
+                fields = {"request": f"{request_id:x}", "finish": m.Finish(finish).name.lower()}
+                self._stage.log.debug("ended", extra={"fields": fields})
         aborts = self._sequences.settle(
-            take(message.seqs, "<u8").tolist(),
+            seqs,
             take(message.starts, "<i4").tolist(),
             take(message.counts, "<i4").tolist(),
-            take(message.ids, "<i4").tolist(),
-            take(message.finishes, "u1").tolist(),
+            ids,
+            finishes,
+            message.firsts,
+            message.settled_s,
         )
+        end_s = time.monotonic()
+        self._num_tokens += len(ids)
+        self._settle_s += end_s - begin_s
+        if (trace := self._stage.trace).on:
+            # A request is followed here where its text begins, and where it ends.
+            begun = {first.place for first in message.firsts}
+            marked = [one for place, one in enumerate(traced) if place in begun or finishes[place]]
+            trace.span("text", begin_s, end_s, {"sequences": len(seqs), "tokens": len(ids)}, marked)
+        self._end(aborts)
+
+    def _end(self, aborts: list[m.Abort]) -> None:
+        """Have schedule end sequences in whose text a stop string was found."""
         schedule = self._stage.outbox("schedule")
         self._letters += [(schedule, abort) for abort in aborts]
 
     def _tell(self) -> None:
         for gateway in self._sequences.unsent():
-            if self._stage.outbox("gateway", gateway).send(self._sequences.deltas(gateway)):
+            deltas = self._sequences.deltas(gateway, self._stage.tape.monotonic())
+            if self._stage.outbox("gateway", gateway).send(deltas):
                 self._sequences.sent(gateway)
         self._letters = [(outbox, letter) for outbox, letter in self._letters if not outbox.send(letter)]

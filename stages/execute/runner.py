@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ class Sampled:
     generations: "np.ndarray[Any, np.dtype[np.uint32]]"
     ids: IntArray
     finishes: "np.ndarray[Any, np.dtype[np.uint8]]"
+    num_rows: int = 0
+    """Entries that were computed, those that had ended before left out; likewise"""
+    num_tokens: int = 0
 
 
 class Runner:
@@ -76,7 +79,8 @@ class Runner:
             ids = self._compute(rows[running], starts[running], counts[running], samples[running])
         else:
             ids = np.empty(0, np.int32)
-        return self._result(rows[samples], running[samples], ids)
+        sampled = self._result(rows[samples], running[samples], ids)
+        return replace(sampled, num_rows=int(running.sum()), num_tokens=int(counts[running].sum()))
 
     def _change_rows(self, step: Step, take: Take) -> None:
         self.rows.drop(take(step.drops, np.int32))

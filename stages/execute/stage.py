@@ -7,12 +7,13 @@ anyway, and no core is taken from the step that runs.
 
 import gc
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from pipeline import messages as m
 from pipeline.stage import Stage
+from pipeline.stages.execute.counting import Counting
+from pipeline.tracing import Args
 
 if TYPE_CHECKING:
     from pipeline.stages.execute.runner import Runner
@@ -33,9 +34,8 @@ def run(launch: m.Launch) -> None:
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
         runner = _load(launch)
-        stage.log.info(
-            "loaded model=%s blocks=%d kernels=%r", launch.model_dir, runner.facts.num_blocks, runner.program.name
-        )
+        fields = {"model": launch.model_dir, "blocks": runner.facts.num_blocks, "kernels": runner.program.name}
+        stage.log.info("loaded", extra={"fields": fields})
         stage.ready(runner.facts)
         try:
             _serve(stage, runner)
@@ -64,13 +64,14 @@ def _load(launch: m.Launch) -> "Runner":
 
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
-    idle_since = time.monotonic()
+    idle_since = stage.tape.monotonic()
+    counting = Counting()
+    stage.asides.own_counts = lambda: counting.counts(runner.rows.num_live)
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:
                 case m.Step():
-                    _publish(stage, runner, message, idle_since)
-                    idle_since = time.monotonic()
+                    idle_since = _publish(stage, runner, message, idle_since, counting)
                 case m.Release():
                     stage.arrays.released(message)
                 case m.Ping():
@@ -84,9 +85,13 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
         stage.release()
 
 
-def _publish(stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_since: float) -> None:
-    began = time.monotonic()
+def _publish(
+    stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_since: float, counting: Counting
+) -> float:
+    """Compute a step and send its result. Returns when it was computed, by the stage's clock."""
+    began = stage.tape.monotonic()
     sampled = runner.step(step, stage.arrays.take)
+    ended = stage.tape.monotonic()
     result = m.StepResult(
         incarnation=step.incarnation,
         step_id=step.step_id,
@@ -94,8 +99,19 @@ def _publish(stage: Stage[m.ExecuteInbox], runner: "Runner", step: m.Step, idle_
         generations=stage.arrays.put(sampled.generations),
         ids=stage.arrays.put(sampled.ids),
         finishes=stage.arrays.put(sampled.finishes),
-        compute_s=time.monotonic() - began,
+        compute_s=ended - began,
         wait_s=began - idle_since,
     )
     sent = stage.outbox("schedule").send(result)
     assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"
+    counting.stepped(sampled.num_tokens, ended - began, began - idle_since)
+    if stage.trace.on:
+        args: Args = {
+            "step": step.step_id,
+            "rows": sampled.num_rows,
+            "tokens": sampled.num_tokens,
+            "sampled": len(sampled.rows),
+            "wait_ms": round((began - idle_since) * 1000, 3),
+        }
+        stage.trace.span("step", began, ended, args, [add.request_id for add in step.adds])
+    return ended

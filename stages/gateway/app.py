@@ -1,6 +1,9 @@
 """The HTTP routes.
 
-POST /v1/chat/completions, /v1/completions    GET /v1/models, /v1/models/{model}, /health, /version
+POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /abort_requests
+GET /v1/models, /v1/models/{model}, /health, /load, /metrics, /version
+
+Each is told in docs/http.md.
 """
 
 import asyncio
@@ -14,17 +17,23 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from pipeline import exposition
 from pipeline import messages as m
-from pipeline.stages.gateway import health, parse, writing
+from pipeline.config.settings import Gateway as GatewaySettings
+from pipeline.stages.gateway import health, names, parse, responses, writing
+from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.health import HealthDesk
-from pipeline.stages.gateway.requests import Requests
+from pipeline.stages.gateway.metrics import StatsDesk
+from pipeline.stages.gateway.requests import Call, Requests
 from pipeline.version import VERSION
 
 BODY_TIMEOUT_S = 60.0
 """Longest a client may take to send a request's body."""
 ENCODINGS = ("identity", "gzip", "deflate")
 """How bodies may be packed."""
+
+_aborts = msgspec.json.Decoder(AbortBody)
 
 Parser = Callable[[bytes, parse.Limits], parse.Ask]
 
@@ -62,16 +71,29 @@ class Doors:
 class Api:
     """What each route does."""
 
-    def __init__(self, doors: Doors, requests: Requests, desk: HealthDesk, limits: parse.Limits, max_body: int) -> None:
+    def __init__(
+        self,
+        doors: Doors,
+        requests: Requests,
+        desk: HealthDesk,
+        aborts: AbortDesk,
+        stats: StatsDesk,
+        limits: parse.Limits,
+        settings: GatewaySettings,
+    ) -> None:
         self._doors = doors
+        self._stats = stats
         self._requests = requests
         self._desk = desk
+        self._aborts = aborts
         self._limits = limits
-        self._max_body = max_body
+        self._max_body = settings.max_body_bytes
+        self._patience_s = settings.slow_client_timeout_s
         self._created = int(time.time())
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[_errors_in_shape])
+        app.on_response_prepare.append(_repeat_name)
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self.chat_completions, expect_handler=_expect),
@@ -79,7 +101,12 @@ class Api:
                 web.get("/v1/models", self.models, expect_handler=_expect),
                 web.get("/v1/models/{model:.+}", self.model, expect_handler=_expect),
                 web.get("/health", self.health, expect_handler=_expect),
+                web.get("/metrics", self.metrics, expect_handler=_expect),
                 web.get("/version", self.version, expect_handler=_expect),
+                web.post("/tokenize", self.tokenize, expect_handler=_expect),
+                web.post("/detokenize", self.detokenize, expect_handler=_expect),
+                web.get("/load", self.load, expect_handler=_expect),
+                web.post("/abort_requests", self.abort_requests, expect_handler=_expect),
             ]
         )
         return app
@@ -90,17 +117,32 @@ class Api:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, parse.parse_completion)
 
-    async def _generate(self, request: web.Request, parser: Parser) -> web.StreamResponse:
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        facts = self._doors.enter()
+        return await self._generate(
+            request, parse.parse_tokenize, lambda call: responses.tokenized(call, facts.max_model_len)
+        )
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse.parse_detokenize, responses.detokenized)
+
+    async def _generate(
+        self, request: web.Request, parser: Parser, body_of: Callable[[Call], bytes] = responses.whole
+    ) -> web.StreamResponse:
         """One call from body to response. Whichever way it ends, what is still open is aborted: aiohttp cancels this
         task as soon as the client leaves."""
+        received_s = time.monotonic()
         self._doors.enter()
+        name = names.of_headers(request.headers)
         body = await self._body(request)
         ask = parser(body, self._limits)
+        ask = msgspec.structs.replace(ask, received_s=received_s, request_id=name or ask.request_id)
         self._doors.enter()
         call = self._requests.open(ask)
         try:
-            send = writing.send_stream if ask.stream else writing.send_whole
-            return await send(request, call)
+            if ask.stream:
+                return await writing.send_stream(request, call, self._patience_s)
+            return await writing.send_whole(request, call, self._patience_s, body_of)
         except ConnectionError:
             return web.Response()  # nobody reads it
         finally:
@@ -159,8 +201,27 @@ class Api:
         body = health.body_of(answer, status, reason, self._requests.num_open)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
 
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.ask()
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the supervisor did not answer in time", code="late")
+        return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        return _json({"server_load": self._requests.num_calls})
+
+    async def abort_requests(self, request: web.Request) -> web.StreamResponse:
+        asked = parse.decode(_aborts, await self._body(request), {})
+        return _json(await self._aborts.abort(asked.request_ids))
+
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _json({"version": VERSION})
+
+
+async def _repeat_name(request: web.Request, response: web.StreamResponse) -> None:
+    """Every response says what its client calls the request."""
+    if (name := names.to_repeat(request.headers)) is not None:
+        response.headers[names.HEADER] = name
 
 
 @web.middleware

@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI API, and which of its fields must keep their neutral value here.
 
 Fields that neither struct nor table names are ignored, as OpenAI's own clients and proxies expect. So are fields that
-change nothing about the text: user, metadata, parallel_tool_calls, prompt_cache_key, safety_identifier, request_id ...
+change nothing about the text: user, metadata, parallel_tool_calls, prompt_cache_key, safety_identifier ...
 Null stands for a field's default everywhere.
 """
 
@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from pipeline.messages import MAX_SHOWN_IDS
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -46,9 +48,13 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    request_id: str | None = None
+    """The client's own name for it; a header, X-Request-Id, wins."""
+    timings: bool | None = None
+    """Ours: the reply says where its time went."""
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 class ContentPart(msgspec.Struct):
@@ -79,8 +85,30 @@ class CompletionBody(Body, kw_only=True):
 
     prompt: str | list[str | Id | list[Id]]
     """A text, texts, ids, or lists of ids; not a mixture."""
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """0 only together with echo"""
     best_of: int | None = None
     """Must equal n: nothing is generated to be thrown away."""
+    echo: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: of a text or of a chat"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """By default those of a text are added, and those of a chat are left to its template."""
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[list[Id], Meta(max_length=MAX_SHOWN_IDS)]
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -105,7 +133,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # OpenAI, completions
-    "echo": (False,),
     "suffix": ("",),
     # vLLM
     "add_special_tokens": (),
@@ -136,8 +163,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields the API knows and this server does not support: the values, besides null, at which they change nothing.
 Any other value is an error, so that nobody gets text other than what they asked for without being told."""
 
-CHAT_NEUTRAL = NEUTRAL | {"add_special_tokens": (False,), "best_of": (1,)}
+CHAT_NEUTRAL = NEUTRAL | {"add_special_tokens": (False,), "best_of": (1,), "echo": (False,)}
 COMPLETION_NEUTRAL = NEUTRAL | {"add_special_tokens": (True,), "max_completion_tokens": ()}
+TOKENIZE_NEUTRAL = {
+    name: NEUTRAL[name]
+    for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "tools")
+}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

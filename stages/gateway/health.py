@@ -67,7 +67,7 @@ def body_of(health: m.Health | None, status: str, reason: str | None, num_open: 
             {"name": stage.name, "pid": stage.pid, "state": stage.state, "answer_ms": stage.answer_ms}
             for stage in health.stages
         ],
-        open_requests=num_open,
+        open_requests=num_open + health.num_open_elsewhere,
     )
     if (load := health.schedule) is not None:
         body.running = load.num_running

@@ -7,23 +7,27 @@ model's length (a prompt that is too long, ids beyond the vocabulary) is ingest'
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import numpy as np
 
 from pipeline import messages as m
-from pipeline.stages.gateway import errors
+from pipeline import protocol as p
+from pipeline.stages.gateway import errors, names
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
     MAX_STOP_CHARS,
+    TOKENIZE_NEUTRAL,
     B,
     Body,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     Message,
     StreamOptions,
+    TokenizeBody,
     is_neutral,
     with_unsupported,
 )
@@ -57,15 +61,35 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     text: m.TextOptions
     stream: bool
     include_usage: bool
+    outputs: list[bytes] = []
+    """int32; output ids that the client has already, one entry a sequence; none of them for a fresh request"""
+    echo: bool = False
+    """The prompt's text comes before the output's."""
+    prompt_options: m.PromptOptions = m.PromptOptions()
+    prompt_param: str = "prompt"
+    """The field that holds the prompts."""
+    request_id: str | None = None
+    """The client's own."""
+    timings: bool = False
+    """The reply says where its time went."""
+    received_s: float = 0.0
+    """When the client began to ask, by time.monotonic(); 0 where nobody has noted it."""
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it is about the prompt alone, and has no output."""
+        return self.prompt_options.any_length
 
 
 _chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_NEUTRAL))
+_tokenizes = msgspec.json.Decoder(with_unsupported(TokenizeBody, TOKENIZE_NEUTRAL))
+_detokenizes = msgspec.json.Decoder(DetokenizeBody)
 _completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_NEUTRAL))
 
 
 def parse_chat(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/chat/completions. Raises ApiError."""
-    chat = _decode(_chats, body, CHAT_NEUTRAL)
+    chat = decode(_chats, body, CHAT_NEUTRAL)
     generate = True if chat.add_generation_prompt is None else chat.add_generation_prompt
     prompt = m.ChatPrompt([_message(i, message) for i, message in enumerate(chat.messages)], generate)
     if chat.max_completion_tokens is None:
@@ -77,14 +101,104 @@ def parse_chat(body: bytes, limits: Limits) -> Ask:
 
 def parse_completion(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/completions. Raises ApiError."""
-    completion = _decode(_completions, body, COMPLETION_NEUTRAL)
+    completion = decode(_completions, body, COMPLETION_NEUTRAL)
     if completion.best_of not in (None, completion.n or 1):
         raise unsupported("best_of", "it must equal n")
     max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
-    return _ask(completion, _prompts(completion.prompt), max_tokens, limits, is_chat=False)
+    prompts = _prompts(completion.prompt)
+    ask = _ask(completion, prompts, max_tokens, limits, is_chat=False)
+    if completion.echo:
+        is_ids = isinstance(prompts[0], m.IdsPrompt)
+        return msgspec.structs.replace(ask, echo=True, prompt_options=m.PromptOptions(with_text=is_ids))
+    if max_tokens == 0:
+        raise invalid("max_tokens", "'max_tokens' must be an integer >= 1, unless echo is true", "invalid_value")
+    return ask
 
 
-def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
+def parse_tokenize(body: bytes, limits: Limits) -> Ask:
+    """Read the body of POST /tokenize. Raises ApiError."""
+    asked = decode(_tokenizes, body, TOKENIZE_NEUTRAL)
+    _check_model(asked.model, limits)
+    prompt: m.Prompt
+    match asked.prompt, asked.messages:
+        case str(text), None:
+            if asked.add_generation_prompt is not None:
+                raise invalid(
+                    "add_generation_prompt", "'add_generation_prompt' is only allowed together with 'messages'"
+                )
+            prompt = m.TextPrompt(text)
+        case None, list(messages):
+            generate = asked.add_generation_prompt is not False
+            prompt = m.ChatPrompt([_message(i, message) for i, message in enumerate(messages)], generate)
+        case None, None:
+            raise invalid("prompt", "'prompt' or 'messages' is required")
+        case _:
+            raise invalid("messages", "'messages' is not allowed together with 'prompt'")
+    options = m.PromptOptions(asked.add_special_tokens, any_length=True, with_token_strs=bool(asked.return_token_strs))
+    return _lookup(prompt, options, "prompt", limits)
+
+
+def parse_detokenize(body: bytes, limits: Limits) -> Ask:
+    """Read the body of POST /detokenize. Raises ApiError."""
+    asked = decode(_detokenizes, body, {})
+    _check_model(asked.model, limits)
+    options = m.PromptOptions(any_length=True, with_text=True)
+    return _lookup(m.IdsPrompt(_packed(asked.tokens)), options, "tokens", limits)
+
+
+def _lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: Limits) -> Ask:
+    """A call that asks about its prompt alone."""
+    return Ask(
+        is_chat=isinstance(prompt, m.ChatPrompt),
+        model=limits.model,
+        prompts=[prompt],
+        n=1,
+        max_tokens=0,
+        max_tokens_param="max_tokens",
+        seed=0,
+        sampling=m.Sampling(),
+        text=m.TextOptions(),
+        stream=False,
+        include_usage=False,
+        prompt_options=options,
+        prompt_param=prompt_param,
+    )
+
+
+def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
+    """Read a request that came over ZeroMQ. The same rules, and the same words. Raises ApiError."""
+    params = generate.params
+    fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
+    try:
+        body = msgspec.convert({"model": generate.model or limits.model, **fields}, Body)
+    except msgspec.ValidationError as error:
+        raise errors.of_validation(error) from error
+    match generate.prompt:
+        case p.TextPrompt(text):
+            prompt: m.Prompt = m.TextPrompt(text)
+        case p.TokensPrompt(ids):
+            prompt = m.IdsPrompt(_whole_ids(ids, "prompt"))
+        case p.ChatPrompt(messages, add_generation_prompt):
+            chat = [_message(i, Message(one.role, one.content, one.name)) for i, one in enumerate(messages)]
+            prompt = m.ChatPrompt(chat, add_generation_prompt)
+        case _:
+            assert_never(generate.prompt)
+    ask = _ask(body, [prompt], params.max_tokens, limits, is_chat=isinstance(prompt, m.ChatPrompt))
+    if generate.received and len(generate.received) != ask.n:
+        message = f"'received' must have the ids of each of n = {ask.n} sequences, not of {len(generate.received)}"
+        raise invalid("received", message, "invalid_value")
+    outputs = [_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)]
+    return msgspec.structs.replace(ask, stream=True, outputs=outputs)
+
+
+def _whole_ids(packed: bytes, param: str) -> bytes:
+    if len(packed) % 4:
+        raise invalid(param, f"'{param}' must be packed int32: {len(packed)} bytes are no whole number of ids")
+    return packed
+
+
+def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
+    """A body as its struct. Raises ApiError where it is none, or asks for what is not supported."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -110,9 +224,7 @@ def _ask(
     is_chat: bool,
     max_tokens_param: str = "max_tokens",
 ) -> Ask:
-    if body.model != limits.model:
-        message = f"the model '{body.model[:100]}' does not exist; this server has '{limits.model}'"
-        raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
+    _check_model(body.model, limits)
     n = body.n or 1
     if n * len(prompts) > limits.max_sequences:
         what = f"{len(prompts)} prompts × n = {n} sequences" if len(prompts) > 1 else f"n = {n}"
@@ -144,7 +256,15 @@ def _ask(
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
+        request_id=names.checked(body.request_id, "request_id"),
+        timings=bool(body.timings),
     )
+
+
+def _check_model(model: str | None, limits: Limits) -> None:
+    if model not in (None, limits.model):
+        message = f"the model '{str(model)[:100]}' does not exist; this server has '{limits.model}'"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
 
 
 def _stream_options(body: Body) -> StreamOptions:

@@ -10,7 +10,7 @@ sequence, come back. A client that leaves has its open requests aborted; they st
 """
 
 import asyncio
-import secrets
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,12 +21,19 @@ import msgspec
 import numpy as np
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
+from pipeline.stages.gateway import timings
+from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.timings import RecentCalls
+from pipeline.tracing import Args
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
+ABORTED = "aborted"
+"""The code that ingest and schedule give a request that was aborted before it began."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -39,6 +46,19 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    is_resumed: bool = False
+    """Its first ids came from the client; only their text's length will be told."""
+    first: m.FirstTimes | None = None
+    first_s: float = 0.0
+    """When its first ids came, by time.monotonic(); as below."""
+    last_s: float = 0.0
+    """When the newest came."""
+    settled_s: float = 0.0
+    """When schedule sent its closing."""
+    sent_s: float = 0.0
+    """When detokenize did."""
+    ended_s: float = 0.0
+    """When it came here."""
 
     @property
     def num_ids(self) -> int:
@@ -52,6 +72,8 @@ class Sequence(msgspec.Struct, eq=False):
 
     def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int) -> None:
         """Append what is new: a request that was driven again repeats itself from some earlier place."""
+        if self.is_resumed:
+            self.num_chars, self.is_resumed = text_offset, False
         assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta left something out"
         if new := text[self.num_chars - text_offset :]:
             self.pending.append(new)
@@ -70,10 +92,32 @@ class Request(msgspec.Struct, eq=False):
     """What ingest made of the prompt."""
     is_closed: bool = False
     is_aborted: bool = False
+    """Its client has left."""
+    is_called_off: bool = False
+    """Somebody asked for its end; its client is still there, and is told."""
+    is_rejected: bool = False
+    prompt_text: str | None = None
+    token_strs: list[str] | None = None
+    began_s: float = 0.0
+    """As `Accepted` has it."""
+    done_s: float = 0.0
 
     @property
     def id(self) -> int:
         return self.submit.request_id
+
+    @property
+    def generates(self) -> bool:
+        """Whether schedule hears of it."""
+        return self.submit.max_tokens != 0
+
+    def echo(self) -> None:
+        """Put the prompt's text before all that its sequences say; nothing of it has been given out."""
+        prompt = self.submit.prompt
+        text = prompt.text if isinstance(prompt, m.TextPrompt) else self.prompt_text
+        if text:
+            for sequence in self.sequences:
+                sequence.pending.insert(0, text)
 
     @property
     def is_finished(self) -> bool:
@@ -84,11 +128,18 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
         self.ask = ask
-        prefix = "chatcmpl" if ask.is_chat else "cmpl"
-        self.id = f"{prefix}-{secrets.token_hex(16)}"
-        self.created = int(time.time())
+        self.number = number
+        """Of the gateway's calls."""
+        self._stage = stage
+        tape = stage.tape
+        self.received_s = ask.received_s or tape.monotonic()
+        """When its client began to ask, by time.monotonic()."""
+        self.trace = stage.trace
+        prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
+        self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
+        self.created = int(tape.time())
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -110,12 +161,23 @@ class Call:
         return self.num_accepted == len(self.requests)
 
     @property
+    def names(self) -> set[str]:
+        """What it may be called off by: the id of its response, and the one its client gave it."""
+        return {self.id} if self.ask.request_id is None else {self.id, self.ask.request_id}
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests if request.prompt_ids is not None)
 
     @property
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
+
+    def told(self, what: str, data: bytes) -> bytes:
+        """Note for recordings what is given out to the client now, and by what name. Returns it."""
+        self._stage.tape.event(what, self.number)
+        self._stage.tape.told(self.number, data)
+        return data
 
     def fail(self, error: ApiError) -> None:
         """The call ends with an error; the first one counts, and none once it has finished."""
@@ -151,16 +213,27 @@ class Requests:
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
-        self._ingest = stage.outbox("ingest")
+        self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
+        self.num_opened = 0
+        """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
+        self._names: dict[str, list[Call]] = {}
+        """Calls whose responses are not over, by their names. Clients may give two calls one name."""
+        self.num_calls = 0
+        """Calls for output whose responses are not over."""
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
-        self._max_open = stage.settings.gateway.max_open_requests
+        self._max_open = topology.max_open_of_one(stage.settings)
         """Sequences"""
         self._num_credits = self._max_open
         self._idle = asyncio.Event()
         self._idle.set()
+        self._trace = stage.trace
+        self.counting = Counting()
+        self.recent = RecentCalls()
+        stage.asides.own_counts = lambda: self.counting.counts(self.num_open)
+        stage.asides.find_call = self.recent.find
 
     @property
     def num_open(self) -> int:
@@ -174,37 +247,58 @@ class Requests:
 
     def open(self, ask: Ask) -> Call:
         """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+        begin_s = time.monotonic()
+        try:
+            call = self._open(ask)
+        except ApiError:
+            self.counting.num_overloaded += 1
+            raise
+        if self._trace.on:
+            requests = [request.id for request in call.requests]
+            self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
+        return call
+
+    def _open(self, ask: Ask) -> Call:
+        tape = self._stage.tape
+        self.num_opened += 1
+        if tape.is_recording:
+            tape.event("open", self.num_opened, msgspec.msgpack.encode(ask))
         if self._owed:
-            raise _overloaded("its stages take no more messages")
+            raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
-            raise _overloaded(
+            raise overloaded(
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask)
-        seed = secrets.randbits(64) if ask.seed is None else ask.seed
+        call = Call(ask, self._stage, self.num_opened)
+        self._name(call)
+        seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
             submit = m.Submit(
-                request_id=secrets.randbits(63),
+                request_id=tape.randbits(63),
                 attempt=FIRST_ATTEMPT,
                 gateway=self._stage.replica,
-                arrival_s=time.time(),
+                arrival_s=tape.time(),
                 prompt=prompt,
                 n=ask.n,
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
+                outputs=list(ask.outputs),
+                prompt_options=ask.prompt_options,
             )
-            if not self._ingest.send(submit):
+            if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
-                raise _overloaded("its stages take no more messages")
-            request = Request(submit, call, [Sequence() for _ in range(ask.n)])
+                raise overloaded("its stages take no more messages")
+            request = Request(submit, call, _sequences(ask))
             call.requests.append(request)
             call.sequences += request.sequences
             call.num_open += 1
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
+            if not ask.is_lookup:
+                self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -212,12 +306,49 @@ class Requests:
         """The response is over, whole or not: abort what is still open, and settle what is closed."""
         if call.is_over:
             return
+        self._stage.tape.event("leave", call.number)
         call.is_over = True
+        self._unname(call)
+        if call.requests and call.is_finished and call.failure is None and not call.ask.is_lookup:
+            now_s = time.monotonic()
+            self.recent.keep(timings.times_of(call, now_s))
+            for request in call.requests:
+                fields = _fields(request, call=call.id, took_s=round(now_s - call.received_s, 4))
+                self._stage.log.debug("finished", extra=fields)
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
             else:
                 self._abort(request)
+
+    def call_off(self, names: list[str]) -> list[int]:
+        """End the calls of these names; their clients are told by a finish reason. Returns the places of the names
+        that were known. Idempotent."""
+        places = []
+        for place, name in enumerate(names):
+            if calls := self._names.get(name):
+                places.append(place)
+            for call in calls or ():
+                for request in call.requests:
+                    if not (request.is_finished or request.is_aborted or request.is_called_off):
+                        request.is_called_off = True
+                        self._stage.log.info("called off", extra=_fields(request, call=call.id))
+                        self._end(request)
+        return places
+
+    def _name(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls += 1
+            for name in call.names:
+                self._names.setdefault(name, []).append(call)
+
+    def _unname(self, call: Call) -> None:
+        if not call.ask.is_lookup:
+            self.num_calls -= 1
+            for name in call.names:
+                self._names[name].remove(call)
+                if not self._names[name]:
+                    del self._names[name]
 
     # ------------------------------------------------------------------------------------------ the stages' side
 
@@ -231,8 +362,15 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
+            request.prompt_text, request.token_strs = message.text, message.token_strs
+            request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
-            self._close_if_over(request)
+            if request.call.ask.echo:
+                request.echo()
+            if request.generates:
+                self._close_if_over(request)
+            for sequence in () if request.generates else request.sequences:
+                self._finish(request, sequence, m.Finish.LENGTH, None)
             request.call.wake()
 
     def rejected(self, message: m.Rejected) -> None:
@@ -240,16 +378,28 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is None or request.is_closed:
             return
+        failure = message.failure
+        if request.is_called_off and failure.code == ABORTED:
+            for sequence in request.sequences:
+                self._finish(request, sequence, m.Finish.ABORT, None)
+            request.call.wake()
+            return
         if not request.is_aborted:
-            failure = message.failure
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
+        request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
 
     def deltas(self, message: m.Deltas) -> None:
         """Text and ids of some sequences."""
         begin = 0
+        now_s = self._stage.tape.monotonic()
+        first_of = {first.place: first for first in message.firsts}
+        gaps: dict[float, int] = {}
+        """By when the ids before came: those of one message came together, so these are few."""
+        marked: list[int] = []
+        """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
@@ -264,12 +414,27 @@ class Requests:
             if not call.is_over:
                 sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i])
                 call.has_begun = True
+                if sequence.last_s:
+                    gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
+                elif message.num_ids[i]:
+                    sequence.first, sequence.first_s = first_of.get(i), now_s
+                    self.counting.first_s.observe(now_s - call.received_s)
+                    marked.append(request_id)
+                sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
+                marked.append(request_id)
+                sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
+        for last_s, times in gaps.items():
+            self.counting.gap_s.observe(now_s - last_s, times)
+        if self._trace.on:
+            args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
+            self._trace.span("deltas", now_s, time.monotonic(), args, marked)
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
+        self._stage.tape.event("fail all")
         for call in {id(request.call): request.call for request in self._table.values()}.values():
             call.fail(error)
 
@@ -308,13 +473,33 @@ class Requests:
             request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
         sequence.finish = finish
         sequence.stop_reason = stop_reason
+        self._count(request, sequence, finish)
         self._close_if_over(request)
+
+    def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
+        """A sequence has ended. A lookup is none."""
+        if request.call.ask.is_lookup:
+            return
+        if request.is_aborted:
+            self.counting.ended(m.Finish.ABORT)
+        elif request.is_rejected:
+            self.counting.rejected()
+        elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
+            self.counting.ended(finish)
+        else:
+            now_s = self._stage.tape.monotonic()
+            num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
+            decode_s = sequence.last_s - sequence.first_s
+            self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call
-        needs_ids = request.prompt_ids is None and not request.is_aborted and call.failure is None
+        needs_ids = (
+            request.prompt_ids is None and not request.is_aborted and not request.is_called_off and call.failure is None
+        )
         if request.is_finished and not needs_ids and not request.is_closed:
-            self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
+            if request.generates:
+                self._send(self._schedule, m.Closed(request.id, request.submit.attempt))
             self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -336,17 +521,33 @@ class Requests:
             self._close_if_over(request)  # only its prompt's ids were still to come
         else:
             self._stage.log.info("aborted", extra=_fields(request, call=request.call.id))
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Have it ended, wherever it is. Its closings will come, as for any other."""
+        if request.generates:
             self._disown(request.id, request.submit.attempt)
+        else:
+            self._send(self._ingest_of(request.id), m.Abort(request.id, request.submit.attempt))
 
     def _disown(self, request_id: int, attempt: int) -> None:
         """Have a request ended, wherever it is."""
         abort = m.Abort(request_id, attempt)
-        self._send(self._ingest, abort)
+        self._send(self._ingest_of(request_id), abort)
         self._send(self._schedule, abort)
+
+    def _ingest_of(self, request_id: int) -> Any:
+        return self._ingests[topology.shard(request_id, len(self._ingests))]
 
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
+
+
+def _sequences(ask: Ask) -> list[Sequence]:
+    if not ask.outputs:
+        return [Sequence() for _ in range(ask.n)]
+    return [Sequence(ids=bytearray(ids), is_resumed=True) for ids in ask.outputs]
 
 
 def seed_of(seed: int, prompt: int) -> int:
@@ -361,20 +562,23 @@ def seed_of(seed: int, prompt: int) -> int:
     return z ^ (z >> 31)
 
 
-def _overloaded(why: str) -> ApiError:
+def overloaded(why: str) -> ApiError:
+    """503"""
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the server is overloaded: {why}", code="overloaded")
 
 
 def _param(request: Request, param: str | None) -> str | None:
     """The field to blame, as the client called it: the stages behind know one prompt, and one name for its length."""
     call = request.call
-    match param:
-        case "prompt" if len(call.ask.prompts) > 1:
-            return f"prompt[{call.requests.index(request)}]"
-        case "max_tokens":
-            return call.ask.max_tokens_param
-        case _:
-            return param
+    if param == "max_tokens":
+        return call.ask.max_tokens_param
+    if param is not None and (match := _PROMPT_PLACE.fullmatch(param)):
+        which = f"[{call.requests.index(request)}]" if len(call.ask.prompts) > 1 else ""
+        return f"{call.ask.prompt_param}{which}{match[1]}"
+    return param
+
+
+_PROMPT_PLACE = re.compile(r"prompt((?:\[\d+\])?)")
 
 
 def _fields(request: Request, **fields: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 `stop_reason` is vLLM's addition: the stop string or id that ended a choice.
 """
 
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from pipeline import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.requests import Call, Sequence
+from pipeline.stages.gateway.timings import Timings, times_of, timings_of
 
 FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
 """A sequence that ends with an error has none: its call does."""
@@ -69,6 +71,7 @@ class _Response(msgspec.Struct):
     choices: list[_ChatChoice] | list[_TextChoice] | list[_DeltaChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET
 
 
 _encoder = msgspec.json.Encoder()
@@ -92,7 +95,45 @@ def whole(call: Call) -> bytes:
             _TextChoice(i, s.take_text(), _finish_reason(s), s.stop_reason) for i, s in enumerate(call.sequences)
         ]
     kind = "chat.completion" if call.ask.is_chat else "text_completion"
-    return _encoder.encode(_Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call)))
+    response = _Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call))
+    begin_s = time.monotonic()
+    if call.ask.timings:
+        response.timings = timings_of(times_of(call))
+    body = _encoder.encode(response)
+    if call.trace.on:
+        _trace_write(call, begin_s, body)
+    return call.told("whole", body)
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+def tokenized(call: Call, max_model_len: int) -> bytes:
+    """The body of a response of /tokenize. The call has finished."""
+    (request,) = call.requests
+    assert request.prompt_ids is not None
+    ids = request.prompt_ids.tolist()
+    return _encoder.encode(_Tokenized(len(ids), max_model_len, ids, request.token_strs))
+
+
+def detokenized(call: Call) -> bytes:
+    """The body of a response of /detokenize. The call has finished."""
+    (request,) = call.requests
+    return _encoder.encode(_Detokenized(request.prompt_text or ""))
+
+
+def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
+    """Note that a part of a response was made. The last one ends the request's way through the stages."""
+    requests = [request.id for request in call.requests] if call.is_finished else []
+    call.trace.span("write", begin_s, time.monotonic(), {"call": call.id, "bytes": len(data)}, requests)
 
 
 class Events:
@@ -121,11 +162,15 @@ class Events:
         if not self._call.ask.is_chat:
             return b""
         role = _Delta("assistant", "")
-        return b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished)
+        return self._call.told("first", b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished))
 
     def due(self) -> bytes:
         """All that has come since the last time."""
-        return b"".join(self._due())
+        begin_s = time.monotonic()
+        data = b"".join(self._due())
+        if self._call.trace.on:
+            _trace_write(self._call, begin_s, data)
+        return self._call.told("due", data)
 
     def _due(self) -> Iterator[bytes]:
         is_chat = self._call.ask.is_chat
@@ -146,10 +191,15 @@ class Events:
 
     def last(self) -> bytes:
         """How a stream ends that has gone well."""
-        if not self._call.ask.include_usage:
-            return DONE
-        usage = msgspec.structs.replace(self._chunk, choices=[], usage=usage_of(self._call))
-        return _framed(_encoder.encode(usage)) + DONE
+        ask = self._call.ask
+        if not (ask.include_usage or ask.timings):
+            return self._call.told("last", DONE)
+        chunk = msgspec.structs.replace(self._chunk, choices=[])
+        if ask.include_usage:
+            chunk.usage = usage_of(self._call)
+        if ask.timings:
+            chunk.timings = timings_of(times_of(self._call))
+        return self._call.told("last", _framed(_encoder.encode(chunk)) + DONE)
 
     def _event(self, choice: _DeltaChoice | _TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]

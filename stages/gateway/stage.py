@@ -9,22 +9,30 @@ import contextlib
 import gc
 import logging
 import socket
+import time
 from http import HTTPStatus
-from typing import assert_never
+from typing import Any, assert_never
 
 import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.channels import AsyncInbox
+from pipeline.door_address import address_of
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
-from pipeline.stages.gateway import parse
+from pipeline.stages.gateway import descriptors, parse
+from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
+from pipeline.stages.gateway.door import Door
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.health import HealthDesk
+from pipeline.stages.gateway.metrics import StatsDesk
+from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
+from pipeline.stages.gateway.site import Site
 
 LAST_WORDS_S = 1.5
 """After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
@@ -41,6 +49,7 @@ def run(launch: m.Launch) -> None:
         Stage(launch, m.GatewayInbox) as stage,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        descriptors.allow_many(launch.settings.gateway.max_open_requests, stage.log)
         runner.run(Gateway(stage).serve())
 
 
@@ -53,47 +62,79 @@ class Gateway:
         self._doors = Doors()
         self._requests = Requests(stage)
         self._desk = HealthDesk(stage)
-        limits = parse.Limits(
-            settings.served_model_name or ModelConfig.load(stage.model_dir).name, settings.gateway.max_open_requests
+        self._aborts = AbortDesk(stage, self._requests)
+        self._stats = StatsDesk(stage)
+        self._limits = limits = parse.Limits(
+            settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
         )
-        self._api = Api(self._doors, self._requests, self._desk, limits, settings.gateway.max_body_bytes)
+        self._api = Api(
+            self._doors,
+            self._requests,
+            self._desk,
+            self._aborts,
+            self._stats,
+            limits,
+            settings.gateway,
+        )
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
-        self._site: web.SockSite
+        self._site: Site
+        self._door: Door | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         """Listen, say that the stage is ready, and handle messages until `Stop`."""
-        runner = web.AppRunner(
-            self._api.app(),
-            handler_cancellation=True,
-            access_log=None,
-            logger=_http_log(),
-            keepalive_timeout=IDLE_CONNECTION_S,
-            shutdown_timeout=CLOSE_S,
-        )
+        options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
+        runner = web.AppRunner(self._api.app(), handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
         await runner.setup()
-        self._site = web.SockSite(runner, socket.socket(fileno=self._stage.launch.listen_fd))
-        await self._site.start()
+        if self._stage.tape.is_replaying:
+            ReplayedClients(self._stage.tape, self._requests, self._aborts)
+        else:
+            listener = socket.socket(fileno=self._stage.launch.listen_fd)
+            http_port = listener.getsockname()[1]
+            self._site = Site(runner, listener, options)
+            await self._site.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
-        self._stage.ready()
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                if not self._stage.tape.is_replaying:
+                    self._open_door(http_port)
+                self._stage.ready()
                 await self._loop(inbox)
+                self._fail_door()
         except BaseExceptionGroup as group:
             # The stage ends with what went wrong first, not with the group around it.
             raise group.exceptions[0] from group
         finally:
-            self._requests.give_up(_SHUTTING_DOWN)
+            self._requests.give_up(SHUTTING_DOWN)
+            if self._door is not None:
+                self._door.close()
             await runner.cleanup()
+            if self._door is not None:
+                self._door.wait_closed()
             inbox.close()
+
+    def _open_door(self, http_port: int) -> None:
+        """Listen for clients of ZeroMQ. Raises UserError where the address can't be listened on."""
+        address = address_of(self._stage.settings.gateway.zmq, http_port, self._stage.replica)
+        if address is not None:
+            max_bytes = self._stage.settings.gateway.max_body_bytes
+            self._door = Door(address, self._doors, self._requests, self._limits, max_bytes, self._tasks)
+
+    def _fail_door(self) -> None:
+        if self._door is not None:
+            self._door.fail_all(SHUTTING_DOWN)
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
         while not self._is_stopped:
-            for message in await inbox.receive_all():
+            messages = await inbox.receive_all()
+            begin_s = time.monotonic()
+            for message in messages:
                 self._handle(message)
             self._requests.flush()
             self._stage.release()
+            if (trace := self._stage.trace).on:
+                trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
         if self._ending is not None:
             self._ending.cancel()
 
@@ -107,6 +148,12 @@ class Gateway:
                 self._requests.rejected(message)
             case m.Health():
                 self._desk.answered(message)
+            case m.StatsAnswer():
+                self._stats.answered(message)
+            case m.AbortCalls():
+                self._aborts.asked(message)
+            case m.CallsAborted():
+                self._aborts.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
@@ -128,6 +175,8 @@ class Gateway:
 
     def _end(self, deadline_s: float) -> None:
         """Begin to drain. A drain that goes on is replaced: there is less time now."""
+        if self._stage.tape.is_replaying:
+            return  # what came of it is in the recording
         if self._ending is not None:
             self._ending.cancel()
         self._ending = self._tasks.create_task(self._drain(deadline_s))
@@ -136,7 +185,8 @@ class Gateway:
         """Let open streams go on until the deadline, end those that are left, then say that nothing is open."""
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
         if not await self._idle_within(deadline_s):
-            self._requests.fail_all(_SHUTTING_DOWN)
+            self._requests.fail_all(SHUTTING_DOWN)
+            self._fail_door()
             await self._idle_within(LAST_WORDS_S)
         if self._doors.death is None:  # else who comes is told of it
             await self._site.stop()
@@ -148,9 +198,6 @@ class Gateway:
                 await self._requests.idle()
                 return True
         return False
-
-
-_SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
 
 
 class _NotTheClientsFault(logging.Filter):

@@ -25,16 +25,24 @@ from pipeline.channels import AsyncInbox
 from pipeline.messages import ChatPrompt, Failure, IdsPrompt, Launch, Submit, TextPrompt
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest.counting import Counting
 from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, num_chars
+from pipeline.stages.ingest.shown import Shown
 from pipeline.stages.ingest.unsent import Unsent
 
 LONG_CHARS = 20_000
 """Prompts from here on are made in the thread: about 10 ms of work."""
 
+MANY_IDS = 10_000
+"""Ids from here on are made text in the thread."""
+
 SLICE_S = 0.01
 
 Key = tuple[int, int]
 """request_id and attempt."""
+
+Made = tuple[Ids, int, str | None, list[str] | None]
+"""A prompt's ids, how many may be generated at most, its text and the names of its ids, where they are asked for."""
 
 
 def run(launch: Launch) -> None:
@@ -67,24 +75,30 @@ class Ingest:
         self._stage = stage
         self._inbox = AsyncInbox(stage.inbox)
         self._tokenizer = tokenizer
+        self._shown = Shown(tokenizer)
         self._encoder = encoder
         self._tasks = tasks
         self._packer = msgspec.msgpack.Encoder()
         self._prompts: Prompts | None = None
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
-        self._unsent = Unsent()
+        self._unsent = Unsent(lambda: stage.tape)
+        self._counting = Counting()
+        stage.asides.own_counts = lambda: self._counting.counts(len(self._waiting), len(self._encoding))
         self._stopping = False
 
     async def loop(self) -> None:
         while not self._stopping:
             # With work left, take what is there and go on; without, sleep until something comes.
-            messages = self._stage.inbox.receive_all() if self._waiting else await self._inbox.receive_all()
+            messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
+            begin_s = time.monotonic()
             self._unsent.retry()
             for message in messages:
                 self._handle(message)
             self._work()
             self._stage.release()
+            if self._stage.trace.on:
+                self._stage.trace.span("wake", begin_s, self._stage.tape.monotonic(), {"messages": len(messages)})
             await asyncio.sleep(0)  # lets finished encodings through
         self._end()
 
@@ -109,53 +123,95 @@ class Ingest:
 
     def _work(self) -> None:
         """Make prompts for a slice of time, oldest first, at least one."""
-        end = time.monotonic() + SLICE_S
+        end = self._stage.tape.monotonic() + SLICE_S
         while self._waiting and not self._stopping:
             key = next(iter(self._waiting))
             self._begin(key, self._waiting.pop(key))
-            if time.monotonic() > end:
+            if self._stage.tape.monotonic() > end:
                 return
 
     def _begin(self, key: Key, submit: Submit) -> None:
         assert self._prompts is not None, "a request came before Start"
+        began_s = self._stage.tape.monotonic()
         try:
             match submit.prompt:
                 case IdsPrompt() as prompt:
-                    self._admit(submit, self._given_ids(prompt))
+                    ids = self._given_ids(prompt)
+                    if submit.prompt_options.with_text and len(ids) >= MANY_IDS:
+                        task = self._tasks.create_task(self._admit_beside(key, submit, began_s, ids))
+                        self._encoding[key] = submit, task
+                    else:
+                        self._admit(submit, began_s, *self._made(submit, ids))
                 case (ChatPrompt() | TextPrompt()) as prompt if num_chars(prompt) < LONG_CHARS:
-                    self._admit(submit, self._prompts.encode(prompt))
-                case (ChatPrompt() | TextPrompt()) as prompt:
-                    task = self._tasks.create_task(self._encode_beside(key, submit, prompt))
+                    self._admit(submit, began_s, *self._made(submit))
+                case ChatPrompt() | TextPrompt():
+                    task = self._tasks.create_task(self._admit_beside(key, submit, began_s))
                     self._encoding[key] = submit, task
                 case never:
                     assert_never(never)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
 
-    async def _encode_beside(self, key: Key, submit: Submit, prompt: ChatPrompt | TextPrompt) -> None:
-        assert self._prompts is not None
+    async def _admit_beside(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
         try:
-            ids = await loop.run_in_executor(self._encoder, self._prompts.encode, prompt)
-            self._admit(submit, ids)
+            try:
+                outcome: Made | Refusal
+                outcome = await loop.run_in_executor(self._encoder, self._made, submit, ids)
+            except Refusal as refusal:
+                outcome = refusal
+            await self._stage.tape.moment("encoded", submit.request_id)
+            if isinstance(outcome, Refusal):
+                raise outcome
+            self._admit(submit, began_s, *outcome)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
         finally:
             self._encoding.pop(key, None)
+
+    def _made(self, submit: Submit, ids: Ids | None = None) -> Made:
+        """All that is to be made of a prompt, of which the client may have given the ids: how many may follow, and
+        what the client wants to see. Runs in either thread. Raises Refusal."""
+        assert self._prompts is not None
+        prompt, options = submit.prompt, submit.prompt_options
+        if ids is None:
+            assert not isinstance(prompt, IdsPrompt)
+            ids = self._prompts.encode(prompt, options, submit.arrival_s)
+        max_tokens = self._prompts.max_tokens(ids, submit)
+        text = token_strs = None
+        if options.with_text:
+            text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0)
+        if options.with_token_strs:
+            token_strs = self._shown.token_strs(ids.tolist())
+        return ids, max_tokens, text, token_strs
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
             raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
-    def _admit(self, submit: Submit, ids: Ids) -> None:
-        """Hand the ids on: put once, read by schedule and by the gateway. Raises Refusal."""
+    def _admit(
+        self,
+        submit: Submit,
+        began_s: float,
+        ids: Ids,
+        max_tokens: int,
+        text: str | None,
+        token_strs: list[str] | None,
+    ) -> None:
+        """Hand the ids on: put once, read by schedule and by the gateway, or by the gateway alone where nothing is to
+        be generated. Raises Refusal."""
         assert self._prompts is not None
-        max_tokens = self._prompts.max_tokens(ids, submit)
-        array = self._stage.arrays.put(ids, readers=2)
+        outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
+        finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
+        array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
+        done_s = self._stage.tape.monotonic()
+        self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
-        accepted = m.Accepted(submit.request_id, submit.attempt, array)
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
+        if max_tokens == 0:
+            return
         admit = m.Admit(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -166,10 +222,20 @@ class Ingest:
             max_tokens=max_tokens,
             sampling=msgspec.Raw(self._packer.encode(submit.sampling)),
             text=msgspec.Raw(self._packer.encode(submit.text)),
+            outputs=[self._stage.arrays.put(output) for output in outputs],
+            finishes=finishes,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
 
+    def _note(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
+        """Count, log and trace a prompt that is accepted."""
+        self._counting.accepted(len(ids), done_s - began_s)
+        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
+        if (trace := self._stage.trace).on:
+            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
+
     def _reject(self, submit: Submit, failure: Failure) -> None:
+        self._counting.num_rejected += 1
         rejected = m.Rejected(submit.request_id, submit.attempt, failure)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), rejected)
 

@@ -9,6 +9,7 @@ an answer to that client and nothing more.
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -44,8 +45,18 @@ class ChatTemplate:
             # raise MemoryError, RecursionError and others besides its syntax errors. The stage must outlive it.
             raise TemplateFailure(f"the model's chat template is not valid: {_words(error)}") from error
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, max_chars: int) -> str:
-        """The prompt's text. Raises TemplateFailure, or TextTooLong as soon as it is longer than `max_chars`."""
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        max_chars: int,
+        now_s: float | None = None,
+    ) -> str:
+        """The prompt's text. Raises TemplateFailure, or TextTooLong as soon as it is longer than `max_chars`.
+
+        `now_s` is what a template that writes the date takes for the time, Unix seconds; without it, the clock's.
+        """
         pieces: list[str] = []
         num_chars = 0
         try:
@@ -56,6 +67,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._bos_token,
                 eos_token=self._eos_token,
+                strftime_now=partial(_strftime, now_s),
             ):
                 pieces.append(piece)
                 num_chars += len(piece)
@@ -93,7 +105,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["namespace"] = PublicNamespace
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
@@ -131,8 +142,9 @@ def _raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _strftime(now_s: float | None, pattern: str) -> str:
+    now = datetime.now() if now_s is None else datetime.fromtimestamp(now_s)
+    return now.strftime(pattern)
 
 
 def _to_json(

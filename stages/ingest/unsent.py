@@ -2,9 +2,11 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.channels import Outbox
+from pipeline.recording.tape import Tape
 
 RETRY_S = 0.02
 
@@ -16,7 +18,10 @@ class Unsent:
     has the same bound.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Callable[[], Tape]) -> None:
+        """`tape` is the stage's, as it is then: a replay sends again when the recorded stage did."""
+        self._tape = tape
+        tape().perform("send again", lambda *_: self.retry())
         self._kept: dict[Outbox[Any], deque[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -42,11 +47,12 @@ class Unsent:
             self._wake_later()
 
     def _wake_later(self) -> None:
-        if self._timer is None:
+        if self._timer is None and not self._tape().is_replaying:
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
+        self._tape().event("send again")
         self.retry()
 
     def close(self) -> None:

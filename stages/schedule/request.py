@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
+from pipeline.messages import FirstTimes
+
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 NO_ROW = -1
@@ -25,6 +27,8 @@ class Request(msgspec.Struct, eq=False):
     text: Raw
     open_sequences: dict[int, "Sequence"] = {}
     """By index: those without a closing. A request whose last sequence closes stays as a log until `Closed`."""
+    queued_s: float = 0.0
+    """When it was taken in, by time.monotonic(); as below."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -41,8 +45,21 @@ class Sequence(msgspec.Struct, eq=False):
     keys: list[bytes] = []
     """Prefix keys of its full blocks, as far as they were needed."""
     num_preemptions: int = 0
+    started_s: float = 0.0
+    """When its first step was planned; 0 before."""
+    first_s: float = 0.0
+    """When its first output id was settled; 0 before."""
+    num_given: int = 0
+    """Ids it came with: its prompt, and outputs that the client had already."""
+    num_cached: int = 0
+    """Ids that it found in the prefix cache when it first started."""
 
     @property
     def order(self) -> tuple[float, int]:
         """Its place among all sequences: who came first goes first, and is preempted last."""
         return self.request.arrival_s, self.seq
+
+    @property
+    def first_times(self) -> FirstTimes:
+        """Their place is set when they are sent."""
+        return FirstTimes(0, self.request.queued_s, self.started_s, self.first_s, self.num_cached)

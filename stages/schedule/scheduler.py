@@ -20,15 +20,19 @@ from pipeline.messages import Finish
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule import policy, prefix
 from pipeline.stages.schedule.blocks import BlockPool
+from pipeline.stages.schedule.counting import Counting
 from pipeline.stages.schedule.outgoing import Outgoing, Put
-from pipeline.stages.schedule.request import Request, Sequence
+from pipeline.stages.schedule.request import Ids, Request, Sequence
 from pipeline.stages.schedule.rows import Int64s, Rows
+from pipeline.stats import ScheduleCounts
 
 MAX_TOMBSTONES = 65536
 """Aborts remembered that came before their request; as many as there can be open requests."""
 
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
+
+NO_IDS: Ids = np.zeros(0, np.int32)
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
@@ -50,6 +54,7 @@ class Flight(msgspec.Struct, frozen=True):
 
     step_id: int
     num_samples: int
+    num_tokens: int
 
 
 def inline(array: "np.ndarray[Any, Any]") -> Array:
@@ -68,11 +73,18 @@ class Scheduler:
     is to be told. `put` and `take` carry arrays out of and into messages.
     """
 
-    def __init__(self, limits: Limits, incarnation: int = 1, put: Put = inline, take: Take = from_inline) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        incarnation: int = 1,
+        put: Put = inline,
+        take: Take = from_inline,
+        num_detokenize: int = 1,
+    ) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.outgoing = Outgoing(self.rows, put)
+        self.outgoing = Outgoing(self.rows, put, num_detokenize)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self._incarnation = incarnation
@@ -83,6 +95,11 @@ class Scheduler:
         self._drops: list[int] = []
         self._next_seq = 1
         self._last_step = 0
+        self.now_s = 0.0
+        """By time.monotonic(), set by whoever drives this, once per wake."""
+        self.counting = Counting()
+        self.marked: list[int] = []
+        """Requests that began or ended with the last result, for traces."""
         self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0}
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -90,6 +107,7 @@ class Scheduler:
     def admit(self, message: m.Admit) -> list[m.Open | m.Refuse]:
         """Take a request in. Returns what detokenize is to be told: its openings, or why it is refused."""
         prompt = self._take(message.prompt_ids, np.int32).astype(np.int32, copy=False)
+        outputs = [self._take(ids, np.int32) for ids in message.outputs]
         limit = min(len(prompt) + message.max_tokens, self.limits.max_model_len)
         failure = None
         if self._tombstones.pop((message.request_id, message.attempt), self) is None:
@@ -117,18 +135,40 @@ class Scheduler:
             message.max_tokens,
             message.sampling,
             message.text,
+            queued_s=self.now_s,
         )
         self.requests[request.request_id] = request
-        for index in range(request.n):
-            sequence = Sequence(self._next_seq, request, index, prompt, limit)
-            self._next_seq += 1
+        return [
+            self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
+            if outputs
+            else self._open(request, index, limit, NO_IDS, Finish.NONE)
+            for index in range(request.n)
+        ]
+
+    def _open(self, request: Request, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
+        """Begin a sequence behind the outputs that are known, or end it at once where nothing may follow them."""
+        ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
+        assert len(ids) <= limit, f"request {request.request_id:x} comes with more ids than it may have"
+        sequence = Sequence(self._next_seq, request, index, ids, limit, num_given=len(ids))
+        self._next_seq += 1
+        if finish == Finish.NONE and len(ids) == limit:
+            finish = Finish.LENGTH
+        if finish == Finish.NONE:
             request.open_sequences[index] = sequence
             insort(self._waiting, (sequence.order, sequence))
-        tail = prompt[-PROMPT_TAIL:].tobytes()
-        return [
-            m.Open(s.seq, request.request_id, request.attempt, s.index, request.gateway, tail, request.text)
-            for s in request.open_sequences.values()
-        ]
+        else:
+            self.outgoing.part(sequence, len(ids), finish)
+        return m.Open(
+            sequence.seq,
+            request.request_id,
+            request.attempt,
+            index,
+            request.gateway,
+            request.prompt[-PROMPT_TAIL:].tobytes(),
+            request.text,
+            self._put(outputs),
+            int(finish),
+        )
 
     def abort(self, message: m.Abort) -> None:
         """End a request, or one sequence of it. One that is not known yet is refused when it comes."""
@@ -177,6 +217,30 @@ class Scheduler:
             num_output_tokens=self._totals["output"],
             num_preemptions=self._totals["preemptions"],
             num_steps=self._last_step,
+        )
+
+    def counts(self) -> ScheduleCounts:
+        """The same, with what is counted for metrics."""
+        pool, counting = self.pool, self.counting
+        return ScheduleCounts(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_blocks_free=pool.num_free,
+            num_blocks_cached=pool.num_cached,
+            num_blocks_held=pool.num_held,
+            num_blocks_total=pool.num_total,
+            num_prompt_tokens=self._totals["prompt"],
+            num_cached_tokens=self._totals["cached"],
+            num_output_tokens=self._totals["output"],
+            num_preemptions=self._totals["preemptions"],
+            num_steps=self._last_step,
+            queue_s=counting.queue_s.counts(),
+            prefill_s=counting.prefill_s.counts(),
+            decode_s=counting.decode_s.counts(),
+            inference_s=counting.inference_s.counts(),
+            step_tokens=counting.step_tokens.counts(),
+            plan_s=counting.plan_s,
+            settle_s=counting.settle_s,
         )
 
     # ---------------------------------------------------------------------------------------------------- plan
@@ -268,6 +332,8 @@ class Scheduler:
         blocks = hits + [pool.take() for _ in range(num_needed)]
         num_cached = len(hits) * self.limits.block_size
         if sequence.num_preemptions == 0:
+            sequence.started_s = self.now_s
+            sequence.num_cached = num_cached
             self._totals["prompt"] += len(ids)
             self._totals["cached"] += num_cached
         row = self.rows.start(sequence, blocks, num_cached)
@@ -280,6 +346,7 @@ class Scheduler:
             num_prompt=len(request.prompt),
             blocks=self._put(np.array(blocks, np.int32)),
             sampling=request.sampling,
+            request_id=request.request_id,
         )
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
@@ -316,8 +383,10 @@ class Scheduler:
         running, counts, samples = running[by_kind], counts[by_kind], samples[by_kind]
         planned = self.rows.planned[running]
         drops, self._drops = self._drops, []
+        num_tokens = int(counts.sum())
+        self.counting.step_tokens.observe(num_tokens)
         self._last_step += 1
-        self.in_flight.append(Flight(self._last_step, int(samples.sum())))
+        self.in_flight.append(Flight(self._last_step, int(samples.sum()), num_tokens))
         put = self._put
         return m.Step(
             incarnation=self._incarnation,
@@ -352,14 +421,25 @@ class Scheduler:
         rows.known[sampled] = known + 1
         rows.promised[sampled] -= 1
         self._totals["output"] += len(sampled)
+        self.marked = []
+        for row in sampled[known == rows.num_given[sampled]].tolist():
+            self._has_begun(row)
         stopped = finishes == Finish.STOP
         ended = stopped | (known + 1 >= rows.limit[sampled])
         self._register(sampled[~ended])
         for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
             sequence = rows.sequences[row]
             assert sequence is not None
+            self.marked.append(sequence.request.request_id)
             self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
         self.pool.settle(flight.step_id)
+
+    def _has_begun(self, row: int) -> None:
+        """A row's first output id is settled."""
+        sequence = self.rows.sequences[row]
+        assert sequence is not None
+        sequence.first_s = self.now_s
+        self.marked.append(sequence.request.request_id)
 
     def _register(self, running: Int64s) -> None:
         """Offer full blocks to the prefix cache: those whose ids are settled and whose KV is planned."""
@@ -387,6 +467,7 @@ class Scheduler:
             self._waiting.remove((sequence.order, sequence))
             self.outgoing.part(sequence, len(sequence.ids), finish)
         del sequence.request.open_sequences[sequence.index]
+        self.counting.ended(sequence, finish, self.now_s)
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks return when no step in flight names them."""

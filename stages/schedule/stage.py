@@ -6,12 +6,15 @@ The executor is fed before anybody is told anything: it is what everyone waits f
 """
 
 import gc
+import time
 from collections import deque
 from typing import assert_never
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from pipeline.tracing import Args
 
 IDLE_WAIT_S = 60.0
 """Longest wait for a message; an idle server wakes this often, for nothing."""
@@ -56,7 +59,7 @@ class ScheduleStage:
         settings = stage.settings.schedule
         self._depth = settings.depth
         self._execute = stage.outbox("execute")
-        self._detokenize = stage.outbox("detokenize")
+        self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(
             Limits(
                 num_blocks=facts.num_blocks,
@@ -69,28 +72,35 @@ class ScheduleStage:
             incarnation=stage.launch.incarnation,
             put=stage.arrays.put,
             take=stage.arrays.take,
+            num_detokenize=len(self._detokenize),
         )
-        self._openings: deque[m.Open | m.Refuse] = deque()
+        stage.asides.own_counts = self._scheduler.counts
+        self._openings: list[deque[m.Open | m.Refuse]] = [deque() for _ in self._detokenize]
+        """For each replica of detokenize."""
         self._stopped = False
 
     def loop(self) -> None:
         report_is_due = False
         while not self._stopped:
             messages = self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
+            begin_s = time.monotonic()
+            self._scheduler.now_s = self._stage.tape.monotonic()
             for message in messages:
                 self._handle(message)
             self._feed()
             report_is_due = not self._report()
             self._stage.release()
+            if (trace := self._stage.trace).on:
+                trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
 
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler
         match message:
             case m.StepResult():
                 if message.incarnation == self._stage.launch.incarnation:
-                    scheduler.settle(message)
+                    self._settle(message)
             case m.Admit():
-                self._openings += scheduler.admit(message)
+                self._admit(message)
             case m.Abort():
                 scheduler.abort(message)
             case m.Closed():
@@ -108,22 +118,67 @@ class ScheduleStage:
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more than those."""
-        while len(self._scheduler.in_flight) < self._depth and (step := self._scheduler.plan()) is not None:
+        while len(self._scheduler.in_flight) < self._depth and (step := self._plan()) is not None:
             sent = self._execute.send(step)
             assert sent, "the edge to the executor is full, though few steps are in flight"
 
+    # ------------------------------------------------------------------- the scheduler's verbs, timed and traced
+
+    def _admit(self, message: m.Admit) -> None:
+        begin_s = time.monotonic()
+        openings = self._scheduler.admit(message)
+        for opening in openings:
+            self._openings[self._replica_of(opening)].append(opening)
+        what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
+        self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": message.n}})
+        if (trace := self._stage.trace).on:
+            trace.span("admit", begin_s, time.monotonic(), {"n": message.n}, (message.request_id,))
+
+    def _settle(self, result: m.StepResult) -> None:
+        scheduler, begin_s = self._scheduler, time.monotonic()
+        scheduler.settle(result)
+        end_s = time.monotonic()
+        scheduler.counting.settle_s += end_s - begin_s
+        if (trace := self._stage.trace).on:
+            args: Args = {"step": result.step_id, "compute_ms": round(result.compute_s * 1000, 3)}
+            trace.span("settle", begin_s, end_s, args, scheduler.marked)
+            trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
+            pool = scheduler.pool
+            trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
+
+    def _plan(self) -> m.Step | None:
+        scheduler, begin_s = self._scheduler, time.monotonic()
+        step = scheduler.plan()
+        end_s = time.monotonic()
+        scheduler.counting.plan_s += end_s - begin_s
+        if step is not None and (trace := self._stage.trace).on:
+            args: Args = {"step": step.step_id, "tokens": scheduler.in_flight[-1].num_tokens, "starts": len(step.adds)}
+            trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
+        return step
+
+    # --------------------------------------------------------------------------------------------------- report
+
+    def _replica_of(self, opening: m.Open | m.Refuse) -> int:
+        number = opening.seq if isinstance(opening, m.Open) else opening.request_id
+        return topology.shard(number, len(self._detokenize))
+
     def _report(self) -> bool:
-        """Tell detokenize what is new. Returns False where its edge is full: the rest goes with the next report."""
-        while self._openings:
-            if not self._detokenize.send(self._openings[0]):
+        """Tell detokenize what is new. Returns False where an edge is full: the rest goes with the next report."""
+        were_sent = [self._report_to(replica) for replica in range(len(self._detokenize))]
+        return all(were_sent)
+
+    def _report_to(self, replica: int) -> bool:
+        detokenize, openings = self._detokenize[replica], self._openings[replica]
+        while openings:
+            if not detokenize.send(openings[0]):
                 return False
-            self._openings.popleft()
-        report = self._scheduler.outgoing.report()
+            openings.popleft()
+        report = self._scheduler.outgoing.report(replica, self._stage.tape.monotonic())
         if report is not None:
-            if not self._detokenize.send(report):
+            if not detokenize.send(report):
                 self._retract(report)
                 return False
-            self._scheduler.outgoing.reported()
+            self._scheduler.outgoing.reported(replica)
         return True
 
     def _retract(self, report: m.Settled) -> None:

@@ -38,6 +38,8 @@ class Stream(threading.Thread):
         self.status = 0
         self.broken: Exception | None = None
         self.has_text = threading.Event()
+        self.is_leaving = False
+        """Set it, and the client leaves at the next event."""
         self.start()
 
     def run(self) -> None:
@@ -51,6 +53,8 @@ class Stream(threading.Thread):
                     if line.startswith(b"data: "):
                         self.events.append(line[6:].decode().strip())
                         self.has_text.set()
+                    if self.is_leaving:
+                        return
         except urllib.error.HTTPError as error:
             self.status = error.code
             self.events.append(error.read().decode())

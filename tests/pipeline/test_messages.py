@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import messages as m
-from pipeline.channels import MessageDecoder
+from pipeline.channels import ASIDES, MessageDecoder
 from pipeline.config.settings import Settings
 from pipeline.shm.arrays import ShmRef
+from pipeline.stats import EdgeCounts, ExecuteCounts, ServerStats, StageCounts, StageStats
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
 """Sample → its MessagePack in hex. Appending a field changes a line here, and its beginning stays; anything else breaks
@@ -31,6 +32,35 @@ IDS = bytes.fromhex("0100000002000000")
 REF = ShmRef("ingest.0", 64, 8192, 3)
 SAMPLING = m.Sampling(0.5, 0.25, 40, 0.125, 2**64 - 1, [7, 8], True)
 TEXT = m.TextOptions(["\n\n", "é"], True, False, [7])
+FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
+STATS = ServerStats(
+    "77-ab",
+    77,
+    "0.1.0",
+    "x",
+    "http://127.0.0.1:8000",
+    "serving",
+    1.5,
+    2.5,
+    [
+        StageStats("ingest.0", 78, "ready", 0, 1.5, 4096, 0.5, 4, None),
+        StageStats(
+            "execute.0",
+            79,
+            "late",
+            0,
+            1.5,
+            4096,
+            0.5,
+            4,
+            StageCounts(1, 0, [EdgeCounts("schedule.0", 2, 0)], ExecuteCounts(1, 2, 3, 0.5, 0.25), 0, 0.5, 3, 64, 0),
+            0.5,
+        ),
+    ],
+    100,
+    16,
+    2048,
+)
 LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10)
 FAILURE = m.Failure(400, "too long", "messages", "context_length_exceeded")
 REQUEST_ID = 0xFEDCBA9876543210
@@ -45,6 +75,18 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
     "ping": m.Ping(5),
     "stop": m.Stop(),
+    "count": m.Count(5),
+    "record": m.Record(5, "/tmp/x", 1024, 2.5, False, m.ExecuteFacts(100, 16, 2048, 49152)),
+    "end_record": m.EndRecord(5),
+    "trace": m.Trace(5, 2.5),
+    "take_trace": m.TakeTrace(5),
+    "find_call": m.FindCall(5, "cmpl-1"),
+    "flame": m.Flame(5),
+    "end_flame": m.EndFlame(5),
+    "ask_server_stats": m.AskServerStats(5),
+    "stats_answer": m.StatsAnswer(5, STATS),
+    "answer": m.Answer(5, packed(FAILURE)),
+    "answer with an error": m.Answer(5, error="no such folder"),
     "ready": m.Ready(m.ExecuteFacts(100, 16, 2048, 49152)),
     "ready without facts": m.Ready(),
     "failed": m.Failed("no memory"),
@@ -55,8 +97,13 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "drained": m.Drained(),
     "prepared": m.Prepared("/models/x", "x"),
     "accepted": m.Accepted(REQUEST_ID, 1, IDS),
+    "accepted with text": m.Accepted(REQUEST_ID, 1, IDS, "hi", ["h", "Ġi"]),
+    "accepted with times": m.Accepted(REQUEST_ID, 1, IDS, None, None, 1.5, 2.5),
+    "abort_calls": m.AbortCalls(1, 5, ["chatcmpl-1", "mine"]),
+    "calls_aborted": m.CallsAborted(1, 5, [0]),
     "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
     "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),
+    "deltas with times": m.Deltas([1], [0], [0], ["a"], [0], IDS, [0], [2], [0], [None], [FIRST], 4.5, 5.5),
     "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
     "drain": m.Drain(30.0),
@@ -66,14 +113,32 @@ SAMPLES: dict[str, msgspec.Struct] = {
     ),
     "submit of text": m.Submit(REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT),
     "submit of ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT),
+    "submit behind ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT, [IDS, b""]),
+    "submit of a text to look at": m.Submit(
+        REQUEST_ID,
+        1,
+        0,
+        1.5,
+        m.TextPrompt("hi"),
+        1,
+        0,
+        SAMPLING,
+        TEXT,
+        prompt_options=m.PromptOptions(False, True, True, True),
+    ),
     "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
     "release": m.Release([0, 64], [1, 2]),
     "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT)),
+    "admit behind ids": m.Admit(
+        REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), [IDS, REF], b"\x00\x01"
+    ),
     "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
     "closed": m.Closed(REQUEST_ID, 1),
     "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
     "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT)),
+    "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT), REF, m.Finish.STOP),
     "settled": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01"),
+    "settled with times": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01", [FIRST], 4.5),
     "refuse": m.Refuse(REQUEST_ID, 1, 0, FAILURE),
     "launch": m.Launch(
         "ingest",
@@ -119,6 +184,7 @@ def test_every_member_of_every_inbox_has_a_sample():
     sampled = {type(sample) for sample in SAMPLES.values()}
     for union in INBOXES.values():
         assert set(get_args(union)) <= sampled
+    assert set(ASIDES) <= sampled
 
 
 def test_every_inbox_takes_what_the_supervisor_says_to_any_stage():

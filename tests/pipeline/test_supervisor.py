@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline import topology
-from pipeline.config.settings import Settings
+from pipeline.config.settings import Detokenize, Gateway, Settings
 from pipeline.health import HealthRound
 from pipeline.supervisor import listen
 
@@ -53,6 +53,39 @@ def test_a_taken_port_is_an_error_that_names_the_key() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: .* gateway.port"):
             listen("127.0.0.1", port)
+
+
+def test_several_gateways_listen_at_one_port_which_no_other_server_may_share() -> None:
+    sockets = listen("127.0.0.1", 0, 3)
+    try:
+        (port,) = {one.getsockname()[1] for one in sockets}
+        assert len(sockets) == 3
+        for num_sockets in (1, 2):
+            with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: .* gateway.port"):
+                listen("127.0.0.1", port, num_sockets)
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_replicas_have_names_peers_and_a_share_of_the_credits() -> None:
+    settings = Settings(gateway=Gateway(replicas=3, max_open_requests=10), detokenize=Detokenize(replicas=2))
+    assert topology.replicas_of(settings, "gateway") == ["gateway.0", "gateway.1", "gateway.2"]
+    assert topology.replicas_of(settings, "execute") == ["execute.0"]
+    assert topology.max_open_of_one(settings) == 3
+    addresses = {
+        name: f"ipc://@{name}" for stage in topology.FLOW for name in topology.replicas_of(settings, stage)
+    } | {"supervisor.0": "ipc://@supervisor"}
+    peers = topology.peers_of(topology.row("detokenize"), addresses, settings)
+    assert [peer.name for peer in peers] == ["supervisor.0", "gateway.0", "gateway.1", "gateway.2", "schedule.0"]
+
+
+def test_what_is_open_at_other_gateways_is_counted_for_who_asks() -> None:
+    children = [FakeChild("gateway.0"), FakeChild("gateway.1")]
+    round_ = HealthRound("gateway.1", nonce=7, timeout_s=5)
+    round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
+    round_.answered("gateway.1", m.Pong(1, m.GatewayLoad(4)))
+    assert round_.result(children).num_open_elsewhere == 3
 
 
 def test_every_arrow_has_an_inbox_that_takes_it() -> None:

@@ -14,7 +14,7 @@ from pipeline.config.settings import Settings
 from pipeline.shm.arrays import Array, ShmRef
 from pipeline.stage import Stage
 from pipeline.stages.detokenize.stage import Detokenize
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.vocabulary import Vocabulary
 from tests.pipeline.test_channels import until
 from tests.rig import Rig
 from tests.stages.detokenize.test_sequences import Told, ids_of, opening

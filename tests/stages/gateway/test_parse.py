@@ -294,7 +294,6 @@ UNSUPPORTED: dict[str, Any] = {
     "tool_choice": "required",
     "tools": [{"type": "function"}],
     "top_logprobs": 2,
-    "echo": True,
     "suffix": "x",
     "min_tokens": 1,
     "repetition_penalty": 1.1,
@@ -303,7 +302,7 @@ UNSUPPORTED: dict[str, Any] = {
 }
 
 
-ZEROS = ["logprobs", "prompt_logprobs", "echo", "store", "return_token_ids"]
+ZEROS = ["logprobs", "prompt_logprobs", "store", "return_token_ids"]
 """Fields that are off at false, which Python takes for 0."""
 
 

@@ -23,8 +23,9 @@ MAX_STEPS = 20_000
 class Bench:
     """A scheduler and a fake executor, with what detokenize would have received."""
 
-    def __init__(self, limits: Limits, depth: int) -> None:
-        self.scheduler = Scheduler(limits)
+    def __init__(self, limits: Limits, depth: int, num_detokenize: int = 1) -> None:
+        self.num_detokenize = num_detokenize
+        self.scheduler = Scheduler(limits, num_detokenize=num_detokenize)
         self.executor = FakeExecutor(limits.num_blocks)
         self.depth = depth
         self.steps: deque[m.Step] = deque()
@@ -34,7 +35,14 @@ class Bench:
         self.finished: dict[int, Finish] = {}
         self.wanted: dict[int, tuple[m.Admit, m.Sampling]] = {}
         self.refused: list[m.Refuse] = []
+        self.begun: set[int] = set()
+        """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
+
+    def given(self, seq: int) -> int:
+        """Outputs that a sequence came with."""
+        admit, _ = self.wanted[seq]
+        return len(_bytes(admit.outputs[self.opened[seq].index])) // 4 if admit.outputs else 0
 
     def admit(
         self,
@@ -94,11 +102,20 @@ class Bench:
             assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
 
     def report(self, sent: bool = True) -> None:
-        message = self.scheduler.outgoing.report()
+        """Tell every replica of detokenize, or find each of their edges full."""
+        for replica in range(self.num_detokenize):
+            self.report_to(replica, sent)
+
+    def report_to(self, replica: int, sent: bool) -> None:
+        message = self.scheduler.outgoing.report(replica)
         if message is None or not sent:
             return
-        self.scheduler.outgoing.reported()
+        self.scheduler.outgoing.reported(replica)
         ids = np.frombuffer(_bytes(message.ids), np.int32).tolist()
+        seqs = np.frombuffer(_bytes(message.seqs), np.uint64).tolist()
+        for first in message.firsts:
+            assert seqs[first.place] not in self.begun, "a sequence has two first ids"
+            self.begun.add(seqs[first.place])
         for seq, start, num, finish in zip(
             np.frombuffer(_bytes(message.seqs), np.uint64).tolist(),
             np.frombuffer(_bytes(message.starts), np.int32).tolist(),
@@ -106,6 +123,7 @@ class Bench:
             np.frombuffer(_bytes(message.finishes), np.uint8).tolist(),
             strict=True,
         ):
+            assert seq % self.num_detokenize == replica, "a sequence belongs to one replica"
             assert seq not in self.finished, "an entry came after the closing"
             assert start == len(self.received[seq]), "ids were lost or repeated"
             self.received[seq] += ids[:num]
@@ -113,6 +131,7 @@ class Bench:
             if finish != Finish.NONE:
                 self.finished[seq] = Finish(finish)
         assert not ids
+        assert self.begun == {seq for seq in self.received if len(self.received[seq]) > self.given(seq)}
 
     def run(self) -> int:
         """Run until there is nothing to do, in the stage's order: settle, plan, report. Returns the number of steps."""
@@ -540,8 +559,11 @@ class Histories(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([16, 24, 64, 200]),
         prefix_caching=st.booleans(),
+        num_detokenize=st.integers(1, 3),
     )
-    def start(self, depth: int, num_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool) -> None:
+    def start(
+        self, depth: int, num_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, num_detokenize: int
+    ) -> None:
         self.bench = Bench(
             Limits(
                 num_blocks=num_blocks,
@@ -551,6 +573,7 @@ class Histories(RuleBasedStateMachine):
                 prefix_caching=prefix_caching,
             ),
             depth,
+            num_detokenize,
         )
         self.known: list[int] = []
 
@@ -592,9 +615,9 @@ class Histories(RuleBasedStateMachine):
     def answer(self) -> None:
         self.bench.answer()
 
-    @rule(sent=st.booleans())
-    def report(self, sent: bool) -> None:
-        self.bench.report(sent)
+    @rule(sent=st.booleans(), replica=st.integers(0, 2))
+    def report(self, sent: bool, replica: int) -> None:
+        self.bench.report_to(replica % self.bench.num_detokenize, sent)
 
     @rule(turns=st.integers(1, 12))
     def turn(self, turns: int) -> None:

@@ -1,4 +1,4 @@
-"""The text of one sequence, as its ids come.
+"""The text of a sequence, as its ids come.
 
 It is a function of (prompt tail, ids, options) and of nothing else: not of how ids were grouped into messages. What is
 given out is never taken back: bytes that may begin a character wait for the rest of it.
@@ -12,7 +12,7 @@ characters stay, and only the bytes that make none are U+FFFD.
 from codecs import utf_8_decode
 from collections.abc import Iterable
 
-from pipeline.stages.detokenize.vocabulary import Vocabulary
+from pipeline.vocabulary import Vocabulary
 
 
 class Text:

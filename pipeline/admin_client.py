@@ -1,0 +1,102 @@
+"""The other side of the admin door: which servers run here, and a question to one of them."""
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from pipeline import admin
+from pipeline import messages as m
+from pipeline.channels import MessageDecoder
+from pipeline.errors import UserError
+from pipeline.stats import ServerStats
+from pipeline.version import VERSION
+
+ANSWER_S = 5.0
+"""Besides the time that the stages have: what the supervisor may take to answer."""
+
+_DOOR = re.compile(r"@pipeline/((\d+)-[0-9a-f]+)/admin$")
+
+R = TypeVar("R")
+
+
+def find_servers() -> list[str]:
+    """The names of this user's running servers, by pid. Their doors are abstract sockets, which the kernel lists."""
+    found: dict[str, int] = {}
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        if (match := _DOOR.search(line)) is not None:
+            try:
+                owner = Path(f"/proc/{match[2]}").stat().st_uid
+            except FileNotFoundError:
+                continue  # of another pid namespace, or just ended
+            if owner == os.geteuid():
+                found[match[1]] = int(match[2])
+    return sorted(found, key=lambda name: found[name])
+
+
+def choose_server(pid: int | None = None) -> str:
+    """The one that is meant: by its supervisor's pid, or the only one. Raises UserError."""
+    servers = find_servers()
+    if pid is not None:
+        servers = [name for name in servers if name.startswith(f"{pid}-")]
+    if len(servers) == 1:
+        return servers[0]
+    if not servers:
+        raise UserError("no server of yours is running here" if pid is None else f"no server has pid {pid}")
+    pids = ", ".join(name.partition("-")[0] for name in servers)
+    raise UserError(f"{len(servers)} servers are running (pids {pids}): say which with --pid")
+
+
+class Admin:
+    """A connection to one server's admin door, as a context manager. Raises UserError where there is no answer."""
+
+    def __init__(self, server: str) -> None:
+        self.server = server
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)
+        self._socket.connect(admin.address_of(server))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: MessageDecoder[admin.AdminReply] = MessageDecoder(admin.AdminReply)
+        self._nonce = 0
+
+    def stats(self, timeout_s: float = ANSWER_S) -> ServerStats:
+        self._nonce += 1
+        return self._ask(admin.AskStats(self._nonce), admin.Stats, timeout_s).stats
+
+    def tell(self, aside: m.Aside, stages: list[str], timeout_s: float = ANSWER_S) -> dict[str, admin.StageAnswer]:
+        """Have stages do something; empty is all of them. Returns their answers, by name."""
+        self._nonce += 1
+        told = self._ask(admin.Tell(self._nonce, stages, aside, timeout_s), admin.Told, timeout_s + ANSWER_S)
+        return {answer.stage: answer for answer in told.answers}
+
+    def _ask(self, question: admin.AdminInbox, kind: type[R], timeout_s: float) -> R:
+        end = time.monotonic() + timeout_s
+        self._socket.send(self._encoder.encode(question))
+        while self._socket.poll(max(0, round((end - time.monotonic()) * 1000))):
+            try:
+                reply = self._decoder.decode(self._socket.recv())
+            except msgspec.DecodeError as error:
+                raise UserError(
+                    f"server {self.server} is of another version than this command ({VERSION}), which can't read its "
+                    f"answer: {error}"
+                ) from error
+            if reply.nonce != question.nonce:
+                continue  # to a question that was given up
+            if isinstance(reply, admin.Problem):
+                raise UserError(reply.message)
+            assert isinstance(reply, kind)
+            return reply
+        raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
+
+    def __enter__(self) -> "Admin":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()

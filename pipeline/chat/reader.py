@@ -1,0 +1,48 @@
+"""Where questions come from: a person at a terminal, or the lines of a pipe."""
+
+import sys
+
+PROMPT, MORE = "> ", "… "
+FENCE = '"""'
+
+
+class Reader:
+    """Reads one question after the other. A person may write one on several lines; of a pipe each line is one."""
+
+    def __init__(self, is_live: bool) -> None:
+        self._is_live = is_live
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")
+        if is_live:
+            import readline  # noqa: F401 - from now on `input` edits lines and remembers them
+
+    def question(self) -> str | None:
+        """The next one that is not blank, or None where there is none. Raises KeyboardInterrupt at Ctrl-C."""
+        while (text := self._typed() if self._is_live else self._piped()) is not None:
+            if text.strip():
+                return text.strip()
+        return None
+
+    def _piped(self) -> str | None:
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+    def _typed(self) -> str | None:
+        """One line, or several: after a backslash at the end of a line, and between two lines with three quotes."""
+        try:
+            line = input(PROMPT)
+            if line.startswith(FENCE):
+                return self._fenced(line.removeprefix(FENCE))
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + input(MORE)
+            return line
+        except EOFError:
+            sys.stdout.write("\n")
+            return None
+
+    def _fenced(self, line: str) -> str:
+        lines = []
+        while not line.rstrip().endswith(FENCE):
+            lines.append(line)
+            line = input(MORE)
+        return "\n".join([*lines, line.rstrip().removesuffix(FENCE)])

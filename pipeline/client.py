@@ -1,0 +1,628 @@
+"""Clients of a running server, over ZeroMQ: `AsyncClient`, and `Client`, the same for programs that block.
+
+    async with await AsyncClient.connect("ipc://@pipeline/8000/door") as client:
+        async for output in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
+            print(output.text, end="")
+
+    with Client("tcp://127.0.0.1:8001") as client:
+        for output in client.generate([{"role": "user", "content": "Hi"}]):
+            print(output.text, end="")
+
+The wire is pipeline.protocol. A stream grants the server a window of deltas and more as they are read, so what nobody
+reads is held back by the server and not piled up here. A stream that nobody holds any more is aborted.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from pipeline import protocol as p
+from pipeline.sampling_params import SamplingParams
+from pipeline.version import VERSION
+
+T = TypeVar("T")
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | p.Prompt
+"""A text, token ids, or the messages of a chat: mappings with role, content and perhaps name; or one as the wire has
+it."""
+Received = Sequence[int] | Sequence[Sequence[int]] | None
+"""Output ids that the caller has already: of the one sequence, or of each of n."""
+
+WINDOW = 32
+"""Deltas that a stream holds at most; more are granted when half of them have been read."""
+LINGER_MS = 200
+"""How long the last words of a client may take to leave."""
+CLOSE_S = 5.0
+MAX_WAKE_MESSAGES = 256
+"""Messages taken in one turn of the loop, so that others have theirs."""
+
+
+class RequestError(Exception):
+    """The server refuses a request, or could not finish it."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """An HTTP status."""
+        self.message = message
+        self.param = param
+        """The field to blame."""
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"{self.message} (status {self.status})"
+
+
+class ConnectionLost(ConnectionError):
+    """The server is gone, or says nothing any more. What was open can be resumed elsewhere, with the ids received."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What a server says about itself."""
+
+    model: str
+    max_model_len: int
+    """Longest prompt and output together, in tokens."""
+    max_open_requests: int
+    """Sequences that may be open at once, of all clients."""
+    vocab_size: int
+    protocol_version: int
+    credits: int
+    """Deltas that a request can be granted ahead."""
+    server: str
+    """Name and version."""
+    max_message_bytes: int
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What is new of one sequence."""
+
+    index: int
+    """Which of the request's n sequences."""
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """stop, length or abort with the sequence's last output, else None"""
+    stop_reason: str | int | None = None
+    """The stop string, or the id of stop_token_ids, that ended it."""
+    text_offset: int = 0
+    """Characters of the sequence's text before this one, those of a resumed request's `received` included."""
+    token_offset: int = 0
+    """Output ids of the sequence before these, `received` included."""
+
+
+class Stream:
+    """One request: an async iterator of `Output`s. Raises RequestError where the server refuses or fails it, and
+    ConnectionLost where the server is gone. Made by `AsyncClient.generate`."""
+
+    def __init__(self, client: "AsyncClient", request_id: int) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids: list[int] | None = None
+        """None until the request is accepted; there before the first output."""
+        self.seed: int | None = None
+        """The seed that the server drew, or was given; None until accepted. A resumed request needs it."""
+        self.num_prompt_tokens: int | None = None
+        """Known at the end, like `num_output_tokens`."""
+        self.num_output_tokens: int | None = None
+        self._client = client
+        self._deltas: deque[p.Delta] = deque()
+        self._outputs: deque[Output] = deque()
+        self._num_read = 0
+        """Deltas read since the last grant."""
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the server has nothing more to say; what it said before may still be here to be read."""
+        return self._is_closed
+
+    def abort(self) -> None:
+        """Have it ended. The last outputs then say `finish_reason="abort"`. Harmless where it has ended already."""
+        if not self._is_closed:
+            self._client._send(p.Abort(self.request_id))
+
+    async def accepted(self) -> None:
+        """Wait until the server has accepted the request: `prompt_token_ids` and `seed` are there."""
+        while self.prompt_token_ids is None:
+            await self._change()
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._outputs:
+            if not await self._read():
+                raise StopAsyncIteration
+        return self._outputs.popleft()
+
+    async def take(self) -> list[Output]:
+        """All outputs that have come since the last time, at least one; an empty list at the end."""
+        while not self._outputs and await self._read():
+            pass
+        while self._deltas:
+            await self._read()
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
+
+    async def _read(self) -> bool:
+        """Take the next delta's outputs, waiting for it. Returns False at the end."""
+        while not self._deltas:
+            if self._is_closed and self._error is None:
+                return False
+            await self._change()
+        delta = self._deltas.popleft()
+        self._outputs.extend(_output(output) for output in delta.outputs)
+        self._num_read += 1
+        if self._num_read >= WINDOW // 2 and not self._is_closed:
+            self._client._send(p.Credit(self.request_id, self._num_read))
+            self._num_read = 0
+        return True
+
+    async def _change(self) -> None:
+        """Wait for news. The client's heartbeat ends the wait where the server is gone."""
+        if self._error is not None:
+            raise self._error
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _handle(self, message: "p.Accepted | p.Delta | p.Finished | p.Failed") -> None:
+        match message:
+            case p.Accepted():
+                self.prompt_token_ids = unpacked(message.prompt_token_ids)
+                self.seed = message.seed
+            case p.Delta():
+                self._deltas.append(message)
+            case p.Finished():
+                self.num_prompt_tokens = message.num_prompt_tokens
+                self.num_output_tokens = message.num_output_tokens
+                self._is_closed = True
+            case p.Failed(_, failure):
+                self._fail(RequestError(failure.status, failure.message, failure.param, failure.code))
+        self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._is_closed = True
+        self._changed.set()
+
+
+class AsyncClient:
+    """A connection to a running server; made by `connect`, and to be closed. For one event loop."""
+
+    info: ServerInfo
+
+    def __init__(self, address: str) -> None:
+        """Use `connect`."""
+        self.address = address
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        # What waits here is what the caller has opened, and bounded by that.
+        self._socket.set_hwm(0)
+        self._monitor = _Monitor(self._context, self._socket)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[p.ServerMessage] = msgspec.msgpack.Decoder(p.ServerMessage)
+        self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+        self._dropped: deque[int] = deque()
+        """Requests whose stream nobody holds any more; they are put here by whichever thread collects garbage."""
+        self._ids = itertools.count(1)
+        self._welcome: asyncio.Future[p.Welcome] = self._loop.create_future()
+        self._heard_s = self._said_s = time.monotonic()
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._lost: Exception | None = None
+        self._is_closed = False
+
+    @classmethod
+    async def connect(cls, address: str, *, timeout_s: float = 5.0) -> "AsyncClient":
+        """Connect to the server whose door is at `address`, as `ipc://@pipeline/8000/door` or `tcp://host:port`.
+
+        Raises ConnectionLost where none answers within `timeout_s`, RequestError where the server can't take this
+        client, ValueError where `address` is none.
+        """
+        client = cls(address)
+        try:
+            await client._open(timeout_s)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def _open(self, timeout_s: float) -> None:
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise ValueError(f"{self.address!r} is no address to connect to: {error.strerror}") from error
+        self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._watch()  # what came before is no news to a descriptor
+        self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}"))
+        try:
+            async with asyncio.timeout(timeout_s):
+                welcome = await self._welcome
+        except TimeoutError:
+            raise ConnectionLost(f"no server answered at {self.address} within {timeout_s:g} s") from None
+        self.info = ServerInfo(
+            model=welcome.model,
+            max_model_len=welcome.max_model_len,
+            max_open_requests=welcome.max_open_requests,
+            vocab_size=welcome.vocab_size,
+            protocol_version=welcome.version,
+            credits=welcome.max_credits,
+            server=welcome.server,
+            max_message_bytes=welcome.max_message_bytes,
+        )
+        self._heartbeat = self._loop.create_task(self._beat(welcome.heartbeat_s, welcome.silence_s))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is over, so that nothing can be asked any more."""
+        return self._lost is not None or self._is_closed
+
+    # ----------------------------------------------------------------------------------------------------- requests
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, received: Received = None) -> Stream:
+        """Generate from a text, token ids or the messages of a chat.
+
+        With `received`, the request goes on behind output ids that the caller has already: the same prompt and
+        parameters and the seed that `Stream.seed` said give what the uninterrupted stream would have given.
+
+        Raises ConnectionLost, and TypeError or ValueError for what is no prompt; what the server refuses is raised by
+        the stream.
+        """
+        if self._lost is not None:
+            raise self._lost
+        if self._is_closed:
+            raise ConnectionLost("the client is closed")
+        params = params or SamplingParams()
+        message = p.Generate(
+            request_id=next(self._ids),
+            model="",
+            prompt=_prompt(prompt),
+            params=_params(params),
+            credits=WINDOW,
+            received=_received(received, params.n),
+        )
+        data = self._encoder.encode(message)
+        if len(data) > self.info.max_message_bytes:
+            raise ValueError(
+                f"the request takes {len(data)} bytes, and the server reads at most {self.info.max_message_bytes}"
+            )
+        stream = Stream(self, message.request_id)
+        weakref.finalize(stream, self._dropped.append, message.request_id).atexit = False
+        self._streams[message.request_id] = stream
+        self._send_bytes(data)
+        return stream
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; the server aborts what is open. Open streams raise ConnectionLost."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            self._send(p.Bye())
+        self._end(ConnectionLost("the client was closed"))
+        self._welcome.cancel()
+        self._loop.remove_reader(int(self._socket.get(zmq.FD)))
+        self._loop.remove_reader(self._monitor.fileno())
+        self._monitor.close()
+        self._socket.close()
+        try:
+            await asyncio.to_thread(self._context.term)  # waits for the last words to leave
+        except RuntimeError:  # there are no threads to be had any more when the interpreter ends
+            self._context.term()
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _send(self, message: p.ClientMessage) -> None:
+        self._send_bytes(self._encoder.encode(message))
+
+    def _send_bytes(self, data: bytes) -> None:
+        """Queue a message. Nothing is said to a server that is gone."""
+        if self._lost is None and not self._socket.closed:
+            self._said_s = time.monotonic()
+            self._socket.send(data, zmq.NOBLOCK)
+            self._loop.call_soon(self._wake)  # a send uses up the descriptor's news of what can be received
+
+    def _wake(self) -> None:
+        """Take what has come, a while of it."""
+        if self._socket.closed:
+            return
+        for _ in range(MAX_WAKE_MESSAGES):
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._heard_s = time.monotonic()
+            try:
+                self._handle(self._decoder.decode(data))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self._lose(ConnectionLost(f"the server at {self.address} does not speak this protocol: {error}"))
+                return
+        else:
+            self._loop.call_soon(self._wake)
+        while self._dropped:
+            request_id = self._dropped.popleft()
+            self._send(p.Abort(request_id))
+
+    def _handle(self, message: p.ServerMessage) -> None:
+        match message:
+            case p.Accepted() | p.Delta() | p.Finished() | p.Failed():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream._handle(message)
+            case p.Welcome():
+                if not self._welcome.done():
+                    self._welcome.set_result(message)
+            case p.Error(failure):
+                error = RequestError(failure.status, failure.message, failure.param, failure.code)
+                if not self._welcome.done():
+                    self._welcome.set_exception(error)
+                self._lose(ConnectionLost(f"the server ended the connection: {failure.message}"))
+            case p.Pong():
+                pass
+
+    def _watch(self) -> None:
+        """A connection that ends is seen at once; libzmq would connect again, to a server that knows nothing of us."""
+        if self._monitor.has_ended() and self._welcome.done():
+            self._wake()  # what came before
+            self._lose(ConnectionLost(f"the server at {self.address} closed the connection"))
+
+    async def _beat(self, heartbeat_s: float, silence_s: float) -> None:
+        """Say often enough that this client lives, and see whether the server does."""
+        while self._lost is None:
+            await asyncio.sleep(heartbeat_s / 2)
+            asked_s = self._said_s
+            self._wake()
+            now = time.monotonic()
+            if now - min(self._said_s, self._heard_s) >= heartbeat_s / 2:
+                self._send(p.Ping())
+            if now - self._heard_s > silence_s and asked_s - self._heard_s > heartbeat_s:
+                self._lose(ConnectionLost(f"the server at {self.address} has said nothing for {silence_s:g} s"))
+
+    def _lose(self, error: Exception) -> None:
+        """The server is gone; libzmq need not look for it any more."""
+        if self._lost is None and not self._socket.closed:
+            with contextlib.suppress(zmq.ZMQError):  # it has given up by itself
+                self._socket.disconnect(self.address)
+        self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """The connection is over: tell every stream."""
+        if self._lost is None:
+            self._lost = error
+            for stream in list(self._streams.values()):
+                if not stream.is_closed:
+                    stream._fail(error)
+
+
+class _Monitor:
+    """Events of a client's one connection."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
+        address = f"inproc://monitor-{id(socket)}"
+        self._watched = socket
+        socket.monitor(address, zmq.EVENT_DISCONNECTED)
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def fileno(self) -> int:
+        return int(self._socket.get(zmq.FD))
+
+    def has_ended(self) -> bool:
+        """Whether the connection has ended since the last time."""
+        ended = False
+        while True:
+            try:
+                self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return ended
+            ended = True
+
+    def close(self) -> None:
+        self._watched.monitor(None, 0)
+        self._socket.close()
+
+
+class Client:
+    """The same for programs that block: a thread of its own holds the connection. Its streams are plain iterators."""
+
+    def __init__(self, address: str, *, timeout_s: float = 5.0) -> None:
+        """Connect. Raises as `AsyncClient.connect`."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pipeline-client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._do(AsyncClient.connect(address, timeout_s=timeout_s))
+        except BaseException:
+            self._stop()
+            raise
+        self.info = self._client.info
+
+    @classmethod
+    def connect(cls, address: str, *, timeout_s: float = 5.0) -> "Client":
+        """The same as the constructor."""
+        return cls(address, timeout_s=timeout_s)
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, received: Received = None
+    ) -> "BlockingStream":
+        """As `AsyncClient.generate`."""
+
+        async def generate() -> Stream:
+            return self._client.generate(prompt, params, received=received)
+
+        return BlockingStream(self, self._do(generate()))
+
+    def close(self) -> None:
+        """Close the connection; the server aborts what is open."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._do(self._client.close())
+        finally:
+            self._stop()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something in the client's thread and wait for it; an interrupt cancels it."""
+        if self._loop.is_closed():
+            work.close()
+            raise ConnectionLost("the client is closed")
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        self._loop.close()
+
+
+class BlockingStream:
+    """A `Stream` as an iterator that blocks."""
+
+    def __init__(self, client: Client, stream: Stream) -> None:
+        self._client = client
+        self._stream = stream
+        self._outputs: deque[Output] = deque()
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """None until the request is accepted; there before the first output."""
+        return self._stream.prompt_token_ids
+
+    @property
+    def seed(self) -> int | None:
+        return self._stream.seed
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        return self._stream.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        return self._stream.num_output_tokens
+
+    def abort(self) -> None:
+        """Have it ended. Harmless where it has ended already."""
+
+        async def abort() -> None:
+            self._stream.abort()
+
+        self._client._do(abort())
+
+    def accepted(self) -> None:
+        """Wait until the server has accepted the request."""
+        self._client._do(self._stream.accepted())
+
+    def __iter__(self) -> Iterator[Output]:
+        return self
+
+    def __next__(self) -> Output:
+        if not self._outputs:
+            self._outputs.extend(self._client._do(self._stream.take()))
+        if not self._outputs:
+            raise StopIteration
+        return self._outputs.popleft()
+
+
+# ------------------------------------------------------------------------------------------------------- to the wire
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Ids as the wire has them. Raises TypeError or ValueError for what is no id."""
+    try:
+        return struct.pack(f"<{len(ids)}i", *ids)
+    except struct.error as error:
+        if all(isinstance(one, int) for one in ids):
+            raise ValueError(f"token ids must be from 0 to 2147483647: {error}") from None
+        raise TypeError("token ids must be integers") from None
+
+
+def unpacked(data: bytes) -> list[int]:
+    """The ids of a packed array. Bytes behind the last whole id are left out."""
+    return list(struct.unpack_from(f"<{len(data) // 4}i", data))
+
+
+def _output(output: p.Output) -> Output:
+    return Output(
+        output.index,
+        output.text,
+        unpacked(output.token_ids),
+        output.finish_reason,
+        output.stop_reason,
+        output.text_offset,
+        output.token_offset,
+    )
+
+
+def _prompt(prompt: Any) -> p.Prompt:
+    if isinstance(prompt, p.Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return p.TextPrompt(prompt)
+    if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()  # a numpy array
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise TypeError(f"a prompt is a text, token ids or chat messages, not {type(prompt).__name__}")
+    if len(prompt) == 0:
+        raise ValueError("the prompt is empty")
+    if all(isinstance(one, Mapping) for one in prompt):
+        return p.ChatPrompt([_message(i, one) for i, one in enumerate(prompt)])
+    return p.TokensPrompt(packed(prompt))
+
+
+def _message(place: int, message: Mapping[str, Any]) -> p.ChatMessage:
+    for name in ("role", "content"):
+        if not isinstance(message.get(name), str):
+            raise TypeError(f"messages[{place}].{name} must be a string, not {type(message.get(name)).__name__}")
+    return p.ChatMessage(message["role"], message["content"], message.get("name"))
+
+
+def _params(params: SamplingParams) -> p.Params:
+    return p.Params(**{name: getattr(params, name) for name in p.Params.__struct_fields__})
+
+
+def _received(received: Any, n: int) -> list[bytes]:
+    if received is None:
+        return []
+    each = [received] if n == 1 and not (received and isinstance(received[0], Sequence)) else received
+    if len(each) != n:
+        raise ValueError(f"received must hold the ids of each of n = {n} sequences, not of {len(each)}")
+    return [packed(ids) for ids in each]

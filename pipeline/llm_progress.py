@@ -1,0 +1,99 @@
+"""What a person at a terminal sees of an `LLM` at work; where standard error is none, nothing."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+REFRESH_PER_S = 4
+"""Drawing takes time from a server that shares its cores."""
+
+
+def is_seen(progress: bool) -> bool:
+    """Whether anybody looks at a progress bar."""
+    try:
+        return progress and sys.stderr.isatty()
+    except (AttributeError, ValueError):  # no standard error, or a closed one
+        return False
+
+
+class StartStatus:
+    """A line that says what a server does while it starts."""
+
+    def __init__(self, progress: bool) -> None:
+        self._progress = progress
+        self._status: Any = None
+
+    def __enter__(self) -> "StartStatus":
+        if is_seen(self._progress):
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("starting a server", refresh_per_second=REFRESH_PER_S)
+            self._status.start()
+        return self
+
+    @property
+    def is_seen(self) -> bool:
+        return self._status is not None
+
+    def say(self, line: str) -> None:
+        if self._status is not None:
+            from rich.text import Text
+
+            self._status.update(Text(line or "starting a server", overflow="ellipsis", no_wrap=True))
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+class BatchBar:
+    """Counts what has come of a batch, and draws it if asked to. Counts come from one thread, `done` from another."""
+
+    def __init__(self) -> None:
+        self.num_prompt_ids = 0
+        self.num_output_ids = 0
+        self._begun_s = perf_counter()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def count(self, num_prompt: int, num_output: int) -> None:
+        """More ids have become known: of prompts, and of outputs."""
+        self.num_prompt_ids += num_prompt
+        self.num_output_ids += num_output
+
+    def done(self) -> None:
+        """A request has ended."""
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def rates(self) -> str:
+        """`in 1234.5, out 678.9 tokens/s`, since the beginning."""
+        took_s = max(perf_counter() - self._begun_s, 1e-9)
+        return f"in {self.num_prompt_ids / took_s:.1f}, out {self.num_output_ids / took_s:.1f} tokens/s"
+
+    @contextmanager
+    def drawn(self, progress: bool, num_items: int | None) -> Iterator[None]:
+        """Draw it inside, on a terminal; `num_items` is None where nobody knows yet."""
+        if not is_seen(progress):
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+        from rich.text import Text
+
+        rates = self.rates
+
+        class Rates(ProgressColumn):
+            def render(self, task: Any) -> Text:
+                return Text(rates())
+
+        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), Rates())
+        with RichProgress(*columns, console=Console(stderr=True), refresh_per_second=REFRESH_PER_S) as self._bar:
+            self._task = self._bar.add_task("", total=num_items)
+            try:
+                yield
+            finally:
+                self._bar = None

@@ -1,0 +1,71 @@
+"""Values of command-line options: from text to what is meant. Each raises ArgumentTypeError, whose words argparse shows
+after the name of the option."""
+
+import argparse
+import re
+from urllib.parse import urlsplit
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|)")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0}
+
+
+def http_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"needs http:// or https:// in front, got {text!r}")
+    try:
+        parts = urlsplit(text)
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that don't match, or a port that is no port
+        is_whole = False
+    if not is_whole or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"needs an address such as http://127.0.0.1:8000, got {text!r}")
+    return text
+
+
+def api_key(text: str) -> str:
+    if not text.isprintable():
+        # Not shown: a key is a secret.
+        raise argparse.ArgumentTypeError("has a line break or another character that a header can't hold")
+    return text
+
+
+def whole_number(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    return whole_number(text, 0)
+
+
+def positive(text: str) -> int:
+    return whole_number(text, 1)
+
+
+def temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 2:
+        raise argparse.ArgumentTypeError(f"needs a number from 0 to 2, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"needs a number above 0 and at most 1, got {text!r}")
+    return value
+
+
+def duration(text: str) -> float:
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise argparse.ArgumentTypeError(f"needs a time such as 20s or 2m, got {text!r}")
+    return seconds

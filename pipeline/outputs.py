@@ -1,0 +1,38 @@
+"""What comes of a request, in vLLM's shapes."""
+
+from typing import Literal
+
+import msgspec
+
+OutputKind = Literal["cumulative", "delta", "final"]
+"""What each output of a stream holds: all so far, what is new, or, once, everything."""
+
+
+class CompletionOutput(msgspec.Struct):
+    """One sequence of a request."""
+
+    index: int
+    """Its place among the n that were asked for."""
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """`stop`, `length` or `abort` where it has ended, None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop string, or the id of `stop_token_ids`, that ended it."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct):
+    """One prompt, and what has come of it."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt's text; None where ids or a chat were given."""
+    prompt_token_ids: list[int]
+    """What the server made of it: for a chat, what the model's template wrote."""
+    outputs: list[CompletionOutput]
+    """In the order of their index, as many as `n` asked for."""
+    finished: bool
+    """Whether all sequences have ended."""

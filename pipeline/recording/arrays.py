@@ -1,0 +1,26 @@
+"""The arrays in a message, in the order of its fields."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from pipeline.shm.arrays import ShmRef
+
+
+def refs(value: Any) -> Iterator[ShmRef]:
+    """Every reference into shared memory that a message holds."""
+    match value:
+        case ShmRef():
+            yield value
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                yield from refs(getattr(value, name))
+        case [msgspec.Struct(), *_]:
+            for one in value:
+                yield from refs(one)
+
+
+def copies(message: Any, memories: dict[str, memoryview]) -> list[bytes]:
+    """The bytes of every such reference."""
+    return [bytes(memories[ref.segment][ref.offset : ref.offset + ref.length]) for ref in refs(message)]

@@ -1,0 +1,54 @@
+"""The options of `pipeline record` and `pipeline replay`."""
+
+import argparse
+import math
+from pathlib import Path
+
+STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
+MAX_SECONDS = 1_000_000.0
+
+
+def add_record_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stage", metavar="STAGE", help="as ingest, or ingest.1 where there are several")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what is there is replaced")
+    parser.add_argument("--seconds", type=seconds, metavar="N", help="how long; without it, until Ctrl-C")
+    parser.add_argument(
+        "--max-bytes", type=_num_bytes, default=2**32, metavar="N", help="how large it may get; by default 4 GiB"
+    )
+    parser.add_argument("--no-sent", action="store_true", help="leave out what the stage sends")
+    parser.add_argument("--pid", "--server", type=int, metavar="PID", help="of the server, where several run here")
+
+
+def add_replay_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("file", type=Path, metavar="FILE", help="a recording of that stage")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="keep what the stage sends; two replays write the same bytes"
+    )
+    parser.add_argument(
+        "--expect",
+        type=Path,
+        metavar="FILE",
+        help="compare what the stage sends with this recording or capture; by default with the recording itself, if it "
+        "began with the stage and holds what that sent",
+    )
+    parser.add_argument(
+        "--speed", choices=("max", "1x"), default="max", help="as fast as it can, or as it was recorded"
+    )
+    parser.add_argument("--inline", action="store_true", help="in this process, for a debugger or a profiler")
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"needs a number of seconds above 0, got {text!r}")
+    return value
+
+
+def _num_bytes(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 4096 <= int(text) <= 2**50:
+        raise argparse.ArgumentTypeError(f"needs a number of bytes from 4096, got {text!r}")
+    return int(text)

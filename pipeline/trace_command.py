@@ -1,0 +1,90 @@
+"""`pipeline trace`: a window of time on a running server, or one request that has ended, as a Chrome trace file."""
+
+import argparse
+import os
+import sys
+import threading
+from pathlib import Path
+
+from pipeline import chrome
+from pipeline import messages as m
+from pipeline.admin_client import Admin, choose_server
+from pipeline.channels import MessageDecoder
+from pipeline.errors import UserError
+from pipeline.times import CallTimes
+from pipeline.tracing import MAX_WINDOW_S, StageTrace
+
+MARGIN_S = 5.0
+"""How much longer than the window stages record: who ends it may come a little late."""
+TAKE_S = 30.0
+"""Longest that stages may take to hand over what they have."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--seconds", type=float, default=5.0, help="how long to record, by default 5; Ctrl-C ends it early"
+    )
+    which.add_argument(
+        "--request", metavar="ID", help="a request that has just ended: the id of its reply, or one of the log's"
+    )
+    parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="by default trace.json")
+    parser.add_argument("--pid", type=int, help="of the server's supervisor, where several run; see pipeline ps")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
+            raise UserError(f"--seconds must be above 0 and at most {MAX_WINDOW_S - MARGIN_S:g}")
+        _require_writable(args.out)
+        with Admin(choose_server(args.pid)) as server:
+            data = _request(server, args.request) if args.request else _window(server, args.seconds)
+        args.out.write_bytes(data)
+    except (UserError, OSError) as error:
+        print(f"pipeline trace: error: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.out}: open it in https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
+    return 0
+
+
+def _require_writable(out: Path) -> None:
+    """Before anything is recorded. Raises UserError."""
+    place = out if out.exists() else out.absolute().parent
+    if out.is_dir() or not os.access(place, os.W_OK):
+        raise UserError(f"--out {out}: this file can't be written")
+
+
+def _window(server: Admin, seconds: float) -> bytes:
+    started = server.tell(m.Trace(0, seconds + MARGIN_S), [])
+    names = [name for name, answer in started.items() if not answer.error]
+    for name, answer in started.items():
+        if answer.error:
+            print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
+    if not names:
+        raise UserError("no stage answered")
+    try:
+        threading.Event().wait(seconds)
+    except KeyboardInterrupt:
+        print("pipeline trace: ended early", file=sys.stderr)
+    decoder: MessageDecoder[StageTrace] = MessageDecoder(StageTrace)
+    stages = []
+    for name, answer in server.tell(m.TakeTrace(0), names, TAKE_S).items():
+        if answer.error:
+            print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
+            continue
+        stage = decoder.decode(bytes(answer.body))
+        if stage.num_lost:
+            print(f"pipeline trace: warning: {name} lost its first {stage.num_lost} records", file=sys.stderr)
+        stages.append(stage)
+    return chrome.of_window(stages)
+
+
+def _request(server: Admin, call_id: str) -> bytes:
+    decoder: MessageDecoder[CallTimes | None] = MessageDecoder(CallTimes | None)
+    answers = server.tell(m.FindCall(0, call_id), ["gateway"])
+    for answer in answers.values():
+        if not answer.error and (times := decoder.decode(bytes(answer.body))) is not None:
+            return chrome.of_call(times)
+    raise UserError(
+        f"no gateway knows {call_id!r}: it keeps the last calls that ended well, and this is not among them"
+    )

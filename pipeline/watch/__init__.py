@@ -1,0 +1,1 @@
+"""`pipeline ps` and `pipeline top`: running servers, at a glance and live."""

@@ -1,0 +1,94 @@
+"""`pipeline ps`: this user's servers and their stages."""
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.admin_client import Admin, find_servers
+from pipeline.errors import UserError
+from pipeline.stats import ServerStats, StageStats
+from pipeline.watch import draw
+from pipeline.watch.view import note_of
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 where a server does not answer."""
+    found: list[ServerStats] = []
+    silent: list[str] = []
+    for name in find_servers():
+        try:
+            with Admin(name) as server:
+                found.append(server.stats())
+        except UserError as error:
+            silent.append(str(error))
+    if args.json:
+        print(msgspec.json.encode([plain(stats) for stats in found]).decode())
+    else:
+        console = Console(highlight=False)
+        for place, stats in enumerate(found):
+            if place:
+                console.print()
+            console.print(draw.server_line(stats.pid, stats.model, stats.address, stats.state, stats.uptime_s))
+            console.print(_table(stats))
+        if not found and not silent:
+            console.print("no server is running")
+    for problem in silent:
+        print(f"pipeline ps: {problem}", file=sys.stderr)
+    return 1 if silent else 0
+
+
+def _table(stats: ServerStats) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    for name in ("stage", "pid", "state", "CPU %", "memory", "threads", "queue", "holds"):
+        right = name not in ("stage", "state", "holds")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for stage in stats.stages:
+        row: list[RenderableType] = [
+            stage.name,
+            str(stage.pid),
+            Text(stage.state, draw.STATE_STYLES.get(stage.state, "yellow")),
+            draw.number(_cpu_percent(stage)),
+            draw.size(stage.rss_bytes),
+            str(stage.num_threads),
+            draw.NONE if stage.counts is None else str(stage.counts.num_queued),
+            note_of(stage),
+        ]
+        table.add_row(*row)
+    return table
+
+
+def _cpu_percent(stage: StageStats) -> float:
+    """Of one core, since its start, as ps(1) has it."""
+    return 100 * stage.cpu_s / stage.uptime_s if stage.uptime_s > 0 else 0.0
+
+
+def plain(stats: ServerStats) -> dict[str, object]:
+    """For scripts: by name, where the wire has arrays."""
+    return {
+        "pid": stats.pid,
+        "server": stats.server,
+        "version": stats.version,
+        "model": stats.model,
+        "address": stats.address,
+        "state": stats.state,
+        "uptime_s": stats.uptime_s,
+        "stages": [
+            {
+                "name": stage.name,
+                "pid": stage.pid,
+                "state": stage.state,
+                "restarts": stage.num_restarts,
+                "uptime_s": stage.uptime_s,
+                "cpu_s": stage.cpu_s,
+                "cpu_percent": _cpu_percent(stage),
+                "rss_bytes": stage.rss_bytes,
+                "threads": stage.num_threads,
+                "queue": None if stage.counts is None else stage.counts.num_queued,
+            }
+            for stage in stats.stages
+        ],
+    }

@@ -1,0 +1,20 @@
+"""What the executor counts. Pure."""
+
+from pipeline.stats import ExecuteCounts
+
+
+class Counting:
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._step_s = 0.0
+        self._wait_s = 0.0
+
+    def stepped(self, num_tokens: int, step_s: float, wait_s: float) -> None:
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        self._step_s += step_s
+        self._wait_s += wait_s
+
+    def counts(self, num_rows: int) -> ExecuteCounts:
+        return ExecuteCounts(num_rows, self._num_steps, self._num_tokens, self._step_s, self._wait_s)

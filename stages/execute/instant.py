@@ -1,0 +1,84 @@
+"""An executor that computes nothing: each step is answered at once with made-up ids. So the other stages can be
+measured without a model's time: `pipeline serve --instant` and `pipeline profile pipeline`.
+
+Ids depend on the row and the step alone, are words in most vocabularies, and end no sequence: every one has the length
+that its request allows. Nothing is loaded, neither torch nor weights.
+"""
+
+import gc
+from typing import assert_never
+
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.model_folder import ModelConfig
+from pipeline.stage import Stage
+
+IDLE_S = 60.0
+NUM_BLOCKS = 65536
+FIRST_ID = 1000
+NUM_IDS = 8000
+
+
+def run(launch: m.Launch) -> None:
+    """The stage. Returns after `Stop`."""
+    stage: Stage[m.ExecuteInbox]
+    with Stage(launch, m.ExecuteInbox) as stage:
+        config = ModelConfig.load(stage.model_dir)
+        settings = stage.settings
+        max_model_len = min(settings.max_model_len or config.max_position, config.max_position)
+        executor = Instant(settings.schedule.max_num_seqs, config)
+        stage.log.warning("an instant executor answers with made-up ids: this is no model")
+        stage.ready(m.ExecuteFacts(NUM_BLOCKS, settings.schedule.block_size, max_model_len, config.vocab_size))
+        while True:
+            messages: list[m.ExecuteInbox] = stage.inbox.wait_all(IDLE_S)
+            for message in messages:
+                match message:
+                    case m.Step():
+                        sent = stage.outbox("schedule").send(executor.step(stage, message))
+                        assert sent, "the scheduler takes no results"
+                    case m.Release():
+                        stage.arrays.released(message)
+                    case m.Ping(nonce):
+                        stage.supervisor.send(m.Pong(nonce, m.PlainLoad(0)))
+                    case m.Start():
+                        gc.collect()
+                        gc.freeze()
+                    case m.Stop():
+                        return
+                    case _:
+                        assert_never(message)
+            stage.release()
+
+
+class Instant:
+    """What it knows of rows: their generations."""
+
+    def __init__(self, max_num_seqs: int, config: ModelConfig) -> None:
+        self._generations = np.zeros(max_num_seqs, np.uint32)
+        self._first = min(FIRST_ID, config.vocab_size // 2)
+        self._num_ids = max(1, min(NUM_IDS, config.vocab_size - self._first))
+        self._ends = np.array(config.eos_ids, np.int32)
+
+    def step(self, stage: Stage[m.ExecuteInbox], step: m.Step) -> m.StepResult:
+        arrays = stage.arrays
+        for add in step.adds:
+            self._generations[add.row] = add.generation
+            arrays.done(add.ids)
+            arrays.done(add.blocks)
+        for array in (step.drops, step.block_rows, step.block_ids, step.starts, step.counts):
+            arrays.done(array)
+        rows = arrays.take(step.rows, np.int32)[arrays.take(step.samples, np.uint8) > 0]
+        ids = (self._first + (rows * 131 + step.step_id * 17) % self._num_ids).astype(np.int32)
+        if np.isin(ids, self._ends).any():
+            ids = np.where(np.isin(ids, self._ends), self._first, ids).astype(np.int32)
+        return m.StepResult(
+            incarnation=step.incarnation,
+            step_id=step.step_id,
+            rows=arrays.put(rows),
+            generations=arrays.put(self._generations[rows]),
+            ids=arrays.put(ids),
+            finishes=bytes(len(rows)),
+            compute_s=0.0,
+            wait_s=0.0,
+        )

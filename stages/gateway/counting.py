@@ -1,0 +1,62 @@
+"""What the gateway counts about sequences, from being let in to their end. Pure."""
+
+from pipeline.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
+from pipeline.messages import Finish
+from pipeline.stats import GatewayCounts
+
+
+class Counting:
+    """Each sequence that is opened is counted once more, when it ends: as finished, by how, or as rejected."""
+
+    def __init__(self) -> None:
+        self.num_overloaded = 0
+        self._num_opened = 0
+        self._num_rejected = 0
+        self._num_finished = [0] * (max(Finish) + 1)
+        self.first_s = Histogram(TIME_TO_FIRST_TOKEN_S)
+        self.gap_s = Histogram(TOKEN_S)
+        self._e2e_s = Histogram(REQUEST_S)
+        self._prompt_tokens = Histogram(TOKENS)
+        self._output_tokens = Histogram(TOKENS)
+        self._per_token_s = Histogram(TOKEN_S)
+        self._max_tokens = Histogram(TOKENS)
+        self._n = Histogram(N)
+
+    def opened(self, num_prompts: int, n: int, max_tokens: int | None) -> None:
+        self._num_opened += num_prompts * n
+        self._n.observe(n, num_prompts)
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens, num_prompts)
+
+    def rejected(self) -> None:
+        self._num_rejected += 1
+
+    def ended(self, finish: int) -> None:
+        """By anything but stop and length: nothing about it is measured."""
+        self._num_finished[finish] += 1
+
+    def finished(self, finish: int, e2e_s: float, decode_s: float, num_prompt: int, num_output: int) -> None:
+        """By stop or length. `decode_s` is from its first delta to its last."""
+        self._num_finished[finish] += 1
+        self._e2e_s.observe(e2e_s)
+        self._prompt_tokens.observe(num_prompt)
+        self._output_tokens.observe(num_output)
+        if num_output > 1:
+            self._per_token_s.observe(decode_s / (num_output - 1))
+
+    def counts(self, num_open: int) -> GatewayCounts:
+        return GatewayCounts(
+            num_open=num_open,
+            num_opened=self._num_opened,
+            num_finished=self._num_finished[Finish.STOP :],
+            num_rejected=self._num_rejected,
+            num_overloaded=self.num_overloaded,
+            time_to_first_token_s=self.first_s.counts(),
+            inter_token_s=self.gap_s.counts(),
+            e2e_s=self._e2e_s.counts(),
+            prompt_tokens=self._prompt_tokens.counts(),
+            output_tokens=self._output_tokens.counts(),
+            time_per_output_token_s=self._per_token_s.counts(),
+            max_tokens=self._max_tokens.counts(),
+            n=self._n.counts(),
+        )

@@ -1,0 +1,295 @@
+"""The ZeroMQ door: clients that speak pipeline.protocol, beside those that speak HTTP. Both open their requests in the
+same table, by the same rules.
+
+    client ──Hello, Generate, Abort, Credit, Ping──► Door ──► Requests.open ──► the stages
+    client ◄──Accepted, Delta, Finished, Failed──── DoorStream ◄──wake── Requests
+
+Everything that a client can make us keep is bounded: messages (their size, and how many wait), connections (a hello in
+time, then a sign of life), requests (credits of the gateway's own), and what is to be sent (deltas merge, letters have
+a bound). Whoever does not keep to the protocol is told so once and loses the connection, and nobody else notices.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from http import HTTPStatus
+from typing import assert_never
+
+import msgspec
+
+from pipeline import protocol as p
+from pipeline.channels import MessageDecoder
+from pipeline.stages.gateway import door_errors, parse
+from pipeline.stages.gateway.app import Doors
+from pipeline.stages.gateway.door_socket import Connection, DoorSocket
+from pipeline.stages.gateway.door_stream import STALL_S, DoorStream
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.requests import Requests
+from pipeline.version import VERSION
+
+HELLO_S = 5.0
+"""How long a new connection has to say hello."""
+HEARTBEAT_S = 5.0
+SILENCE_S = 30.0
+"""Longest that a client may say nothing."""
+SWEEP_S = 0.5
+"""How often is looked for those who said nothing."""
+RETRY_S = 0.02
+"""How soon a connection that took nothing is tried again."""
+MAX_LETTERS = 2048
+"""Messages other than deltas that wait for a client that takes none."""
+LINGER_S = 0.5
+"""What last words have to leave in, when the stage stops."""
+
+
+class Peer:
+    """A client."""
+
+    def __init__(self, connection: Connection, now_s: float) -> None:
+        self.connection = connection
+        self.heard_s = now_s
+        self.is_welcome = False
+        self.streams: dict[int, tuple[DoorStream, asyncio.Task[None]]] = {}
+        self.letters: deque[bytes] = deque()
+        """What the connection did not take, but deltas, which their streams keep."""
+        self.full_s: float | None = None
+        """Since when it takes nothing."""
+
+
+class Door:
+    """The clients, and what each has open."""
+
+    def __init__(
+        self,
+        address: str,
+        doors: Doors,
+        requests: Requests,
+        limits: parse.Limits,
+        max_message_bytes: int,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Listen. Raises UserError where the address can't be listened on."""
+        self._doors = doors
+        self._requests = requests
+        self._limits = limits
+        self._max_message_bytes = max_message_bytes
+        self._tasks = tasks
+        self._loop = asyncio.get_running_loop()
+        self._log = logging.getLogger("pipeline")
+        self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._peers: dict[Connection, Peer] = {}
+        self._retry: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._socket = DoorSocket(address, max_message_bytes, self._receive, self._ended)
+        self._sweeper: asyncio.TimerHandle | None = None
+        """Runs while there are connections."""
+
+    # ---------------------------------------------------------------------------------------------- what clients say
+
+    def _receive(self) -> None:
+        self._handle_all()
+        if self._sweeper is None and self._socket.num_connections and not self._is_closed:
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _handle_all(self) -> None:
+        now_s = self._loop.time()
+        for connection, frames in self._socket.receive():
+            peer = self._peers.get(connection)
+            if peer is None:
+                peer = self._peers[connection] = Peer(connection, now_s)
+            peer.heard_s = now_s
+            try:
+                self._handle(peer, self._decode(frames))
+            except ApiError as error:
+                self._drop(peer, error)
+
+    def _decode(self, frames: list[bytes]) -> p.ClientMessage:
+        if len(frames) != 1:
+            raise door_errors.of_peer(f"a message is one frame, not {len(frames)}: use a DEALER socket", "malformed")
+        try:
+            return self._decoder.decode(frames[0])
+        except msgspec.DecodeError as error:
+            raise door_errors.of_malformed(frames[0], error) from error
+
+    def _handle(self, peer: Peer, message: p.ClientMessage) -> None:
+        """Raises ApiError where the client does not keep to the protocol."""
+        if not peer.is_welcome and not isinstance(message, p.Hello):
+            raise door_errors.of_peer("the first message of a connection must be hello", "no_hello")
+        match message:
+            case p.Hello():
+                self._welcome(peer, message)
+            case p.Generate():
+                self._generate(peer, message)
+            case p.Credit(request_id, num_deltas):
+                if request_id in peer.streams:
+                    peer.streams[request_id][0].grant(num_deltas)
+            case p.Abort(request_id):
+                if request_id in peer.streams:
+                    peer.streams[request_id][0].abort()
+            case p.Ping(nonce):
+                if peer.full_s is None:  # else what waits is a sign of life
+                    self._post(peer, p.Pong(nonce))
+            case p.Bye():
+                self._leave(peer)
+            case _:
+                assert_never(message)
+
+    def _welcome(self, peer: Peer, hello: p.Hello) -> None:
+        if peer.is_welcome:
+            raise door_errors.of_peer("hello was said before on this connection", "malformed")
+        if not hello.min_version <= p.PROTOCOL_VERSION <= hello.max_version:
+            raise door_errors.of_peer(
+                f"this server speaks version {p.PROTOCOL_VERSION} of the protocol, the client versions "
+                f"{hello.min_version} to {hello.max_version}",
+                "unsupported_version",
+            )
+        facts = self._doors.enter()
+        peer.is_welcome = True
+        client = hello.client[: p.MAX_CLIENT_CHARS]
+        self._log.debug("a client has come", extra={"fields": {"client": client, "clients": len(self._peers)}})
+        self._post(
+            peer,
+            p.Welcome(
+                version=p.PROTOCOL_VERSION,
+                server=f"pipeline/{VERSION}",
+                model=self._limits.model,
+                max_model_len=facts.max_model_len,
+                vocab_size=facts.vocab_size,
+                max_open_requests=self._limits.max_sequences,
+                max_message_bytes=self._max_message_bytes,
+                max_credits=p.MAX_CREDITS,
+                heartbeat_s=HEARTBEAT_S,
+                silence_s=SILENCE_S,
+            ),
+        )
+
+    def _generate(self, peer: Peer, message: p.Generate) -> None:
+        request_id = message.request_id
+        if request_id in peer.streams:
+            raise door_errors.of_peer(f"request_id {request_id} is open already on this connection", "duplicate_id")
+        try:
+            self._doors.enter()
+            call = self._requests.open(parse.parse_generate(message, self._limits))
+        except ApiError as error:
+            self._post(peer, p.Failed(request_id, door_errors.on_the_wire(error)))
+            return
+        stream = DoorStream(request_id, message.credits, call, self._requests)
+        task = self._tasks.create_task(self._run(peer, stream))
+        peer.streams[request_id] = stream, task
+
+    async def _run(self, peer: Peer, stream: DoorStream) -> None:
+        try:
+            await stream.run(lambda delta: self._send_delta(peer, delta), lambda letter: self._post(peer, letter))
+        finally:
+            peer.streams.pop(stream.request_id, None)
+
+    # ------------------------------------------------------------------------------------------- what they are told
+
+    def _send_delta(self, peer: Peer, delta: p.Delta) -> bool:
+        """Send now, or return False; the peer's streams are woken when it takes something again."""
+        if peer.full_s is not None:
+            return False
+        if self._socket.send(peer.connection, self._encoder.encode(delta)) == "full":
+            self._is_full(peer)
+            return False
+        return True  # or it is gone, and its end will be noticed
+
+    def _post(self, peer: Peer, message: p.ServerMessage) -> None:
+        """Send now or as soon as the client takes it, in order."""
+        data = self._encoder.encode(message)
+        if peer.full_s is None and self._socket.send(peer.connection, data) != "full":
+            return
+        peer.letters.append(data)
+        self._is_full(peer)
+        if len(peer.letters) > MAX_LETTERS:
+            self._leave(peer)
+
+    def _is_full(self, peer: Peer) -> None:
+        if peer.full_s is None:
+            peer.full_s = self._loop.time()
+        if self._retry is None:
+            self._retry = self._loop.call_later(RETRY_S, self._offer_again)
+
+    def _offer_again(self) -> None:
+        self._retry = None
+        for peer in [peer for peer in self._peers.values() if peer.full_s is not None]:
+            if self._offer(peer):
+                for stream, _ in list(peer.streams.values()):
+                    stream.wake()
+            else:
+                self._is_full(peer)
+
+    def _offer(self, peer: Peer) -> bool:
+        """Send a peer's letters. Returns whether none is left."""
+        while peer.letters:
+            if self._socket.send(peer.connection, peer.letters[0]) == "full":
+                return False
+            peer.letters.popleft()
+        peer.full_s = None
+        return True
+
+    # ------------------------------------------------------------------------------------------------- who goes away
+
+    def _drop(self, peer: Peer, error: ApiError) -> None:
+        """Tell a client why, and end its connection."""
+        if not peer.letters:
+            self._socket.send(peer.connection, self._encoder.encode(p.Error(door_errors.on_the_wire(error))))
+        self._leave(peer)
+
+    def _leave(self, peer: Peer) -> None:
+        """End what a client has open, and its connection."""
+        self._abandon(peer)
+        self._socket.end(peer.connection)
+
+    def _abandon(self, peer: Peer) -> None:
+        self._peers.pop(peer.connection, None)
+        peer.letters.clear()
+        for stream, task in peer.streams.values():
+            stream.leave()
+            task.cancel()
+
+    def _ended(self, connection: Connection) -> None:
+        """A connection is no more."""
+        if (peer := self._peers.get(connection)) is not None:
+            self._abandon(peer)
+
+    def _sweep(self) -> None:
+        """End connections that have been silent, or have taken nothing, for too long."""
+        self._sweeper = None
+        self._receive()  # what has come counts
+        now_s = self._loop.time()
+        for connection in self._socket.connections:
+            peer = self._peers.get(connection)
+            if peer is None or not peer.is_welcome:
+                if now_s - connection.opened_s > HELLO_S:
+                    self._socket.end(connection)
+            elif now_s - peer.heard_s > SILENCE_S:
+                message = f"the client has said nothing for {SILENCE_S:g} s"
+                self._drop(peer, ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
+            elif peer.full_s is not None and now_s - peer.full_s > STALL_S:
+                self._leave(peer)
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def fail_all(self, error: ApiError) -> None:
+        """Close every request with this error, also those whose clients have granted no credit."""
+        for peer in self._peers.values():
+            for stream, _ in peer.streams.values():
+                stream.fail(error)
+
+    def close(self) -> None:
+        """End all connections. What was said last has a moment to leave, for which `wait_closed` waits."""
+        if not self._is_closed:
+            self._is_closed = True
+            for timer in (self._sweeper, self._retry):
+                if timer is not None:
+                    timer.cancel()
+            for peer in list(self._peers.values()):
+                self._offer(peer)
+                self._abandon(peer)
+            self._socket.close(LINGER_S)
+
+    def wait_closed(self) -> None:
+        """Wait, blocking, until what was said last has left or its time is up."""
+        self._socket.wait_closed()

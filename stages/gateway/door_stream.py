@@ -1,0 +1,169 @@
+"""One request that came over ZeroMQ, from its acceptance to its closing.
+
+What the client has granted no credit for, or what its connection does not take, stays in the call and is merged: each
+sequence's text and ids grow there, bounded by the longest sequence, and nobody else waits. A client that leaves it
+there for too long loses the request.
+"""
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+from pipeline import messages as m
+from pipeline import protocol as p
+from pipeline.stages.gateway.door_errors import on_the_wire
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.requests import ID_BYTES, Call, Requests, Sequence
+from pipeline.stages.gateway.responses import FINISH_REASONS
+
+STALL_S = 60.0
+"""Longest that a client may leave what is there for it."""
+
+
+class DoorStream:
+    """Writes one request's messages. `send_delta` may refuse; `send_letter` keeps what can't go out at once."""
+
+    def __init__(self, request_id: int, num_credits: int, call: Call, requests: Requests) -> None:
+        self.request_id = request_id
+        self._num_credits = min(num_credits, p.MAX_CREDITS)
+        self._call = call
+        self._requests = requests
+        self._unfinished = [_Unsent(index, sequence) for index, sequence in enumerate(call.sequences)]
+        """Sequences whose end has not been sent."""
+        self._is_aborted = False
+        self._failure: ApiError | None = None
+        self._stalled_s: float | None = None
+        """Since when something is there that the client does not take."""
+
+    def grant(self, num_deltas: int) -> None:
+        self._num_credits = min(self._num_credits + num_deltas, p.MAX_CREDITS)
+        self._call.wake()
+
+    def abort(self) -> None:
+        """The client wants no more of it: what is there goes out with the closing."""
+        self._is_aborted = True
+        self._call.wake()
+
+    def fail(self, error: ApiError) -> None:
+        """End it now, though all that is missing may be the client's credit."""
+        self._failure = self._failure or error
+        self._call.wake()
+
+    def leave(self) -> None:
+        """Nobody reads any more: what is open is aborted. `run` may be cancelled then, begun or not."""
+        self._requests.leave(self._call)
+
+    def wake(self) -> None:
+        """The connection may take something again."""
+        self._call.wake()
+
+    async def run(self, send_delta: Callable[[p.Delta], bool], send_letter: Callable[[p.ServerMessage], None]) -> None:
+        """Write until the request is closed. A cancellation leaves it unclosed: nobody reads."""
+        call = self._call
+        try:
+            await call.until(lambda: call.is_accepted or self._is_aborted or self._failure is not None)
+            if call.is_accepted:
+                send_letter(self._accepted())
+            await self._write(send_delta)
+            if self._is_aborted:
+                self._requests.leave(call)
+                send_letter(p.Delta(self.request_id, [one.output(is_last=True) for one in self._unfinished]))
+            send_letter(p.Finished(self.request_id, call.num_prompt_tokens, call.num_output_tokens))
+        except ApiError as error:
+            self._send_due(send_delta)
+            send_letter(p.Failed(self.request_id, on_the_wire(error)))
+        finally:
+            self._requests.leave(call)
+
+    async def _write(self, send_delta: Callable[[p.Delta], bool]) -> None:
+        """Send what comes, as credits allow, until all has been sent or the client wants no more. Raises ApiError where
+        the request fails."""
+        call = self._call
+        while not self._is_aborted:
+            if self._failure is not None:
+                raise self._failure
+            if not self._send_due(send_delta):
+                if call.is_finished and not self._is_due:
+                    return
+                await self._change()
+
+    def _send_due(self, send_delta: Callable[[p.Delta], bool]) -> bool:
+        """Send all that is due in one delta. Returns whether that was something, and was taken."""
+        due = [one for one in self._unfinished if one.is_due]
+        if not due or not self._num_credits or not send_delta(p.Delta(self.request_id, [one.output() for one in due])):
+            return False
+        for one in due:
+            one.sent()
+        self._unfinished = [one for one in self._unfinished if not one.is_over]
+        self._num_credits -= 1
+        self._stalled_s = None
+        return True
+
+    async def _change(self) -> None:
+        """Wait for news. Raises ApiError where the request fails, and where the client takes nothing for too long."""
+        now_s = asyncio.get_running_loop().time()
+        if not self._is_due:
+            self._stalled_s = None
+        elif self._stalled_s is None:
+            self._stalled_s = now_s
+        try:
+            async with asyncio.timeout_at(None if self._stalled_s is None else self._stalled_s + STALL_S):
+                await self._call.change()
+        except TimeoutError:
+            message = f"for {STALL_S:g} s the client granted no credit, or read nothing"
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="stalled") from None
+
+    @property
+    def _is_due(self) -> bool:
+        return any(one.is_due for one in self._unfinished)
+
+    def _accepted(self) -> p.Accepted:
+        (request,) = self._call.requests
+        assert request.prompt_ids is not None
+        return p.Accepted(self.request_id, request.prompt_ids.astype("<i4").tobytes(), request.submit.sampling.seed)
+
+
+class _Unsent:
+    """What the client has not been sent of one sequence."""
+
+    __slots__ = ("_index", "_num_ids", "_sequence", "_text", "is_over")
+
+    def __init__(self, index: int, sequence: Sequence) -> None:
+        self._index = index
+        self._sequence = sequence
+        self._text = ""
+        """Taken from the sequence, and refused by the connection."""
+        self._num_ids = sequence.num_ids
+        """Output ids that the client has."""
+        self.is_over = False
+        """Its end has been sent."""
+
+    @property
+    def is_due(self) -> bool:
+        sequence = self._sequence
+        return bool(
+            self._text
+            or sequence.pending
+            or sequence.num_ids > self._num_ids
+            or (sequence.finish in FINISH_REASONS and not self.is_over)
+        )
+
+    def output(self, *, is_last: bool = False) -> p.Output:
+        """All that is there. With `is_last` a sequence that goes on is said to be aborted."""
+        sequence = self._sequence
+        self._text += sequence.take_text()
+        return p.Output(
+            index=self._index,
+            text=self._text,
+            token_ids=bytes(sequence.ids[self._num_ids * ID_BYTES :]),
+            text_offset=sequence.num_chars - len(self._text),
+            token_offset=self._num_ids,
+            finish_reason=FINISH_REASONS.get(m.Finish(sequence.finish), "abort" if is_last else None),
+            stop_reason=sequence.stop_reason,
+        )
+
+    def sent(self) -> None:
+        """What `output` gave has been sent."""
+        self._text = ""
+        self._num_ids = self._sequence.num_ids
+        self.is_over = self._sequence.finish != m.Finish.NONE

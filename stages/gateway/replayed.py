@@ -1,0 +1,63 @@
+"""The clients of a gateway that is replayed: what they asked, and when they were written to, is in the recording.
+
+A recording of the gateway begins behind HTTP: with a call as it was parsed, and with the events of its stream as they
+were made. Connections and their bytes are not in it.
+"""
+
+from functools import partial
+from http import HTTPStatus
+
+import msgspec
+
+from pipeline.recording.tape import Tape
+from pipeline.stages.gateway import responses
+from pipeline.stages.gateway.aborts import AbortDesk
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.requests import Call, Requests
+
+SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
+
+
+class ReplayedClients:
+    """Does what clients did, when the tape comes to it."""
+
+    def __init__(self, tape: Tape, requests: Requests, aborts: AbortDesk) -> None:
+        self._requests = requests
+        self._aborts = aborts
+        self._decoder = msgspec.msgpack.Decoder(Ask)
+        self._calls: dict[int, tuple[Call, responses.Events]] = {}
+        tape.perform("open", self._open)
+        tape.perform("leave", self._leave)
+        tape.perform("abort", self._abort)
+        tape.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
+        for what in ("first", "due", "last", "whole"):
+            tape.perform(what, partial(self._give, what))
+
+    def _open(self, number: int, data: bytes) -> None:
+        self._requests.num_opened = number - 1
+        try:
+            call = self._requests.open(self._decoder.decode(data))
+        except ApiError:
+            return  # as it was then: it was overloaded
+        self._calls[number] = call, responses.Events(call)
+
+    def _abort(self, _: int, names: bytes) -> None:
+        self._aborts.begin(msgspec.msgpack.decode(names, type=list[str]))
+
+    def _leave(self, number: int, _: bytes) -> None:
+        if number in self._calls:  # else it could not be opened whole
+            call, _events = self._calls.pop(number)
+            self._requests.leave(call)
+
+    def _give(self, what: str, number: int, _: bytes) -> None:
+        call, events = self._calls[number]
+        match what:
+            case "first":
+                events.first()
+            case "due":
+                events.due()
+            case "last":
+                events.last()
+            case "whole":
+                responses.whole(call)

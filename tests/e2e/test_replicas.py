@@ -1,0 +1,111 @@
+"""Several gateways, ingests and detokenizes: the same texts, shared work, and the same ends."""
+
+import json
+import signal
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.test_life_and_death import MODEL, Stream
+
+pytestmark = pytest.mark.usefixtures("smollm2_dir")
+
+REPLICATED = ("gateway.replicas=2", "ingest.replicas=2", "detokenize.replicas=3")
+NUM_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def replicated() -> Iterator[Server]:
+    with Server(*REPLICATED) as server:
+        yield server
+
+
+def ask(server: Server, number: int) -> list[str]:
+    """The texts of one call, over a connection of its own. Some prompts travel through shared memory."""
+    body = {
+        "model": MODEL,
+        "prompt": f"Item {number} of the list is" + " a very long story about it," * (250 if number % 6 == 0 else 1),
+        "max_tokens": 12,
+        "n": 1 + number % 3,
+        "seed": number,
+        "stop": [" the", "\n\n"],
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer: dict[str, Any] = json.load(response)
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def connections(server: Server, name: str) -> int:
+    """How many connections a process has accepted by now."""
+    return sum(one.status == psutil.CONN_ESTABLISHED for one in process_of(server, name).net_connections("tcp"))
+
+
+def process_of(server: Server, name: str) -> psutil.Process:
+    (process,) = [child for child in server.seen.values() if child.cmdline()[:1] == [f"pipeline: {name}"]]
+    return process
+
+
+def test_replicas_give_the_texts_that_one_of_each_gives(server: Server, replicated: Server) -> None:
+    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
+        shared = list(clients.map(lambda number: ask(replicated, number), range(NUM_REQUESTS)))
+        alone = list(clients.map(lambda number: ask(server, number), range(NUM_REQUESTS)))
+    assert shared == alone
+    health = replicated.until_idle()
+    assert {stage["name"] for stage in health["stages"]} == {
+        *("gateway.0", "gateway.1", "ingest.0", "ingest.1", "schedule.0", "execute.0"),
+        *("detokenize.0", "detokenize.1", "detokenize.2"),
+    }
+
+
+def test_connections_are_divided_and_health_counts_what_is_open_at_all_gateways(replicated: Server) -> None:
+    streams = [Stream(replicated, max_tokens=6000) for _ in range(12)]
+    for stream in streams:
+        assert stream.has_text.wait(60)
+    at_each = [connections(replicated, name) for name in ("gateway.0", "gateway.1")]
+    assert sum(at_each) >= 12
+    # That all of twelve fall to one of two has a chance of 1 in 2048; the kernel divides them by their ports.
+    assert min(at_each) > 0
+    assert replicated.health()["open_requests"] == 12
+    for stream in streams:
+        stream.is_leaving = True
+    replicated.until_idle()
+
+
+def test_a_signal_drains_all_gateways() -> None:
+    with Server(*REPLICATED) as server:
+        streams = [Stream(server, max_tokens=40) for _ in range(8)]
+        for stream in streams:
+            assert stream.has_text.wait(60)
+        assert server.stop(signal.SIGTERM) == 0
+        for stream in streams:
+            stream.join(30)
+            assert stream.error is None
+            assert stream.events[-1] == "[DONE]"
+        assert not server.leftovers()
+
+
+@pytest.mark.parametrize("name", ["gateway.1", "ingest.1", "detokenize.2"])
+def test_the_death_of_one_replica_is_told_to_every_stream_that_is_left(name: str) -> None:
+    with Server(*REPLICATED) as server:
+        streams = [Stream(server) for _ in range(8)]
+        for stream in streams:
+            assert stream.has_text.wait(60)
+        process_of(server, name).kill()
+        server.wait_for_line(f"{name} died", 10)
+        for stream in streams:
+            stream.join(20)
+            assert not stream.is_alive()
+            if stream.error is not None:
+                assert name in stream.error["message"]
+            else:
+                assert name == "gateway.1", "a stream ended without a word"
+        assert server.process.wait(15) == 3
+        assert not server.leftovers()

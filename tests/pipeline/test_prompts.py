@@ -1,0 +1,168 @@
+"""What counts as a prompt, as parameters and as a conversation, and what is said about the rest."""
+
+import array
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import protocol as p
+from pipeline.client import ServerInfo, packed
+from pipeline.errors import PromptError
+from pipeline.prompts import chat_of, is_one_conversation, is_one_prompt, params_for, prompt_of
+from pipeline.sampling_params import SamplingParams
+
+INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_one"),
+    [
+        ("a text", True),
+        ({"prompt": "a text"}, True),
+        ([1, 2], True),
+        ((1, 2), True),
+        (range(3), True),
+        (array.array("i", [1]), True),
+        (np.array([1, 2]), True),
+        ([np.int64(1)], True),
+        ([], False),
+        (["a", "b"], False),
+        ([[1], [2]], False),
+        (np.array([[1], [2]]), False),
+        (iter(["a"]), False),
+    ],
+)
+def test_one_prompt_is_told_from_several(value: Any, is_one: bool) -> None:
+    assert is_one_prompt(value) is is_one
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1, 99], (1, 99), range(1, 100, 98), array.array("i", [1, 99]), np.array([1, 99]), {"prompt_token_ids": [1, 99]}],
+)
+def test_ids_come_in_many_forms(value: Any) -> None:
+    assert prompt_of(value, "prompt", INFO) == (p.TokensPrompt(packed([1, 99])), None)
+
+
+@pytest.mark.parametrize("value", ["ünï", {"prompt": "ünï"}, ""])
+def test_texts_go_as_they_are(value: Any) -> None:
+    text = value["prompt"] if isinstance(value, dict) else value
+    assert prompt_of(value, "prompt", INFO) == (p.TextPrompt(text), text)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "prompts[3] must be a text or a list of token ids, not None"),
+        (b"text", "prompts[3] must be a text or a list of token ids, not b'text'"),
+        (7, "prompts[3] must be a text or a list of token ids, not 7"),
+        ([], "prompts[3] is empty: give at least one token id"),
+        ([1, "2"], "prompts[3][1] must be a token id, not '2'"),
+        ([True], "prompts[3][0] must be a token id, not True"),
+        ([1, 2.0], "prompts[3][1] must be a token id, not 2.0"),
+        ([1, 100], "prompts[3][1]: 100 is not one of the model's token ids 0..99"),
+        ([-1], "prompts[3][0]: -1 is not one of the model's token ids 0..99"),
+        ([2**40], f"prompts[3][0]: {2**40} is not one of the model's token ids 0..99"),
+        (
+            [1] * 16,
+            "prompts[3] has 16 token ids, and the longest that this server takes, with room for one more, has 15",
+        ),
+        ("a\ud800", "prompts[3] holds half a surrogate pair, which is no character"),
+        ("x" * 1001, "prompts[3] takes 1001 bytes, and this server reads at most 1000"),
+        ({"text": "a"}, "prompts[3] has keys that are not supported: text"),
+        ({}, 'prompts[3] is a dict without the key "prompt" or "prompt_token_ids"'),
+        (
+            {"prompt_token_ids": [1, 100]},
+            "prompts[3]['prompt_token_ids'][1]: 100 is not one of the model's token ids 0..99",
+        ),
+        ({"prompt": {"prompt": 1}}, "prompts[3]['prompt']['prompt'] must be a text or a list of token ids, not 1"),
+    ],
+)
+def test_what_is_no_prompt_is_said_by_its_place(value: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        prompt_of(value, "prompts[3]", INFO)
+    assert str(caught.value) == words
+
+
+def test_an_error_does_not_repeat_a_huge_value() -> None:
+    with pytest.raises(PromptError) as caught:
+        prompt_of([["x" * 10**6]] * 10**6, "prompt", INFO)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_conversation_is_told_from_several() -> None:
+    message = {"role": "user", "content": "Hi"}
+    assert is_one_conversation([message])
+    assert not is_one_conversation([[message]])
+    assert not is_one_conversation([])
+
+
+def test_a_conversation_goes_as_it_is() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
+    ]
+    assert chat_of(messages, "messages", False, INFO).prompt == p.ChatPrompt(
+        [p.ChatMessage("system", "Be brief."), p.ChatMessage("user", "a\nb", "Ann")], False
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("Hi", "messages must be a list of messages, not 'Hi'"),
+        ([], "messages is empty: at least one message is needed"),
+        (["Hi"], 'messages[0] must be a dict as {"role": "user", "content": "…"}, not \'Hi\''),
+        ([{"role": "tool", "content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant"),
+        ([{"content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant, not None"),
+        ([{"role": "user"}], "messages[0]['content'] must be a text, not None"),
+        (
+            [{"role": "user", "content": "x", "tool_calls": []}],
+            "messages[0] has keys that are not supported: tool_calls",
+        ),
+        ([{"role": "user", "content": "x", "name": 1}], "messages[0]['name'] must be a text, not 1"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0]['content'][0]: content of type 'image_url' is not supported, only text",
+        ),
+        ([{"role": "user", "content": ["x"]}], "messages[0]['content'][0] must be a dict"),
+    ],
+)
+def test_what_is_no_conversation_is_said_by_its_place(value: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        chat_of(value, "messages", True, INFO)
+    assert str(caught.value).startswith(words)
+
+
+DEFAULT, OTHER = SamplingParams(), SamplingParams(n=2)
+
+
+def test_parameters_are_for_all_or_for_each() -> None:
+    assert list(islice(params_for(None, 2, DEFAULT), 2)) == [DEFAULT, DEFAULT]
+    assert list(islice(params_for(OTHER, None, DEFAULT), 2)) == [OTHER, OTHER]
+    assert list(islice(params_for([OTHER, None], 2, DEFAULT), 2)) == [OTHER, DEFAULT]
+    assert list(islice(params_for((one for one in (OTHER, DEFAULT)), None, DEFAULT), 2)) == [OTHER, DEFAULT]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([OTHER], "sampling_params has 1 entries for 2 prompts: give one, or one for each"),
+        ([OTHER, 3], "sampling_params[1] must be SamplingParams, not 3"),
+        ({"n": 1}, "sampling_params must be SamplingParams, or a list with one for each prompt, not {'n': 1}"),
+        (3, "sampling_params must be SamplingParams, or a list with one for each prompt, not 3"),
+    ],
+)
+def test_what_is_no_parameters_is_said_at_once(value: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        params_for(value, 2, DEFAULT)
+    assert str(caught.value) == words
+
+
+def test_too_few_parameters_for_an_iterator_are_said_when_they_run_out() -> None:
+    params = params_for(iter([OTHER]), None, DEFAULT)
+    assert next(params) == OTHER
+    with pytest.raises(PromptError, match="has 1 entries, and there are more prompts"):
+        next(params)

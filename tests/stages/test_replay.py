@@ -1,0 +1,366 @@
+"""What was recorded of a stage drives it again, and it sends the same bytes."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.config.settings import Ingest, Schedule, Settings
+from pipeline.errors import UserError
+from pipeline.recording import format as f
+from pipeline.recording.compare import compare
+from pipeline.recording.replaying import replay
+from pipeline.shm.arrays import ShmRef
+from tests.rig import Rig
+from tests.stages.detokenize.test_sequences import ids_of, opening
+from tests.stages.detokenize.test_stage import settled, told_until_closed
+from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import make_step, row_add, settings
+from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
+from tests.stages.ingest import models as tiny
+from tests.stages.replays import entries, messages_in, order, replay_partial, replays_alike
+from tests.stages.schedule.test_stage import FACTS, Neighbours
+
+TEXT_FACTS = m.ExecuteFacts(num_blocks=8, block_size=16, max_model_len=128, vocab_size=420)
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Any:
+    yield
+    gc.unfreeze()
+
+
+# ---------------------------------------------------------------------------------------------------------- detokenize
+
+
+@pytest.fixture
+def text_dir(tmp_path: Path) -> Path:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def talk(rig: Rig, first: int, num: int = 3) -> None:
+    """Some sequences from opening to end; the ids of the second report are in shared memory."""
+    arena = rig.arena("schedule.0")
+    seqs = range(first, first + num)
+    for seq in seqs:
+        rig.send(opening(seq, m.TextOptions(stop=["STOP"])), "schedule.0")
+    rig.send(settled([(seq, 0, ids_of("hello "), m.Finish.NONE) for seq in seqs]), "schedule.0")
+    long = "x🤖" * 700
+    big = settled([(seq, 6, ids_of(long), m.Finish.NONE) for seq in seqs], lambda array: arena.put(array.tobytes()))
+    assert isinstance(big.ids, ShmRef)
+    rig.send(big, "schedule.0")
+    end = 6 + len(ids_of(long))
+    rig.send(settled([(seq, end, ids_of("STOP and more"), m.Finish.NONE) for seq in seqs]), "schedule.0")
+    rig.send(settled([(seq, end + 13, [], m.Finish.ABORT) for seq in seqs]), "schedule.0")
+    told_until_closed(rig, *seqs)
+
+
+def test_detokenize_sends_the_same_again_also_in_a_process_of_its_own(text_dir: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "detokenize.rec"
+    with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
+        rig.start(TEXT_FACTS)
+        talk(rig, 1)
+        rig.send(m.Refuse(99, 1, 0, m.Failure(400, "no")), "schedule.0")
+        rig.receive("gateway", m.Rejected)
+        rig.load()
+    comparison = replays_alike("detokenize", recording)
+    assert set(comparison.sent) == {"gateway.0", "schedule.0"}
+    assert replays_alike("detokenize", recording, inline=False) == comparison
+    arrays = [len(array) for one in entries(recording) if isinstance(one, f.Wake) for a in one.arrays for array in a]
+    assert max(arrays) > 4096, "what lay in shared memory is in the file"
+
+
+def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text_dir: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "late.rec"
+    with Rig("detokenize", model_dir=text_dir) as rig:
+        rig.start(TEXT_FACTS)
+        rig.send(opening(7), "schedule.0")
+        rig.send(settled([(7, 0, ids_of("early"), m.Finish.NONE)]), "schedule.0")
+        rig.receive("gateway", m.Deltas)
+        rig.send(order(recording, TEXT_FACTS))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        rig.load()
+        rig.load()
+        talk(rig, 10)
+        rig.send(settled([(7, 5, ids_of(" late"), m.Finish.LENGTH)]), "schedule.0")
+        assert rig.receive("gateway", m.Deltas).texts == [" late"]
+        rig.send(m.EndRecord(2))
+        answer = rig.receive("supervisor", m.Answer)
+        assert msgspec.msgpack.decode(answer.body) == recording.stat().st_size
+        rig.send(m.EndRecord(3))
+        assert "not being recorded" in rig.receive("supervisor", m.Answer).error
+    counts = replay_partial("detokenize", recording).counts
+    assert counts["entries of sequences of before"] == 1
+    out = compare(recording.with_suffix(".out0"), None)
+    with Rig("detokenize", model_dir=text_dir, record=tmp_path / "alone.rec") as rig:
+        rig.start(TEXT_FACTS)
+        talk(rig, 10)
+    assert set(out.sent) == set(compare(tmp_path / "alone.rec", None).sent)
+
+
+# ------------------------------------------------------------------------------------------------------------ schedule
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: int) -> None:
+    recording = tmp_path / "schedule.rec"
+    limits = Schedule(depth=depth, max_num_batched_tokens=64)  # type: ignore[arg-type]
+    with Rig("schedule", Settings(schedule=limits), record=recording) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, list(range(2000)))  # its ids travel in shared memory, to schedule and to execute
+        for request_id in range(2, 12):
+            around.admit(request_id, list(range(request_id, request_id + 40)), n=2)
+        rig.load()
+        rig.send(m.Abort(3, 1), "gateway.0")
+        rig.send(m.Abort(77, 1), "gateway.0")
+        rig.load()
+        around.admit(77, [1, 2, 3])
+        around.until_finished(1 + 2 * 10)
+        for request_id in range(1, 12):
+            rig.send(m.Closed(request_id, 1), "gateway.0")
+        rig.load()
+    comparison = replays_alike("schedule", recording)
+    assert {"execute.0", "detokenize.0", "ingest.0"} == set(comparison.sent)
+    assert any(len(array) > 4096 for one in entries(recording) if isinstance(one, f.Sent) for array in one.arrays)
+
+
+def test_a_scheduler_recorded_from_the_middle_is_answered_by_a_stand_in(tmp_path: Path) -> None:
+    recording = tmp_path / "late.rec"
+    with Rig("schedule", Settings()) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, list(range(50)), max_tokens=40)
+        for _ in range(5):
+            around.step()
+        rig.send(order(recording, FACTS))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        rig.load()
+        rig.load()
+        around.admit(2, list(range(60)), max_tokens=20)
+        rig.send(m.Abort(1, 1), "gateway.0")
+        around.until_finished(2)
+        rig.send(m.Closed(1, 1), "gateway.0")
+        rig.load()
+    counts = replay_partial("schedule", recording).counts
+    assert counts["ends of requests of before"] == 2
+    assert counts["results that were replaced"] > 10
+    assert compare(recording.with_suffix(".out0"), None).sent["execute.0"] >= 15
+
+
+# -------------------------------------------------------------------------------------------------------------- ingest
+
+
+def test_ingest_makes_the_same_prompts_again_whatever_a_thread_took(tmp_path: Path, smollm2_dir: Path) -> None:
+    recording = tmp_path / "ingest.rec"
+    sets = Settings(ingest=Ingest(arena_bytes=65536))
+    with Rig("ingest", sets, model_dir=smollm2_dir, record=recording) as rig:
+        rig.start(tiny.facts(max_model_len=100_000, vocab_size=49152))
+        long = "a story of the sea. " * 3000
+        for i in range(3):
+            rig.send(tiny.submit(tiny.chat("hi"), request_id=10 + i), "gateway.0")
+            rig.send(tiny.submit(long + str(i), request_id=20 + i), "gateway.0")
+        rig.send(m.Abort(22, 1), "gateway.0")
+        rig.send(tiny.submit("", request_id=30), "gateway.0")
+        ended: set[int] = set()
+        while len(ended) < 7:
+            message = rig.receive("gateway")
+            ended.add(message.request_id)
+            if isinstance(message, m.Accepted) and isinstance(message.prompt_ids, ShmRef):
+                release = m.Release([message.prompt_ids.offset] * 2, [message.prompt_ids.generation] * 2)
+                rig.send(release, "schedule.0")
+        rig.load()
+    assert any(isinstance(one, f.Event) and one.name == "encoded" for one in entries(recording))
+    comparison = replays_alike("ingest", recording)
+    assert set(comparison.sent) == {"gateway.0", "schedule.0"}
+
+
+# ------------------------------------------------------------------------------------------------------------- execute
+
+
+def run_steps(rig: Rig, row: int, first_step: int, num: int = 4) -> None:
+    prompt = list(range(7, 47))
+    add = row_add(row, prompt, [3 * row, 3 * row + 1, 3 * row + 2], m.Sampling(temperature=2.0, seed=5))
+    rig.send(make_step([(row, 0, 40, True)], adds=[add], step_id=first_step), "schedule.0")
+    rig.receive("schedule", m.StepResult)
+    for i in range(num):
+        rig.send(make_step([(row, 40 + i, 1, True)], step_id=first_step + 1 + i), "schedule.0")
+        rig.receive("schedule", m.StepResult)
+
+
+def test_execute_draws_the_same_ids_again(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("tiny")
+    checkpoints.write(folder, checkpoints.config_of())
+    recording, late = tmp_path / "execute.rec", tmp_path / "late.rec"
+    with Rig("execute", settings(), folder, record=recording) as rig:
+        facts = rig.receive("supervisor", m.Ready).facts
+        rig.send(m.Start(facts))
+        run_steps(rig, 0, 1)
+        rig.load()
+    assert replays_alike("execute", recording).sent == {"schedule.0": 5}
+    with Rig("execute", settings(), folder) as rig:
+        facts = rig.receive("supervisor", m.Ready).facts
+        rig.send(m.Start(facts))
+        run_steps(rig, 1, 1)
+        rig.send(order(late, facts))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        rig.load()
+        rig.load()
+        rig.send(make_step([(1, 44, 1, True)], step_id=6), "schedule.0")
+        rig.receive("schedule", m.StepResult)
+        run_steps(rig, 0, 7)
+        rig.load()
+    counts = replay_partial("execute", late).counts
+    assert counts["steps of rows of before alone"] == 1
+
+    def ids(path: Path) -> list[bytes]:
+        sent = [one for one in entries(path) if isinstance(one, f.Sent)]
+        results = [msgspec.msgpack.decode(one.body, type=m.StepResult) for one in sent]
+        return [result.ids for result in results if isinstance(result.ids, bytes)]
+
+    assert ids(late.with_suffix(".out0")) == ids(recording)
+
+
+# ------------------------------------------------------------------------------------------------------------- gateway
+
+
+def serve_clients(gate: Gate) -> None:
+    stream = gate.post(CHAT | {"stream": True, "stream_options": {"include_usage": True}})
+    submit = gate.begin()
+    gate.delta(submit, "Hel")
+    gate.delta(submit, "lo")
+    gate.finish(submit, " there")
+    assert "Hel" in stream.result().text
+    whole = gate.complete(COMPLETION | {"n": 2, "prompt": ["a", "b"]})
+    gate.serve("one")
+    gate.serve("two")
+    assert whole.result().status_code == 200
+    refused = gate.post(CHAT)
+    gate.reject(gate.submit(), m.Failure(400, "no"))
+    assert refused.result().status_code == 400
+    gone = gate.raw(CHAT | {"stream": True})
+    submit = gate.begin()
+    gate.delta(submit, "to nobody")
+    gone.close()
+    gate.rig.receive("ingest", m.Abort)
+    gate.finish(submit, finish=m.Finish.ABORT)
+    gate.rig.until(lambda load: load.num_open_requests == 0)
+
+
+def test_the_gateway_opens_the_same_requests_and_gives_clients_the_same_events(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    gate = Gate(tmp_path, record=recording)
+    with gate:
+        serve_clients(gate)
+    comparison = replays_alike("gateway", recording)
+    assert set(comparison.sent) == {"ingest.0", "schedule.0", "clients"}
+    assert replays_alike("gateway", recording, inline=False) == comparison
+    text = b"".join(one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer == "client 1")
+    assert text.count(b"data: ") >= 4 and b"[DONE]" in text and b"usage" in text
+
+
+def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    with Gate(tmp_path, record=recording) as gate:
+        lookup = gate.post({"prompt": "x"}, "/tokenize")
+        gate.accept(gate.submit())
+        assert lookup.result().status_code == 200
+        stream = gate.post(CHAT | {"stream": True, "request_id": "mine"})
+        submit = gate.begin()
+        body = {"request_ids": ["mine", "other"]}
+        assert gate.client.post("/abort_requests", json=body).json() == {"num_aborted": 1, "num_unknown": 1}
+        gate.rig.receive("schedule", m.Abort)
+        gate.finish(submit, finish=m.Finish.ABORT)
+        assert '"finish_reason":"abort"' in stream.result().text
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    replays_alike("gateway", recording)
+    sent = [one.body for one in entries(recording) if isinstance(one, f.Sent)]
+    assert sum(b"abort" in one for one in sent) >= 2
+
+
+def test_calls_from_before_a_recording_are_left_out(tmp_path: Path) -> None:
+    recording = tmp_path / "late.rec"
+    with Gate(tmp_path) as gate:
+        early = gate.post(CHAT | {"stream": True})
+        submit = gate.begin()
+        gate.delta(submit, "before")
+        gate.rig.load()
+        gate.rig.send(order(recording, TEXT_FACTS))
+        assert gate.rig.receive("supervisor", m.Answer).error == ""
+        gate.rig.load()
+        gate.rig.load()
+        gate.finish(submit, " and after")
+        assert early.result().text.count("[DONE]") == 1
+        serve_clients(gate)
+    replayed = replay_partial("gateway", recording)
+    assert replayed.counts["answers about calls of before"] == 1
+    assert replayed.counts["events of calls of before"] >= 2
+    sent = [one for one in entries(recording.with_suffix(".out0")) if isinstance(one, f.Sent)]
+    assert sum(b"submit" in one.body for one in sent) == 5
+    assert not any(b"before" in one.body for one in sent)
+
+
+# ------------------------------------------------------------------------------------------------- what is not the same
+
+
+def test_a_stage_that_does_something_else_is_told_where(text_dir: Path, tmp_path: Path) -> None:
+    recording, changed = tmp_path / "a.rec", tmp_path / "b.rec"
+    with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
+        rig.start(TEXT_FACTS)
+        talk(rig, 1)
+    with f.Reader(recording) as reader:
+        frames = [f.frame(reader.header)]
+        for one in reader:
+            if isinstance(one, f.Wake) and any(b"\xa6settled" in body or b"\xa7settled" in body for body in one.bodies):
+                frames.append(f.frame(f.Value("monotonic", 1.0)))
+            frames.append(f.frame(one))
+        frames.append(f.frame(f.End("changed")))
+    changed.write_bytes(f.MAGIC + b"".join(frames))
+    with pytest.raises(UserError, match=r"after wake \d+: the stage did not ask for monotonic"):
+        replay("detokenize", changed, tmp_path / "out", paced=False, inline=True)
+    with pytest.raises(UserError, match=r"after wake \d+: the stage did not ask for monotonic"):
+        replay("detokenize", changed, tmp_path / "out", paced=False, inline=False)
+
+
+def test_a_send_that_was_refused_is_refused_again(text_dir: Path, tmp_path: Path) -> None:
+    recording, changed = tmp_path / "a.rec", tmp_path / "b.rec"
+    with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
+        rig.start(TEXT_FACTS)
+        rig.send(opening(1), "schedule.0")
+        rig.load()
+        rig.send(settled([(1, 0, ids_of("ab"), m.Finish.NONE)]), "schedule.0")
+        rig.receive("gateway", m.Deltas)
+        rig.send(settled([(1, 2, ids_of("cd"), m.Finish.LENGTH)]), "schedule.0")
+        rig.receive("gateway", m.Deltas)
+    with f.Reader(recording) as reader:
+        header, all_entries = reader.header, list(reader)
+    place = next(i for i, one in enumerate(all_entries) if isinstance(one, f.Sent))
+    all_entries[place] = f.Refused("gateway.0")
+    changed.write_bytes(f.MAGIC + b"".join(map(f.frame, [header, *all_entries, f.End("changed")])))
+    replay("detokenize", changed, tmp_path / "out", paced=False, inline=True)
+    (deltas,) = [
+        msgspec.msgpack.decode(one.body, type=m.Deltas) for one in entries(tmp_path / "out") if isinstance(one, f.Sent)
+    ]
+    assert deltas.texts == ["abcd"], "what was refused went with the next"
+
+
+def test_a_paced_replay_takes_as_long_as_the_recording(text_dir: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "a.rec"
+    with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
+        rig.start(TEXT_FACTS)
+        talk(rig, 1)
+        rig.nothing("gateway", 0.3)
+        talk(rig, 10)
+    last_s = max(one.time_ns for one in entries(recording) if isinstance(one, f.Wake)) / 1e9
+    assert last_s > 0.3
+    paced = replay("detokenize", recording, tmp_path / "out", paced=True, inline=True)
+    assert paced.took_s >= last_s
+    assert compare(tmp_path / "out", recording).are_same
+    assert paced.counts["messages"] == messages_in(recording)
+    assert np.isclose(paced.took_s, last_s, atol=5.0)
