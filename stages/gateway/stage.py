@@ -88,7 +88,7 @@ class Gateway:
         runner = web.AppRunner(self._api.app(), handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
         await runner.setup()
         if self._stage.tape.is_replaying:
-            ReplayedClients(self._stage.tape, self._requests)
+            ReplayedClients(self._stage.tape, self._requests, self._aborts)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
             http_port = listener.getsockname()[1]
@@ -148,12 +148,12 @@ class Gateway:
                 self._requests.rejected(message)
             case m.Health():
                 self._desk.answered(message)
+            case m.StatsAnswer():
+                self._stats.answered(message)
             case m.AbortCalls():
                 self._aborts.asked(message)
             case m.CallsAborted():
                 self._aborts.answered(message)
-            case m.StatsAnswer():
-                self._stats.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
