@@ -95,7 +95,7 @@ def serve_crowd(gate: Gate, num_streams: int, num_slow: int, num_steps: int, num
 def _num_fds_when_settled(process: psutil.Process) -> int:
     """Connections close a little after their requests: the number that stays."""
     end = time.monotonic() + PATIENCE_S
-    while any(c.status == psutil.CONN_ESTABLISHED for c in process.net_connections("tcp")):
+    while any(c.status != psutil.CONN_LISTEN for c in process.net_connections("tcp")):
         assert time.monotonic() < end, "connections of clients that left stay open"
         time.sleep(0.05)
     num_fds: int = process.num_fds()
