@@ -155,6 +155,10 @@ class Settings(Frozen, frozen=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log line shown.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description='Shape of log lines: "text" is for people, "json" is one object a line.'),
+    ] = "text"
     gateway: Gateway = Gateway()
     ingest: Ingest = Ingest()
     schedule: Schedule = Schedule()

@@ -30,7 +30,7 @@ def main(launch_fd: int) -> None:
         launch = msgspec.msgpack.decode(file.read(), type=Launch)
     _die_with_parent(launch.death_fd)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
-    log = open_log(launch.name, launch.settings.log_level)
+    log = open_log(launch.name, launch.settings.log_level, launch.settings.log_format)
     try:
         if launch.foreground:
             importlib.import_module("pipeline.debugging").install(launch.break_at)

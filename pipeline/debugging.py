@@ -1,8 +1,8 @@
 """What a stage needs to be looked at in the terminal's foreground: `pipeline serve --foreground STAGE`.
 
-The stage stays a child of the supervisor, in the supervisor's process group and with the terminal as its standard input,
-so that `breakpoint()` in its code talks to the terminal. Ctrl-C is the supervisor's here too: the debugger leaves it
-alone, for by itself it would take it after the first `continue`.
+The stage stays a child of the supervisor, in the supervisor's process group and with the terminal as its standard
+input, so that `breakpoint()` in its code talks to the terminal. Ctrl-C is the supervisor's here too: the debugger
+leaves it alone, for by itself it would take it after the first `continue`.
 """
 
 import functools

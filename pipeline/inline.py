@@ -29,6 +29,7 @@ class InlineChild(Child):
             os.environ.setdefault(key, value)
         self.name = launch.name
         self.stage = launch.stage
+        self.incarnation = launch.incarnation
         self.state = "starting"
         self.pid = os.getpid()
         self.error: BaseException | None = None

@@ -107,6 +107,21 @@ class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):
 Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
+class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
+    """How a sequence came to the first id that was sampled for it, by time.monotonic(); goes with that id."""
+
+    place: int
+    """Of the entry that has that id, in the message's lists."""
+    queued_s: float
+    """Schedule took it in."""
+    started_s: float
+    """A step was planned that computes a part of it."""
+    first_s: float
+    """Its first id was settled."""
+    num_cached: int
+    """Ids of its prompt that were found in the prefix cache."""
+
+
 MAX_SHOWN_IDS = 2**18
 """The most ids of a prompt from which nothing is computed, so that no answer holds up the others for long."""
 
@@ -120,19 +135,6 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     """Nothing will be computed from it: it may be empty, or longer than the model's context."""
     with_text: bool = False
     with_token_strs: bool = False
-
-
-class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
-    """How a sequence came to its first output id, by time.monotonic(); goes with that id."""
-
-    queued_s: float
-    """Schedule took it in."""
-    started_s: float
-    """A step was planned that computes a part of it."""
-    first_s: float
-    """Its first id was settled."""
-    num_cached: int
-    """Ids of its prompt that were found in the prefix cache."""
 
 
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
@@ -371,8 +373,8 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """`Finish` values."""
     stop_reasons: list[str | int | None]
     """The stop string or stop id that ended it, where one did."""
-    firsts: list[FirstTimes | None] = []
-    """One for each entry with the sequence's first output ids (its id offset is 0, and it has ids), in order."""
+    firsts: list[FirstTimes] = []
+    """Of the entries that have the first id sampled for their sequence."""
     settled_s: float = 0.0
     """When schedule sent the newest ids in here."""
     sent_s: float = 0.0
@@ -413,6 +415,13 @@ class StageDied(Message, frozen=True, tag="stage_died"):
     reason: str
 
 
+class StatsAnswer(Message, frozen=True, tag="stats_answer"):
+    """From the supervisor: the whole server's stats."""
+
+    nonce: int
+    stats: ServerStats
+
+
 class AbortCalls(Message, frozen=True, tag="abort_calls"):
     """From another gateway, where a client has asked for it: end these calls. Answered with `CallsAborted`."""
 
@@ -431,13 +440,6 @@ class CallsAborted(Message, frozen=True, tag="calls_aborted"):
     nonce: int
     places: list[int]
     """Of `AbortCalls.names`, the places of those that were open here."""
-
-
-class StatsAnswer(Message, frozen=True, tag="stats_answer"):
-    """From the supervisor: the whole server's stats."""
-
-    nonce: int
-    stats: ServerStats
 
 
 GatewayInbox = (
@@ -640,7 +642,7 @@ class Settled(Message, frozen=True, tag="settled"):
     finishes: Array
     """uint8, `Finish`. STOP says that the last id is the one that stopped it."""
     firsts: list[FirstTimes] = []
-    """One for each entry with the sequence's first output ids (starts at 0, not empty), in order."""
+    """Of the entries that have the first id sampled for their sequence."""
     settled_s: float = 0.0
     """When this was sent, by time.monotonic()."""
 

@@ -60,7 +60,7 @@ def serve(settings: Settings, manner: Manner | None = None) -> int:
 
     Raises OSError, in words for the user, where the address can't be listened on.
     """
-    log = open_log(SUPERVISOR, settings.log_level)
+    log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
     try:

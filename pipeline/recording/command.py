@@ -89,9 +89,9 @@ def _print(path: Path, replayed: Replayed, comparison: Comparison, expected: Pat
     screen = Console(highlight=False)
     header, counts = replayed.header, dict(replayed.counts)
     begun = "from its start" if header.from_start else "from the middle"
-    screen.print(f"{path}: {header.name} of version {header.version}, recorded {begun}", markup=False)
+    screen.print(f"{path}: {header.name} of version {header.version}, recorded {begun}", markup=False, soft_wrap=True)
     if replayed.flaw:
-        screen.print(f"{path}: {replayed.flaw}", markup=False)
+        screen.print(f"{path}: {replayed.flaw}", markup=False, soft_wrap=True)
     wakes, messages = counts.pop("wakes"), counts.pop("messages")
     table = Table()
     for heading in ("", "messages", "a second"):
@@ -104,10 +104,16 @@ def _print(path: Path, replayed: Replayed, comparison: Comparison, expected: Pat
     screen.print(table)
     screen.print(f"took {replayed.took_s:.2f} s, with the stage's start and end")
     if expected is None:
-        screen.print("compared with nothing: the recording does not hold what the stage sent from its start")
+        screen.print(
+            "compared with nothing: the recording does not hold what the stage sent from its start", soft_wrap=True
+        )
     elif comparison.are_same:
         total = sum(comparison.sent.values())
         part = "" if comparison.num_same == total else f"; {total - comparison.num_same:,} more came, which it lacks"
-        screen.print(f"the same as in {expected}: {comparison.num_same:,} messages, byte by byte{part}", markup=False)
+        screen.print(
+            f"the same as in {expected}: {comparison.num_same:,} messages, byte by byte{part}",
+            markup=False,
+            soft_wrap=True,
+        )
     else:
-        screen.print(f"not the same as in {expected}: {comparison.difference}", markup=False)
+        screen.print(f"not the same as in {expected}: {comparison.difference}", markup=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.recording import format as f
 
-SHOWN_CHARS = 300
+SHOWN_CHARS, SHOWN_BEFORE = 200, 60
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ def compare(path: Path, expected: Path | None) -> Comparison:
                 if ours == theirs:
                     num_same += 1
                 else:
-                    difference = f"message {num_same + 1}: {_words(ours)}, where {_words(theirs)} is expected"
+                    difference = f"message {num_same + 1}: {_difference(ours, theirs)} is expected"
             return Comparison(num_same, difference, dict(counts), num_bytes, reader.flaw)
 
 
@@ -62,9 +62,26 @@ def _kind(sent: f.Sent) -> str:
     return "clients" if sent.peer.startswith("client ") else sent.peer
 
 
+def _difference(ours: f.Sent | None, theirs: f.Sent | None) -> str:
+    """Both in words, from a little before where they part."""
+    one, other = _words(ours), _words(theirs)
+    place = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+    if one == other:
+        return f"{_cut(one, 0)} has other arrays than"
+    return f"{_cut(one, place)}, where {_cut(other, place)}"
+
+
+def _cut(text: str, place: int) -> str:
+    """What of a text is shown: its begin, and what is around a place."""
+    head, _, rest = text.partition(": ")
+    begin = max(0, place - len(head) - SHOWN_BEFORE)
+    shown = rest[begin : begin + SHOWN_CHARS]
+    return head + (f": {'… ' if begin else ''}{shown}{' …' if begin + SHOWN_CHARS < len(rest) else ''}" if rest else "")
+
+
 def _words(sent: f.Sent | None) -> str:
     if sent is None:
         return "nothing"
     is_message = not sent.peer.startswith("client ")
     text = str(msgspec.msgpack.decode(sent.body) if is_message else sent.body)
-    return f"to {sent.peer}: {text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + ' …'}"
+    return f"to {sent.peer}: {text}"

@@ -83,6 +83,12 @@ _PER_ENTRY = (
 """The lists of `Deltas` that have a value for each entry."""
 
 
+def _firsts(firsts: list[m.FirstTimes], places: list[int]) -> list[m.FirstTimes]:
+    """Those of the entries that are left, which have new places."""
+    moved = {place: i for i, place in enumerate(places)}
+    return [msgspec.structs.replace(first, place=moved[first.place]) for first in firsts if first.place in moved]
+
+
 class GatewayPartial(_Counting):
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +128,7 @@ class GatewayPartial(_Counting):
         for name in _PER_ENTRY:
             values = getattr(message, name)
             changes[name] = [values[i] for i in places]
-        begins = [i for i, offset in enumerate(message.id_offsets) if offset == 0 and message.num_ids[i]]
-        changes["firsts"] = [first for i, first in zip(begins, message.firsts, strict=False) if i in places]
+        changes["firsts"] = _firsts(message.firsts, places)
         return msgspec.structs.replace(message, **changes)
 
 
@@ -249,15 +254,13 @@ class DetokenizePartial(_Counting):
         if not is_known.any():
             return None
         counts = np.frombuffer(bytes_of(message.counts), "<i4")
-        starts = np.frombuffer(bytes_of(message.starts), "<i4")
-        begins = is_known[(starts == 0) & (counts > 0)].tolist()
         ids = np.frombuffer(bytes_of(message.ids), "<i4")
         return m.Settled(
             seqs=seqs[is_known].tobytes(),
-            starts=starts[is_known].tobytes(),
+            starts=np.frombuffer(bytes_of(message.starts), "<i4")[is_known].tobytes(),
             counts=counts[is_known].tobytes(),
             ids=ids[np.repeat(is_known, counts)].tobytes(),
             finishes=np.frombuffer(bytes_of(message.finishes), "u1")[is_known].tobytes(),
-            firsts=[first for first, keep in zip(message.firsts, begins, strict=False) if keep],
+            firsts=_firsts(message.firsts, np.flatnonzero(is_known).tolist()),
             settled_s=message.settled_s,
         )

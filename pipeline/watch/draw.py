@@ -8,8 +8,8 @@ from pipeline.watch.view import View
 
 NONE = "–"
 STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red", "starting": "yellow"}
-WIDE = 110
-"""Columns from which on there is room for everything."""
+MEDIUM, WIDE = 100, 120
+"""Columns from which on there is room for messages, and for bars."""
 
 
 def server_line(pid: int, model: str, address: str, state: str, uptime_s: float) -> Text:
@@ -17,9 +17,9 @@ def server_line(pid: int, model: str, address: str, state: str, uptime_s: float)
         ("pipeline ", "bold"),
         f"{pid}  ",
         (model or "…", "bold cyan"),
-        f"  {address}  ",
+        "  ",
         (state, STATE_STYLES.get(state, "yellow")),
-        f"  up {duration(uptime_s)}",
+        f"  up {duration(uptime_s)}  {address}",
     )
     line.no_wrap = True
     line.overflow = "ellipsis"
@@ -83,7 +83,8 @@ def _stages(view: View, width: int) -> Table:
     table.add_column("busy %", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("queue", justify="right", no_wrap=True)
-    table.add_column("msg/s", justify="right", no_wrap=True)
+    if width >= MEDIUM:
+        table.add_column("msg/s", justify="right", no_wrap=True)
     table.add_column("holds", no_wrap=True)
     bar = width >= WIDE
     if bar:
@@ -97,7 +98,7 @@ def _stages(view: View, width: int) -> Table:
             number(stage.busy_percent),
             size(stage.rss_bytes),
             NONE if stage.num_queued is None else str(stage.num_queued),
-            number(stage.messages_per_s),
+            *([number(stage.messages_per_s)] if width >= MEDIUM else []),
             stage.note,
         ]
         if bar:
@@ -126,7 +127,8 @@ def milliseconds(value: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    return f"{num_bytes / 1024**3:.2f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.0f} MiB"
+    gib = num_bytes / 1024**3
+    return f"{gib:.0f} GiB" if gib >= 100 else f"{gib:.2f} GiB" if gib >= 1 else f"{num_bytes / 1024**2:.0f} MiB"
 
 
 def duration(seconds: float) -> str:

@@ -191,14 +191,13 @@ class Sequences:
         """Take what is in a `Settled`. Returns what schedule has to end because a stop string was found."""
         aborts: list[m.Abort] = []
         self._settled_s = settled_s
-        next_first = iter(firsts)
+        first_of = {first.place: first for first in firsts}
         end = 0
-        for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
+        for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
             begin, end = end, end + count
             assert seq in self._live, f"sequence {seq} was never opened, or closed before"
             sequence = self._live.pop(seq) if finish else self._live[seq]
-            if start == 0 and count:
-                sequence.first = next(next_first, None)
+            sequence.first = first_of.get(place, sequence.first)
             if sequence.finish:
                 continue  # judged; its gateway was told so
             sequence.settle(start, ids[begin:end], finish)
@@ -227,7 +226,11 @@ class Sequences:
             num_ids=[len(sequence.ids) for sequence in sequences],
             finishes=[int(sequence.finish) for sequence in sequences],
             stop_reasons=[sequence.stop_reason for sequence in sequences],
-            firsts=[sequence.first for sequence in sequences if sequence.ids and not sequence.id_offset],
+            firsts=[
+                msgspec.structs.replace(sequence.first, place=place)
+                for place, sequence in enumerate(sequences)
+                if sequence.first is not None
+            ],
             settled_s=self._settled_s,
             sent_s=now_s,
         )

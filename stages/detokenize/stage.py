@@ -8,6 +8,7 @@ It never blocks in a send: what a full socket refused waits here, merged, and go
 """
 
 import gc
+import logging
 import time
 from typing import Any, assert_never
 
@@ -88,13 +89,17 @@ class Detokenize:
         begin_s = time.monotonic()
         take = self._stage.arrays.take
         seqs = take(message.seqs, "<u8").tolist()
-        starts = take(message.starts, "<i4").tolist()
         ids = take(message.ids, "<i4").tolist()
-        traced = self._sequences.requests(seqs) if self._stage.trace.on else []
         finishes = take(message.finishes, "u1").tolist()
+        is_watched = self._stage.trace.on or self._stage.log.isEnabledFor(logging.DEBUG)
+        traced = self._sequences.requests(seqs) if is_watched else []
+        for request_id, finish in zip(traced, finishes, strict=False):
+            if finish:
+                fields = {"request": f"{request_id:x}", "finish": m.Finish(finish).name.lower()}
+                self._stage.log.debug("ended", extra={"fields": fields})
         aborts = self._sequences.settle(
             seqs,
-            starts,
+            take(message.starts, "<i4").tolist(),
             take(message.counts, "<i4").tolist(),
             ids,
             finishes,
@@ -106,7 +111,8 @@ class Detokenize:
         self._settle_s += end_s - begin_s
         if (trace := self._stage.trace).on:
             # A request is followed here where its text begins, and where it ends.
-            marked = [traced[i] for i in range(len(traced)) if starts[i] == 0 or finishes[i]]
+            begun = {first.place for first in message.firsts}
+            marked = [one for place, one in enumerate(traced) if place in begun or finishes[place]]
             trace.span("text", begin_s, end_s, {"sequences": len(seqs), "tokens": len(ids)}, marked)
         self._end(aborts)
 
@@ -117,8 +123,7 @@ class Detokenize:
 
     def _tell(self) -> None:
         for gateway in self._sequences.unsent():
-            if self._stage.outbox("gateway", gateway).send(
-                self._sequences.deltas(gateway, self._stage.tape.monotonic())
-            ):
+            deltas = self._sequences.deltas(gateway, self._stage.tape.monotonic())
+            if self._stage.outbox("gateway", gateway).send(deltas):
                 self._sequences.sent(gateway)
         self._letters = [(outbox, letter) for outbox, letter in self._letters if not outbox.send(letter)]

@@ -34,9 +34,8 @@ def run(launch: m.Launch) -> None:
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
         runner = _load(launch)
-        stage.log.info(
-            "loaded model=%s blocks=%d kernels=%r", launch.model_dir, runner.facts.num_blocks, runner.program.name
-        )
+        fields = {"model": launch.model_dir, "blocks": runner.facts.num_blocks, "kernels": runner.program.name}
+        stage.log.info("loaded", extra={"fields": fields})
         stage.ready(runner.facts)
         try:
             _serve(stage, runner)

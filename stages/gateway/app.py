@@ -136,10 +136,9 @@ class Api:
         name = names.of_headers(request.headers)
         body = await self._body(request)
         ask = parser(body, self._limits)
-        if name is not None:
-            ask = msgspec.structs.replace(ask, request_id=name)
+        ask = msgspec.structs.replace(ask, received_s=received_s, request_id=name or ask.request_id)
         self._doors.enter()
-        call = self._requests.open(ask, received_s)
+        call = self._requests.open(ask)
         try:
             if ask.stream:
                 return await writing.send_stream(request, call, self._patience_s)
@@ -202,18 +201,18 @@ class Api:
         body = health.body_of(answer, status, reason, self._requests.num_open)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
 
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.ask()
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the supervisor did not answer in time", code="late")
+        return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
+
     async def load(self, request: web.Request) -> web.StreamResponse:
         return _json({"server_load": self._requests.num_calls})
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
         asked = parse.decode(_aborts, await self._body(request), {})
         return _json(await self._aborts.abort(asked.request_ids))
-
-    async def metrics(self, request: web.Request) -> web.StreamResponse:
-        stats = await self._stats.ask()
-        if stats is None:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the supervisor did not answer in time", code="late")
-        return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _json({"version": VERSION})

@@ -71,6 +71,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     """The client's own."""
     timings: bool = False
+    """The reply says where its time went."""
+    received_s: float = 0.0
+    """When the client began to ask, by time.monotonic(); 0 where nobody has noted it."""
 
     @property
     def is_lookup(self) -> bool:

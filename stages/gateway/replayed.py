@@ -25,7 +25,7 @@ class ReplayedClients:
     def __init__(self, tape: Tape, requests: Requests, aborts: AbortDesk) -> None:
         self._requests = requests
         self._aborts = aborts
-        self._decoder = msgspec.msgpack.Decoder(tuple[Ask, float])
+        self._decoder = msgspec.msgpack.Decoder(Ask)
         self._calls: dict[int, tuple[Call, responses.Events]] = {}
         tape.perform("open", self._open)
         tape.perform("leave", self._leave)
@@ -37,7 +37,7 @@ class ReplayedClients:
     def _open(self, number: int, data: bytes) -> None:
         self._requests.num_opened = number - 1
         try:
-            call = self._requests.open(*self._decoder.decode(data))
+            call = self._requests.open(self._decoder.decode(data))
         except ApiError:
             return  # as it was then: it was overloaded
         self._calls[number] = call, responses.Events(call)

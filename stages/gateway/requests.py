@@ -57,6 +57,8 @@ class Sequence(msgspec.Struct, eq=False):
     """When schedule sent its closing."""
     sent_s: float = 0.0
     """When detokenize did."""
+    ended_s: float = 0.0
+    """When it came here."""
 
     @property
     def num_ids(self) -> int:
@@ -93,9 +95,9 @@ class Request(msgspec.Struct, eq=False):
     """Its client has left."""
     is_called_off: bool = False
     """Somebody asked for its end; its client is still there, and is told."""
+    is_rejected: bool = False
     prompt_text: str | None = None
     token_strs: list[str] | None = None
-    is_rejected: bool = False
     began_s: float = 0.0
     """As `Accepted` has it."""
     done_s: float = 0.0
@@ -126,15 +128,15 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int = 0, received_s: float = 0.0) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
         self.ask = ask
         self.number = number
         """Of the gateway's calls."""
-        self.received_s = received_s
-        """When its client began to ask, by time.monotonic()."""
         self._stage = stage
-        self.trace = stage.trace
         tape = stage.tape
+        self.received_s = ask.received_s or tape.monotonic()
+        """When its client began to ask, by time.monotonic()."""
+        self.trace = stage.trace
         prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
         self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
         self.created = int(tape.time())
@@ -171,16 +173,9 @@ class Call:
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
 
-    def now_s(self) -> float:
-        """The stage's clock."""
-        return self._stage.tape.monotonic()
-
-    def tells(self, what: str) -> None:
-        """Note for recordings that a part of the response, of this name, is made now."""
+    def told(self, what: str, data: bytes) -> bytes:
+        """Note for recordings what is given out to the client now, and by what name. Returns it."""
         self._stage.tape.event(what, self.number)
-
-    def told(self, data: bytes) -> bytes:
-        """Note for recordings what the client is sent. Returns it."""
         self._stage.tape.told(self.number, data)
         return data
 
@@ -250,15 +245,11 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
-    def open(self, ask: Ask, received_s: float | None = None) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up.
-        `received_s`: when the client began to ask, by time.monotonic(); None is now."""
-        begin_s = time.monotonic() if received_s is None else received_s
-        self.num_opened += 1
-        if self._stage.tape.is_recording:
-            self._stage.tape.event("open", self.num_opened, msgspec.msgpack.encode((ask, begin_s)))
+    def open(self, ask: Ask) -> Call:
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+        begin_s = time.monotonic()
         try:
-            call = self._open(ask, begin_s)
+            call = self._open(ask)
         except ApiError:
             self.counting.num_overloaded += 1
             raise
@@ -267,8 +258,11 @@ class Requests:
             self._trace.span("submit", begin_s, time.monotonic(), {"call": call.id}, requests)
         return call
 
-    def _open(self, ask: Ask, received_s: float) -> Call:
+    def _open(self, ask: Ask) -> Call:
         tape = self._stage.tape
+        self.num_opened += 1
+        if tape.is_recording:
+            tape.event("open", self.num_opened, msgspec.msgpack.encode(ask))
         if self._owed:
             raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -276,7 +270,7 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask, self._stage, self.num_opened, received_s)
+        call = Call(ask, self._stage, self.num_opened)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
@@ -315,8 +309,12 @@ class Requests:
         self._stage.tape.event("leave", call.number)
         call.is_over = True
         self._unname(call)
-        if call.is_finished and call.failure is None and not call.ask.is_lookup:
-            self.recent.keep(timings.times_of(call, time.monotonic()))
+        if call.requests and call.is_finished and call.failure is None and not call.ask.is_lookup:
+            now_s = time.monotonic()
+            self.recent.keep(timings.times_of(call, now_s))
+            for request in call.requests:
+                fields = _fields(request, call=call.id, took_s=round(now_s - call.received_s, 4))
+                self._stage.log.debug("finished", extra=fields)
         for request in call.requests:
             if request.is_closed:
                 self._settle(request)
@@ -397,13 +395,12 @@ class Requests:
         """Text and ids of some sequences."""
         begin = 0
         now_s = self._stage.tape.monotonic()
-        firsts = iter(message.firsts)
+        first_of = {first.place: first for first in message.firsts}
         gaps: dict[float, int] = {}
         """By when the ids before came: those of one message came together, so these are few."""
         marked: list[int] = []
         """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
-            first = next(firsts, None) if message.id_offsets[i] == 0 and message.num_ids[i] else None
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
             finish = message.finishes[i]
@@ -420,13 +417,13 @@ class Requests:
                 if sequence.last_s:
                     gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
                 elif message.num_ids[i]:
-                    sequence.first, sequence.first_s = first, now_s
+                    sequence.first, sequence.first_s = first_of.get(i), now_s
                     self.counting.first_s.observe(now_s - call.received_s)
                     marked.append(request_id)
                 sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
             if finish != m.Finish.NONE:
                 marked.append(request_id)
-                sequence.settled_s, sequence.sent_s = message.settled_s, message.sent_s
+                sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
                 self._finish(request, sequence, finish, message.stop_reasons[i])
             call.wake()
         for last_s, times in gaps.items():

@@ -148,12 +148,12 @@ class Gateway:
                 self._requests.rejected(message)
             case m.Health():
                 self._desk.answered(message)
+            case m.StatsAnswer():
+                self._stats.answered(message)
             case m.AbortCalls():
                 self._aborts.asked(message)
             case m.CallsAborted():
                 self._aborts.answered(message)
-            case m.StatsAnswer():
-                self._stats.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):

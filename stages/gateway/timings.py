@@ -45,8 +45,8 @@ class Timings(msgspec.Struct):
     choices: list[ChoiceTimings]
 
 
-def times_of(call: "Call", now_s: float) -> CallTimes:
-    """A call that has finished, at `now_s`."""
+def times_of(call: "Call", now_s: float = 0.0) -> CallTimes:
+    """A call that has finished. `now_s`: when its response was out, if it is."""
     sequences = [
         _sequence_times(call, request, sequence, now_s) for request in call.requests for sequence in request.sequences
     ]
@@ -69,7 +69,7 @@ def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_
             first.first_s if first else 0.0,
             sequence.settled_s,
             sequence.sent_s,
-            now_s,
+            max(now_s, sequence.ended_s),
         ),
         first_text_s=sequence.first_s,
         num_prompt=0 if request.prompt_ids is None else len(request.prompt_ids),

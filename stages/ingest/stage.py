@@ -206,9 +206,7 @@ class Ingest:
         finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
         done_s = self._stage.tape.monotonic()
-        self._counting.accepted(len(ids), done_s - began_s)
-        if (trace := self._stage.trace).on:
-            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
+        self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
         accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
@@ -228,6 +226,13 @@ class Ingest:
             finishes=finishes,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
+
+    def _note(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
+        """Count, log and trace a prompt that is accepted."""
+        self._counting.accepted(len(ids), done_s - began_s)
+        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
+        if (trace := self._stage.trace).on:
+            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
 
     def _reject(self, submit: Submit, failure: Failure) -> None:
         self._counting.num_rejected += 1

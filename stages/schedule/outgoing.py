@@ -3,7 +3,6 @@
 Nothing is forgotten until it was sent: a report that a full socket refused is due again, with what came since.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,18 +28,15 @@ class Parting(msgspec.Struct, frozen=True):
     finish: int
     """`Finish`; NONE where it was preempted"""
     first: FirstTimes | None
-    """Where `ids` has its first output id"""
+    """Where `ids` has the first that was sampled for it"""
 
 
 class Outgoing:
     """Owns how far each row has been reported (`Rows.sent`), and the partings that have not. A sequence is reported to
     one replica of detokenize, which its number says."""
 
-    def __init__(
-        self, rows: Rows, put: Put, num_replicas: int = 1, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, rows: Rows, put: Put, num_replicas: int = 1) -> None:
         self._rows = rows
-        self._clock = clock
         self._put = put
         self._num_replicas = num_replicas
         self._partings: list[list[Parting]] = [[] for _ in range(num_replicas)]
@@ -51,12 +47,12 @@ class Outgoing:
         fresh = sequence.ids[num_sent:]
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
-            first = sequence.first_times if start == 0 and len(fresh) else None
+            first = sequence.first_times if num_sent == sequence.num_given and len(fresh) else None
             parting = Parting(sequence.seq, start, fresh, finish, first)
             self._partings[shard(sequence.seq, self._num_replicas)].append(parting)
 
-    def report(self, replica: int = 0) -> Settled | None:
-        """What is due to a replica, or None. It stays due until `reported`."""
+    def report(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
+        """What is due to a replica, or None. It stays due until `reported`. `now_s` is by time.monotonic()."""
         rows, put = self._rows, self._put
         order = rows.order
         fresh = order[rows.known[order] > rows.sent[order]]
@@ -64,7 +60,6 @@ class Outgoing:
             fresh = fresh[rows.seq[fresh] % np.uint64(self._num_replicas) == replica]
         self._reported[replica] = fresh
         parted = self._partings[replica]
-        firsts = [p.first for p in parted if p.first is not None]
         if len(fresh) == 0 and not parted:
             return None
         starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
@@ -79,14 +74,17 @@ class Outgoing:
             counts=put(_int32s([len(p.ids) for p in parted], counts)),
             ids=put(np.concatenate((*(p.ids for p in parted), ids)).astype(np.int32)),
             finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
-            firsts=firsts + [self._first_times(row) for row in fresh[starts == rows.num_prompt[fresh]].tolist()],
-            settled_s=self._clock(),
+            firsts=self._firsts(parted, fresh, starts),
+            settled_s=now_s,
         )
 
-    def _first_times(self, row: int) -> FirstTimes:
-        sequence = self._rows.sequences[row]
-        assert sequence is not None
-        return sequence.first_times
+    def _firsts(self, parted: list[Parting], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:
+        found = [(place, parting.first) for place, parting in enumerate(parted) if parting.first is not None]
+        for place in np.flatnonzero(starts == self._rows.num_given[fresh]).tolist():
+            sequence = self._rows.sequences[int(fresh[place])]
+            assert sequence is not None
+            found.append((len(parted) + place, sequence.first_times))
+        return [msgspec.structs.replace(first, place=place) for place, first in found]
 
     def reported(self, replica: int = 0) -> None:
         """The last report to a replica was sent."""

@@ -49,6 +49,8 @@ class Sequence(msgspec.Struct, eq=False):
     """When its first step was planned; 0 before."""
     first_s: float = 0.0
     """When its first output id was settled; 0 before."""
+    num_given: int = 0
+    """Ids it came with: its prompt, and outputs that the client had already."""
     num_cached: int = 0
     """Ids that it found in the prefix cache when it first started."""
 
@@ -59,4 +61,5 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def first_times(self) -> FirstTimes:
-        return FirstTimes(self.request.queued_s, self.started_s, self.first_s, self.num_cached)
+        """Their place is set when they are sent."""
+        return FirstTimes(0, self.request.queued_s, self.started_s, self.first_s, self.num_cached)

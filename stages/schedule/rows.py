@@ -30,6 +30,7 @@ class Rows:
         self.limit: Int64s = np.zeros(max_num_seqs, np.int64)
         self.sent: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_given: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_blocks: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_keyed: Int64s = np.zeros(max_num_seqs, np.int64)
         """Blocks, from the first, that have been offered to the prefix cache."""
@@ -71,6 +72,7 @@ class Rows:
         self.limit[row] = sequence.limit
         self.sent[row] = known  # whoever waits has said all it had to say
         self.num_prompt[row] = len(sequence.request.prompt)
+        self.num_given[row] = sequence.num_given
         self.num_blocks[row] = len(blocks)
         self.num_keyed[row] = 0
         self.seq[row] = sequence.seq

@@ -7,7 +7,6 @@ is planned ahead of the ids it will have: its length is known before its ids are
 This module neither sends nor receives; stage.py does. It holds no tensor and imports no torch.
 """
 
-import time
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -81,12 +80,11 @@ class Scheduler:
         put: Put = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.outgoing = Outgoing(self.rows, put, num_detokenize, clock)
+        self.outgoing = Outgoing(self.rows, put, num_detokenize)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self._incarnation = incarnation
@@ -151,7 +149,7 @@ class Scheduler:
         """Begin a sequence behind the outputs that are known, or end it at once where nothing may follow them."""
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} comes with more ids than it may have"
-        sequence = Sequence(self._next_seq, request, index, ids, limit)
+        sequence = Sequence(self._next_seq, request, index, ids, limit, num_given=len(ids))
         self._next_seq += 1
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
@@ -424,7 +422,7 @@ class Scheduler:
         rows.promised[sampled] -= 1
         self._totals["output"] += len(sampled)
         self.marked = []
-        for row in sampled[known == rows.num_prompt[sampled]].tolist():
+        for row in sampled[known == rows.num_given[sampled]].tolist():
             self._has_begun(row)
         stopped = finishes == Finish.STOP
         ended = stopped | (known + 1 >= rows.limit[sampled])

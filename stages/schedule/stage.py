@@ -73,7 +73,6 @@ class ScheduleStage:
             put=stage.arrays.put,
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
-            clock=lambda: stage.tape.monotonic(),
         )
         stage.asides.own_counts = self._scheduler.counts
         self._openings: list[deque[m.Open | m.Refuse]] = [deque() for _ in self._detokenize]
@@ -84,6 +83,7 @@ class ScheduleStage:
         report_is_due = False
         while not self._stopped:
             messages = self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
+            begin_s = time.monotonic()
             self._scheduler.now_s = self._stage.tape.monotonic()
             for message in messages:
                 self._handle(message)
@@ -91,7 +91,7 @@ class ScheduleStage:
             report_is_due = not self._report()
             self._stage.release()
             if (trace := self._stage.trace).on:
-                trace.span("wake", self._scheduler.now_s, time.monotonic(), {"messages": len(messages)})
+                trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
 
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler
@@ -126,8 +126,11 @@ class ScheduleStage:
 
     def _admit(self, message: m.Admit) -> None:
         begin_s = time.monotonic()
-        for opening in self._scheduler.admit(message):
+        openings = self._scheduler.admit(message)
+        for opening in openings:
             self._openings[self._replica_of(opening)].append(opening)
+        what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
+        self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": message.n}})
         if (trace := self._stage.trace).on:
             trace.span("admit", begin_s, time.monotonic(), {"n": message.n}, (message.request_id,))
 
@@ -170,7 +173,7 @@ class ScheduleStage:
             if not detokenize.send(openings[0]):
                 return False
             openings.popleft()
-        report = self._scheduler.outgoing.report(replica)
+        report = self._scheduler.outgoing.report(replica, self._stage.tape.monotonic())
         if report is not None:
             if not detokenize.send(report):
                 self._retract(report)

@@ -25,8 +25,11 @@ class Server:
     """`pipeline serve` on a free port. Use as a context manager: leaving it stops the server, and fails if any of its
     processes is left."""
 
-    def __init__(self, *sets: str, config: Path | None = None, until_ready: bool = True) -> None:
+    def __init__(
+        self, *sets: str, config: Path | None = None, until_ready: bool = True, options: tuple[str, ...] = ()
+    ) -> None:
         command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0"]
+        command += options
         for one in sets:
             command += ["--set", one]
         if config is not None:
@@ -48,7 +51,7 @@ class Server:
             except AssertionError:
                 self.process.kill()
                 raise
-            match = re.search(r"ready on (http://\S+)", line)
+            match = re.search(r"ready on (http://[^\s\"]+)", line)
             assert match
             self.url = match[1]
             match = re.search(r"zmq=(\S+)", line)

@@ -32,7 +32,7 @@ IDS = bytes.fromhex("0100000002000000")
 REF = ShmRef("ingest.0", 64, 8192, 3)
 SAMPLING = m.Sampling(0.5, 0.25, 40, 0.125, 2**64 - 1, [7, 8], True)
 TEXT = m.TextOptions(["\n\n", "é"], True, False, [7])
-FIRST = m.FirstTimes(1.5, 2.5, 3.5, 16)
+FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
 STATS = ServerStats(
     "77-ab",
     77,
@@ -76,11 +76,11 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "ping": m.Ping(5),
     "stop": m.Stop(),
     "count": m.Count(5),
+    "record": m.Record(5, "/tmp/x", 1024, 2.5, False, m.ExecuteFacts(100, 16, 2048, 49152)),
+    "end_record": m.EndRecord(5),
     "trace": m.Trace(5, 2.5),
     "take_trace": m.TakeTrace(5),
     "find_call": m.FindCall(5, "cmpl-1"),
-    "record": m.Record(5, "/tmp/x", 2**32, 1e9, True, m.ExecuteFacts(100, 16, 2048, 49152)),
-    "end_record": m.EndRecord(5),
     "flame": m.Flame(5),
     "end_flame": m.EndFlame(5),
     "ask_server_stats": m.AskServerStats(5),
@@ -98,12 +98,12 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "prepared": m.Prepared("/models/x", "x"),
     "accepted": m.Accepted(REQUEST_ID, 1, IDS),
     "accepted with text": m.Accepted(REQUEST_ID, 1, IDS, "hi", ["h", "Ġi"]),
+    "accepted with times": m.Accepted(REQUEST_ID, 1, IDS, None, None, 1.5, 2.5),
     "abort_calls": m.AbortCalls(1, 5, ["chatcmpl-1", "mine"]),
     "calls_aborted": m.CallsAborted(1, 5, [0]),
-    "accepted with times": m.Accepted(REQUEST_ID, 1, IDS, began_s=1.5, done_s=2.5),
     "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
     "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),
-    "deltas with times": m.Deltas([1], [0], [0], ["a"], [0], IDS, [0], [2], [0], [None], [FIRST, None], 4.5, 5.5),
+    "deltas with times": m.Deltas([1], [0], [0], ["a"], [0], IDS, [0], [2], [0], [None], [FIRST], 4.5, 5.5),
     "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
     "drain": m.Drain(30.0),

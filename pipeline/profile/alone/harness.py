@@ -107,6 +107,8 @@ class Harness:
         """Wait until it is ready, and let it begin. Raises UserError, with its own words, where it does not."""
         self.wait_for(lambda message: isinstance(message, m.Ready), START_S, "to be ready")
         self.send(m.Start(facts), SUPERVISOR)
+        self.send(m.Ping(0), SUPERVISOR)
+        self.wait_for(lambda message: isinstance(message, m.Pong), START_S, "to begin")
 
     def ask(self, aside: m.Aside) -> m.Answer:
         """Have it do something beside its work, and return its answer. Raises UserError where it can't."""

@@ -45,6 +45,8 @@ class Load(Protocol):
 
     def turn(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def load_of(harness: Harness, num_streams: int, model: str) -> Load:
     """`model` is the name that clients have to give."""
@@ -65,7 +67,12 @@ def ids_of(stream: int, place: int, num: int) -> "np.ndarray[Any, np.dtype[np.in
     return (FIRST_ID + (stream * 131 + np.arange(place, place + num) * 17) % NUM_IDS).astype(np.int32)
 
 
-class IngestLoad:
+class _NothingToClose:
+    def close(self) -> None:
+        pass
+
+
+class IngestLoad(_NothingToClose):
     """Chats of about `NUM_PROMPT` tokens, no two alike."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
@@ -113,7 +120,7 @@ class IngestLoad:
             self.latencies_s.append(time.monotonic() - self._sent.pop(number))
 
 
-class ScheduleLoad:
+class ScheduleLoad(_NothingToClose):
     """Requests whose prompts have nothing in common, and an executor that takes no time."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
@@ -214,7 +221,7 @@ class _Steps:
             self._load.latencies_s.append(time.monotonic() - self._waiting.popleft()[1])
 
 
-class DetokenizeLoad:
+class DetokenizeLoad(_NothingToClose):
     """Every step settles one id of each stream."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
@@ -311,6 +318,9 @@ class GatewayLoad:
         self._sink.read()
         self.num_tokens = self._sink.num_tokens
         self._steps.came(self.num_tokens)
+
+    def close(self) -> None:
+        self._sink.close()
 
     def _begin(self, submit: m.Submit) -> None:
         ids = ids_of(self._num_begun, 0, NUM_PROMPT).tobytes()

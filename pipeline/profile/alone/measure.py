@@ -3,6 +3,7 @@
 import resource
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -43,45 +44,45 @@ def measure(
     with Harness(stage, settings, model_dir, listens=stage == "gateway") as harness:
         progress("starting", 0)
         harness.start(facts)
-        load = load_of(harness, num_streams, settings.served_model_name or config.name)
-        _run(load, warmup_s, lambda share: progress("warming up", share))
-        if flame is not None:
-            harness.ask(m.Flame(0))
-        if trace is not None:
-            harness.ask(m.Trace(0, MAX_WINDOW_S))
-        pid = harness.child.pid
-        num_tokens, num_latencies = load.num_tokens, len(load.latencies_s)
-        messages_in, messages_out = dict(harness.num_in), dict(harness.num_out)
-        before, load_before, begun = used(pid), _own_cpu_s(), time.monotonic()
-        _run(load, seconds, lambda share: progress("measuring", share))
-        took_s = time.monotonic() - begun
-        now, load_cpu_s = used(pid).since(before), _own_cpu_s() - load_before
-        rss_bytes, peak_bytes = memory_bytes(pid)
-        result = StageProfile(
-            version=VERSION,
-            stage=stage,
-            model=config.name,
-            num_streams=num_streams,
-            seconds=took_s,
-            messages_in=_since(harness.num_in, messages_in),
-            messages_out=_since(harness.num_out, messages_out),
-            num_tokens=load.num_tokens - num_tokens,
-            cpu_s=now.cpu_s,
-            main_cpu_s=now.main_cpu_s,
-            waited_s=now.waited_s,
-            load_cpu_s=load_cpu_s,
-            latency=_latency(load.latencies_s[num_latencies:]),
-            rss_bytes=rss_bytes,
-            peak_rss_bytes=peak_bytes,
-            limit=limit_of(took_s, now.main_cpu_s, now.waited_s, load_cpu_s),
-        )
-        if flame is not None:
-            stacks = msgspec.msgpack.decode(harness.ask(m.EndFlame(0)).body, type=Stacks)
-            write(stacks, flame, f"{stage} alone, {num_streams} streams")
-        if trace is not None:
-            taken = msgspec.msgpack.decode(harness.ask(m.TakeTrace(0)).body, type=StageTrace)
-            trace.write_bytes(chrome.of_window([taken]))
-        return result
+        with closing(load_of(harness, num_streams, settings.served_model_name or config.name)) as load:
+            _run(load, warmup_s, lambda share: progress("warming up", share))
+            if flame is not None:
+                harness.ask(m.Flame(0))
+            if trace is not None:
+                harness.ask(m.Trace(0, MAX_WINDOW_S))
+            pid = harness.child.pid
+            num_tokens, num_latencies = load.num_tokens, len(load.latencies_s)
+            messages_in, messages_out = dict(harness.num_in), dict(harness.num_out)
+            before, load_before, begun = used(pid), _own_cpu_s(), time.monotonic()
+            _run(load, seconds, lambda share: progress("measuring", share))
+            took_s = time.monotonic() - begun
+            now, load_cpu_s = used(pid).since(before), _own_cpu_s() - load_before
+            rss_bytes, peak_bytes = memory_bytes(pid)
+            result = StageProfile(
+                version=VERSION,
+                stage=stage,
+                model=config.name,
+                num_streams=num_streams,
+                seconds=took_s,
+                messages_in=_since(harness.num_in, messages_in),
+                messages_out=_since(harness.num_out, messages_out),
+                num_tokens=load.num_tokens - num_tokens,
+                cpu_s=now.cpu_s,
+                main_cpu_s=now.main_cpu_s,
+                waited_s=now.waited_s,
+                load_cpu_s=load_cpu_s,
+                latency=_latency(load.latencies_s[num_latencies:]),
+                rss_bytes=rss_bytes,
+                peak_rss_bytes=peak_bytes,
+                limit=limit_of(took_s, now.main_cpu_s, now.waited_s, load_cpu_s),
+            )
+            if flame is not None:
+                stacks = msgspec.msgpack.decode(harness.ask(m.EndFlame(0)).body, type=Stacks)
+                write(stacks, flame, f"{stage} alone, {num_streams} streams")
+            if trace is not None:
+                taken = msgspec.msgpack.decode(harness.ask(m.TakeTrace(0)).body, type=StageTrace)
+                trace.write_bytes(chrome.of_window([taken]))
+            return result
 
 
 def _run(load: Load, seconds: float, progress: Callable[[float], None]) -> None:

@@ -36,10 +36,17 @@ class Told:
         self.text: dict[int, str] = {}
         self.ids: dict[int, list[int]] = {}
         self.closing: dict[int, tuple[int, str | int | None]] = {}
+        self.begun: list[int] = []
+        """Sequences whose first ids came with their times."""
 
     def take(self, deltas: m.Deltas) -> None:
         assert len(set(deltas.request_ids)) == len(deltas.request_ids)
         ids = np.frombuffer(deltas.ids, "<i4").tolist()
+        for first in deltas.firsts:
+            assert deltas.num_ids[first.place] > 0
+            assert deltas.id_offsets[first.place] == 0
+            self.begun.append(deltas.request_ids[first.place] - 1000)
+            assert first.num_cached == self.begun[-1], "times of another sequence"
         for place, request_id in enumerate(deltas.request_ids):
             seq = request_id - 1000
             assert seq not in self.closing, "an entry behind the closing one"
@@ -138,12 +145,14 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
     aborts = []
     while live:
         chosen = data.draw(st.just(sorted(live)) | st.lists(st.sampled_from(sorted(live)), min_size=1, unique=True))
-        starts, counts, ids, finishes = [], [], [], []
+        starts, counts, ids, finishes, firsts = [], [], [], [], []
         for seq in chosen:
             output, finish, _ = plans[seq]
             start = data.draw(st.integers(max(0, settled[seq] - 2), settled[seq]))
             end = min(len(output), settled[seq] + data.draw(st.sampled_from([24, 6, 2, 1, 0])))
             closing = finish if end == len(output) and end > settled[seq] else m.Finish.NONE
+            if settled[seq] == 0 and end > 0:
+                firsts.append(m.FirstTimes(len(starts), 1.0, 2.0, 3.0, num_cached=seq))
             starts.append(start)
             counts.append(end - start)
             ids += output[start:end]
@@ -151,7 +160,7 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
             settled[seq] = end
             if closing:
                 live.discard(seq)
-        aborts += sequences.settle(chosen, starts, counts, ids, finishes)
+        aborts += sequences.settle(chosen, starts, counts, ids, finishes, firsts)
         assert len(sequences) == len(live)
         for gateway in sequences.unsent():
             deltas = sequences.deltas(gateway)
@@ -165,6 +174,7 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
         text, ids, closing, reason = outcome(output, finish, options)
         gateway = told[seq % 2]
         assert (gateway.text[seq], gateway.ids[seq], gateway.closing[seq]) == (text, ids, (closing, reason))
+        assert gateway.begun.count(seq) == 1
     assert len({abort.request_id for abort in aborts}) == len(aborts)
     for abort in aborts:
         *_, reason = outcome(*plans[abort.request_id - 1000])

@@ -35,7 +35,14 @@ class Bench:
         self.finished: dict[int, Finish] = {}
         self.wanted: dict[int, tuple[m.Admit, m.Sampling]] = {}
         self.refused: list[m.Refuse] = []
+        self.begun: set[int] = set()
+        """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
+
+    def given(self, seq: int) -> int:
+        """Outputs that a sequence came with."""
+        admit, _ = self.wanted[seq]
+        return len(_bytes(admit.outputs[self.opened[seq].index])) // 4 if admit.outputs else 0
 
     def admit(
         self,
@@ -105,6 +112,10 @@ class Bench:
             return
         self.scheduler.outgoing.reported(replica)
         ids = np.frombuffer(_bytes(message.ids), np.int32).tolist()
+        seqs = np.frombuffer(_bytes(message.seqs), np.uint64).tolist()
+        for first in message.firsts:
+            assert seqs[first.place] not in self.begun, "a sequence has two first ids"
+            self.begun.add(seqs[first.place])
         for seq, start, num, finish in zip(
             np.frombuffer(_bytes(message.seqs), np.uint64).tolist(),
             np.frombuffer(_bytes(message.starts), np.int32).tolist(),
@@ -120,6 +131,7 @@ class Bench:
             if finish != Finish.NONE:
                 self.finished[seq] = Finish(finish)
         assert not ids
+        assert self.begun == {seq for seq in self.received if len(self.received[seq]) > self.given(seq)}
 
     def run(self) -> int:
         """Run until there is nothing to do, in the stage's order: settle, plan, report. Returns the number of steps."""

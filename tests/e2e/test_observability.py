@@ -1,0 +1,420 @@
+"""A running server, looked at from outside: metrics, timings, traces, ps, top and logs."""
+
+import itertools
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+import urllib.request
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline import admin
+from pipeline.admin_client import Admin, find_servers
+from tests.e2e.server import STAGES, Server
+from tests.pipeline.test_tracing import check
+
+MODEL = "SmolLM2-135M-Instruct"
+SEQUENCE_HISTOGRAMS = (
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:time_to_first_token_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+)
+
+
+def post(server: Server, **body: Any) -> Any:
+    """A completion of so many tokens, whole."""
+    body = {"model": MODEL, "prompt": "Once upon a time", "ignore_eos": True, "temperature": 0} | body
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+class Metrics:
+    """One scrape. `self[name, label=value]` is a sample; labels that are not named may be anything, if they fit one."""
+
+    def __init__(self, server: Server) -> None:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        self._samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+    def get(self, name: str, **labels: str) -> float:
+        [found] = [s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items()]
+        return float(found)
+
+
+def gained(server: Server, before: Metrics, name: str, **labels: str) -> float:
+    return Metrics(server).get(name, **labels) - before.get(name, **labels)
+
+
+def pipeline(*words: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "pipeline", *words], capture_output=True, text=True, timeout=timeout_s)
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_counters_are_exact_after_requests_of_known_sizes(server: Server) -> None:
+    server.until_idle()
+    before = Metrics(server)
+    replies = [post(server, prompt=f"{word} is a word of", max_tokens=7, n=2) for word in ("One", "Two", "Three")]
+    assert "error" not in str(replies)
+    num_prompt = 2 * sum(reply["usage"]["prompt_tokens"] for reply in replies)
+    assert sum(reply["usage"]["completion_tokens"] for reply in replies) == 42
+    server.until_idle()
+    after = Metrics(server)
+
+    def more(name: str, **labels: str) -> float:
+        return after.get(name, **labels) - before.get(name, **labels)
+
+    assert more("vllm:prompt_tokens_total") == num_prompt
+    assert more("vllm:generation_tokens_total") == 42
+    assert more("vllm:request_prompt_tokens_sum") == num_prompt
+    assert more("vllm:request_generation_tokens_sum") == 42
+    assert more("vllm:request_success_total", finished_reason="length") == 6
+    assert more("vllm:request_success_total", finished_reason="abort") == 0
+    for name in SEQUENCE_HISTOGRAMS:
+        assert more(f"{name}_count") == 6, name
+    assert more("vllm:inter_token_latency_seconds_count") == 36
+    assert more("vllm:request_params_n_sum") == 6
+    assert more("vllm:iteration_tokens_total_count") == more("pipeline_schedule_steps_total") >= 7
+    assert more("vllm:iteration_tokens_total_sum") == num_prompt - more("vllm:prompt_tokens_cached_total") + 36
+    assert more("pipeline_execute_tokens_total") == more("vllm:iteration_tokens_total_sum")
+    assert more("pipeline_detokenize_tokens_total") == 42
+    assert more("pipeline_ingest_accepted_total") == 3
+    assert more("vllm:prefix_cache_queries_total") == num_prompt
+    assert after.get("vllm:num_requests_running") == after.get("vllm:num_requests_waiting") == 0
+    assert after.get("vllm:kv_cache_usage_perc") == 0
+    # A sequence's time is its parts' time: what it waited, prefilled and decoded is no longer than what the client saw.
+    engine_s = sum(more(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
+    assert 0 < engine_s < more("vllm:e2e_request_latency_seconds_sum")
+    assert more("vllm:request_inference_time_seconds_sum") == pytest.approx(
+        more("vllm:request_prefill_time_seconds_sum") + more("vllm:request_decode_time_seconds_sum")
+    )
+
+
+def test_a_prompt_that_was_seen_is_a_prefix_hit(server: Server) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 8
+    post(server, prompt=prompt, max_tokens=1)
+    server.until_idle()
+    before = Metrics(server)
+    reply = post(server, prompt=prompt, max_tokens=1, timings=True)
+    cached = reply["timings"]["choices"][0]["cached_tokens"]
+    assert cached >= 64
+    assert gained(server, before, "vllm:prefix_cache_hits_total") == cached
+    assert gained(server, before, "vllm:prompt_tokens_by_source_total", source="local_compute") == (
+        reply["usage"]["prompt_tokens"] - cached
+    )
+
+
+def test_metrics_add_up_after_aborts_and_rejections(server: Server) -> None:
+    server.until_idle()
+    before = Metrics(server)
+    for _ in range(3):
+        _leave_in_the_middle(server)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(server, prompt="word " * 9000, max_tokens=5)
+    assert refused.value.code == 400
+    post(server, max_tokens=3)
+    server.until_idle()
+    after = Metrics(server)
+
+    def more(name: str, **labels: str) -> float:
+        return after.get(name, **labels) - before.get(name, **labels)
+
+    reasons = {r: more("vllm:request_success_total", finished_reason=r) for r in ("stop", "length", "abort", "error")}
+    assert reasons == {"stop": 0, "length": 1, "abort": 3, "error": 0}
+    assert more("pipeline_sequences_rejected_total") == 1
+    assert more("pipeline_sequences_opened_total") == 5
+    assert more("vllm:e2e_request_latency_seconds_count") == 1
+    assert more("vllm:request_decode_time_seconds_count") == 1
+    assert after.get("pipeline_open_requests") == 0
+    for stage in ("ingest.0", "schedule.0", "execute.0"):
+        assert after.get("pipeline_stage_arena_used_bytes", stage=stage) == 0
+
+
+def _leave_in_the_middle(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True})
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        data = b""
+        while b'"text":' not in data:
+            data += connection.recv(65536)
+
+
+def test_every_stage_shows_its_process(server: Server) -> None:
+    metrics = Metrics(server)
+    for name in STAGES:
+        memory = metrics.get("pipeline_stage_resident_memory_bytes", stage=f"{name}.0")
+        assert memory == pytest.approx(server.stage(name).memory_info().rss, rel=0.2)
+        assert metrics.get("pipeline_stage_state", stage=f"{name}.0", state="ready") == 1
+        assert metrics.get("pipeline_stage_restarts_total", stage=f"{name}.0") == 0
+    assert metrics.get("pipeline_stage_cpu_seconds_total", stage="execute.0") > 0.5, "it has loaded a model"
+
+
+def test_scraping_ten_times_a_second_costs_little(server: Server) -> None:
+    gateway = server.stage("gateway")
+    everyone = [server.stage(name) for name in STAGES]
+    Metrics(server)
+
+    def cpu_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in everyone)
+
+    before = cpu_s()
+    for _ in range(30):
+        Metrics(server)
+    assert gateway.is_running()
+    assert cpu_s() - before < 30 * 0.03, "30 ms of processor time a scrape, in all stages together, is too much"
+
+
+def test_a_stage_that_hangs_is_late_and_its_last_counts_stay(server: Server) -> None:
+    post(server, max_tokens=2)
+    server.until_idle()
+    before = Metrics(server)
+    process = server.stage("detokenize")
+    process.send_signal(signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        metrics = Metrics(server)
+        assert 1.5 < time.monotonic() - begun < 10
+        assert metrics.get("pipeline_stage_state", stage="detokenize.0", state="late") == 1
+        assert metrics.get("pipeline_stage_state", stage="schedule.0", state="ready") == 1
+        assert metrics.get("pipeline_stage_counts_age_seconds", stage="detokenize.0") > 1.5
+        assert metrics.get("pipeline_detokenize_tokens_total") == before.get("pipeline_detokenize_tokens_total")
+        assert metrics.get("pipeline_stage_resident_memory_bytes", stage="detokenize.0") > 0
+        result = pipeline("ps")
+        assert "late" in result.stdout
+    finally:
+        process.send_signal(signal.SIGCONT)
+    server.until(lambda health: health["status"] == "ok")
+    assert Metrics(server).get("pipeline_stage_state", stage="detokenize.0", state="ready") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- timings
+
+
+def test_timings_are_the_clients_own_time_hop_by_hop(server: Server) -> None:
+    begun = time.monotonic()
+    reply = post(server, max_tokens=20, timings=True)
+    took_ms = 1000 * (time.monotonic() - begun)
+    timings = reply["timings"]
+    [choice] = timings["choices"]
+    ms = {name: hop["ms"] for name, hop in choice["hops"].items()}
+    assert sum(ms.values()) == pytest.approx(timings["total_ms"], abs=0.1)
+    assert timings["total_ms"] < took_ms
+    assert timings["total_ms"] > 0.5 * took_ms
+    assert all(value >= 0 for value in ms.values())
+    assert ms["decode"] == max(ms.values()), "20 steps take longer than anything else"
+    before_first = sum(ms[hop] for hop in ("gateway", "tokenize", "admit", "queue", "prefill"))
+    assert before_first <= timings["time_to_first_token_ms"] <= before_first + 500
+    assert abs(timings["received"] - time.time()) < 60
+
+
+# ----------------------------------------------------------------------------------------------------------- traces
+
+
+def test_two_requests_at_once_leave_two_paths_through_all_stages(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    command = [sys.executable, "-m", "pipeline", "trace", "--seconds", "60", "--out", str(out)]
+    command += ["--pid", str(server.process.pid)]
+    tracing = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with ThreadPoolExecutor(2) as clients:
+        _until_traced(server)
+        replies = list(clients.map(lambda word: post(server, prompt=word, max_tokens=12, timings=True), ("A", "B")))
+    tracing.send_signal(signal.SIGINT)
+    _, said = tracing.communicate(timeout=60)
+    assert tracing.returncode == 0, said
+    events = check(out.read_bytes())
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert set(names.values()) == {f"{name}.0" for name in STAGES}
+    assert {pid for pid, name in names.items()} == {server.stage(name).pid for name in STAGES}
+    slices = {(e["pid"], e["tid"], e["ts"]): e["name"] for e in events if e["ph"] == "X" and e["name"] != "wake"}
+    paths = defaultdict(list)
+    for event in events:
+        if event["ph"] in "stf":
+            paths[event["id"]].append((names[event["pid"]], slices[event["pid"], event["tid"], event["ts"]]))
+    for reply in replies:
+        path = paths[reply["timings"]["choices"][0]["request_id"]]
+        assert path[:8] == [
+            ("gateway.0", "submit"),
+            ("ingest.0", "tokenize"),
+            ("schedule.0", "admit"),
+            ("schedule.0", "plan"),
+            ("execute.0", "step"),
+            ("schedule.0", "settle"),
+            ("detokenize.0", "text"),
+            ("gateway.0", "deltas"),
+        ]
+        assert path[-4:] == [
+            ("schedule.0", "settle"),
+            ("detokenize.0", "text"),
+            ("gateway.0", "deltas"),
+            ("gateway.0", "write"),
+        ]
+    steps = [e["args"] for e in events if e["name"] == "step"]
+    assert len(steps) >= 12
+    assert sum(step["sampled"] for step in steps) == 24
+    running = [e["args"]["running"] for e in events if e["ph"] == "C" and e["name"] == "sequences"]
+    assert max(running) >= 1
+    assert json.loads(out.read_bytes())["otherData"]["lost"] == {f"{name}.0": 0 for name in STAGES}
+
+
+def _until_traced(server: Server) -> None:
+    """Until every stage records. Nobody sees that from outside, but each has then received one message more than the
+    counting took."""
+    name = next(name for name in find_servers() if name.startswith(f"{server.process.pid}-"))
+    with Admin(name) as client:
+
+        def received() -> dict[str, int]:
+            return {s.name: s.counts.num_received for s in client.stats().stages if s.counts is not None}
+
+        first, end = received(), time.monotonic() + 30
+        for times in itertools.count(1):
+            now = received()
+            if all(now[stage] > first[stage] + times for stage in now):
+                return
+            assert time.monotonic() < end, "nobody began to trace"
+
+
+def test_one_request_that_has_ended_can_be_drawn(server: Server, tmp_path: Path) -> None:
+    reply = post(server, max_tokens=4, n=2)
+    server.until_idle()
+    out = tmp_path / "one.json"
+    words = ("--request", reply["id"], "--out", str(out), "--pid", str(server.process.pid))
+    assert pipeline("trace", *words).returncode == 0
+    events = check(out.read_bytes())
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == set(STAGES)
+    assert len([e for e in events if e["name"] == "decode"]) == 2
+    unknown = pipeline("trace", "--request", "cmpl-0", "--out", str(out), "--pid", str(server.process.pid))
+    assert unknown.returncode == 1
+    assert "no gateway knows 'cmpl-0'" in unknown.stderr
+
+
+def test_a_trace_that_can_not_be_written_is_said_before_it_is_taken(server: Server, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    out = tmp_path / "no" / "trace.json"
+    result = pipeline("trace", "--seconds", "60", "--out", str(out), "--pid", str(server.process.pid))
+    assert result.returncode == 1
+    assert "can't be written" in result.stderr
+    assert time.monotonic() - begun < 20
+
+
+# -------------------------------------------------------------------------------------------------------- ps and top
+
+
+def test_ps_lists_the_server_and_its_stages(server: Server) -> None:
+    shown = json.loads(pipeline("ps", "--json").stdout)
+    [ours] = [one for one in shown if one["pid"] == server.process.pid]
+    assert (ours["model"], ours["address"], ours["state"]) == (MODEL, server.url, "serving")
+    pids = {stage["name"]: stage["pid"] for stage in ours["stages"]}
+    assert pids == {"supervisor.0": server.process.pid} | {f"{name}.0": server.stage(name).pid for name in STAGES}
+    text = pipeline("ps").stdout
+    for words in (MODEL, server.url, "execute.0", str(server.stage("execute").pid)):
+        assert words in text
+
+
+def test_top_looks_once_where_there_is_no_terminal(server: Server) -> None:
+    result = pipeline("top", "--pid", str(server.process.pid), "--interval", "0.2")
+    assert result.returncode == 0, result.stderr
+    assert "tokens out/s" in result.stdout
+    assert "\x1b" not in result.stdout
+    view = json.loads(pipeline("top", "--pid", str(server.process.pid), "--json", "--interval", "0.2").stdout)
+    assert view["kv_blocks_total"] > 0
+    assert view["output_tokens_per_s"] == 0
+
+
+def test_top_in_a_terminal_ends_with_q_and_puts_it_back(server: Server) -> None:
+    leader, follower = pty.openpty()
+    before = termios.tcgetattr(follower)
+    words = [sys.executable, "-m", "pipeline", "top", "--pid", str(server.process.pid), "--interval", "0.2"]
+    top = subprocess.Popen(words, stdin=follower, stdout=follower, stderr=follower, env=os.environ | {"TERM": "xterm"})
+    shown, end = b"", time.monotonic() + 30
+    while b"detokenize.0" not in shown:
+        assert select.select([leader], [], [], max(0.0, end - time.monotonic()))[0], f"top shows only {shown!r}"
+        shown += os.read(leader, 65536)
+    os.write(leader, b"xq")
+    drain = threading.Thread(target=_drain, args=(leader,), daemon=True)
+    drain.start()
+    assert top.wait(10) == 0
+    assert termios.tcgetattr(follower) == before
+    os.close(follower)
+    drain.join(5)
+    os.close(leader)
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 65536):
+            pass
+    except OSError:
+        return  # the other end is closed
+
+
+def test_a_pid_that_is_no_server_is_said() -> None:
+    for command in ("top", "trace"):
+        result = pipeline(command, "--pid", "1")
+        assert result.returncode == 1
+        assert "no server has pid 1" in result.stderr
+
+
+def test_garbage_at_the_admin_door_harms_nobody(server: Server) -> None:
+    name = next(name for name in find_servers() if name.startswith(f"{server.process.pid}-"))
+    context: Any = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.connect(admin.address_of(name))
+    try:
+        for data in (b"", b"\xc1" * 1000, b"\x91" * 60_000, os.urandom(5000)):
+            peer.send(data)
+            assert peer.poll(10_000), "garbage is answered"
+            peer.recv()
+        peer.send(b"x" * (admin.MAX_QUESTION_BYTES + 1))
+    finally:
+        peer.close(linger=0)
+        context.term()
+    assert server.health()["status"] == "ok"
+    with Admin(name) as client:
+        assert client.stats().pid == server.process.pid
+
+
+# ------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_json_logs_parse_and_a_request_can_be_followed_by_its_id() -> None:
+    with Server("log_format=json", "log_level=debug") as server:
+        reply = post(server, max_tokens=3, timings=True)
+        server.until_idle()
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.lines if line != "<end of log>"]
+    assert {"ts", "level", "stage", "pid", "message"} <= set.intersection(*(set(line) for line in lines))
+    request_id = reply["timings"]["choices"][0]["request_id"]
+    told = [(line["stage"], line["message"]) for line in lines if line.get("request") == request_id]
+    assert set(told) == {
+        ("gateway.0", "opened"),
+        ("ingest.0", "tokenized"),
+        ("schedule.0", "queued"),
+        ("detokenize.0", "ended"),
+        ("gateway.0", "finished"),
+    }
+    assert [line["call"] for line in lines if line["message"] == "opened"] == [reply["id"]]

@@ -1,0 +1,146 @@
+"""GET /metrics: what Prometheus's own parser reads out of it."""
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline import exposition
+from pipeline.messages import Finish
+from pipeline.stages.gateway.counting import Counting as GatewayCounting
+from pipeline.stages.schedule.counting import Counting as ScheduleCounting
+from pipeline.stats import EdgeCounts, OwnCounts, ScheduleCounts, ServerStats, StageCounts, StageStats, num_queued
+
+MODEL = 'odd "name" \\ with\nlines'
+
+
+def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float = 0.0) -> StageStats:
+    counts = StageCounts(9, 1, [EdgeCounts("x.0", 3, 2)], own, num_queued(own), 1.5, 7, 64, 32) if own else None
+    return StageStats(name, 77, state, 0, 10.0, 4096, 2.5, 3, counts, age_s)
+
+
+def schedule(**more: int) -> ScheduleCounts:
+    counting = ScheduleCounting()
+    counting.step_tokens.observe(20)
+    empty = counting.queue_s.counts()
+    totals = {"num_prompt_tokens": 100, "num_cached_tokens": 30, "num_output_tokens": 50, "num_preemptions": 2} | more
+    return ScheduleCounts(
+        num_running=3,
+        num_waiting=4,
+        num_blocks_free=2,
+        num_blocks_cached=3,
+        num_blocks_held=5,
+        num_blocks_total=10,
+        num_steps=1,
+        queue_s=empty,
+        prefill_s=empty,
+        decode_s=empty,
+        inference_s=empty,
+        step_tokens=counting.step_tokens.counts(),
+        plan_s=0.5,
+        settle_s=0.25,
+        **totals,
+    )
+
+
+def gateway(num_stopped: int, first_s: float) -> Any:
+    counting = GatewayCounting()
+    counting.opened(num_stopped, 1, 16)
+    for _ in range(num_stopped):
+        counting.first_s.observe(first_s)
+        counting.finished(Finish.STOP, 1.0, 0.5, 10, 6)
+    return counting.counts(2)
+
+
+def server(*stages: StageStats) -> ServerStats:
+    return ServerStats("1-ab", 1, "0.1", MODEL, "http://x", "serving", 5.0, 6.0, list(stages), 10, 16, 2048)
+
+
+def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Samples by name and labels, without vLLM's two that all have."""
+    text = exposition.text_of(stats).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = frozenset((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine"))
+            assert (sample.name, labels) not in found, "a sample is there twice"
+            found[sample.name, labels] = sample.value
+    return found
+
+
+def value(samples: Any, name: str, **labels: str) -> float:
+    found: float = samples[name, frozenset(labels.items())]
+    return found
+
+
+def test_the_schedulers_counts_have_vllms_names_and_meanings() -> None:
+    samples = read(server(stage("schedule.0", schedule())))
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 4,
+        "vllm:kv_cache_usage_perc": 0.5,
+        "vllm:prompt_tokens_total": 100,
+        "vllm:prefix_cache_queries_total": 100,
+        "vllm:prefix_cache_hits_total": 30,
+        "vllm:generation_tokens_total": 50,
+        "vllm:num_preemptions_total": 2,
+        "vllm:iteration_tokens_total_count": 1,
+        "vllm:iteration_tokens_total_sum": 20,
+    }
+    assert {name: value(samples, name) for name in expected} == expected
+    assert value(samples, "vllm:prompt_tokens_by_source_total", source="local_compute") == 70
+    assert value(samples, "vllm:iteration_tokens_total_bucket", le="16.0") == 0
+    assert value(samples, "vllm:iteration_tokens_total_bucket", le="32.0") == 1
+    assert value(samples, "vllm:iteration_tokens_total_bucket", le="+Inf") == 1
+
+
+def test_gateways_are_summed() -> None:
+    samples = read(server(stage("gateway.0", gateway(3, 0.03)), stage("gateway.1", gateway(4, 3.0))))
+    assert value(samples, "vllm:request_success_total", finished_reason="stop") == 7
+    assert value(samples, "vllm:request_success_total", finished_reason="error") == 0
+    assert value(samples, "vllm:time_to_first_token_seconds_count") == 7
+    assert value(samples, "vllm:time_to_first_token_seconds_sum") == pytest.approx(3 * 0.03 + 4 * 3.0)
+    assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 3
+    assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="2.5") == 3
+    assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="5.0") == 7
+    assert value(samples, "vllm:request_generation_tokens_sum") == 42
+    assert value(samples, "vllm:request_time_per_output_token_seconds_sum") == pytest.approx(7 * 0.1)
+    assert value(samples, "pipeline_open_requests") == 4
+
+
+def test_a_stage_that_is_late_shows_its_last_counts_and_their_age() -> None:
+    samples = read(server(stage("schedule.0", schedule(), "late", 12.5), stage("execute.0", None, "starting")))
+    assert value(samples, "pipeline_stage_state", stage="schedule.0", state="late") == 1
+    assert value(samples, "pipeline_stage_state", stage="schedule.0", state="ready") == 0
+    assert value(samples, "pipeline_stage_counts_age_seconds", stage="schedule.0") == 12.5
+    assert value(samples, "vllm:generation_tokens_total") == 50
+    assert value(samples, "pipeline_stage_resident_memory_bytes", stage="execute.0") == 4096
+    assert ("pipeline_stage_queue", frozenset({("stage", "execute.0")})) not in samples
+
+
+def test_every_stage_has_its_process_its_queue_and_its_edges() -> None:
+    samples = read(server(stage("schedule.0", schedule())))
+    expected = {
+        "pipeline_stage_cpu_seconds_total": 2.5,
+        "pipeline_stage_restarts_total": 0,
+        "pipeline_stage_queue": 4,
+        "pipeline_stage_wait_seconds_total": 1.5,
+        "pipeline_stage_messages_received_total": 9,
+        "pipeline_stage_messages_stale_total": 1,
+        "pipeline_stage_arena_used_bytes": 32,
+    }
+    assert {name: value(samples, name, stage="schedule.0") for name in expected} == expected
+    assert value(samples, "pipeline_edge_messages_sent_total", stage="schedule.0", to="x.0") == 3
+    assert value(samples, "pipeline_edge_messages_refused_total", stage="schedule.0", to="x.0") == 2
+
+
+def test_an_odd_model_name_comes_back_as_it_is() -> None:
+    families = text_string_to_metric_families(exposition.text_of(server(stage("schedule.0", schedule()))).decode())
+    running = next(family for family in families if family.name == "vllm:num_requests_running")
+    assert running.samples[0].labels == {"model_name": MODEL, "engine": "0"}
+
+
+def test_a_server_that_has_counted_nothing_yet_can_be_scraped() -> None:
+    samples = read(server())
+    assert value(samples, "vllm:e2e_request_latency_seconds_count") == 0
+    assert ("vllm:num_requests_running", frozenset()) not in samples, "unknown is not zero"
