@@ -48,6 +48,10 @@ class Gateway(Frozen, frozen=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=MAX_BYTES, description="Largest request body accepted, in bytes.")
     ] = 4 * 1024**2
+    slow_client_timeout_s: Annotated[
+        Seconds,
+        Meta(description="How long a client may take nothing of what waits for it, until its connection is cut off."),
+    ] = 60.0
 
 
 class Ingest(Frozen, frozen=True):

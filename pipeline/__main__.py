@@ -1,4 +1,4 @@
-"""The command line: `pipeline serve`, `chat`, `bench`, `profile`, `record`, `replay`, `config`, `trace`, `ps`, `top`.
+"""The command line: one function that declares a command's options, and one that runs it.
 
 Commands import what they need when they run, so that `--help` and mistyped options are answered at once.
 """
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_ps(commands)
     _add_top(commands)
+    _add_check_model(commands)
     return parser
 
 
@@ -359,6 +360,32 @@ def _profile_chain(args: argparse.Namespace) -> int:
 def _profile_alone(args: argparse.Namespace) -> int:
     settings = _settings(args)
     from pipeline.profile.alone.command import run
+
+    return run(args, settings)
+
+
+# ------------------------------------------------------------------------------------------------------ check-model
+
+
+def _add_check_model(commands: _Commands) -> None:
+    from pipeline.check.options import add_options
+
+    parser = commands.add_parser(
+        "check-model",
+        help="compare a checkpoint's logits and greedy texts with transformers'",
+        description="Compute a checkpoint with this server's programs (whole prompts, chunks, batches, behind a cached "
+        "prefix), and compare logits and greedy texts with transformers'. Exit code 0 where all checks pass, else 1.",
+        allow_abbrev=False,
+    )
+    _add_settings(parser)
+    _add_flags(parser, {"execute.kernels": _PROFILE_FLAGS["execute.kernels"]})
+    add_options(parser)
+    parser.set_defaults(run=_check_model)
+
+
+def _check_model(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    from pipeline.check.command import run
 
     return run(args, settings)
 

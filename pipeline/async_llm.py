@@ -49,6 +49,7 @@ class AsyncLLM:
         model: str | os.PathLike[str] | None = None,
         *,
         address: str | None = None,
+        timeout_s: float = ATTACH_S,
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         caller: str = "AsyncLLM",
@@ -56,6 +57,7 @@ class AsyncLLM:
     ) -> None:
         """`caller` is what errors call this."""
         self._caller = caller
+        self._timeout_s = timeout_s
         self._server: OwnServer | None = None
         self._closed = False
         self._client: AsyncClient | None = None
@@ -75,9 +77,15 @@ class AsyncLLM:
             self._server = OwnServer(settings_of(f"{caller}()", config, own), log_path)
 
     @classmethod
-    def attach(cls, address: str) -> "AsyncLLM":
-        """Use a server that runs already, by the address of its ZeroMQ door."""
-        return cls(address=address)
+    def attach(cls, address: str, *, timeout_s: float = ATTACH_S) -> "AsyncLLM":
+        """Use a server that runs already, by the address of its ZeroMQ door; `timeout_s` is how long it may take to
+        answer."""
+        return cls(address=address, timeout_s=timeout_s)
+
+    @property
+    def address(self) -> str:
+        """Of the server's ZeroMQ door; others may attach to it."""
+        return self._address
 
     # --------------------------------------------------------------------------------------------------------- life
 
@@ -107,6 +115,12 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Abort what is open and end the server, if it is our own. May be called again."""
+        await self.disconnect()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    async def disconnect(self) -> None:
+        """Abort what is open and leave the server as it is; for `close` alone."""
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
@@ -114,8 +128,6 @@ class AsyncLLM:
                 await self._connecting
         if self._client is not None:
             await self._client.close()
-        if self._server is not None:
-            await asyncio.to_thread(self._server.close)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -255,7 +267,7 @@ class AsyncLLM:
             await self._client.close()
         if self._server is None:
             try:
-                return await AsyncClient.connect(self._address, timeout_s=ATTACH_S)
+                return await AsyncClient.connect(self._address, timeout_s=self._timeout_s)
             except (ConnectionLost, RequestError) as error:
                 raise ServerFailed(f"can't attach: {error}") from error
             except ValueError as error:
@@ -295,7 +307,8 @@ class AsyncLLM:
             return ServerFailed(f"this {self._caller} was closed")
         if self._server is not None and await asyncio.to_thread(self._server.wait, LAST_WORDS_S):
             return ServerFailed(f"the server has ended: {self._server.reason()}")
-        return ServerFailed(str(error))
+        complaints = self._server.complaints() if self._server is not None else ""
+        return ServerFailed(complaints or str(error))
 
 
 async def _connected_once_started(address: str, timeout_s: float) -> AsyncClient:

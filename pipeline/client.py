@@ -249,6 +249,7 @@ class AsyncClient:
             raise ValueError(f"{self.address!r} is no address to connect to: {error.strerror}") from error
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._watch()  # what came before is no news to a descriptor
         self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}"))
         try:
             async with asyncio.timeout(timeout_s):
@@ -329,7 +330,10 @@ class AsyncClient:
         self._loop.remove_reader(self._monitor.fileno())
         self._monitor.close()
         self._socket.close()
-        await asyncio.to_thread(self._context.term)  # waits for the last words to leave
+        try:
+            await asyncio.to_thread(self._context.term)  # waits for the last words to leave
+        except RuntimeError:  # there are no threads to be had any more when the interpreter ends
+            self._context.term()
 
     # ------------------------------------------------------------------------------------------------------ inside
 
@@ -394,7 +398,7 @@ class AsyncClient:
             asked_s = self._said_s
             self._wake()
             now = time.monotonic()
-            if now - self._said_s >= heartbeat_s / 2:
+            if now - min(self._said_s, self._heard_s) >= heartbeat_s / 2:
                 self._send(p.Ping())
             if now - self._heard_s > silence_s and asked_s - self._heard_s > heartbeat_s:
                 self._end(ConnectionLost(f"the server at {self.address} has said nothing for {silence_s:g} s"))

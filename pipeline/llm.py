@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from pipeline import batch
-from pipeline.async_llm import AsyncLLM
+from pipeline.async_llm import ATTACH_S, AsyncLLM
 from pipeline.batch import Item
 from pipeline.client import ServerInfo
 from pipeline.errors import PromptError, UserError
@@ -62,12 +62,15 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         address: str | None = None,
+        timeout_s: float = ATTACH_S,
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         progress: bool = True,
         **settings: Any,
     ) -> None:
-        self._llm = AsyncLLM(model, address=address, config=config, log_path=log_path, caller="LLM", **settings)
+        self._llm = AsyncLLM(
+            model, address=address, timeout_s=timeout_s, config=config, log_path=log_path, caller="LLM", **settings
+        )
         self._thread = LoopThread("pipeline-llm")
         self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._llm)
         try:
@@ -78,9 +81,15 @@ class LLM:
             raise
 
     @classmethod
-    def attach(cls, address: str) -> "LLM":
-        """Use a server that runs already, by the address of its ZeroMQ door."""
-        return cls(address=address)
+    def attach(cls, address: str, *, timeout_s: float = ATTACH_S) -> "LLM":
+        """Use a server that runs already, by the address of its ZeroMQ door; `timeout_s` is how long it may take to
+        answer."""
+        return cls(address=address, timeout_s=timeout_s)
+
+    @property
+    def address(self) -> str:
+        """Of the server's ZeroMQ door; others may attach to it."""
+        return self._llm.address
 
     @property
     def server(self) -> OwnServer | None:
@@ -198,6 +207,8 @@ def _close(owner_pid: int, thread: LoopThread, llm: AsyncLLM) -> None:
         threading.Thread(target=_close, args=(owner_pid, thread, llm), name="pipeline-llm-close").start()
         return
     try:
-        thread.run(llm.close())
+        thread.run(llm.disconnect())
     finally:
         thread.close()
+        if llm.server is not None:
+            llm.server.close()

@@ -4,12 +4,13 @@ difference."""
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 JOIN_S = 5.0
+MAX_WORKERS = 2
 
 
 class LoopThread:
@@ -17,6 +18,9 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        # The loop's own executor needs a new thread to end, and there is none to be had when the interpreter ends.
+        self._executor = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix=name)
+        self._loop.set_default_executor(self._executor)
         # A daemon: threads that aren't are waited for before anything is closed at exit.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -58,6 +62,7 @@ class LoopThread:
         self.run(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
+        self._executor.shutdown(wait=False)
         self._loop.close()
 
 
@@ -67,4 +72,3 @@ async def _cancel_all() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
-    await asyncio.get_running_loop().shutdown_default_executor()

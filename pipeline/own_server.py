@@ -157,8 +157,8 @@ class OwnServer:
         match = _STAMP.match(lines[-1])
         return match["text"] if match else lines[-1]
 
-    def reason(self) -> str:
-        """Why it ended, in its own words, which come from its log."""
+    def complaints(self) -> str:
+        """What it has said that is wrong; empty where it has nothing to complain of."""
         said = []
         for line in self.log().splitlines():
             match = _STAMP.match(line)
@@ -166,8 +166,12 @@ class OwnServer:
                 said.append(match["text"])
             elif line.startswith("pipeline: error: "):
                 said.append(line.removeprefix("pipeline: error: "))
-        if said:
-            return "; ".join(said)
+        return "; ".join(said)
+
+    def reason(self) -> str:
+        """Why it ended, in its own words, which come from its log."""
+        if said := self.complaints():
+            return said
         last = "\n".join(self.log().splitlines()[-NUM_LAST_LINES:])
         code = self.exit_code
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"

@@ -15,7 +15,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare
+from tests import pythons
 from tests.e2e.server import Server
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which Pythons could not be tried, lest their absence pass for a success."""
+    reports = (report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ()))
+    if not any("test_pythons.py" in report.nodeid for report in reports):
+        return
+    if missing := [version for version in pythons.supported() if version not in pythons.here()]:
+        terminalreporter.write_line(f"not on this machine, so not tried: Python {', '.join(missing)}", yellow=True)
 
 
 @pytest.fixture(scope="session")

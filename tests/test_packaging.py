@@ -40,7 +40,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project as a fresh clone has it: building leaves files behind, which do not belong into the real one."""
     project = tmp_path_factory.mktemp("project")
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, project)
     for name in ("pipeline", *LINKED, "tests", "tools"):
         shutil.copytree(ROOT / name, project / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -69,10 +69,10 @@ class Sequence:
         self.id_offset = 0
         self.finish: int = m.Finish.NONE
         self.stop_reason: str | int | None = None
-        self.first: m.FirstTimes | None = None
-        """Goes with its first ids, like them until it was sent."""
         self._stop_id: int | None = None
         """The id that stopped it, where it came with the opening."""
+        self.first: m.FirstTimes | None = None
+        """Goes with its first ids, like them until it was sent."""
         if outputs:
             self._resume(outputs, opening.finish)
 

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 
 from pipeline import exposition
 from pipeline import messages as m
+from pipeline.config.settings import Gateway as GatewaySettings
 from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.errors import ApiError, shown
@@ -75,10 +76,10 @@ class Api:
         doors: Doors,
         requests: Requests,
         desk: HealthDesk,
-        stats: StatsDesk,
         aborts: AbortDesk,
+        stats: StatsDesk,
         limits: parse.Limits,
-        max_body: int,
+        settings: GatewaySettings,
     ) -> None:
         self._doors = doors
         self._stats = stats
@@ -86,7 +87,8 @@ class Api:
         self._desk = desk
         self._aborts = aborts
         self._limits = limits
-        self._max_body = max_body
+        self._max_body = settings.max_body_bytes
+        self._patience_s = settings.slow_client_timeout_s
         self._created = int(time.time())
 
     def app(self) -> web.Application:
@@ -139,8 +141,8 @@ class Api:
         call = self._requests.open(ask)
         try:
             if ask.stream:
-                return await writing.send_stream(request, call)
-            return await writing.send_whole(request, call, body_of)
+                return await writing.send_stream(request, call, self._patience_s)
+            return await writing.send_whole(request, call, self._patience_s, body_of)
         except ConnectionError:
             return web.Response()  # nobody reads it
         finally:

@@ -48,10 +48,10 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    timings: bool | None = None
-    """Ours: the reply says where its time went."""
     request_id: str | None = None
     """The client's own name for it; a header, X-Request-Id, wins."""
+    timings: bool | None = None
+    """Ours: the reply says where its time went."""
 
 
 B = TypeVar("B", bound=msgspec.Struct)

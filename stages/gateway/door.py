@@ -235,7 +235,8 @@ class Door:
     def _abandon(self, peer: Peer) -> None:
         self._peers.pop(peer.connection, None)
         peer.letters.clear()
-        for _, task in peer.streams.values():
+        for stream, task in peer.streams.values():
+            stream.leave()
             task.cancel()
 
     def _ended(self, connection: Connection) -> None:

@@ -108,6 +108,7 @@ class DoorSocket:
             raise
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
         self._loop.add_reader(int(self._monitor.get(zmq.FD)), self._wake)
+        self._loop.call_soon(self._wake)  # what came before is no news to a descriptor
 
     def _bind(self, address: str) -> None:
         try:

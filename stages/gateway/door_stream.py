@@ -49,6 +49,10 @@ class DoorStream:
         self._failure = self._failure or error
         self._call.wake()
 
+    def leave(self) -> None:
+        """Nobody reads any more: what is open is aborted. `run` may be cancelled then, begun or not."""
+        self._requests.leave(self._call)
+
     def wake(self) -> None:
         """The connection may take something again."""
         self._call.wake()

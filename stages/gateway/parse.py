@@ -256,8 +256,8 @@ def _ask(
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
-        timings=bool(body.timings),
         request_id=names.checked(body.request_id, "request_id"),
+        timings=bool(body.timings),
     )
 
 

@@ -32,7 +32,7 @@ class ReplayedClients:
             tape.perform(what, partial(self._give, what))
 
     def _open(self, number: int, data: bytes) -> None:
-        self._requests.num_calls = number - 1
+        self._requests.num_opened = number - 1
         try:
             call = self._requests.open(self._decoder.decode(data))
         except ApiError:

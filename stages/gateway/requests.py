@@ -46,6 +46,8 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    is_resumed: bool = False
+    """Its first ids came from the client; only their text's length will be told."""
     first: m.FirstTimes | None = None
     first_s: float = 0.0
     """When its first ids came, by time.monotonic(); as below."""
@@ -57,8 +59,6 @@ class Sequence(msgspec.Struct, eq=False):
     """When detokenize did."""
     ended_s: float = 0.0
     """When it came here."""
-    is_resumed: bool = False
-    """Its first ids came from the client; only their text's length will be told."""
 
     @property
     def num_ids(self) -> int:
@@ -173,12 +173,9 @@ class Call:
     def num_output_tokens(self) -> int:
         return sum(sequence.num_ids for sequence in self.sequences)
 
-    def tells(self, what: str) -> None:
-        """Note for recordings that a part of the response, of this name, is made now."""
+    def told(self, what: str, data: bytes) -> bytes:
+        """Note for recordings what is given out to the client now, and by what name. Returns it."""
         self._stage.tape.event(what, self.number)
-
-    def told(self, data: bytes) -> bytes:
-        """Note for recordings what the client is sent. Returns it."""
         self._stage.tape.told(self.number, data)
         return data
 
@@ -218,7 +215,7 @@ class Requests:
         self._stage = stage
         self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
-        self.num_calls = 0
+        self.num_opened = 0
         """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
         self._names: dict[str, list[Call]] = {}
@@ -263,9 +260,9 @@ class Requests:
 
     def _open(self, ask: Ask) -> Call:
         tape = self._stage.tape
-        self.num_calls += 1
+        self.num_opened += 1
         if tape.is_recording:
-            tape.event("open", self.num_calls, msgspec.msgpack.encode(ask))
+            tape.event("open", self.num_opened, msgspec.msgpack.encode(ask))
         if self._owed:
             raise overloaded("its stages take no more messages")
         if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
@@ -273,7 +270,7 @@ class Requests:
                 f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
                 f"request opens {num_wanted}: n for each prompt"
             )
-        call = Call(ask, self._stage, self.num_calls)
+        call = Call(ask, self._stage, self.num_opened)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
@@ -365,8 +362,8 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
-            request.began_s, request.done_s = message.began_s, message.done_s
             request.prompt_text, request.token_strs = message.text, message.token_strs
+            request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
             if request.call.ask.echo:
                 request.echo()

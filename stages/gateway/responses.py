@@ -84,7 +84,6 @@ def usage_of(call: Call) -> Usage:
 
 def whole(call: Call) -> bytes:
     """The body of a response that is not streamed. The call has finished."""
-    call.tells("whole")
     choices: list[_ChatChoice] | list[_TextChoice]
     if call.ask.is_chat:
         choices = [
@@ -103,13 +102,7 @@ def whole(call: Call) -> bytes:
     body = _encoder.encode(response)
     if call.trace.on:
         _trace_write(call, begin_s, body)
-    return call.told(body)
-
-
-def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
-    """Note that a part of a response was made. The last one ends the request's way through the stages."""
-    requests = [request.id for request in call.requests] if call.is_finished else []
-    call.trace.span("write", begin_s, time.monotonic(), {"call": call.id, "bytes": len(data)}, requests)
+    return call.told("whole", body)
 
 
 class _Tokenized(msgspec.Struct):
@@ -137,6 +130,12 @@ def detokenized(call: Call) -> bytes:
     return _encoder.encode(_Detokenized(request.prompt_text or ""))
 
 
+def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
+    """Note that a part of a response was made. The last one ends the request's way through the stages."""
+    requests = [request.id for request in call.requests] if call.is_finished else []
+    call.trace.span("write", begin_s, time.monotonic(), {"call": call.id, "bytes": len(data)}, requests)
+
+
 class Events:
     """The events of one streamed response, as they become due.
 
@@ -162,19 +161,16 @@ class Events:
         """What a stream begins with, before there is any text."""
         if not self._call.ask.is_chat:
             return b""
-        self._call.tells("first")
         role = _Delta("assistant", "")
-        return self._call.told(b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished))
+        return self._call.told("first", b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished))
 
     def due(self) -> bytes:
         """All that has come since the last time."""
-        self._call.tells("due")
-        if not self._call.trace.on:
-            return self._call.told(b"".join(self._due()))
         begin_s = time.monotonic()
         data = b"".join(self._due())
-        _trace_write(self._call, begin_s, data)
-        return self._call.told(data)
+        if self._call.trace.on:
+            _trace_write(self._call, begin_s, data)
+        return self._call.told("due", data)
 
     def _due(self) -> Iterator[bytes]:
         is_chat = self._call.ask.is_chat
@@ -195,16 +191,15 @@ class Events:
 
     def last(self) -> bytes:
         """How a stream ends that has gone well."""
-        self._call.tells("last")
         ask = self._call.ask
         if not (ask.include_usage or ask.timings):
-            return self._call.told(DONE)
+            return self._call.told("last", DONE)
         chunk = msgspec.structs.replace(self._chunk, choices=[])
         if ask.include_usage:
             chunk.usage = usage_of(self._call)
         if ask.timings:
             chunk.timings = timings_of(times_of(self._call))
-        return self._call.told(_framed(_encoder.encode(chunk)) + DONE)
+        return self._call.told("last", _framed(_encoder.encode(chunk)) + DONE)
 
     def _event(self, choice: _DeltaChoice | _TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]

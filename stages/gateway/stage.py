@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from http import HTTPStatus
-from typing import assert_never
+from typing import Any, assert_never
 
 import uvloop
 from aiohttp import web
@@ -23,7 +23,7 @@ from pipeline.channels import AsyncInbox
 from pipeline.door_address import address_of
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
-from pipeline.stages.gateway import parse
+from pipeline.stages.gateway import descriptors, parse
 from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.door import Door
@@ -32,6 +32,7 @@ from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
+from pipeline.stages.gateway.site import Site
 
 LAST_WORDS_S = 1.5
 """After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
@@ -48,6 +49,7 @@ def run(launch: m.Launch) -> None:
         Stage(launch, m.GatewayInbox) as stage,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        descriptors.allow_many(launch.settings.gateway.max_open_requests, stage.log)
         runner.run(Gateway(stage).serve())
 
 
@@ -60,36 +62,37 @@ class Gateway:
         self._doors = Doors()
         self._requests = Requests(stage)
         self._desk = HealthDesk(stage)
-        self._stats = StatsDesk(stage)
         self._aborts = AbortDesk(stage, self._requests)
+        self._stats = StatsDesk(stage)
         self._limits = limits = parse.Limits(
             settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
         )
-        max_body_bytes = settings.gateway.max_body_bytes
-        self._api = Api(self._doors, self._requests, self._desk, self._stats, self._aborts, limits, max_body_bytes)
+        self._api = Api(
+            self._doors,
+            self._requests,
+            self._desk,
+            self._aborts,
+            self._stats,
+            limits,
+            settings.gateway,
+        )
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
-        self._site: web.SockSite
+        self._site: Site
         self._door: Door | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         """Listen, say that the stage is ready, and handle messages until `Stop`."""
-        runner = web.AppRunner(
-            self._api.app(),
-            handler_cancellation=True,
-            access_log=None,
-            logger=_http_log(),
-            keepalive_timeout=IDLE_CONNECTION_S,
-            shutdown_timeout=CLOSE_S,
-        )
+        options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
+        runner = web.AppRunner(self._api.app(), handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
         await runner.setup()
         if self._stage.tape.is_replaying:
             ReplayedClients(self._stage.tape, self._requests)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
             http_port = listener.getsockname()[1]
-            self._site = web.SockSite(runner, listener)
+            self._site = Site(runner, listener, options)
             await self._site.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         try:

@@ -42,6 +42,8 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = ""
+        self.zmq = ""
+        """The address of the ZeroMQ door; "off" where there is none."""
         self.seen: dict[int, psutil.Process] = {}
         if until_ready:
             try:
@@ -52,6 +54,9 @@ class Server:
             match = re.search(r"ready on (http://[^\s\"]+)", line)
             assert match
             self.url = match[1]
+            match = re.search(r"zmq=(\S+)", line)
+            assert match
+            self.zmq = match[1]
             self.look()
 
     def _read(self) -> None:

@@ -26,7 +26,15 @@ class Gate:
     """A context manager; entering it starts the stage and, unless told otherwise, sends `Start`."""
 
     def __init__(
-        self, folder: Path, *, start: bool = True, siblings: int = 0, record: Path | None = None, **gateway: Any
+        self,
+        folder: Path,
+        *,
+        start: bool = True,
+        siblings: int = 0,
+        record: Path | None = None,
+        rig: type[Rig] = Rig,
+        send_buffer_bytes: int = 0,
+        **gateway: Any,
     ) -> None:
         ModelConfig(
             name=MODEL,
@@ -45,11 +53,13 @@ class Gate:
             eos_ids=[0],
             weight_files=[],
         ).save(folder)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        if send_buffer_bytes:  # connections inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         self.address: tuple[str, int] = listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._start = start
-        self.rig = Rig(
+        self.rig = rig(
             "gateway",
             Settings(gateway=Gateway(**gateway)),
             folder,
@@ -148,6 +158,11 @@ class Gate:
             ),
             "detokenize.0",
         )
+
+    def continue_at(self, submit: m.Submit, num_chars: int, num_ids: int, index: int = 0) -> None:
+        """The client has so much of a sequence already."""
+        self._chars[submit.request_id, index] = num_chars
+        self._ids[submit.request_id, index] = num_ids
 
     def finish(self, submit: m.Submit, text: str = "", index: int = 0, finish: m.Finish = m.Finish.STOP) -> None:
         self.delta(submit, text, index=index, finish=finish)

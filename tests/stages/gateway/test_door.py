@@ -1,16 +1,39 @@
 """The ZeroMQ door, as its clients see it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import gc
+import random
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import zmq
 
 from pipeline import messages as m
-from pipeline.client import AsyncClient, Output, Stream
+from pipeline import protocol as p
+from pipeline.client import AsyncClient, Client, ConnectionLost, Output, RequestError, Stream
 from pipeline.sampling_params import SamplingParams
+from pipeline.stages.gateway import door as door_module
+from pipeline.stages.gateway import door_socket, door_stream
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
+from tests.stages.gateway.peers import HELLO, RawPeer, until
+
+CLIENT_MESSAGES = [
+    p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 10),
+    p.Generate(2, MODEL, p.TokensPrompt(bytes(8)), p.Params(n=2, seed=5, stop=["a"]), 0, [bytes(4), b""]),
+    p.Generate(3, "", p.ChatPrompt([p.ChatMessage("user", "Hi")]), p.Params(), 10),
+    p.Abort(1),
+    p.Credit(1, 5),
+    p.Ping(9),
+]
 
 
 def address_of(gate: Gate) -> str:
@@ -53,3 +76,685 @@ async def test_a_stream_has_the_prompts_ids_the_seed_text_ids_and_one_end(gate: 
 async def test_says_what_it_serves(gate: Gate, client: AsyncClient) -> None:
     info = client.info
     assert (info.model, info.max_model_len, info.vocab_size, info.protocol_version) == (MODEL, 512, 1000, 1)
+
+
+async def test_chats_and_ids_are_prompts_too(gate: Gate, client: AsyncClient) -> None:
+    chat = client.generate([{"role": "developer", "content": "Be kind"}, {"role": "user", "content": "Hi"}])
+    submit = await do(gate.serve)
+    assert submit.prompt == m.ChatPrompt([m.ChatMessage("system", "Be kind"), m.ChatMessage("user", "Hi")])
+    assert [output.text for output in await all_of(chat)] == ["Hello"]
+    ids = client.generate([5, 6])
+    submit = await do(gate.serve)
+    assert submit.prompt == m.IdsPrompt(bytes([5, 0, 0, 0, 6, 0, 0, 0]))
+    assert [output.text for output in await all_of(ids)] == ["Hello"]
+
+
+async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, client: AsyncClient) -> None:
+    fields: dict[str, Any] = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 40,
+        "min_p": 0.125,
+        "seed": -1,
+        "max_tokens": 9,
+        "stop": ["\n", "é"],
+        "stop_token_ids": [7, 8],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    stream = client.generate("Hi", SamplingParams(**fields))
+    over_zmq = await do(gate.serve)
+    await all_of(stream)
+    response = gate.complete({"model": MODEL, "prompt": "Hi", **fields})
+    over_http = await do(gate.serve)
+    await asyncio.wrap_future(response)
+    for name in ("prompt", "n", "max_tokens", "sampling", "text", "outputs"):
+        assert getattr(over_zmq, name) == getattr(over_http, name), name
+
+
+async def test_sequences_of_n_come_in_any_order_and_end_once_each(gate: Gate, client: AsyncClient) -> None:
+    stream = client.generate("Hi", SamplingParams(n=2))
+    submit = await do(gate.begin)
+    gate.delta(submit, "b", index=1)
+    gate.finish(submit, "a", index=0)
+    gate.delta(submit, "c", index=1, finish=m.Finish.LENGTH)
+    outputs = await all_of(stream)
+    for index, text, reason in ((0, "a", "stop"), (1, "bc", "length")):
+        mine = [output for output in outputs if output.index == index]
+        assert "".join(output.text for output in mine) == text
+        assert [output.finish_reason for output in mine if output.finish_reason] == [reason]
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "param"),
+    [
+        ({"n": 2000}, "Hi", "n"),
+        ({"temperature": -1.0}, "Hi", "temperature"),
+        ({"top_p": 0.0}, "Hi", "top_p"),
+        ({"seed": -(2**63) - 1}, "Hi", "seed"),
+        ({"stop": [""]}, "Hi", "stop[0]"),
+    ],
+)
+def test_a_bad_field_is_named_as_over_http(gate: Gate, params: dict[str, Any], prompt: str, param: str) -> None:
+    with RawPeer(gate) as peer:
+        if param == "seed":
+            params = {"seed": 2**64 - 1}  # what MessagePack can't hold is refused by its decoder; this is allowed
+            peer.generate(1, prompt, **params)
+            assert gate.serve().sampling.seed == 2**64 - 1
+            return
+        peer.generate(1, prompt, **params)
+        failed = peer.hear(p.Failed)
+        refused = gate.complete({"model": MODEL, "prompt": prompt, **params}).result()
+        assert failed.request_id == 1
+        error = refused.json()["error"]
+        assert (failed.failure.status, failed.failure.message, failed.failure.param, failed.failure.code) == (
+            refused.status_code,
+            error["message"],
+            error["param"],
+            error["code"],
+        )
+        assert failed.failure.param == param
+        assert peer.is_still_served()
+
+
+def test_a_model_that_is_not_there(gate: Gate) -> None:
+    with RawPeer(gate) as peer:
+        peer.say(p.Generate(2**64 - 1, "gpt-5", p.TextPrompt("Hi"), p.Params(), 1))
+        failed = peer.hear(p.Failed)
+        assert (failed.request_id, failed.failure.status, failed.failure.code) == (2**64 - 1, 404, "model_not_found")
+
+
+async def test_what_ingest_refuses_is_raised_with_its_field(gate: Gate, client: AsyncClient) -> None:
+    stream = client.generate("Hi")
+    submit = await do(gate.submit)
+    gate.reject(submit, m.Failure(400, "too long", "prompt", "context_length_exceeded"))
+    with pytest.raises(RequestError, match="too long") as raised:
+        await all_of(stream)
+    assert (raised.value.status, raised.value.param, raised.value.code) == (400, "prompt", "context_length_exceeded")
+
+
+async def test_both_doors_share_the_credits(tmp_path: Path) -> None:
+    with Gate(tmp_path, max_open_requests=1) as gate:
+        async with await AsyncClient.connect(address_of(gate)) as client:
+            first = client.generate("Hi")
+            submit = await do(gate.begin)
+            assert (await asyncio.wrap_future(gate.complete({"model": MODEL, "prompt": "Hi"}))).status_code == 503
+            with pytest.raises(RequestError) as raised:
+                await all_of(client.generate("Hi"))
+            assert (raised.value.status, raised.value.code) == (503, "overloaded")
+            gate.finish(submit, "x")
+            await all_of(first)
+            again = gate.complete({"model": MODEL, "prompt": "Hi"})
+            await do(gate.serve)
+            assert (await asyncio.wrap_future(again)).status_code == 200
+
+
+class TestAborting:
+    async def test_gives_what_was_there_and_one_end(self, gate: Gate, client: AsyncClient) -> None:
+        stream = client.generate("Hi")
+        submit = await do(gate.begin)
+        gate.delta(submit, "Hel")
+        assert (await anext(stream)).text == "Hel"
+        stream.abort()
+        stream.abort()
+        assert await all_of(stream) == [Output(0, "", [], "abort", None, 3, 1)]
+        abort = await do(gate.rig.receive, "schedule", m.Abort)
+        assert abort.request_id == submit.request_id
+        gate.finish(submit, "late", finish=m.Finish.ABORT)
+        await do(gate.closed)
+        assert (await do(gate.rig.load)).num_open_requests == 0
+
+    async def test_before_it_is_accepted(self, gate: Gate, client: AsyncClient) -> None:
+        stream = client.generate("Hi", SamplingParams(n=2))
+        await do(gate.submit)
+        stream.abort()
+        assert [(o.index, o.finish_reason) for o in await all_of(stream)] == [(0, "abort"), (1, "abort")]
+
+    def test_of_what_is_unknown_or_over_does_nothing(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            peer.say(p.Abort(99))
+            peer.say(p.Credit(99, 5))
+            peer.generate(1)
+            gate.serve()
+            assert isinstance([peer.hear() for _ in range(3)][-1], p.Finished)
+            peer.say(p.Abort(1))
+            assert peer.is_still_served()
+        assert gate.rig.load().num_open_requests == 0
+
+    async def test_a_stream_that_nobody_holds_is_aborted(self, gate: Gate, client: AsyncClient) -> None:
+        stream = client.generate("Hi")
+        submit = await do(gate.begin)
+        gate.delta(submit, "Hel")
+        await anext(stream)
+        del stream
+        gc.collect()
+        client.generate("another")  # or the next heartbeat
+        another = await do(gate.submit)
+        aborts = [await do(gate.rig.receive, "schedule", m.Abort) for _ in range(2)]
+        assert {abort.request_id for abort in aborts} == {submit.request_id, another.request_id}
+
+
+class TestClientsThatGo:
+    @pytest.mark.parametrize("how", ["bye", "hang up"])
+    def test_have_their_requests_aborted_at_once(self, gate: Gate, how: str) -> None:
+        with RawPeer(gate) as other:
+            other.generate(1)
+            kept = gate.begin()
+            with RawPeer(gate) as peer:
+                peer.generate(1)
+                submit = gate.begin()
+                peer.hear(p.Accepted)
+                if how == "bye":
+                    peer.say(p.Bye())
+                    assert peer.is_hung_up()
+            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+            gate.finish(kept, "x")
+            assert [type(other.hear()) for _ in range(3)] == [p.Accepted, p.Delta, p.Finished]
+
+    async def test_a_client_that_closes_raises_in_its_streams(self, gate: Gate) -> None:
+        client = await AsyncClient.connect(address_of(gate))
+        stream = client.generate("Hi")
+        submit = await do(gate.begin)
+        await client.close()
+        with pytest.raises(ConnectionLost, match="closed"):
+            await all_of(stream)
+        with pytest.raises(ConnectionLost, match="closed"):
+            client.generate("Hi")
+        assert (await do(gate.rig.receive, "schedule", m.Abort)).request_id == submit.request_id
+
+    def test_a_reset_tcp_connection_is_an_end_too(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{free_port()}") as gate:
+            address = gate.rig.settings.gateway.zmq
+            with TcpPeer(address) as peer:
+                peer.say(HELLO)
+                peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 10))
+                submit = gate.begin()
+                peer.reset()
+                assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+
+
+class TestSlowClients:
+    def test_without_credit_deltas_merge_and_others_do_not_wait(self, gate: Gate) -> None:
+        with RawPeer(gate) as slow, RawPeer(gate) as quick:
+            slow.generate(1, num_credits=1)
+            first = gate.begin()
+            assert isinstance(slow.hear(), p.Accepted)
+            gate.delta(first, "a")
+            assert slow.hear(p.Delta).outputs[0].text == "a"
+            for _ in range(500):
+                gate.delta(first, "bc")
+            quick.generate(1)
+            second = gate.begin()
+            gate.finish(second, "x")
+            assert [type(quick.hear()) for _ in range(3)] == [p.Accepted, p.Delta, p.Finished]
+            gate.finish(first, "d")
+            gate.closed()
+            assert slow.hears_nothing()
+            slow.say(p.Credit(1, 1))
+            (output,) = slow.hear(p.Delta).outputs
+            assert (output.text, output.text_offset, output.token_offset) == ("bc" * 500 + "d", 1, 1)
+            assert output.token_ids == np.arange(1, 502, dtype="<i4").tobytes()
+            assert output.finish_reason == "stop"
+            assert slow.hear(p.Finished).num_output_tokens == 502
+
+    def test_who_grants_nothing_for_too_long_loses_the_request(
+        self, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(door_stream, "STALL_S", 0.1)
+        with RawPeer(gate) as peer:
+            peer.generate(1, num_credits=0)
+            submit = gate.begin()
+            peer.hear(p.Accepted)
+            gate.delta(submit, "a")
+            failure = peer.hear(p.Failed).failure
+            assert (failure.status, failure.code) == (408, "stalled")
+            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+            gate.finish(submit, finish=m.Finish.ABORT)
+            gate.closed()
+            assert gate.rig.load().num_open_requests == 0
+            assert peer.is_still_served()
+
+    def test_what_a_connection_does_not_take_waits_merged(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        with RawPeer(gate, receive_bound=1) as slow:
+            slow.generate(1, num_credits=1_000)
+            submit = gate.begin()
+            for _ in range(600):
+                gate.delta(submit, "x" * 10_000)
+                gate.rig.load()
+            gate.finish(submit, "end")
+            gate.closed()
+            texts, num_deltas = "", 0
+            slow.hear(p.Accepted)
+            while not isinstance(message := slow.hear(), p.Finished):
+                texts += message.outputs[0].text
+                num_deltas += 1
+            assert texts == "x" * 6_000_000 + "end"
+            assert num_deltas < 601
+
+    @pytest.mark.parametrize("limit", ["letters", "time"])
+    def test_who_reads_nothing_is_hung_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+        if limit == "time":
+            monkeypatch.setattr(door_module, "STALL_S", 0.2)
+            monkeypatch.setattr(door_module, "SWEEP_S", 0.05)
+        else:
+            monkeypatch.setattr(door_module, "MAX_LETTERS", 20)
+        with Gate(tmp_path) as gate, RawPeer(gate, receive_bound=1) as peer:
+            bad = p.Generate(1, "x" * 150, p.TextPrompt("Hi"), p.Params(), 1)
+            data, end = msgspec.msgpack.encode(bad), time.monotonic() + PATIENCE_S
+            num_sent = num_answers = 0
+            while num_sent < 6_000 and peer.socket.poll(500, zmq.POLLOUT):  # else it is not read any more
+                peer.socket.send(data)
+                num_sent += 1
+            while not peer.is_hung_up(0):
+                assert time.monotonic() < end, "it is not hung up"
+                num_answers += bool(peer.socket.poll(20) and peer.socket.recv())
+            assert num_answers < num_sent
+            assert_the_door_works(gate)
+
+
+class TestHostilePeers:
+    @pytest.mark.parametrize(
+        ("data", "words"),
+        [
+            (b"", "malformed"),
+            (b"\xc1", "malformed"),
+            (b"\xff" * 1000, "malformed"),
+            (b"\x91" * 5000, "malformed"),
+            (msgspec.msgpack.encode(["sing", 1]), "malformed"),
+            (msgspec.msgpack.encode({"kind": "hello"}), "malformed"),
+            (msgspec.msgpack.encode(["hello", "1", 1]), "hello.min_version"),
+            (msgspec.msgpack.encode(["hello", 1]), "malformed"),
+            (b"\x94\xa5hello\x01\x01\xa2\xff\xfe", "malformed"),
+            (msgspec.msgpack.encode(p.Ping(1)), "must be hello"),
+            (msgspec.msgpack.encode(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 1)), "must be hello"),
+            (msgspec.msgpack.encode(p.Hello(2, 9)), "speaks version 1"),
+        ],
+    )
+    def test_who_begins_badly_is_told_why_and_hung_up(self, gate: Gate, data: bytes, words: str) -> None:
+        with RawPeer(gate, hello=False) as peer:
+            peer.say(data)
+            failure = peer.hear(p.Error).failure
+            assert failure.status == 400
+            assert words in failure.message
+            assert peer.is_hung_up()
+        assert_the_door_works(gate)
+
+    @pytest.mark.parametrize(
+        ("frames", "words"),
+        [
+            ((b"garbage",), "malformed"),
+            ((HELLO,), "hello was said before"),
+            ((b"", b"\x92\xa4ping\x01"), "use a DEALER"),
+            ((msgspec.msgpack.encode(["generate", 1, "", ["text", 5], [], 1]),), "generate.prompt"),
+            ((msgspec.msgpack.encode(["generate", -1, "", ["text", ""], [], 1]),), "generate.request_id"),
+            (
+                (msgspec.msgpack.encode(["generate", 1, "", ["text", ""], [1, "hot"], 1]),),
+                "generate.params.temperature",
+            ),
+            ((msgspec.msgpack.encode(["credit", 1, -5]),), "credit.num_deltas"),
+        ],
+    )
+    def test_who_goes_on_badly_loses_what_is_open(self, gate: Gate, frames: tuple[Any, ...], words: str) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(1)
+            submit = gate.begin()
+            peer.hear(p.Accepted)
+            peer.say(*frames)
+            assert words in peer.hear(p.Error).failure.message
+            assert peer.is_hung_up()
+            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+        assert_the_door_works(gate)
+
+    def test_an_id_that_is_open_can_not_be_used_again(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(1)
+            gate.begin()
+            peer.hear(p.Accepted)
+            peer.generate(1)
+            assert peer.hear(p.Error).failure.code == "duplicate_id"
+            assert peer.is_hung_up()
+        assert_the_door_works(gate)
+
+    def test_two_clients_may_use_the_same_ids(self, gate: Gate) -> None:
+        with RawPeer(gate) as one, RawPeer(gate) as other:
+            one.generate(1)
+            first = gate.begin()
+            other.generate(1)
+            second = gate.begin()
+            gate.finish(second, "second")
+            gate.finish(first, "first")
+            for peer, text in ((one, "first"), (other, "second")):
+                peer.hear(p.Accepted)
+                assert peer.hear(p.Delta).outputs[0].text == text
+
+    def test_a_message_that_is_too_large_ends_its_connection_and_no_other(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, max_body_bytes=4096) as gate, RawPeer(gate) as good, RawPeer(gate) as peer:
+            assert peer.welcome.max_message_bytes == 4096
+            peer.generate(1, "x" * 5000)
+            assert peer.is_hung_up()
+            assert good.is_still_served()
+
+    def test_a_client_can_not_take_over_another_one_by_its_name(self, gate: Gate) -> None:
+        with RawPeer(gate, hello=False) as first:
+            first.socket.close()
+            first.socket = first._context.socket(zmq.DEALER)
+            with named_dealer(gate) as one, named_dealer(gate) as thief:
+                one.send(msgspec.msgpack.encode(HELLO))
+                assert one.poll(PATIENCE_S * 1000)
+                one.recv()
+                thief.send(msgspec.msgpack.encode(HELLO))
+                thief.send(msgspec.msgpack.encode(p.Bye()))
+                assert not thief.poll(200)
+                one.send(msgspec.msgpack.encode(p.Ping(3)))
+                assert one.poll(PATIENCE_S * 1000)
+                assert msgspec.msgpack.decode(one.recv()) == ["pong", 3]
+
+    def test_connections_that_say_nothing_are_ended_in_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(door_module, "HELLO_S", 0.5)
+        monkeypatch.setattr(door_module, "SWEEP_S", 0.05)
+        num = 300
+        with Gate(tmp_path) as gate, contextlib.ExitStack() as stack, RawPeer(gate) as good:
+            silent = []
+            for _ in range(num):
+                one = stack.enter_context(socket.socket(socket.AF_UNIX))
+                one.connect(f"\0pipeline/{gate.address[1]}/door")
+                one.settimeout(PATIENCE_S)
+                silent.append(one)
+            # Half of them greet as ZMTP has it and then say nothing; libzmq would keep those for ever.
+            for one in silent[::2]:
+                one.sendall(GREETING + READY)
+            for one in silent:
+                while one.recv(4096):
+                    pass  # the server's greeting, then its end
+            assert good.is_still_served()
+
+    def test_more_connections_than_it_takes_are_ended_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(door_socket, "MAX_CONNECTIONS", 3)
+        with Gate(tmp_path) as gate, contextlib.ExitStack() as stack:
+            served = [stack.enter_context(RawPeer(gate)) for _ in range(3)]
+            one = stack.enter_context(RawPeer(gate, hello=False))
+            assert one.is_hung_up()
+            assert all(peer.is_still_served() for peer in served)
+            served[0].__exit__(None, None, None)
+            stack.pop_all()
+            for peer in served[1:]:
+                peer.__exit__(None, None, None)
+            one.__exit__(None, None, None)
+            until(lambda: is_served(gate), "there is room again")
+
+    def test_who_falls_silent_is_ended_and_who_pings_is_not(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(door_module, "SILENCE_S", 0.4)
+        monkeypatch.setattr(door_module, "SWEEP_S", 0.05)
+        with RawPeer(gate) as silent, RawPeer(gate) as lively:
+            silent.generate(1)
+            submit = gate.begin()
+            silent.hear(p.Accepted)
+            while silent.hears_nothing(0.05):
+                assert lively.is_still_served()
+            assert silent.hear(p.Error).failure.code == "silent"
+            assert silent.is_hung_up()
+            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+            assert lively.is_still_served()
+
+    def test_a_flood_of_pings_leaves_others_their_turn(self, gate: Gate) -> None:
+        with RawPeer(gate) as flood, RawPeer(gate) as other:
+            ping = msgspec.msgpack.encode(p.Ping(1))
+            for _ in range(20_000):
+                try:
+                    flood.socket.send(ping, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+            assert other.is_still_served()
+        assert_the_door_works(gate)
+
+    def test_whatever_bytes_come_only_their_sender_is_ended(self, gate: Gate) -> None:
+        chance = random.Random(5)
+        samples = [msgspec.msgpack.encode(message) for message in CLIENT_MESSAGES]
+        with RawPeer(gate) as good:
+            for _ in range(30):
+                data = bytearray(chance.choice(samples))
+                for _ in range(chance.randrange(1, 4)):
+                    data[chance.randrange(len(data))] = chance.randrange(256)
+                with RawPeer(gate) as peer:
+                    peer.say(bytes(data))
+                    peer.say(b"\xc1")
+                    assert peer.is_hung_up()
+            assert good.is_still_served()
+        until(lambda: not is_open(gate), f"all are aborted: {gate.rig.load()}")
+
+
+class TestTheServersEnd:
+    async def test_a_drain_lets_streams_end_and_takes_nobody_new(self, gate: Gate, client: AsyncClient) -> None:
+        stream = client.generate("Hi")
+        submit = await do(gate.begin)
+        gate.rig.send(m.Drain(30.0))
+        await do(gate.rig.load)
+        with pytest.raises(RequestError) as raised:
+            await all_of(client.generate("Hi"))
+        assert (raised.value.status, raised.value.code) == (503, "draining")
+        with pytest.raises(RequestError, match="shutting down"):
+            await AsyncClient.connect(address_of(gate))
+        gate.finish(submit, "end")
+        assert [output.text for output in await all_of(stream)] == ["end"]
+        await do(gate.rig.receive, "supervisor", m.Drained)
+
+    async def test_at_a_drains_deadline_every_stream_is_closed(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(1)
+            first = gate.begin()
+            peer.generate(2, num_credits=0)
+            second = gate.begin()
+            gate.finish(second, "nobody reads this")
+            assert [type(peer.hear()) for _ in range(2)] == [p.Accepted] * 2
+            gate.rig.send(m.Drain(0.05))
+            failed = [peer.hear(p.Failed) for _ in range(2)]
+            assert {one.request_id for one in failed} == {1, 2}
+            assert {one.failure.code for one in failed} == {"shutting_down"}
+            gate.finish(first, finish=m.Finish.ABORT)
+            gate.rig.receive("supervisor", m.Drained)
+
+    async def test_a_dead_stage_closes_every_stream_with_its_name(self, gate: Gate, client: AsyncClient) -> None:
+        streams = [client.generate("Hi") for _ in range(3)]
+        submits = [await do(gate.submit) for _ in streams]
+        gate.accept(submits[0])
+        gate.delta(submits[0], "Hel")
+        assert (await anext(streams[0])).text == "Hel"
+        gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
+        for stream in streams:
+            with pytest.raises(RequestError, match=r"stage execute\.0 died: killed by signal 9") as raised:
+                await all_of(stream)
+            assert raised.value.status == 500
+        await do(gate.rig.receive, "supervisor", m.Drained)
+
+    async def test_stop_closes_what_is_open_and_then_the_connection(self, tmp_path: Path) -> None:
+        with Gate(tmp_path) as gate:
+            client = await AsyncClient.connect(address_of(gate))
+            stream = client.generate("Hi")
+            await do(gate.begin)
+            await do(stream_ended, gate)
+            with pytest.raises(RequestError, match="shutting down"):
+                await all_of(stream)
+            with pytest.raises(ConnectionLost, match="closed the connection"):
+                async with asyncio.timeout(PATIENCE_S):
+                    while True:
+                        client.generate("Hi")
+                        await asyncio.sleep(0.01)
+            await client.close()
+
+    async def test_a_server_that_says_nothing_is_given_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(door_module, "HEARTBEAT_S", 0.05)
+        monkeypatch.setattr(door_module, "SILENCE_S", 0.3)
+        monkeypatch.setattr(door_module, "SWEEP_S", 1000.0)
+        with Gate(tmp_path) as gate:
+            async with await AsyncClient.connect(address_of(gate)) as client:
+                stream = client.generate("Hi")
+                await do(gate.begin)
+                monkeypatch.setattr(door_module.Door, "_handle", lambda *_: None)
+                with pytest.raises(ConnectionLost, match=r"has said nothing for 0\.3 s"):
+                    await all_of(stream)
+
+    async def test_nobody_there(self) -> None:
+        with pytest.raises(ConnectionLost, match=r"no server answered at .* within 0\.1 s"):
+            await AsyncClient.connect("ipc://@pipeline/nobody/door", timeout_s=0.1)
+        with pytest.raises(ValueError, match="is no address"):
+            await AsyncClient.connect("nonsense")
+
+    async def test_before_the_start_it_says_so(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, start=False) as gate:
+            with pytest.raises(RequestError, match="starting") as raised:
+                await AsyncClient.connect(address_of(gate))
+            assert raised.value.status == 503
+
+
+class TestTheBlockingClient:
+    def test_streams_aborts_and_closes(self, gate: Gate) -> None:
+        with Client(address_of(gate)) as client:
+            assert client.info.model == MODEL
+            stream = client.generate("Hi", SamplingParams(seed=3))
+            gate.serve("Hello")
+            assert "".join(output.text for output in stream) == "Hello"
+            assert (stream.prompt_token_ids, stream.seed, stream.num_output_tokens) == ([0, 1, 2], 3, 1)
+            stream = client.generate("Hi")
+            submit = gate.begin()
+            stream.accepted()
+            gate.delta(submit, "a")
+            assert next(stream).text == "a"
+            stream.abort()
+            assert [output.finish_reason for output in stream] == ["abort"]
+            with pytest.raises(RequestError):
+                refused = client.generate("Hi")
+                gate.reject(gate.submit(), m.Failure(400, "no"))
+                list(refused)
+        with pytest.raises(ConnectionLost):
+            client.generate("Hi")
+        client.close()
+
+    def test_nobody_there(self) -> None:
+        with pytest.raises(ConnectionLost):
+            Client.connect("ipc://@pipeline/nobody/door", timeout_s=0.05)
+
+
+class TestResuming:
+    async def test_the_ids_go_to_the_stages_and_only_what_follows_comes_back(
+        self, gate: Gate, client: AsyncClient
+    ) -> None:
+        stream = client.generate([5, 6], SamplingParams(seed=9, max_tokens=8), received=[20, 21])
+        submit = await do(gate.begin)
+        assert submit.outputs == [np.array([20, 21], "<i4").tobytes()]
+        assert submit.sampling.seed == 9
+        gate.continue_at(submit, num_chars=30, num_ids=2)
+        gate.delta(submit, "x", 1)
+        gate.finish(submit, "y")
+        outputs = await all_of(stream)
+        assert "".join(output.text for output in outputs) == "xy"
+        assert outputs[0].text_offset == 30
+        assert outputs[0].token_offset == 2
+        assert outputs[-1].finish_reason == "stop"
+        assert stream.num_output_tokens == 4
+
+    async def test_each_of_n_has_its_own_ids(self, gate: Gate, client: AsyncClient) -> None:
+        client_params = SamplingParams(n=2)
+        stream = client.generate("Hi", client_params, received=[[20, 21], []])
+        submit = await do(gate.begin)
+        assert submit.outputs == [np.array([20, 21], "<i4").tobytes(), b""]
+        gate.continue_at(submit, num_chars=5, num_ids=2)
+        for index in range(2):
+            gate.finish(submit, "z", index)
+        outputs = await all_of(stream)
+        assert {(output.index, output.text_offset, output.token_offset) for output in outputs} == {(0, 5, 2), (1, 0, 0)}
+
+    @pytest.mark.parametrize(("received", "n"), [([b"abcd"], 2), ([b"abcd", b""], 1), ([b"abc"], 1)])
+    def test_what_does_not_fit_is_refused(self, gate: Gate, received: list[bytes], n: int) -> None:
+        with RawPeer(gate) as peer:
+            peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(n=n), 10, received))
+            failure = peer.hear(p.Failed).failure
+            assert failure.status == 400
+            assert (failure.param or "").startswith("received")
+
+    async def test_the_client_says_so_before_it_sends(self, client: AsyncClient) -> None:
+        with pytest.raises(ValueError, match="each of n = 2"):
+            client.generate("Hi", SamplingParams(n=2), received=[1])
+        with pytest.raises(TypeError, match="integers"):
+            client.generate(["a", 1])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="2147483647"):
+            client.generate([2**31])
+        with pytest.raises(ValueError, match="bytes"):
+            client.generate("x" * 5_000_000)
+
+
+# ------------------------------------------------------------------------------------------------------------- tools
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""ZMTP 3.0, no security."""
+_PROPERTY = b"\x0bSocket-Type\x00\x00\x00\x06DEALER"
+READY = bytes([4, len(_PROPERTY) + 6]) + b"\x05READY" + _PROPERTY
+
+
+class TcpPeer:
+    """ZMTP by hand over TCP, to be reset."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+        self._socket.sendall(GREETING + READY)
+
+    def say(self, message: Any) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._socket.sendall(bytes([0, len(data)]) + data)
+
+    def reset(self) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
+    def __enter__(self) -> "TcpPeer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def named_dealer(gate: Gate) -> Iterator[Any]:
+    """A client that chooses its routing id itself."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, b"me")
+        dealer.connect(address_of(gate))
+        yield dealer
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def assert_the_door_works(gate: Gate) -> None:
+    assert is_served(gate)
+
+
+def is_served(gate: Gate) -> bool:
+    """Whether a new client is."""
+    with RawPeer(gate, hello=False) as peer:
+        peer.say(HELLO)
+        return bool(peer.socket.poll(1000)) and isinstance(peer.hear(), p.Welcome)
+
+
+def is_open(gate: Gate) -> bool:
+    """Play stages that end what is aborted; whether anything is open then."""
+    while not gate.rig.nothing("ingest", 0):
+        message = gate.rig.receive("ingest")
+        for index in range(message.n if isinstance(message, m.Submit) else 0):
+            gate.finish(message, index=index, finish=m.Finish.ABORT)
+    return bool(gate.rig.load().num_open_requests)
+
+
+def stream_ended(gate: Gate) -> None:
+    gate.rig.send(m.Stop())

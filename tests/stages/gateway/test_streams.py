@@ -2,8 +2,11 @@
 
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,16 +247,33 @@ class TestASlowReader:
         # What had to wait was joined.
         assert text.count(b"data: ") < num
 
-    def test_that_takes_nothing_is_cut_off(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(writing, "WRITE_TIMEOUT_S", 0.2)
-        with gate.raw(STREAM):
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_that_takes_nothing_is_cut_off(self, tmp_path: Path, whole: bool) -> None:
+        with Gate(tmp_path, slow_client_timeout_s=0.2) as gate, gate.raw(CHAT if whole else STREAM):
             submit = gate.submit()
             gate.accept(submit)
             for _ in range(100):
                 gate.delta(submit, "x" * 100_000)
-            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
-            gate.finish(submit, finish=m.Finish.ABORT)
+            if whole:
+                gate.finish(submit)
+            else:
+                assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+                gate.finish(submit, finish=m.Finish.ABORT)
             gate.rig.until(lambda load: load.num_open_requests == 0)
+
+    def test_that_takes_a_little_now_and_then_is_given_its_time(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, slow_client_timeout_s=0.5) as gate, gate.raw(STREAM) as slow:
+            submit = gate.submit()
+            gate.accept(submit)
+            gate.finish(submit, "Z" * 20_000_000)
+            num_z, begun = 0, time.monotonic()
+            data = b""
+            while not data.endswith(END):
+                data = slow.recv(1_000_000)
+                num_z += data.count(b"Z")
+                threading.Event().wait(0.05)
+            assert num_z == 20_000_000
+            assert time.monotonic() - begun > 1.0, "it took no longer than its patience, so this shows nothing"
 
 
 def test_many_streams_at_once_get_each_their_own(gate: Gate) -> None:

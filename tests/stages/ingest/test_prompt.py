@@ -1,7 +1,9 @@
 """A prompt becomes ids, or a refusal in the client's words; never anything else."""
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -214,3 +216,37 @@ def test_smollm2_writes_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ours = made.encode(m.ChatPrompt([m.ChatMessage(**message) for message in messages]))
     assert ours.tolist() == expected
+
+
+def resumed(outputs: list[list[int]], *, ignore_eos: bool = False, stop: tuple[int, ...] = ()) -> m.Submit:
+    sampling = m.Sampling(stop_token_ids=list(stop), ignore_eos=ignore_eos)
+    return msgspec.structs.replace(tiny.submit("hi", max_tokens=4), n=len(outputs), sampling=sampling)
+
+
+def checked(prompts: Prompts, outputs: list[list[int]], **options: Any) -> bytes:
+    arrays = [np.array(ids, np.int32) for ids in outputs]
+    return prompts.check_outputs(arrays, resumed(outputs, **options), 4)
+
+
+def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prompts: Prompts) -> None:
+    none, stop = m.Finish.NONE, m.Finish.STOP
+    assert checked(prompts, [[1, 2], [1, 257], [], [257]]) == bytes([none, stop, none, stop])
+    assert checked(prompts, [[1, 257, 5]], ignore_eos=True) == bytes([none])
+    assert checked(prompts, [[1, 7]], stop=(7,)) == bytes([stop])
+    assert checked(prompts, [[1, 7]], stop=(7,), ignore_eos=True) == bytes([stop])
+    assert checked(prompts, []) == b""
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        ([[1, 2, 3, 4, 5]], r"received\[0\] has 5 ids, more than the 4"),
+        ([[1], [258]], r"received\[1\] has token id 258, not one of the model's 0\.\.257"),
+        ([[-1]], r"token id -1"),
+        ([[257, 1]], r"received\[0\] goes on after token id 257, which ends a sequence"),
+    ],
+)
+def test_ids_that_no_stream_can_have_given_are_refused(prompts: Prompts, outputs: list[list[int]], words: str) -> None:
+    with pytest.raises(Refusal, match=words) as caught:
+        checked(prompts, outputs)
+    assert (caught.value.failure.status, caught.value.failure.param) == (400, "received")

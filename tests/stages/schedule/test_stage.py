@@ -197,8 +197,8 @@ def test_the_executor_is_fed_before_anybody_is_told() -> None:
         order: list[str] = []
         feed, tell = Outbox.send, Outgoing.report
 
-        def report(self: Outgoing, replica: int) -> m.Settled | None:
-            settled = tell(self, replica)
+        def report(self: Outgoing, replica: int, now_s: float) -> m.Settled | None:
+            settled = tell(self, replica, now_s)
             if settled is not None:  # what an earlier wake asks may come as late as here, and has nothing to tell
                 order.append("report")
             return settled

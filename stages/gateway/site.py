@@ -1,0 +1,68 @@
+"""The listening socket, and what is said to clients whose requests aiohttp itself can't read."""
+
+import asyncio
+import socket
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from pipeline.stages.gateway.errors import ApiError, shown
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted; aiohttp's own 128 makes a crowd that comes at once wait for TCP's timer."""
+
+
+class Protocol(web.RequestHandler):
+    """One connection. Its errors have OpenAI's shape like all others."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The response to what is no request, or to what a route did not catch. It ends the connection; the log has it
+        from aiohttp."""
+        response = super().handle_error(request, status, exc, message)
+        assert isinstance(response, web.Response)
+        error = _error_of(status, exc)
+        response.set_status(error.status)
+        response.body = error.json()
+        response.content_type = "application/json"
+        return response
+
+
+def _error_of(status: int, exc: BaseException | None) -> ApiError:
+    match exc:
+        case LineTooLong():
+            return ApiError(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a line of the request's head is too long", code="too_large"
+            )
+        case HttpProcessingError():
+            lines = exc.message.partition("\n")[0].rstrip(":")
+            return ApiError(status, f"the request can't be read: {shown(lines)}", code="invalid_http")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed on this request")
+
+
+class Site(web.SockSite):
+    """Serves HTTP on a socket that is open already. `options` are those of `web.AppRunner`."""
+
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, options: dict[str, Any]) -> None:
+        super().__init__(runner, listener, backlog=BACKLOG)
+        self._listener = listener
+        self._options = options
+
+    async def start(self) -> None:
+        """Begin to accept connections. As SockSite does it, but for the protocol."""
+        await web.BaseSite.start(self)
+        loop = asyncio.get_running_loop()
+        server = self._runner.server
+        assert server is not None
+        self._server = await loop.create_server(
+            lambda: Protocol(server, loop=loop, **self._options), sock=self._listener, backlog=BACKLOG
+        )

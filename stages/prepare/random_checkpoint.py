@@ -1,0 +1,127 @@
+"""A tiny checkpoint with random weights, from nothing but a config.json: the same architecture with the same peculiar
+keys, and numbers so small that it is made and computed in a second."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pipeline.stages.prepare.source import ModelError
+
+MAX_LAYERS = 4
+MAX_KV_HEADS = 2
+MAX_GROUP = 7
+"""Heads of queries for one of keys."""
+MAX_HEAD_DIM = 32
+MAX_POSITION = 512
+MAX_WINDOW = 24
+"""Positions that a window sees: less than a prompt of a check."""
+ORIGINAL_POSITION = 64
+"""What rope scaling takes for the context that a model was first trained with."""
+BOS_ID, EOS_ID, VOCAB_SIZE = 256, 257, 320
+
+
+def make(config_path: Path, folder: Path, seed: int) -> None:
+    """Write a checkpoint and a tokenizer into `folder`. Raises ModelError where the file is no config that transformers
+    makes a causal model of."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{config_path} is not a JSON object: {error}") from error
+    kind = config.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ModelError(f"{config_path}: model_type is {kind!r}; it must name an architecture")
+    torch.manual_seed(seed)
+    try:
+        full = AutoConfig.for_model(kind, **config)
+    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ModelError(f"{config_path}: transformers does not take this config: {_first_line(error)}") from error
+    try:
+        shrunk = AutoConfig.for_model(kind, **{**config, **shrink(full)})
+        model = AutoModelForCausalLM.from_config(shrunk, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise ModelError(
+            f"{config_path}: no tiny model of model_type {kind!r} can be made ({_first_line(error)}): give a "
+            "checkpoint with weights"
+        ) from error
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                # Norms of all ones and biases of all zeros would hide whether they are read at all.
+                parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.5))
+    model.generation_config.eos_token_id, model.generation_config.bos_token_id = EOS_ID, BOS_ID
+    model.save_pretrained(folder)
+    _tokenizer().save(str(folder / "tokenizer.json"))
+
+
+def shrink(config: Any) -> dict[str, Any]:
+    """The keys of a transformers config that change, and to what. Ratios and kinds stay: how many heads of queries
+    share one of keys, whether heads make up the hidden size, which layers have a window."""
+    layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    fills = head_dim * heads == config.hidden_size
+    num_layers = min(layers, MAX_LAYERS)
+    num_kv_heads = min(kv_heads, MAX_KV_HEADS)
+    num_heads = num_kv_heads * min(max(heads // kv_heads, 1), MAX_GROUP)
+    new_head_dim = min(head_dim, MAX_HEAD_DIM)
+    hidden_size = num_heads * (new_head_dim if fills else max(16, new_head_dim // 2))
+    changes: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "hidden_size": hidden_size,
+        "intermediate_size": min(int(config.intermediate_size), 2 * hidden_size + 32),
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": min(int(config.max_position_embeddings), MAX_POSITION),
+        # Outputs of a matrix are as large as its inputs: with less, all logits are nearly equal, as they are with
+        # transformers' own, and with more every layer would make rounding larger.
+        "initializer_range": hidden_size**-0.5,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+    if getattr(config, "head_dim", None) is not None or not fills:
+        changes["head_dim"] = new_head_dim
+    if getattr(config, "sliding_window", None):
+        changes["sliding_window"] = min(int(config.sliding_window), MAX_WINDOW)
+    if getattr(config, "max_window_layers", None) is not None:
+        first = int(config.max_window_layers)
+        changes["max_window_layers"] = num_layers if first >= layers else -(-first * num_layers // layers)
+    if (kinds := getattr(config, "layer_types", None)) is not None:
+        changes["layer_types"] = _fewer(list(kinds), num_layers)
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if "original_max_position_embeddings" in rope:
+        changes["rope_parameters"] = {**rope, "original_max_position_embeddings": ORIGINAL_POSITION}
+        changes["rope_scaling"] = None
+    return changes
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _fewer(kinds: list[str], num: int) -> list[str]:
+    """Kinds of layers, spread over all of them, with at least one of each kind that there is."""
+    taken = [kinds[i * len(kinds) // num] for i in range(num)]
+    for i, kind in enumerate(sorted(set(kinds) - set(taken)), 1):
+        taken[-i] = kind
+    return taken
+
+
+def _tokenizer() -> Tokenizer:
+    """Every byte is an id."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<begin>", "<end>"])
+    return tokenizer

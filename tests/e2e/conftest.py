@@ -1,0 +1,29 @@
+"""A model so small that what is tested is everything but the model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import LLM
+
+SMALL = {"kv_cache_bytes": "16MiB", "threads": 1, "kernels": "torch"}
+"""Settings of execute that start fast."""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in Hugging Face layout, with a chat template."""
+    from tests.stages.prepare.checkpoints import save_folder, tiny_llama
+
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return save_folder(folder, tiny_llama(), tokenizer_config={"chat_template": template})
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    """One for tests that leave it as they found it."""
+    with LLM(tiny_model, execute=SMALL) as llm:
+        yield llm

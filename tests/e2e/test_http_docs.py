@@ -1,0 +1,139 @@
+"""docs/http.md: every example is what the server answers, and every route and field is in it."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.stages.gateway.aborts import AbortBody
+from pipeline.stages.gateway.app import Api, Doors
+from pipeline.stages.gateway.bodies import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from pipeline.stages.gateway.parse import Limits
+from tests.e2e.server import Server
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "http.md"
+TEXT = DOCUMENT.read_text("utf-8")
+EXAMPLE = re.compile(r"```sh\n(curl .+?)\n```\n\n```(json|text)\n(.+?)\n```", re.DOTALL)
+EXAMPLES = EXAMPLE.findall(TEXT)
+
+
+def asked(command: str, url: str) -> httpx.Request:
+    """What curl sends for a command of the document."""
+    words = iter(shlex.split(command)[1:])
+    target, headers, data = "", {}, None
+    for word in words:
+        match word:
+            case "-H":
+                name, _, value = next(words).partition(": ")
+                headers[name] = value
+            case "-d":
+                data = next(words)
+                headers.setdefault("Content-Type", "application/x-www-form-urlencoded")  # as curl has it
+            case "-N":
+                pass
+            case _:
+                assert word.startswith("http://127.0.0.1:8000/"), word
+                target = url + word.removeprefix("http://127.0.0.1:8000")
+    return httpx.Request("GET" if data is None else "POST", target, headers=headers, content=data)
+
+
+def shape(value: Any) -> Any:
+    """What a value is made of: keys in order, and the types of what they hold."""
+    match value:
+        case dict():
+            return {key: shape(item) for key, item in value.items()}
+        case list():
+            return [shape(value[0])] if value else []
+        case bool() | None:
+            return value
+        case int() | float():
+            return "number"
+    return "text"
+
+
+FIXED = ("object", "model", "owned_by", "role", "param", "code", "type", "message", "tokens", "token_strs", "prompt")
+FIXED_TOO = ("num_aborted", "num_unknown", "server_load", "max_model_len", "total_tokens", "text", "status")
+
+
+def fixed(value: Any) -> Iterator[Any]:
+    """What an example says that must be so on every machine."""
+    match value:
+        case dict():
+            for key, item in value.items():
+                if key in (*FIXED, *FIXED_TOO) and not isinstance(item, dict):
+                    yield key, item
+                yield from fixed(item)
+        case list():
+            for item in value:
+                yield from fixed(item)
+
+
+def test_there_are_examples_of_every_kind() -> None:
+    assert len(EXAMPLES) == len(re.findall(r"^curl ", TEXT, re.MULTILINE)) >= 10
+
+
+@pytest.mark.parametrize(("command", "kind", "expected"), EXAMPLES, ids=[c.split("8000")[1][:28] for c, *_ in EXAMPLES])
+def test_an_example_is_what_the_server_answers(server: Server, command: str, kind: str, expected: str) -> None:
+    with httpx.Client(timeout=60) as client:
+        response = client.send(asked(command, server.url))
+    if kind == "text":
+        assert expected.endswith("data: [DONE]") and response.text.endswith("data: [DONE]\n\n")
+        shapes = [
+            [
+                shape(json.loads(line.removeprefix("data: ")))
+                for line in text.split("\n\n")
+                if line.startswith("data: {")
+            ]
+            for text in (expected, response.text)
+        ]
+        assert [one for one in shapes[1] if one not in shapes[0]] == []
+        assert [one for one in shapes[0] if one not in shapes[1]] == []
+        return
+    example, answer = json.loads(expected), response.json()
+    assert list(example) == list(answer)
+    assert shape(answer) == shape(example)
+    assert list(fixed(answer)) == list(fixed(example))
+    assert (response.status_code >= 400) == ("error" in example)
+
+
+def test_every_field_is_told_or_refused_by_name() -> None:
+    names = {
+        name
+        for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, AbortBody)
+        for name in body.__struct_fields__
+    }
+    for name in names | set(CHAT_NEUTRAL) | set(COMPLETION_NEUTRAL):
+        assert f"`{name}`" in TEXT, f"docs/http.md does not tell of {name}"
+
+
+def test_every_route_is_told() -> None:
+    settings = Settings()
+    none: Any = None
+    app = Api(Doors(), none, none, none, Limits("x", 1), settings.gateway).app()
+    for route in app.router.routes():
+        if route.method != "HEAD":
+            path = route.resource.canonical if route.resource is not None else ""
+            heading = f"## {route.method} {path}".removesuffix("/{model}")
+            assert heading in TEXT, f"docs/http.md does not tell of {heading}"
+
+
+def test_every_code_of_an_error_is_told() -> None:
+    root = DOCUMENT.parents[1] / "stages"
+    sources = [*(root / "gateway").glob("*.py"), *(root / "ingest").glob("*.py"), *(root / "schedule").glob("*.py")]
+    codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source.read_text("utf-8"))}
+    assert codes
+    for code in codes - {"aborted"}:  # which its client never sees
+        assert f"`{code}`" in TEXT, f"docs/http.md does not tell of the code {code}"

@@ -1,0 +1,407 @@
+"""`LLM`: batches, their order, their errors, and what they leave behind."""
+
+import asyncio
+import json
+import re
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline import LLM, SamplingParams
+from pipeline.errors import PromptError, ServerFailed, StartError, UserError
+from pipeline.llm_progress import BatchBar
+from tests.e2e.conftest import SMALL
+from tests.e2e.scripts import Script, alive
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def load_of(llm: LLM) -> dict[str, Any]:
+    """What the server's HTTP door says of it."""
+    assert llm.server is not None
+    match = re.search(r"ready on (http://\S+)", llm.server.log())
+    assert match
+    try:
+        with urllib.request.urlopen(f"{match[1]}/health", timeout=10) as response:
+            body = response.read()
+    except urllib.error.HTTPError as error:  # 503: a stage is late
+        body = error.read()
+    health: dict[str, Any] = json.loads(body)
+    return health
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"gave up waiting until {what}"
+        threading.Event().wait(0.02)
+
+
+def until_idle(llm: LLM) -> None:
+    def is_idle() -> bool:
+        health = load_of(llm)
+        return health["status"] == "ok" and health["open_requests"] == health["running"] == 0
+
+    until(is_idle, "nothing is open")
+
+
+# ------------------------------------------------------------------------------------------------------------ outputs
+
+
+def test_outputs_have_vllms_shape(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", GREEDY)
+    assert output.prompt == "Hello"
+    assert output.finished
+    assert output.prompt_token_ids
+    (completion,) = output.outputs
+    assert completion.index == 0
+    assert completion.finished()
+    assert completion.finish_reason == "length"
+    assert completion.stop_reason is None
+    assert len(completion.token_ids) == 4
+    (again,) = llm.generate([output.prompt_token_ids], GREEDY)
+    assert again.prompt is None
+    assert again.outputs == output.outputs
+    assert again.request_id != output.request_id
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    stop = llm.generate("a", GREEDY)[0].outputs[0].token_ids[1]
+    outputs = llm.generate(
+        ["a", [90, 91], {"prompt": "a"}, {"prompt_token_ids": (90, 91)}],
+        [
+            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+            SamplingParams(temperature=1, max_tokens=2, n=3, seed=7, ignore_eos=True),
+            SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[stop], ignore_eos=True),
+            SamplingParams(temperature=1, max_tokens=2, n=3, seed=7, ignore_eos=True),
+        ],
+    )
+    assert [[len(one.token_ids) for one in output.outputs] for output in outputs] == [[1], [2] * 3, [2], [2] * 3]
+    assert [one.index for one in outputs[1].outputs] == [0, 1, 2]
+    assert outputs[1].outputs == outputs[3].outputs
+    assert outputs[2].outputs[0].finish_reason == "stop"
+    assert outputs[2].outputs[0].stop_reason == stop
+
+
+def test_a_chat_is_written_by_the_models_template(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    chat, text, open_end = (
+        llm.chat(messages, GREEDY)[0],
+        llm.generate("system: Be brief.\nuser: Hi\nassistant:", GREEDY)[0],
+        llm.chat([messages], GREEDY, add_generation_prompt=False)[0],
+    )
+    assert chat.prompt_token_ids == text.prompt_token_ids
+    assert chat.outputs == text.outputs
+    assert open_end.prompt_token_ids == llm.generate("system: Be brief.\nuser: Hi\n", GREEDY)[0].prompt_token_ids
+    several = llm.chat(([{"role": "user", "content": str(i)}] for i in range(3)), GREEDY)
+    assert len(several) == 3
+
+
+def test_nothing_asked_is_nothing_got(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    assert llm.generate(iter(())) == []
+    assert llm.chat([]) == []
+
+
+def test_ten_thousand_prompts_keep_their_order_and_memory_stays(llm: LLM) -> None:
+    assert llm.server is not None
+    server = psutil.Process(llm.server.pid)
+    processes = [psutil.Process(), server, *server.children(recursive=True)]
+    window = llm.info.max_open_requests
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    llm.generate([f"warm {i}" for i in range(2 * window)], params)  # what is allocated once is
+    before = [process.memory_info().rss for process in processes]
+    num_read = num_ended = furthest = 0
+
+    def prompts() -> Iterator[str]:
+        nonlocal num_read, furthest
+        for i in range(10_000):
+            num_read += 1
+            furthest = max(furthest, num_read - num_ended)
+            yield f"Prompt {i}"
+
+    class Counted(BatchBar):
+        def done(self) -> None:
+            nonlocal num_ended
+            num_ended += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.llm.BatchBar", Counted)
+        outputs = llm.generate(prompts(), params)
+    assert [output.prompt for output in outputs] == [f"Prompt {i}" for i in range(10_000)]
+    assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
+    assert furthest <= window, "prompts are read as there is room for them"
+    grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
+    assert max(grown) < 32 * 1024**2, f"10,000 outputs are a few MiB, and nothing else stays: {grown}"
+    until_idle(llm)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_a_list_is_checked_before_anything_is_sent(llm: LLM) -> None:
+    before = load_of(llm)["counters"]["prompt_tokens"]
+    with pytest.raises(PromptError, match=re.escape("prompts[2] must be a text or a list of token ids, not None")):
+        llm.generate(["a", "b", None], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(PromptError, match=re.escape("prompts[1][0]: 9999 is not one of the model's token ids 0..607")):
+        llm.generate([[1], [9999]], GREEDY)
+    with pytest.raises(PromptError, match=re.escape("sampling_params has 1 entries for 2 prompts")):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(PromptError, match=re.escape("messages[1][0]['role'] must be one of")):
+        llm.chat([[{"role": "user", "content": "a"}], [{"role": "robot", "content": "a"}]], GREEDY)
+    with pytest.raises(PromptError, match="prompts can't be int"):
+        llm.generate(3)  # type: ignore[arg-type]
+    assert load_of(llm)["counters"]["prompt_tokens"] == before
+
+
+def test_what_only_the_server_can_judge_is_said_with_the_prompts_place(llm: LLM) -> None:
+    long = "word " * 400
+    with pytest.raises(PromptError, match=r"prompts\[17\]: this model's maximum context length is 256") as caught:
+        llm.generate([*(["short"] * 17), long, *(["short"] * 50)], GREEDY)
+    assert (caught.value.place, caught.value.status, caught.value.code) == (17, 400, "context_length_exceeded")
+    with pytest.raises(PromptError, match=r"^prompt: this model's maximum context length"):
+        llm.generate(long, GREEDY)
+    until_idle(llm)
+    assert len(llm.generate(["still", "there"], GREEDY)) == 2
+
+
+def test_an_iterator_that_fails_ends_the_call_and_what_is_open(llm: LLM) -> None:
+    class OwnError(Exception):
+        pass
+
+    def prompts() -> Iterator[str]:
+        yield from ("a", "b")
+        raise OwnError
+
+    with pytest.raises(OwnError):
+        llm.generate(prompts(), SamplingParams(max_tokens=200, ignore_eos=True))
+    until_idle(llm)
+
+
+def test_threads_may_share_one(llm: LLM) -> None:
+    results: dict[int, list[str | None]] = {}
+
+    def work(number: int) -> None:
+        outputs = llm.generate((f"{number}.{i}" for i in range(1200)), SamplingParams(max_tokens=1))
+        results[number] = [output.prompt for output in outputs]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {number: [f"{number}.{i}" for i in range(1200)] for number in range(3)}
+
+
+def test_it_works_inside_a_running_event_loop_as_in_a_notebook(llm: LLM) -> None:
+    async def cell() -> None:
+        assert len(llm.generate(["a", "b"], GREEDY)) == 2
+        assert len(await asyncio.to_thread(llm.generate, ["a", "b"], GREEDY)) == 2
+
+    asyncio.run(cell())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "/no/such/model"}, "the server can't start: cannot start: prepare: model '/no/such/model': no such"),
+        ({"shedule": {"max_num_seqs": 8}}, "LLM(): there is no section [shedule]; did you mean schedule?"),
+        (
+            {"schedule": {"max_num_seqs": 0}},
+            "LLM(): schedule.max_num_seqs: needs a whole number from 1 to 4096, got the number 0",
+        ),
+        (
+            {"max_model_len": "long"},
+            'LLM(): max_model_len: needs a whole number from 0 to 2147483647, got the text "long"',
+        ),
+        ({"config": "no-such-preset"}, "no-such-preset: no such file, and no preset of that name"),
+        ({"gateway": {"zmq": "off"}}, "gateway.zmq: can't be off"),
+        ({"address": "ipc://@x", "max_model_len": 8}, "address is a server that runs already"),
+        ({"address": "nonsense"}, "address: 'nonsense' is no address"),
+    ],
+)
+def test_a_start_that_can_not_be_says_why(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        LLM(**settings)
+    assert words in str(caught.value)
+
+
+def test_memory_that_is_not_there_is_said_in_the_servers_words(tiny_model: Path) -> None:
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(StartError, match=r"execute\.kv_cache_bytes"):
+        LLM(tiny_model, execute=SMALL | {"kv_cache_bytes": 9_000_000_000_000})
+    assert not alive([process for process in psutil.Process().children(recursive=True) if process not in before])
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    begun = time.monotonic()
+    with pytest.raises(ServerFailed, match=r"can't attach: no server answered at ipc://@pipeline/nobody within 0\.5 s"):
+        LLM.attach("ipc://@pipeline/nobody", timeout_s=0.5)
+    assert time.monotonic() - begun < 5
+
+
+# --------------------------------------------------------------------------------------------------------------- life
+
+
+def test_two_at_once_and_each_ends_by_itself(tiny_model: Path, llm: LLM) -> None:
+    with LLM(tiny_model, execute=SMALL) as other:
+        assert llm.server is not None
+        assert other.server is not None
+        family = [psutil.Process(other.server.pid), *psutil.Process(other.server.pid).children(recursive=True)]
+        assert len(family) == 6
+        assert other.generate("Hello", GREEDY)[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
+        attached = LLM.attach(other.address)
+        assert attached.server is None
+        assert attached.generate("Hello", GREEDY)[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
+        attached.close()
+        assert other.generate("Hello", GREEDY), "who is attached takes nothing along"
+    assert not alive(family)
+    for closed in (other, attached):
+        with pytest.raises(UserError, match="this LLM is closed"):
+            closed.generate("Hello")
+        closed.close()
+    assert llm.generate("Hello", GREEDY)
+
+
+def test_one_that_nobody_holds_any_more_ends(tiny_model: Path) -> None:
+    one = LLM(tiny_model, execute=SMALL)
+    assert one.server is not None
+    family = [psutil.Process(one.server.pid), *psutil.Process(one.server.pid).children(recursive=True)]
+    one.generate("Hello", GREEDY)
+    del one
+    assert not alive(family)
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "execute", "gateway"])
+def test_a_server_that_dies_ends_the_call_with_a_reason(tiny_model: Path, victim: str) -> None:
+    with LLM(tiny_model, execute=SMALL) as one:
+        assert one.server is not None
+        supervisor = psutil.Process(one.server.pid)
+        family = [supervisor, *supervisor.children(recursive=True)]
+        (process,) = [each for each in family if each.cmdline()[0] == f"pipeline: {victim}.0"]
+
+        def prompts() -> Iterator[str]:
+            yield from ["Once upon a time"] * 100
+            process.kill()
+            yield from ["Once upon a time"] * 2000
+
+        with pytest.raises(ServerFailed, match=r"SIGKILL|died") as caught:
+            one.generate(prompts(), SamplingParams(max_tokens=200, ignore_eos=True))
+        if victim != "supervisor":
+            assert f"{victim}" in str(caught.value)
+        with pytest.raises(ServerFailed):
+            one.generate("Hello")
+    assert not alive(family)
+
+
+# ------------------------------------------------------------------------------------------------------------ scripts
+
+START = """
+from pipeline import LLM, SamplingParams
+llm = LLM({model!r}, execute={small!r})
+print("pid", llm.server.pid)
+"""
+
+
+def script(tmp_path: Path, tiny_model: Path, rest: str) -> Script:
+    return Script(tmp_path, START.format(model=str(tiny_model), small=SMALL) + rest)
+
+
+def test_a_script_needs_no_main_guard_and_nothing_to_be_closed(tmp_path: Path, tiny_model: Path) -> None:
+    with script(tmp_path, tiny_model, 'print("text", len(llm.generate(["a", "b"])))\ninput("x") if 0 else None') as one:
+        family = one.family() if one.wait_for("pid") else []
+        assert one.wait_for("text") == "2"
+        assert one.end() == 0
+        assert one.errors == "", "no progress bar where standard error is no terminal, and no warnings"
+        assert not alive(family)
+
+
+def test_kill_9_leaves_nothing_even_where_a_fork_lives_on(tmp_path: Path, tiny_model: Path) -> None:
+    rest = """
+import os, signal
+fork = os.fork()
+if fork == 0:
+    try:
+        llm.generate("Hello")
+    except Exception as error:
+        print("fork", error)
+    llm.close()
+    signal.pause()
+print("text", len(llm.generate(["a"])))
+print("forked", fork)
+llm.generate(["Once upon a time"] * 100, SamplingParams(max_tokens=200, ignore_eos=True))
+signal.pause()
+"""
+    with script(tmp_path, tiny_model, rest) as one:
+        fork = psutil.Process(int(one.wait_for("forked")))
+        try:
+            assert "forked from" in one.wait_for("fork ")
+            family = [process for process in one.family() if process != fork]
+            assert len(family) == 6
+            assert one.wait_for("text") == "1", "the fork's close is not ours"
+            one.process.kill()
+            assert not alive(family)
+            assert fork.is_running()
+        finally:
+            fork.kill()
+
+
+def test_an_interrupt_aborts_what_is_open_and_leaves_it_usable(tmp_path: Path, tiny_model: Path) -> None:
+    rest = """
+import json, re, threading, time, urllib.request
+url = re.search(r"ready on (http://\\S+)", llm.server.log())[1]
+def load():
+    return json.load(urllib.request.urlopen(url + "/health", timeout=10))
+def watch():
+    while not load()["running"]:
+        time.sleep(0.01)
+    print("running")
+threading.Thread(target=watch).start()
+try:
+    llm.generate(["Once upon a time"] * 5000, SamplingParams(max_tokens=200, ignore_eos=True))
+except KeyboardInterrupt:
+    print("interrupted")
+end = time.monotonic() + 20
+while load()["open_requests"] and time.monotonic() < end:
+    time.sleep(0.02)
+print("open", load()["open_requests"])
+print("text", len(llm.generate(["a", "b"])))
+"""
+    with script(tmp_path, tiny_model, rest) as one:
+        one.wait_for("running")
+        one.process.send_signal(signal.SIGINT)
+        one.wait_for("interrupted", 10)
+        assert one.wait_for("open") == "0"
+        assert one.wait_for("text") == "2"
+        assert one.end() == 0
+        assert one.errors == ""
+
+
+def test_an_interrupt_while_it_starts_leaves_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    rest = f"""
+import subprocess
+real = subprocess.Popen
+def told(*args, **kwargs):
+    process = real(*args, **kwargs)
+    print("started", process.pid)
+    return process
+subprocess.Popen = told
+from pipeline import LLM
+LLM({str(tiny_model)!r})
+print("served")
+"""
+    with Script(tmp_path, rest) as one:
+        first = psutil.Process(int(one.wait_for("started")))
+        one.process.send_signal(signal.SIGINT)
+        assert one.end(20) != 0
+        assert "KeyboardInterrupt" in one.errors
+        assert "served" not in one.lines
+        assert not alive([first])

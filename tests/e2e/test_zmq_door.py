@@ -1,0 +1,161 @@
+"""The ZeroMQ door of the real server, with the real model."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from openai import AsyncOpenAI
+
+from pipeline.client import AsyncClient, Client, Output, RequestError, Stream
+from pipeline.sampling_params import SamplingParams
+from tests.e2e.server import Server
+
+MODEL = "SmolLM2-135M-Instruct"
+PATIENCE_S = 120.0
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=2**64 - 59, max_tokens=24)
+QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Name three colours, with an emoji each."}]
+
+
+async def all_of(stream: Stream) -> list[Output]:
+    async with asyncio.timeout(PATIENCE_S):
+        return [output async for output in stream]
+
+
+async def text_and_ids(stream: Stream) -> tuple[str, list[int], str | None, str | int | None]:
+    outputs = await all_of(stream)
+    ids = [token_id for output in outputs for token_id in output.token_ids]
+    return "".join(output.text for output in outputs), ids, outputs[-1].finish_reason, outputs[-1].stop_reason
+
+
+async def test_the_text_is_that_of_http(server: Server) -> None:
+    http = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    async with http, await AsyncClient.connect(server.zmq) as client:
+        assert client.info.model == MODEL
+        params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 77, "max_tokens": 24, "stop": ["\n\n\n"]}
+        for _ in range(2):  # the second time both find the same prefix
+            reply = await http.chat.completions.create(model=MODEL, messages=QUESTION, **params)  # type: ignore[call-overload]
+            stream = client.generate(QUESTION, SamplingParams(**params))
+            text, ids, finish, _ = await text_and_ids(stream)
+        assert text == reply.choices[0].message.content
+        assert finish == reply.choices[0].finish_reason
+        assert (stream.num_prompt_tokens, len(ids)) == (reply.usage.prompt_tokens, reply.usage.completion_tokens)
+        assert stream.prompt_token_ids is not None
+        # The ids that the server said are the prompt: they give the same.
+        assert (await text_and_ids(client.generate(stream.prompt_token_ids, SamplingParams(**params))))[0] == text
+        with pytest.raises(RequestError) as raised:
+            await all_of(client.generate("word " * 20_000))
+        assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
+
+
+async def test_both_doors_at_once(server: Server) -> None:
+    http = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    async with http, await AsyncClient.connect(server.zmq) as client, asyncio.timeout(PATIENCE_S):
+
+        async def over_http(i: int) -> int:
+            reply = await http.completions.create(model=MODEL, prompt=f"{i} and", max_tokens=12)
+            return int(reply.usage.completion_tokens if reply.usage else 0)
+
+        async def over_zmq(i: int) -> int:
+            stream = client.generate(f"{i} and", SamplingParams(n=2, max_tokens=12))
+            return len({output.index for output in await all_of(stream) if output.finish_reason})
+
+        results = await asyncio.gather(*(one(i) for i in range(12) for one in (over_http, over_zmq)))
+        assert all(1 <= tokens <= 12 for tokens in results[::2])
+        assert results[1::2] == [2] * 12
+    await asyncio.to_thread(server.until_idle)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_a_resumed_stream_is_the_uninterrupted_one(server: Server, params: SamplingParams) -> None:
+    async with await AsyncClient.connect(server.zmq) as client:
+        first = client.generate(QUESTION, params)
+        whole = await all_of(first)
+        assert first.prompt_token_ids is not None and first.seed is not None
+        params = replace(params, seed=first.seed)
+        text = "".join(output.text for output in whole)
+        ids = [token_id for output in whole for token_id in output.token_ids]
+        boundaries = {output.token_offset: output.text_offset for output in whole}
+        assert len(ids) > 12
+        for cut in range(1, len(ids) + 1, 3 if params.temperature else 1):
+            resumed = await all_of(client.generate(first.prompt_token_ids, params, received=ids[:cut]))
+            begin = resumed[0].text_offset
+            assert [token_id for output in resumed for token_id in output.token_ids] == ids[cut:], cut
+            assert text[:begin] + "".join(output.text for output in resumed) == text, cut
+            assert resumed[-1].finish_reason == whole[-1].finish_reason
+            assert boundaries.get(cut, begin) == begin, "what an uninterrupted client had been shown by then"
+
+
+async def test_a_stop_string_and_a_stop_id_that_straddle_the_cut(server: Server) -> None:
+    async with await AsyncClient.connect(server.zmq) as client:
+        free, ids, _, _ = await text_and_ids(client.generate(QUESTION, GREEDY))
+        stop = free[20:34]  # several ids long
+        for params in (
+            replace(GREEDY, stop=[stop]),
+            replace(GREEDY, stop=[stop], include_stop_str_in_output=True),
+            replace(GREEDY, stop_token_ids=[ids[9]]),
+        ):
+            text, stopped, finish, reason = await text_and_ids(client.generate(QUESTION, params))
+            assert finish == "stop"
+            assert len(stopped) < len(ids)
+            for cut in range(1, len(stopped) + 1):
+                resumed = await all_of(client.generate(QUESTION, params, received=stopped[:cut]))
+                assert text[: resumed[0].text_offset] + "".join(output.text for output in resumed) == text, cut
+                assert [token_id for output in resumed for token_id in output.token_ids] == stopped[cut:], cut
+                assert (resumed[-1].finish_reason, resumed[-1].stop_reason) == (finish, reason), cut
+        with pytest.raises(RequestError) as raised:
+            await all_of(client.generate(QUESTION, GREEDY, received=[*ids, 5]))
+        assert raised.value.param == "received"
+
+
+def test_the_blocking_client_streams_and_aborts(server: Server) -> None:
+    with Client(server.zmq) as client:
+        stream = client.generate("Once upon a time", SamplingParams(max_tokens=1000, ignore_eos=True))
+        first = next(stream)
+        assert first.token_ids
+        stream.abort()
+        assert [output.finish_reason for output in stream][-1] == "abort"
+    server.until_idle()
+
+
+async def test_a_stage_that_dies_closes_every_stream(smollm2_dir: Path) -> None:
+    with Server() as doomed:
+        async with await AsyncClient.connect(doomed.zmq) as client:
+            streams = [client.generate("Hi", SamplingParams(max_tokens=1500, ignore_eos=True)) for _ in range(3)]
+            for stream in streams:
+                async with asyncio.timeout(PATIENCE_S):
+                    await anext(stream)
+            os.kill(doomed.stage("detokenize").pid, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(RequestError, match="stage detokenize") as raised:
+                    await all_of(stream)
+                assert (raised.value.status, raised.value.code) == (500, "stage_died")
+        assert await asyncio.to_thread(doomed.process.wait, 60) == 3
+
+
+async def test_replicas_have_an_address_each_and_drain_theirs(smollm2_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    with Server("gateway.replicas=2", f"gateway.zmq=tcp://127.0.0.1:{port}") as own:
+        assert own.zmq == f"tcp://127.0.0.1:{port}"
+        clients = [await AsyncClient.connect(f"tcp://127.0.0.1:{port + i}") for i in range(2)]
+        streams = [client.generate("Hi", SamplingParams(max_tokens=60, ignore_eos=True)) for client in clients]
+        for stream in streams:
+            async with asyncio.timeout(PATIENCE_S):
+                await anext(stream)
+        taken = Server(f"gateway.zmq=tcp://127.0.0.1:{port + 1}", until_ready=False)
+        assert await asyncio.to_thread(taken.process.wait, 60) == 2
+        taken.stop()
+        assert f"cannot listen on tcp://127.0.0.1:{port + 1}: Address already in use; choose another" in taken.log()
+        taken.process.stderr.close()  # type: ignore[union-attr]
+        os.kill(own.process.pid, signal.SIGTERM)
+        for stream in streams:
+            assert (await all_of(stream))[-1].finish_reason == "length"
+        for client in clients:
+            await client.close()
+        assert await asyncio.to_thread(own.process.wait, 60) == 0

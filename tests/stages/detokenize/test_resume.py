@@ -1,0 +1,83 @@
+"""A sequence whose first ids its client has already: the text goes on, character and stop string included."""
+
+import msgspec
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline.stages.detokenize.sequences import Sequences
+from tests.stages.detokenize.test_sequences import (
+    BYTES,
+    END,
+    FINISHES,
+    OPTIONS,
+    OUTPUTS,
+    VOCABULARY,
+    ids_of,
+    opening,
+    outcome,
+)
+
+
+def offsets_by_id(ids: list[int], options: m.TextOptions) -> list[int]:
+    """Characters that an uninterrupted client has been shown with each number of ids, while its sequence goes on."""
+    sequences = Sequences(VOCABULARY)
+    sequences.open(opening(5, options))
+    shown = [0]
+    for place, token_id in enumerate(ids):
+        sequences.settle([5], [place], [1], [token_id], [m.Finish.NONE])
+        if sequences.unsent():
+            deltas = sequences.deltas(0)
+            shown.append(deltas.text_offsets[0] + len(deltas.texts[0]))
+            sequences.sent(0)
+        else:
+            shown.append(shown[-1])  # judged
+    return shown
+
+
+@settings(max_examples=600, deadline=None)
+@given(OUTPUTS, FINISHES, OPTIONS, st.integers(0, 24))
+@example(ids_of("a☔b"), m.Finish.LENGTH, m.TextOptions(), 2)  # inside a character
+@example(ids_of("xENDy"), m.Finish.LENGTH, m.TextOptions(stop=["END"]), 2)  # inside a stop string
+@example([*ids_of("ab"), END], m.Finish.STOP, m.TextOptions(stop_token_ids=[END], include_stop=True), 3)
+@example([*ids_of("ab"), BYTES[0xE2]], m.Finish.LENGTH, m.TextOptions(), 3)
+def test_cut_anywhere_the_same_text_follows(ids: list[int], finish: m.Finish, options: m.TextOptions, cut: int) -> None:
+    text, shown_ids, closing, reason = outcome(ids, finish, options)
+    cut = min(cut, len(shown_ids))
+    if finish in (m.Finish.ABORT, m.Finish.ERROR):
+        cut = min(cut, len(ids) - 1)  # ids never say so
+    known, rest = ids[:cut], ids[cut:]
+    ended = finish if not rest else m.Finish.NONE
+    sequences = Sequences(VOCABULARY)
+    begun = msgspec.structs.replace(opening(5, options), outputs=np.array(known, np.int32).tobytes(), finish=ended)
+    aborts = sequences.open(begun, known)
+    texts, told, offset, end = "", [], -1, (0, None)
+
+    def take() -> None:
+        nonlocal texts, offset, end
+        for gateway in sequences.unsent():
+            deltas = sequences.deltas(gateway)
+            assert end[0] == m.Finish.NONE, "an entry behind the closing one"
+            offset = deltas.text_offsets[0] if offset < 0 else offset
+            assert deltas.text_offsets[0] == offset + len(texts)
+            assert deltas.id_offsets[0] == cut + len(told)
+            texts += deltas.texts[0]
+            told.extend(np.frombuffer(deltas.ids, "<i4").tolist())
+            end = deltas.finishes[0], deltas.stop_reasons[0]
+            sequences.sent(gateway)
+
+    take()
+    for place, token_id in enumerate(rest[:-1]):
+        aborts += sequences.settle([5], [cut + place], [1], [token_id], [m.Finish.NONE])
+        take()
+    last = rest[-1:]
+    sequences.settle([5], [len(ids) - len(last)], [len(last)], last, [finish])
+    take()
+    assert end == (closing, reason)
+    assert told == shown_ids[cut:]
+    assert text[:offset] + texts == text
+    if cut < len(shown_ids):
+        assert offset == offsets_by_id(known, options)[cut]
+    assert len(aborts) <= 1
+    assert len(sequences) == 0
