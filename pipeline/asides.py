@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def with_facts(aside: m.Aside, facts: m.ExecuteFacts | None) -> m.Aside:
-    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and has what it said."""
+    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and so has what it said."""
     return msgspec.structs.replace(aside, facts=facts) if isinstance(aside, m.Record) else aside
 
 

@@ -13,6 +13,7 @@ reads is held back by the server and not piled up here. A stream that nobody hol
 """
 
 import asyncio
+import contextlib
 import itertools
 import struct
 import threading
@@ -323,9 +324,9 @@ class AsyncClient:
         self._is_closed = True
         if self._heartbeat is not None:
             self._heartbeat.cancel()
+            self._send(p.Bye())
         self._end(ConnectionLost("the client was closed"))
         self._welcome.cancel()
-        self._send(p.Bye())
         self._loop.remove_reader(int(self._socket.get(zmq.FD)))
         self._loop.remove_reader(self._monitor.fileno())
         self._monitor.close()
@@ -360,7 +361,7 @@ class AsyncClient:
             try:
                 self._handle(self._decoder.decode(data))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self._end(ConnectionLost(f"the server at {self.address} does not speak this protocol: {error}"))
+                self._lose(ConnectionLost(f"the server at {self.address} does not speak this protocol: {error}"))
                 return
         else:
             self._loop.call_soon(self._wake)
@@ -381,7 +382,7 @@ class AsyncClient:
                 error = RequestError(failure.status, failure.message, failure.param, failure.code)
                 if not self._welcome.done():
                     self._welcome.set_exception(error)
-                self._end(ConnectionLost(f"the server ended the connection: {failure.message}"))
+                self._lose(ConnectionLost(f"the server ended the connection: {failure.message}"))
             case p.Pong():
                 pass
 
@@ -389,7 +390,7 @@ class AsyncClient:
         """A connection that ends is seen at once; libzmq would connect again, to a server that knows nothing of us."""
         if self._monitor.has_ended() and self._welcome.done():
             self._wake()  # what came before
-            self._end(ConnectionLost(f"the server at {self.address} closed the connection"))
+            self._lose(ConnectionLost(f"the server at {self.address} closed the connection"))
 
     async def _beat(self, heartbeat_s: float, silence_s: float) -> None:
         """Say often enough that this client lives, and see whether the server does."""
@@ -401,7 +402,14 @@ class AsyncClient:
             if now - min(self._said_s, self._heard_s) >= heartbeat_s / 2:
                 self._send(p.Ping())
             if now - self._heard_s > silence_s and asked_s - self._heard_s > heartbeat_s:
-                self._end(ConnectionLost(f"the server at {self.address} has said nothing for {silence_s:g} s"))
+                self._lose(ConnectionLost(f"the server at {self.address} has said nothing for {silence_s:g} s"))
+
+    def _lose(self, error: Exception) -> None:
+        """The server is gone; libzmq need not look for it any more."""
+        if self._lost is None and not self._socket.closed:
+            with contextlib.suppress(zmq.ZMQError):  # it has given up by itself
+                self._socket.disconnect(self.address)
+        self._end(error)
 
     def _end(self, error: Exception) -> None:
         """The connection is over: tell every stream."""

@@ -23,9 +23,10 @@ def address_of(setting: str, http_port: int, replica: int = 0) -> str | None:
     """The address of a gateway's door; None where there is none. Raises UserError for what is no address."""
     if setting == OFF:
         return None
-    address = f"ipc://@pipeline/{http_port}/door" if setting == AUTO else setting
     if problem := problem_of(setting):
         raise UserError(problem)
+    address = f"ipc://@pipeline/{http_port}/door" if setting == AUTO else setting
+    address = address.replace("tcp://localhost:", "tcp://127.0.0.1:")  # libzmq binds to no names
     if replica == 0:
         return address
     if address.startswith("ipc://"):

@@ -62,22 +62,25 @@ class Dialogue:
         while not self._is_over:
             try:
                 question = reader.question()
+                if question is None:
+                    break
+                self._obey(question)
             except KeyboardInterrupt:
                 if not self._screen.is_live:
                     raise
                 self._screen.text("\n")
                 self._screen.remark("Ctrl-D or /quit ends the chat")
-                continue
-            if question is None:
-                break
-            word, _, rest = question.partition(" ")
-            if word in self._commands:
-                self._commands[word](rest.strip())
-            elif self._screen.is_live and word.startswith("/") and "/" not in word[1:]:
-                self._screen.error(f"there is no command {word}; /help lists them")
-            else:
-                self._ask(question)
         return self._code
+
+    def _obey(self, question: str) -> None:
+        """A command, or a question for the model."""
+        word, _, rest = question.partition(" ")
+        if word in self._commands:
+            self._commands[word](rest.strip())
+        elif self._screen.is_live and word.startswith("/") and "/" not in word[1:]:
+            self._screen.error(f"there is no command {word}; /help lists them")
+        else:
+            self._ask(question)
 
     # -------------------------------------------------------------------------------------------------- an answer
 

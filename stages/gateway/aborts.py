@@ -42,10 +42,11 @@ class Aborted(msgspec.Struct):
     """Never heard of, or over already."""
 
 
-class _Question:
+class Question:
     """What the other gateways have still to answer."""
 
-    def __init__(self, gateways: set[int]) -> None:
+    def __init__(self, nonce: int, gateways: set[int]) -> None:
+        self.nonce = nonce
         self.gateways = gateways
         self.places: set[int] = set()
         self.is_answered = asyncio.Event()
@@ -63,31 +64,37 @@ class AbortDesk:
             if name == "gateway" and int(replica) != stage.replica
         ]
         self._nonces = itertools.count()
-        self._questions: dict[int, _Question] = {}
+        self._questions: dict[int, Question] = {}
 
     async def abort(self, names: list[str]) -> Aborted:
         """End all calls of these names. Raises ApiError, 503, where another gateway takes no more messages."""
         names = list(dict.fromkeys(names))
-        places = set(self._requests.call_off(names))
-        if names and self._others:
-            places |= await self._ask(names)
+        if self._stage.tape.is_recording:
+            self._stage.tape.event("abort", 0, msgspec.msgpack.encode(names))
+        places, question = self.begin(names)
+        if question is not None:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await question.is_answered.wait()
+            except TimeoutError:
+                late = sorted(question.gateways)
+                self._stage.log.warning("gateways did not say what they aborted", extra={"fields": {"late": late}})
+            finally:
+                del self._questions[question.nonce]
+            places |= question.places
         return Aborted(len(places), len(names) - len(places))
 
-    async def _ask(self, names: list[str]) -> set[int]:
+    def begin(self, names: list[str]) -> tuple[set[int], Question | None]:
+        """End those calls that are here, and ask the other gateways. Raises ApiError as `abort`."""
+        places = set(self._requests.call_off(names))
+        if not names or not self._others:
+            return places, None
         nonce = next(self._nonces)
-        question = self._questions[nonce] = _Question(set(self._others))
-        try:
-            for replica in self._others:
-                if not self._stage.outbox("gateway", replica).send(m.AbortCalls(self._stage.replica, nonce, names)):
-                    raise overloaded("its gateways take no more messages")
-            async with asyncio.timeout(ANSWER_S):
-                await question.is_answered.wait()
-        except TimeoutError:
-            late = sorted(question.gateways)
-            self._stage.log.warning("gateways did not say what they aborted", extra={"fields": {"late": late}})
-        finally:
-            del self._questions[nonce]
-        return question.places
+        for replica in self._others:
+            if not self._stage.outbox("gateway", replica).send(m.AbortCalls(self._stage.replica, nonce, names)):
+                raise overloaded("its gateways take no more messages")
+        question = self._questions[nonce] = Question(nonce, set(self._others))
+        return places, question
 
     def asked(self, message: m.AbortCalls) -> None:
         """Another gateway asks. What can't be answered now is counted there as unknown, and aborted all the same."""

@@ -10,6 +10,7 @@ a bound). Whoever does not keep to the protocol is told so once and loses the co
 """
 
 import asyncio
+import logging
 from collections import deque
 from http import HTTPStatus
 from typing import assert_never
@@ -74,17 +75,24 @@ class Door:
         self._max_message_bytes = max_message_bytes
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
+        self._log = logging.getLogger("pipeline")
         self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._peers: dict[Connection, Peer] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._socket = DoorSocket(address, max_message_bytes, self._receive, self._ended)
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        self._sweeper: asyncio.TimerHandle | None = None
+        """Runs while there are connections."""
 
     # ---------------------------------------------------------------------------------------------- what clients say
 
     def _receive(self) -> None:
+        self._handle_all()
+        if self._sweeper is None and self._socket.num_connections and not self._is_closed:
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _handle_all(self) -> None:
         now_s = self._loop.time()
         for connection, frames in self._socket.receive():
             peer = self._peers.get(connection)
@@ -138,6 +146,8 @@ class Door:
             )
         facts = self._doors.enter()
         peer.is_welcome = True
+        client = hello.client[: p.MAX_CLIENT_CHARS]
+        self._log.debug("a client has come", extra={"fields": {"client": client, "clients": len(self._peers)}})
         self._post(
             peer,
             p.Welcome(
@@ -246,7 +256,7 @@ class Door:
 
     def _sweep(self) -> None:
         """End connections that have been silent, or have taken nothing, for too long."""
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        self._sweeper = None
         self._receive()  # what has come counts
         now_s = self._loop.time()
         for connection in self._socket.connections:
@@ -272,9 +282,9 @@ class Door:
         """End all connections. What was said last has a moment to leave, for which `wait_closed` waits."""
         if not self._is_closed:
             self._is_closed = True
-            self._sweeper.cancel()
-            if self._retry is not None:
-                self._retry.cancel()
+            for timer in (self._sweeper, self._retry):
+                if timer is not None:
+                    timer.cancel()
             for peer in list(self._peers.values()):
                 self._offer(peer)
                 self._abandon(peer)

@@ -120,6 +120,10 @@ class DoorSocket:
             raise UserError(str(error)) from error
 
     @property
+    def num_connections(self) -> int:
+        return len(self._by_fd)
+
+    @property
     def connections(self) -> list[Connection]:
         return list(self._by_fd.values())
 

@@ -11,6 +11,7 @@ import msgspec
 
 from pipeline.recording.tape import Tape
 from pipeline.stages.gateway import responses
+from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
 from pipeline.stages.gateway.requests import Call, Requests
@@ -21,12 +22,14 @@ SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting
 class ReplayedClients:
     """Does what clients did, when the tape comes to it."""
 
-    def __init__(self, tape: Tape, requests: Requests) -> None:
+    def __init__(self, tape: Tape, requests: Requests, aborts: AbortDesk) -> None:
         self._requests = requests
+        self._aborts = aborts
         self._decoder = msgspec.msgpack.Decoder(Ask)
         self._calls: dict[int, tuple[Call, responses.Events]] = {}
         tape.perform("open", self._open)
         tape.perform("leave", self._leave)
+        tape.perform("abort", self._abort)
         tape.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
         for what in ("first", "due", "last", "whole"):
             tape.perform(what, partial(self._give, what))
@@ -38,6 +41,9 @@ class ReplayedClients:
         except ApiError:
             return  # as it was then: it was overloaded
         self._calls[number] = call, responses.Events(call)
+
+    def _abort(self, _: int, names: bytes) -> None:
+        self._aborts.begin(msgspec.msgpack.decode(names, type=list[str]))
 
     def _leave(self, number: int, _: bytes) -> None:
         if number in self._calls:  # else it could not be opened whole

@@ -297,7 +297,7 @@ class Requests:
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
-            if request.generates:
+            if not ask.is_lookup:
                 self.counting.opened(1, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
@@ -309,7 +309,7 @@ class Requests:
         self._stage.tape.event("leave", call.number)
         call.is_over = True
         self._unname(call)
-        if call.requests and call.is_finished and call.failure is None:
+        if call.requests and call.is_finished and call.failure is None and not call.ask.is_lookup:
             now_s = time.monotonic()
             self.recent.keep(timings.times_of(call, now_s))
             for request in call.requests:
@@ -477,8 +477,8 @@ class Requests:
         self._close_if_over(request)
 
     def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
-        """A sequence has ended."""
-        if not request.generates:
+        """A sequence has ended. A lookup is none."""
+        if request.call.ask.is_lookup:
             return
         if request.is_aborted:
             self.counting.ended(m.Finish.ABORT)

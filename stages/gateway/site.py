@@ -19,6 +19,21 @@ class Protocol(web.RequestHandler):
 
     __slots__ = ()
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come. Where they break off a body that a route reads, aiohttp would tell it after its response
+        alone, and leave it waiting for the rest: the route is told now, and nothing more is read."""
+        num_messages = len(self._messages)
+        super().data_received(data)
+        reading = self._current_request
+        if len(self._messages) > num_messages and reading is not None and not reading.content.is_eof():
+            error = getattr(self._messages[-1][0], "exc", None)  # only what can't be read has one
+            if isinstance(error, HttpProcessingError):
+                self._messages.pop()
+                broken = web.RequestPayloadError(error.message)
+                broken.__cause__ = error
+                reading.content.set_exception(broken)
+                self.close()
+
     def handle_error(
         self,
         request: web.BaseRequest,

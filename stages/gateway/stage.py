@@ -88,7 +88,7 @@ class Gateway:
         runner = web.AppRunner(self._api.app(), handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
         await runner.setup()
         if self._stage.tape.is_replaying:
-            ReplayedClients(self._stage.tape, self._requests)
+            ReplayedClients(self._stage.tape, self._requests, self._aborts)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
             http_port = listener.getsockname()[1]

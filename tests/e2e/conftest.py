@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,11 @@ from pipeline import LLM
 
 SMALL = {"kv_cache_bytes": "16MiB", "threads": 1, "kernels": "torch"}
 """Settings of execute that start fast."""
+
+
+def tiny(folder: Path, **execute: Any) -> dict[str, Any]:
+    """What an LLM is given to serve the tiny model, prepared beside its folder."""
+    return {"model": folder, "cache_dir": str(folder.parent / "cache"), "execute": SMALL | execute}
 
 
 @pytest.fixture(scope="session")
@@ -25,5 +31,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llm(tiny_model: Path) -> Iterator[LLM]:
     """One for tests that leave it as they found it."""
-    with LLM(tiny_model, execute=SMALL) as llm:
+    with LLM(**tiny(tiny_model)) as llm:
         yield llm

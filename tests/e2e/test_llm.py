@@ -18,7 +18,7 @@ import pytest
 from pipeline import LLM, SamplingParams
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
 from pipeline.llm_progress import BatchBar
-from tests.e2e.conftest import SMALL
+from tests.e2e.conftest import tiny
 from tests.e2e.scripts import Script, alive
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -237,7 +237,7 @@ def test_a_start_that_can_not_be_says_why(settings: dict[str, Any], words: str) 
 def test_memory_that_is_not_there_is_said_in_the_servers_words(tiny_model: Path) -> None:
     before = psutil.Process().children(recursive=True)
     with pytest.raises(StartError, match=r"execute\.kv_cache_bytes"):
-        LLM(tiny_model, execute=SMALL | {"kv_cache_bytes": 9_000_000_000_000})
+        LLM(**tiny(tiny_model, kv_cache_bytes=9_000_000_000_000))
     assert not alive([process for process in psutil.Process().children(recursive=True) if process not in before])
 
 
@@ -252,7 +252,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
 
 
 def test_two_at_once_and_each_ends_by_itself(tiny_model: Path, llm: LLM) -> None:
-    with LLM(tiny_model, execute=SMALL) as other:
+    with LLM(**tiny(tiny_model)) as other:
         assert llm.server is not None
         assert other.server is not None
         family = [psutil.Process(other.server.pid), *psutil.Process(other.server.pid).children(recursive=True)]
@@ -272,7 +272,7 @@ def test_two_at_once_and_each_ends_by_itself(tiny_model: Path, llm: LLM) -> None
 
 
 def test_one_that_nobody_holds_any_more_ends(tiny_model: Path) -> None:
-    one = LLM(tiny_model, execute=SMALL)
+    one = LLM(**tiny(tiny_model))
     assert one.server is not None
     family = [psutil.Process(one.server.pid), *psutil.Process(one.server.pid).children(recursive=True)]
     one.generate("Hello", GREEDY)
@@ -282,7 +282,7 @@ def test_one_that_nobody_holds_any_more_ends(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["supervisor", "execute", "gateway"])
 def test_a_server_that_dies_ends_the_call_with_a_reason(tiny_model: Path, victim: str) -> None:
-    with LLM(tiny_model, execute=SMALL) as one:
+    with LLM(**tiny(tiny_model)) as one:
         assert one.server is not None
         supervisor = psutil.Process(one.server.pid)
         family = [supervisor, *supervisor.children(recursive=True)]
@@ -306,13 +306,13 @@ def test_a_server_that_dies_ends_the_call_with_a_reason(tiny_model: Path, victim
 
 START = """
 from pipeline import LLM, SamplingParams
-llm = LLM({model!r}, execute={small!r})
+llm = LLM(**{settings!r})
 print("pid", llm.server.pid)
 """
 
 
 def script(tmp_path: Path, tiny_model: Path, rest: str) -> Script:
-    return Script(tmp_path, START.format(model=str(tiny_model), small=SMALL) + rest)
+    return Script(tmp_path, START.format(settings=tiny(tiny_model) | {"model": str(tiny_model)}) + rest)
 
 
 def test_a_script_needs_no_main_guard_and_nothing_to_be_closed(tmp_path: Path, tiny_model: Path) -> None:

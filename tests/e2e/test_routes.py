@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -75,6 +76,20 @@ def test_an_echo_of_no_output_needs_no_step(server: Server) -> None:
     assert server.until_idle()["counters"] == before
 
 
+def test_lookups_are_no_requests_in_the_metrics(server: Server) -> None:
+    def counted() -> dict[str, str]:
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        names = ("vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:e2e_request_latency_seconds_count")
+        return dict(line.rsplit(" ", 1) for line in lines if line.startswith(names))
+
+    before = counted()
+    assert len(before) >= 3
+    post(server, "/tokenize", {"prompt": "x"})
+    post(server, "/detokenize", {"tokens": [1]})
+    server.until_idle()
+    assert counted() == before
+
+
 async def test_streams_that_are_aborted_end_with_a_reason_and_leave_nothing(server: Server) -> None:
     body = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     begun = [asyncio.Event() for _ in range(6)]
@@ -101,3 +116,23 @@ async def test_streams_that_are_aborted_end_with_a_reason_and_leave_nothing(serv
             assert {event["id"] for event in events} == {f"cmpl-mine-{i}"}
             assert events[-1]["choices"][0]["finish_reason"] == "abort"
     server.until_idle()
+
+
+def test_an_abort_finds_its_stream_whichever_gateway_holds_it() -> None:
+    """Each of these clients has a connection of its own, so the system deals them out."""
+    names = [f"mine-{i}" for i in range(8)]
+    body = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with Server("gateway.replicas=2") as server, ExitStack() as stack:
+        lines = []
+        for name in names:
+            headers = {"X-Request-Id": name}
+            url = f"{server.url}/v1/completions"
+            stream = stack.enter_context(httpx.stream("POST", url, json=body, headers=headers, timeout=60))
+            lines.append(stream.iter_lines())
+            assert next(lines[-1]).startswith("data: ")
+        asked = {"request_ids": [*names, "nobody"]}
+        assert post(server, "/abort_requests", asked) == {"num_aborted": len(names), "num_unknown": 1}
+        for stream_lines in lines:
+            *_, last, done = [line for line in stream_lines if line]
+            assert (json.loads(last[6:])["choices"][0]["finish_reason"], done) == ("abort", "data: [DONE]")
+        server.until_idle()

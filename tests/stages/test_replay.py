@@ -265,6 +265,25 @@ def test_the_gateway_opens_the_same_requests_and_gives_clients_the_same_events(t
     assert text.count(b"data: ") >= 4 and b"[DONE]" in text and b"usage" in text
 
 
+def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    with Gate(tmp_path, record=recording) as gate:
+        lookup = gate.post({"prompt": "x"}, "/tokenize")
+        gate.accept(gate.submit())
+        assert lookup.result().status_code == 200
+        stream = gate.post(CHAT | {"stream": True, "request_id": "mine"})
+        submit = gate.begin()
+        body = {"request_ids": ["mine", "other"]}
+        assert gate.client.post("/abort_requests", json=body).json() == {"num_aborted": 1, "num_unknown": 1}
+        gate.rig.receive("schedule", m.Abort)
+        gate.finish(submit, finish=m.Finish.ABORT)
+        assert '"finish_reason":"abort"' in stream.result().text
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    replays_alike("gateway", recording)
+    sent = [one.body for one in entries(recording) if isinstance(one, f.Sent)]
+    assert sum(b"abort" in one for one in sent) >= 2
+
+
 def test_calls_from_before_a_recording_are_left_out(tmp_path: Path) -> None:
     recording = tmp_path / "late.rec"
     with Gate(tmp_path) as gate:

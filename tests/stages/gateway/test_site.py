@@ -54,6 +54,22 @@ def test_what_cannot_be_read_is_answered_in_shape_and_is_no_news(
     assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
 
 
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+@pytest.mark.parametrize("begin", [b"", b"5\r\nhello\r\n"])
+def test_a_body_that_breaks_off_is_answered_at_once_and_once(gate: Gate, path: bytes, begin: bytes) -> None:
+    """Not after the time that a body may take."""
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(gate.address, timeout=10) as connection:
+        connection.sendall(head + begin)
+        assert gate.client.get("/load").status_code == 200  # the head has been read by now
+        connection.sendall(b"zz\r\nhello\r\n0\r\n\r\n")
+        reply = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert reply.count(b"HTTP/1.") == 1
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+    assert "the body can't be read" in error["message"]
+
+
 def test_what_a_route_does_not_catch_is_500_in_shape_and_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

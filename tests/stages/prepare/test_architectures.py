@@ -179,6 +179,27 @@ def test_a_gguf_file_has_the_logits_of_the_model_that_it_was_made_from(tmp_path:
     np.testing.assert_allclose(logits(prepared(path), IDS), expected(model, IDS), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_divisors_of_llama_3s_frequencies_are_the_scaling_that_they_were_made_from(
+    tmp_path: Path, factor: float
+) -> None:
+    """As llama.cpp's converter writes it: the scaling itself is not in the file."""
+    rope = {**LLAMA3, "rope_theta": 500000.0, "factor": factor, "original_max_position_embeddings": 8192}
+    model = checkpoints.tiny("llama", head_dim=64, tie_word_embeddings=True, rope_parameters=rope)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(parameter.bfloat16())
+    plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
+    divisors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert divisors.max() == pytest.approx(factor)
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, extra_tensors={"rope_freqs.weight": divisors})
+    theirs = expected(model, IDS)
+    np.testing.assert_allclose(logits(prepared(path), IDS), theirs, rtol=0, atol=1e-4)
+    without = logits(prepared(checkpoints.save_gguf(tmp_path / "plain.gguf", model)), IDS)
+    assert np.abs(without - theirs).max() > 1e-3, "the scaling makes no difference here"
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [

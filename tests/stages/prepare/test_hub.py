@@ -258,3 +258,19 @@ def test_a_cache_that_cannot_be_written_is_told(machine: Machine, tmp_path: Path
     (tmp_path / "file").touch()
     line = machine.fail("org/tiny", HF_HOME=str(tmp_path / "file" / "hf"))
     assert "set HF_HOME" in line
+
+
+def test_a_hub_id_can_be_checked(machine: Machine) -> None:
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "pipeline", "check-model", f"org/tiny@{COMMIT}", "--tokens", "64"),
+            *("--kernels", "torch", "--set", "execute.threads=1", "--set", f"cache_dir={machine.home / 'cache'}"),
+        ],
+        cwd=ROOT,
+        env=machine.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "passed: 5 checks" in result.stdout

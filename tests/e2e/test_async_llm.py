@@ -1,0 +1,228 @@
+"""`AsyncLLM`: streams, many at once, and how each may end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import LLM, AsyncClient, AsyncLLM, RequestOutput, SamplingParams
+from pipeline.errors import PromptError, ServerFailed, StartError, UserError
+from tests.e2e.conftest import tiny
+from tests.e2e.scripts import alive
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+async def streams(llm: LLM) -> AsyncIterator[AsyncLLM]:
+    """One that is attached to the tests' common server."""
+    async with AsyncLLM.attach(llm.address) as streams:
+        yield streams
+
+
+async def all_of(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def test_outputs_are_cumulative_deltas_or_one(streams: AsyncLLM, llm: LLM) -> None:
+    params = SamplingParams(temperature=1, seed=3, n=2, max_tokens=12, ignore_eos=True)
+    (whole,) = llm.generate("Hello", params)
+    cumulative = await all_of(streams.generate("Hello", params, "mine"))
+    assert {output.request_id for output in cumulative} == {"mine"}
+    assert cumulative[-1].outputs == whole.outputs
+    assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
+    assert len(cumulative) > 2, "they come as they are made"
+    for before, after in pairwise(cumulative):
+        for one, other in zip(before.outputs, after.outputs, strict=True):
+            assert other.text.startswith(one.text)
+            assert other.token_ids[: len(one.token_ids)] == one.token_ids
+    deltas = await all_of(streams.generate("Hello", params, output_kind="delta"))
+    for index in range(2):
+        parts = [one for output in deltas for one in output.outputs if one.index == index]
+        assert "".join(part.text for part in parts) == whole.outputs[index].text
+        assert [one for part in parts for one in part.token_ids] == whole.outputs[index].token_ids
+        assert [part.finish_reason for part in parts][-1] == "length"
+    (final,) = await all_of(streams.generate("Hello", params, output_kind="final"))
+    assert final.outputs == whole.outputs
+    assert final.prompt_token_ids == whole.prompt_token_ids
+
+
+async def test_a_chat_streams_too(streams: AsyncLLM, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    outputs = await all_of(streams.chat(messages, GREEDY))
+    assert outputs[-1].outputs == llm.chat(messages, GREEDY)[0].outputs
+
+
+async def test_hundreds_at_once_from_one_loop(streams: AsyncLLM) -> None:
+    async def one(number: int) -> str | None:
+        last = None
+        async for output in streams.generate(f"{number}", SamplingParams(max_tokens=3)):
+            last = output
+        assert last is not None
+        assert last.finished
+        return last.prompt
+
+    prompts = await asyncio.gather(*(one(number) for number in range(1500)))
+    assert prompts == [str(number) for number in range(1500)]
+
+
+async def test_an_abort_ends_the_stream_with_its_reason(streams: AsyncLLM) -> None:
+    last = None
+    async for output in streams.generate("Once", LONG, "one"):
+        last = output
+        await streams.abort("one")
+        await streams.abort("one")
+    assert last is not None
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert len(last.outputs[0].token_ids) < 200
+    await streams.abort("one")
+    await streams.abort("never was")
+    assert (await all_of(streams.generate("Once", GREEDY, "one")))[-1].finished, "its name is free again"
+
+
+async def test_an_abort_of_one_that_waits_for_its_turn(llm: LLM) -> None:
+    async with AsyncLLM.attach(llm.address) as streams:
+        num = llm.info.max_open_requests // 2
+        first = [asyncio.create_task(all_of(streams.generate("Once", LONG))) for _ in range(num)]
+        await asyncio.sleep(0)
+        for kind in ("cumulative", "delta", "final"):
+            waiting = asyncio.create_task(all_of(streams.generate("late", LONG, "late", output_kind=kind)))  # type: ignore[arg-type]
+            while "late" not in streams._open:
+                await asyncio.sleep(0)
+            await streams.abort("late")
+            (output,) = await asyncio.wait_for(waiting, PATIENCE_S)
+            assert output.finished
+            assert output.outputs[0].finish_reason == "abort"
+            assert output.outputs[0].token_ids == []
+        for task in first:
+            task.cancel()
+        await asyncio.gather(*first, return_exceptions=True)
+
+
+@pytest.mark.parametrize("way", ["cancel", "break", "aclose", "drop"])
+async def test_whoever_leaves_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, way: str) -> None:
+    async def read(begun: asyncio.Event) -> None:
+        async for _ in streams.generate("Once", LONG):
+            begun.set()
+
+    if way == "cancel":
+        begun = asyncio.Event()
+        task = asyncio.create_task(read(begun))
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    elif way == "break":
+        async for _ in streams.generate("Once", LONG):
+            break
+    elif way == "aclose":
+        async with aclosing(streams.generate("Once", LONG)) as stream:  # type: ignore[type-var]
+            await anext(stream)
+    else:
+        stream = streams.generate("Once", LONG)
+        await anext(stream)
+        del stream
+    async with asyncio.timeout(PATIENCE_S):
+        while streams._open:
+            await asyncio.sleep(0.01)
+    assert streams._slots is not None
+    assert streams._slots.num_taken == 0
+
+
+async def test_others_that_use_a_server_up_are_waited_for(tiny_model: Path) -> None:
+    async with (
+        AsyncLLM(**tiny(tiny_model), gateway={"max_open_requests": 4}) as own,
+        await AsyncClient.connect(own.address) as others,
+        AsyncLLM.attach(own.address) as attached,
+    ):
+        held = [others.generate("Once", LONG) for _ in range(4)]
+        for stream in held:
+            await stream.accepted()
+        waiting = asyncio.create_task(all_of(attached.generate("Hello", GREEDY)))
+        done, _ = await asyncio.wait((waiting,), timeout=0.2)
+        assert not done
+        for stream in held:
+            stream.abort()
+        assert (await asyncio.wait_for(waiting, PATIENCE_S))[-1].finished
+        # Our own share is kept to: eight at once, of which only four fit, and none is refused.
+        outputs = await asyncio.gather(*(all_of(own.generate("Hello", GREEDY)) for _ in range(8)))
+        assert len({str(output[-1].outputs) for output in outputs}) == 1
+        with pytest.raises(PromptError, match=r"n = 5 is more than this server takes at once \(4\)"):
+            await all_of(own.generate("Hello", SamplingParams(n=5)))
+
+
+async def test_what_is_no_request_is_said(streams: AsyncLLM) -> None:
+    with pytest.raises(PromptError, match="prompt must be a text or a list of token ids, not None"):
+        await all_of(streams.generate(None))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="sampling_params must be SamplingParams, not dict"):
+        await all_of(streams.generate("a", {"n": 1}))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="output_kind must be cumulative, delta or final, not 'all'"):
+        await all_of(streams.generate("a", output_kind="all"))  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match=r"^this model's maximum context length is 256 tokens"):
+        await all_of(streams.generate("word " * 400))
+    async with aclosing(streams.generate("Once", LONG, "same")) as stream:  # type: ignore[type-var]
+        await anext(stream)
+        with pytest.raises(UserError, match="request_id 'same' is that of a request which is still open"):
+            await all_of(streams.generate("Once", LONG, "same"))
+
+
+async def test_one_may_be_made_before_there_is_a_loop_and_starts_at_once(tiny_model: Path) -> None:
+    llm = await asyncio.to_thread(AsyncLLM, **tiny(tiny_model))
+    assert llm.server is not None
+    family = [psutil.Process(llm.server.pid)]
+    with pytest.raises(UserError, match="not ready yet"):
+        _ = llm.info
+    results = await asyncio.gather(*(all_of(llm.generate("Hello", GREEDY)) for _ in range(3)))
+    assert len({str(outputs[-1].outputs) for outputs in results}) == 1
+    family += family[0].children(recursive=True)
+    assert len(family) == 6
+
+    def elsewhere() -> None:
+        with pytest.raises(UserError, match="for one event loop"):
+            asyncio.run(llm.ready())  # type: ignore[arg-type]
+
+    await asyncio.to_thread(elsewhere)
+    open_one = asyncio.create_task(all_of(llm.generate("Once", LONG)))
+    async with asyncio.timeout(PATIENCE_S):
+        while not llm._open:
+            await asyncio.sleep(0.01)
+    await llm.close()
+    await llm.close()
+    with pytest.raises(ServerFailed, match="this AsyncLLM was closed"):
+        await open_one
+    with pytest.raises(UserError, match="this AsyncLLM is closed"):
+        await all_of(llm.generate("Hello"))
+    assert not alive(family)
+
+
+async def test_a_start_that_fails_is_told_to_all_who_wait(tmp_path: Path) -> None:
+    llm = AsyncLLM(tmp_path / "nothing.gguf", log_path=tmp_path / "log.txt")
+    results = await asyncio.gather(llm.ready(), all_of(llm.generate("a")), return_exceptions=True)
+    assert [type(result) for result in results] == [StartError, StartError]
+    assert "nothing.gguf" in str(results[0])
+    assert "nothing.gguf" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(StartError):
+        async with llm:
+            pass
+
+
+async def test_a_start_may_be_cancelled(tiny_model: Path) -> None:
+    llm = AsyncLLM(**tiny(tiny_model))
+    assert llm.server is not None
+    first = psutil.Process(llm.server.pid)
+    starting = asyncio.create_task(llm.__aenter__())
+    await asyncio.sleep(0.3)
+    begun = time.monotonic()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not alive([first])
+    assert time.monotonic() - begun < 10

@@ -1,0 +1,70 @@
+"""The client in JavaScript, installed from its lock file: it replays the vectors and talks to the real server."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.client import Client
+from pipeline.sampling_params import SamplingParams
+from tests.e2e.server import Server
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "tools" / "node_client"
+INSTALL_S = 180.0
+RUN_S = 120.0
+
+
+def run(command: list[str], folder: Path, timeout_s: float) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The client's folder with its packages: prebuilt binaries come inside, nothing is compiled and no script runs."""
+    folder = tmp_path_factory.mktemp("node") / "node_client"
+    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("node_modules"))
+    run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"], folder, INSTALL_S)
+    return folder
+
+
+def test_the_lock_file_names_no_registry() -> None:
+    lock = (SOURCE / "package-lock.json").read_text()
+    assert "resolved" not in lock and "://" not in lock
+    assert lock.count('"integrity"') == 4
+
+
+def test_the_vectors_are_read_and_written(node_client: Path) -> None:
+    vectors = ROOT / "tests" / "protocol" / "vectors.json"
+    said = run(["node", "replay.mjs", str(vectors)], node_client, RUN_S)
+    assert said == f"{len(json.loads(vectors.read_text())['vectors'])} vectors are read and written\n"
+
+
+def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, server: Server) -> None:
+    lines = [json.loads(line) for line in run(["node", "example.mjs", server.zmq], node_client, RUN_S).splitlines()]
+    said: dict[str, Any] = dict(lines)
+    assert said["info"]["version"] == 1
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=2**64 - 59, max_tokens=24, ignore_eos=True)
+    with Client(server.zmq) as client:
+        stream = client.generate([{"role": "user", "content": "Name three colours, with an emoji each."}], params)
+        outputs = list(stream)
+    assert said["stream"] == {
+        "text": "".join(output.text for output in outputs),
+        "ids": [token_id for output in outputs for token_id in output.token_ids],
+        "seed": str(2**64 - 59),
+        "usage": {"num_prompt_tokens": stream.num_prompt_tokens, "num_output_tokens": 24},
+        "finish": "length",
+    }
+    assert [value for what, value in lines if what == "resumed"] == [
+        {"cut": cut, "same": True} for cut in (1, 7, 13, 24)
+    ]
+    assert said["n"] == {"indexes": [0, 1], "other": True}
+    assert said["abort"] == {"finish": "abort"}
+    assert said["error"] == {"status": 400, "param": "temperature"}
+    assert said["nobody"] == {"lost": True}
+    server.until_idle()

@@ -1,0 +1,100 @@
+"""The published wire: its files are what the types say, and the vectors are what our own peers read and write."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import protocol as p
+from tools.export_protocol import PAGE, ROOT, VECTORS, as_object, published
+
+KEPT = Path(__file__).parent / "version_1.json"
+"""The vectors as version 1 was published with; never written again."""
+DOCUMENT: Any = json.loads(VECTORS.read_text())
+UNIONS: dict[str, Any] = {"server": p.ClientMessage, "client": p.ServerMessage}
+KINDS = {member.__struct_config__.tag: member for union in UNIONS.values() for member in union.__args__}
+
+
+@pytest.mark.parametrize("path", published(), ids=lambda path: path.name)
+def test_the_published_files_are_what_the_types_say(path: Any) -> None:
+    assert path.read_text() == published()[path], f"python -m tools.export_protocol writes {path.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("vector", DOCUMENT["vectors"], ids=lambda vector: vector["name"])
+def test_a_vector_is_read_as_its_object_and_written_as_its_bytes(vector: Any) -> None:
+    data = bytes.fromhex(vector["hex"])
+    message = msgspec.msgpack.decode(data, type=UNIONS[vector["to"]])
+    assert as_object(message) == vector["message"]
+    if vector["exact"]:
+        assert msgspec.msgpack.encode(message) == data
+
+
+def test_every_message_has_a_vector() -> None:
+    assert {vector["message"]["kind"] for vector in DOCUMENT["vectors"]} == set(KINDS)
+
+
+@pytest.mark.parametrize("vector", json.loads(KEPT.read_text())["vectors"], ids=lambda vector: vector["name"])
+def test_what_version_1_wrote_is_read_as_it_was_meant(vector: Any) -> None:
+    """Fields may have come since, and none has gone or moved: who breaks this breaks every client that there is."""
+    message = msgspec.msgpack.decode(bytes.fromhex(vector["hex"]), type=UNIONS[vector["to"]])
+    assert with_fields_of(as_object(message), vector["message"]) == vector["message"]
+    assert p.PROTOCOL_VERSION == 1
+
+
+def with_fields_of(value: Any, kept: Any) -> Any:
+    """A value without the fields that `kept` lacks."""
+    if isinstance(kept, dict):
+        return {name: with_fields_of(value[name], one) for name, one in kept.items()}
+    if isinstance(kept, list) and len(kept) == len(value):
+        return [with_fields_of(one, old) for one, old in zip(value, kept, strict=True)]
+    return value
+
+
+def test_the_page_has_a_section_for_every_message_and_part() -> None:
+    page = PAGE.read_text()
+    structs = {name: kind for name, kind in vars(p).items() if isinstance(kind, type) and kind.__module__ == p.__name__}
+    for name, kind in structs.items():
+        if name != "Message":
+            heading = kind.__struct_config__.tag if kind in KINDS.values() else name
+            assert re.search(rf"^### {heading}$", page, re.MULTILINE), f"docs/protocol.md has no section on {heading}"
+            assert f"<!-- fields of {name} -->" in page
+
+
+def test_the_page_names_the_limits_that_are() -> None:
+    from pipeline.stages.gateway import bodies, door, door_socket, door_stream
+
+    page = PAGE.read_text()
+    for words in (
+        f"within {door.HELLO_S:g} s of connecting",
+        f"takes nothing for {door_stream.STALL_S:g} s",
+        f"more than {door.MAX_LETTERS:,} messages",
+        f"({door_socket.MAX_CONNECTIONS:,}, or a quarter",
+        f"| {bodies.MAX_N}; {bodies.MAX_STOP_STRINGS} of 1 to {bodies.MAX_STOP_CHARS} characters; ",
+        f" characters; {bodies.MAX_STOP_IDS} |",
+        f"| {door_socket.HANDSHAKE_MS / 1000:g} s; {door.HELLO_S:g} s |",
+        f"| {door_socket.RECEIVE_BOUND}, then",
+    ):
+        assert words in page, words
+
+
+def test_sampling_params_have_the_limits_of_http() -> None:
+    from pipeline import sampling_params
+    from pipeline.stages.gateway import bodies
+
+    for name in ("MAX_N", "MAX_STOP_STRINGS", "MAX_STOP_CHARS", "MAX_STOP_IDS"):
+        assert getattr(sampling_params, name) == getattr(bodies, name)
+    assert set(p.Params.__struct_fields__) == set(sampling_params.SamplingParams.__struct_fields__)
+
+
+@given(st.binary(max_size=100))
+def test_random_bytes_raise_only_what_is_expected(data: bytes) -> None:
+    for union in UNIONS.values():
+        try:
+            msgspec.msgpack.decode(data, type=union)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue

@@ -1,0 +1,69 @@
+// Streams, aborts, resumes: node example.mjs ADDRESS. Prints what came as JSON, one line each.
+
+import { Client, ConnectionLost, RequestError } from "./pipeline-client.mjs";
+
+const QUESTION = [{ role: "user", content: "Name three colours, with an emoji each." }];
+const client = await Client.connect(process.argv[2]);
+say("info", client.info);
+
+// A whole stream.
+const params = { temperature: 0.9, top_p: 0.95, seed: 2n ** 64n - 59n, max_tokens: 24, ignore_eos: true };
+const whole = client.generate(QUESTION, params);
+const outputs = [];
+for await (const output of whole) outputs.push(output);
+const text = outputs.map((output) => output.text).join("");
+const ids = outputs.flatMap((output) => Array.from(output.token_ids));
+say("stream", { text, ids, seed: String(whole.seed), usage: whole.usage, finish: outputs.at(-1).finish_reason });
+
+// The same, cut off in the middle and resumed with the ids received.
+for (const cut of [1, 7, 13, 24]) {
+  const again = { ...params, seed: whole.seed };
+  let resumed = null;
+  for await (const output of client.generate(whole.promptTokenIds, again, { received: [ids.slice(0, cut)] })) {
+    // Offsets count code points; a JavaScript string is UTF-16.
+    resumed ??= [...text].slice(0, output.text_offset).join("");
+    resumed += output.text;
+  }
+  say("resumed", { cut, same: resumed === text });
+}
+
+// Several sequences at once, on one connection with another request.
+const [two, other] = await Promise.all([
+  collect(client.generate("One, two,", { n: 2, max_tokens: 8 })),
+  collect(client.generate("Three, four,", { max_tokens: 8 })),
+]);
+say("n", { indexes: [...new Set(two.map((output) => output.index))].sort(), other: other.length > 0 });
+
+// An abort, and a loop that is left early.
+const long = client.generate("Once upon a time", { max_tokens: 2000, ignore_eos: true });
+let last = null;
+for await (const output of long) {
+  if (!last) long.abort();
+  last = output;
+}
+say("abort", { finish: last.finish_reason });
+for await (const _ of client.generate("Once upon a time", { max_tokens: 2000, ignore_eos: true })) break;
+
+// Errors name the field.
+try {
+  await collect(client.generate("Hi", { temperature: 3 }));
+} catch (error) {
+  if (!(error instanceof RequestError)) throw error;
+  say("error", { status: error.status, param: error.param });
+}
+await client.close();
+try {
+  await Client.connect("ipc://@pipeline/nobody/door", { timeoutMs: 100 });
+} catch (error) {
+  say("nobody", { lost: error instanceof ConnectionLost });
+}
+
+async function collect(stream) {
+  const outputs = [];
+  for await (const output of stream) outputs.push(output);
+  return outputs;
+}
+
+function say(what, value) {
+  console.log(JSON.stringify([what, value]));
+}

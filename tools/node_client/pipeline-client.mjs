@@ -1,0 +1,262 @@
+// A client of Pipeline's ZeroMQ door (docs/protocol.md).
+//
+//     import { Client } from "./pipeline-client.mjs";
+//
+//     const client = await Client.connect("ipc://@pipeline/8000/door");
+//     for await (const output of client.generate("Once upon a time", { max_tokens: 64 })) {
+//       process.stdout.write(output.text);
+//     }
+//     await client.close();
+
+import { Dealer } from "zeromq";
+
+import { decode, encode, VERSION } from "./wire.mjs";
+
+/** Deltas that a stream holds at most; more are granted when half of them have been read. */
+const WINDOW = 32;
+const LINGER_MS = 200;
+
+/** The server refuses a request, or could not finish it. */
+export class RequestError extends Error {
+  constructor({ status, message, param, code }) {
+    super(message);
+    this.name = "RequestError";
+    this.status = status;
+    this.param = param;
+    this.code = code;
+  }
+}
+
+/** The server is gone, or says nothing any more. What was open can be resumed, with the ids received. */
+export class ConnectionLost extends Error {
+  constructor(message) {
+    super(message);
+    this.name = "ConnectionLost";
+  }
+}
+
+/** One request: an async iterable of outputs `{index, text, token_ids, text_offset, token_offset, finish_reason, stop_reason}`. */
+export class Stream {
+  #client;
+  #deltas = [];
+  #numRead = 0;
+  #error = null;
+  #isClosed = false;
+  #wake = () => {};
+
+  constructor(client, requestId) {
+    this.#client = client;
+    this.requestId = requestId;
+    /** Int32Array; null until the server has accepted the request. */
+    this.promptTokenIds = null;
+    /** BigInt; null until accepted. A resumed request needs it. */
+    this.seed = null;
+    /** {num_prompt_tokens, num_output_tokens}; null until the end. */
+    this.usage = null;
+  }
+
+  /** Have it ended. The last outputs then say "abort". Harmless where it has ended already. */
+  abort() {
+    if (!this.#isClosed) this.#client._send({ kind: "abort", request_id: this.requestId });
+  }
+
+  async *[Symbol.asyncIterator]() {
+    try {
+      for (;;) {
+        while (this.#deltas.length === 0) {
+          if (this.#error) throw this.#error;
+          if (this.#isClosed) return;
+          await new Promise((resolve) => (this.#wake = resolve));
+        }
+        const delta = this.#deltas.shift();
+        this.#numRead += 1;
+        if (this.#numRead >= WINDOW / 2 && !this.#isClosed) {
+          this.#client._send({ kind: "credit", request_id: this.requestId, num_deltas: this.#numRead });
+          this.#numRead = 0;
+        }
+        yield* delta.outputs;
+      }
+    } finally {
+      this.abort(); // whoever leaves the loop wants no more
+    }
+  }
+
+  _handle(message) {
+    switch (message.kind) {
+      case "accepted":
+        this.promptTokenIds = message.prompt_token_ids;
+        this.seed = message.seed;
+        break;
+      case "delta":
+        this.#deltas.push(message);
+        break;
+      case "finished":
+        this.usage = { num_prompt_tokens: message.num_prompt_tokens, num_output_tokens: message.num_output_tokens };
+        this.#isClosed = true;
+        break;
+      case "failed":
+        this._fail(new RequestError(message.failure));
+    }
+    this.#wake();
+  }
+
+  _fail(error) {
+    this.#error ??= error;
+    this.#isClosed = true;
+    this.#wake();
+  }
+}
+
+/** A connection to a running server. */
+export class Client {
+  #socket = new Dealer({ linger: LINGER_MS, sendHighWaterMark: 0, reconnectInterval: 100 });
+  #streams = new Map();
+  #nextId = 1n;
+  #lost = null;
+  #outgoing = [];
+  #isSending = false;
+  #heardMs = Date.now();
+  #saidMs = Date.now();
+  #heartbeat = null;
+  #welcome;
+  #address;
+
+  /**
+   * Connect to the server whose door is at `address`. Rejects with ConnectionLost where none answers in time, and with
+   * RequestError where the server can't take this client.
+   */
+  static async connect(address, { timeoutMs = 5000 } = {}) {
+    const client = new Client();
+    try {
+      await client.#open(address, timeoutMs);
+    } catch (error) {
+      await client.close();
+      throw error;
+    }
+    return client;
+  }
+
+  async #open(address, timeoutMs) {
+    const welcome = new Promise((resolve, reject) => (this.#welcome = { resolve, reject }));
+    this.#socket.events.on("disconnect", () => {
+      if (this.info) this.#lose(`the server at ${address} closed the connection`);
+    });
+    this.#address = address;
+    this.#socket.connect(address);
+    this.#receive();
+    this._send({ kind: "hello", min_version: VERSION, max_version: VERSION, client: "pipeline-node/1.0.0" });
+    const late = new ConnectionLost(`no server answered at ${address} within ${timeoutMs} ms`);
+    const timer = setTimeout(() => this.#welcome.reject(late), timeoutMs);
+    try {
+      /** What the server says about itself: `welcome`. */
+      this.info = await welcome;
+    } finally {
+      clearTimeout(timer);
+    }
+    this.#heartbeat = setInterval(() => this.#beat(), this.info.heartbeat_s * 500);
+    this.#heartbeat.unref();
+  }
+
+  /**
+   * Generate from a text, an array of token ids, or an array of chat messages {role, content}.
+   *
+   * `params` has the names of docs/protocol.md. With `received`, for each of the n sequences its output ids so far, the
+   * request goes on behind them; `params.seed` must then be that of the first stream.
+   */
+  generate(prompt, params = {}, { received = [], model = "" } = {}) {
+    if (this.#lost) throw this.#lost;
+    const stream = new Stream(this, this.#nextId++);
+    const message = { kind: "generate", request_id: stream.requestId, model, prompt: promptOf(prompt), params };
+    this._send({ ...message, credits: WINDOW, received });
+    this.#streams.set(stream.requestId, stream);
+    return stream;
+  }
+
+  /** Close the connection; the server aborts what is open. */
+  async close() {
+    clearInterval(this.#heartbeat);
+    if (this.info) this._send({ kind: "bye" });
+    this.#end(new ConnectionLost("the client was closed"));
+    while (this.#isSending) await new Promise((resolve) => setImmediate(resolve));
+    if (!this.#socket.closed) this.#socket.close();
+  }
+
+  /** Queue a message: libzmq's binding takes one at a time. Throws TypeError where it is none. */
+  _send(message) {
+    if (this.#lost) return;
+    this.#outgoing.push(encode(message));
+    this.#saidMs = Date.now();
+    if (!this.#isSending) this.#drain();
+  }
+
+  async #drain() {
+    this.#isSending = true;
+    try {
+      while (this.#outgoing.length && !this.#socket.closed) await this.#socket.send(this.#outgoing.shift());
+    } catch (error) {
+      this.#lose(`nothing can be sent: ${error.message}`);
+    } finally {
+      this.#isSending = false;
+    }
+  }
+
+  async #receive() {
+    try {
+      for await (const [data] of this.#socket) {
+        this.#heardMs = Date.now();
+        this.#handle(decode(data));
+      }
+    } catch (error) {
+      this.#welcome.reject(error);
+      this.#lose(`the server does not speak this protocol: ${error.message}`);
+    }
+  }
+
+  #handle(message) {
+    switch (message.kind) {
+      case "welcome":
+        this.#welcome.resolve(message);
+        break;
+      case "error": {
+        this.#welcome.reject(new RequestError(message.failure));
+        this.#lose(`the server ended the connection: ${message.failure.message}`);
+        break;
+      }
+      case "accepted":
+      case "delta":
+      case "finished":
+      case "failed": {
+        const stream = this.#streams.get(message.request_id);
+        if (message.kind === "finished" || message.kind === "failed") this.#streams.delete(message.request_id);
+        stream?._handle(message);
+      }
+    }
+  }
+
+  #beat() {
+    const now = Date.now();
+    if (now - Math.min(this.#saidMs, this.#heardMs) >= this.info.heartbeat_s * 500) this._send({ kind: "ping" });
+    if (now - this.#heardMs > this.info.silence_s * 1000) {
+      this.#lose(`the server has said nothing for ${this.info.silence_s} s`);
+    }
+  }
+
+  // libzmq need not look for a server that is gone.
+  #lose(reason) {
+    if (!this.#lost && !this.#socket.closed) this.#socket.disconnect(this.#address);
+    this.#end(new ConnectionLost(reason));
+  }
+
+  #end(error) {
+    if (this.#lost) return;
+    this.#lost = error;
+    for (const stream of this.#streams.values()) stream._fail(error);
+    this.#streams.clear();
+  }
+}
+
+function promptOf(prompt) {
+  if (typeof prompt === "string") return { kind: "text", text: prompt };
+  if (typeof prompt[0] === "number") return { kind: "tokens", token_ids: prompt };
+  return { kind: "chat", messages: prompt };
+}

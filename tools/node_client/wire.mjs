@@ -1,0 +1,145 @@
+// The client wire, version 1, as docs/protocol.md has it: messages as objects, to and from MessagePack.
+//
+// An object has `kind` and its fields by name. Ids and seeds of 64 bits are BigInt, packed token ids are Int32Array.
+
+import { decode as unpack, encode as pack } from "@msgpack/msgpack";
+
+export const VERSION = 1;
+
+// How a field is written and read. A field that may be left out at the end has a default.
+const plain = { write: (value) => value, read: (value) => value };
+const u64 = {
+  write: (value) => (value === null ? null : BigInt(value)),
+  read: (value) => (value === null ? null : BigInt(value)),
+};
+const ids = { write: packIds, read: unpackIds };
+const list = (of) => ({ write: (values) => values.map(of.write), read: (values) => values.map(of.read) });
+const part = (name) => ({ write: (value) => toArray(PARTS[name], value), read: (value) => fromArray(PARTS[name], value) });
+const prompt = {
+  write: (value) => toArray(PROMPTS[value.kind], value, value.kind),
+  read: (value) => ({ kind: value[0], ...fromArray(PROMPTS[value[0]], value.slice(1)) }),
+};
+
+// Each field: its name, how it is written, and its default where it has one.
+const PARTS = {
+  failure: [["status", plain], ["message", plain], ["param", plain, null], ["code", plain, null]],
+  chatMessage: [["role", plain], ["content", plain], ["name", plain, null]],
+  params: [
+    ["n", plain, 1],
+    ["temperature", plain, 1],
+    ["top_p", plain, 1],
+    ["top_k", plain, 0],
+    ["min_p", plain, 0],
+    ["seed", u64, null],
+    ["max_tokens", plain, null],
+    ["stop", plain, []],
+    ["stop_token_ids", plain, []],
+    ["ignore_eos", plain, false],
+    ["skip_special_tokens", plain, true],
+    ["include_stop_str_in_output", plain, false],
+  ],
+  output: [
+    ["index", plain],
+    ["text", plain],
+    ["token_ids", ids],
+    ["text_offset", plain],
+    ["token_offset", plain],
+    ["finish_reason", plain, null],
+    ["stop_reason", plain, null],
+  ],
+};
+const PROMPTS = {
+  text: [["text", plain]],
+  tokens: [["token_ids", ids]],
+  chat: [["messages", list(part("chatMessage"))], ["add_generation_prompt", plain, true]],
+};
+const MESSAGES = {
+  hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""]],
+  generate: [
+    ["request_id", u64],
+    ["model", plain],
+    ["prompt", prompt],
+    ["params", part("params")],
+    ["credits", plain],
+    ["received", list(ids), []],
+  ],
+  abort: [["request_id", u64]],
+  credit: [["request_id", u64], ["num_deltas", plain]],
+  ping: [["nonce", u64, 0n]],
+  bye: [],
+  welcome: [
+    ["version", plain],
+    ["server", plain],
+    ["model", plain],
+    ["max_model_len", plain],
+    ["vocab_size", plain],
+    ["max_open_requests", plain],
+    ["max_message_bytes", plain],
+    ["max_credits", plain],
+    ["heartbeat_s", plain],
+    ["silence_s", plain],
+  ],
+  accepted: [["request_id", u64], ["prompt_token_ids", ids], ["seed", u64]],
+  delta: [["request_id", u64], ["outputs", list(part("output"))]],
+  finished: [["request_id", u64], ["num_prompt_tokens", plain], ["num_output_tokens", plain]],
+  failed: [["request_id", u64], ["failure", part("failure")]],
+  pong: [["nonce", u64, 0n]],
+  error: [["failure", part("failure")]],
+};
+
+/** The bytes of a message. Throws TypeError where a field is missing or unknown. */
+export function encode(message) {
+  const { kind, ...fields } = message;
+  const names = new Set((MESSAGES[kind] ?? []).map(([name]) => name));
+  const unknown = Object.keys(fields).filter((name) => !names.has(name));
+  if (!(kind in MESSAGES) || unknown.length) throw new TypeError(`no message has ${kind} ${unknown}`);
+  return pack(toArray(MESSAGES[kind], message, kind), { useBigInt64: true });
+}
+
+/** The message in these bytes. Throws Error where they are none. */
+export function decode(data) {
+  const values = unpack(data, { useBigInt64: true });
+  if (!Array.isArray(values) || !Object.hasOwn(MESSAGES, values[0])) throw new Error("these bytes are no message");
+  return { kind: values[0], ...fromArray(MESSAGES[values[0]], values.slice(1)) };
+}
+
+function toArray(fields, object, kind) {
+  const values = fields.map(([name, type, fallback]) => {
+    const value = object[name] ?? fallback;
+    if (value === undefined) throw new TypeError(`${kind ?? "a part"} needs ${name}`);
+    return type.write(value);
+  });
+  return kind === undefined ? values : [kind, ...values];
+}
+
+// What stands behind the fields that we know is newer than we are.
+function fromArray(fields, values) {
+  if (!Array.isArray(values)) throw new Error("a part of this message is no array");
+  return Object.fromEntries(
+    fields.map(([name, type, fallback], place) => {
+      if (place < values.length) return [name, type.read(plainInteger(values[place], type))];
+      if (fallback === undefined) throw new Error(`this message has no ${name}`);
+      return [name, fallback];
+    }),
+  );
+}
+
+// A server may write any integer in 64 bits; only ids and seeds need them.
+function plainInteger(value, type) {
+  return typeof value === "bigint" && type !== u64 ? Number(value) : value;
+}
+
+function packIds(values) {
+  const bytes = new Uint8Array(values.length * 4);
+  const view = new DataView(bytes.buffer);
+  values.forEach((value, place) => {
+    if (!Number.isInteger(value) || value !== (value | 0)) throw new TypeError(`${value} is no token id`);
+    view.setInt32(place * 4, value, true);
+  });
+  return bytes;
+}
+
+function unpackIds(bytes) {
+  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+  return Int32Array.from({ length: bytes.byteLength >> 2 }, (_, place) => view.getInt32(place * 4, true));
+}
