@@ -124,6 +124,8 @@ class Stream:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._is_closed = False
+        self._when_dropped: weakref.finalize[..., Stream] | None = None
+        """Has the request aborted where nobody holds its stream any more."""
 
     @property
     def is_closed(self) -> bool:
@@ -190,15 +192,20 @@ class Stream:
             case p.Finished():
                 self.num_prompt_tokens = message.num_prompt_tokens
                 self.num_output_tokens = message.num_output_tokens
-                self._is_closed = True
+                self._close()
             case p.Failed(_, failure):
                 self._fail(RequestError(failure.status, failure.message, failure.param, failure.code))
         self._changed.set()
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
-        self._is_closed = True
+        self._close()
         self._changed.set()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        if self._when_dropped is not None:
+            self._when_dropped.detach()
 
 
 class AsyncClient:
@@ -304,7 +311,8 @@ class AsyncClient:
                 f"the request takes {len(data)} bytes, and the server reads at most {self.info.max_message_bytes}"
             )
         stream = Stream(self, message.request_id)
-        weakref.finalize(stream, self._dropped.append, message.request_id).atexit = False
+        stream._when_dropped = weakref.finalize(stream, self._dropped.append, message.request_id)
+        stream._when_dropped.atexit = False
         self._streams[message.request_id] = stream
         self._send_bytes(data)
         return stream

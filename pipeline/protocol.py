@@ -180,7 +180,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     max_model_len: Annotated[int, Meta(description="Longest prompt and output together, in tokens.")]
     vocab_size: Annotated[int, Meta(description="Token ids are below this.")]
     max_open_requests: Annotated[
-        int, Meta(description="Sequences that may be open at once, of all clients; one more fails with status 503.")
+        int, Meta(description="Sequences this gateway has open at most, of all its clients; one more fails with 503.")
     ]
     max_message_bytes: Annotated[int, Meta(description="Largest message the server reads; a larger one ends the peer.")]
     max_credits: Annotated[int, Meta(description="Deltas that a request can be granted ahead.")]

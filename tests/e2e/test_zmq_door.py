@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from openai import AsyncOpenAI
 
-from pipeline.client import AsyncClient, Client, Output, RequestError, Stream
+from pipeline.client import AsyncClient, Client, ConnectionLost, Output, RequestError, Stream
 from pipeline.sampling_params import SamplingParams
 from tests.e2e.server import Server
 
@@ -123,19 +123,36 @@ def test_the_blocking_client_streams_and_aborts(server: Server) -> None:
     server.until_idle()
 
 
-async def test_a_stage_that_dies_closes_every_stream(smollm2_dir: Path) -> None:
+async def test_a_stage_that_dies_closes_every_stream_and_another_server_goes_on(server: Server) -> None:
     with Server() as doomed:
         async with await AsyncClient.connect(doomed.zmq) as client:
-            streams = [client.generate("Hi", SamplingParams(max_tokens=1500, ignore_eos=True)) for _ in range(3)]
-            for stream in streams:
-                async with asyncio.timeout(PATIENCE_S):
-                    await anext(stream)
+            params = SamplingParams(temperature=1, max_tokens=1500, ignore_eos=True)
+            streams = [client.generate("Hi", params) for _ in range(3)]
+            text, ids = "", []
+            async with asyncio.timeout(PATIENCE_S):
+                while len(ids) < 20:
+                    output = await anext(streams[0])
+                    text, ids = text + output.text, ids + output.token_ids
             os.kill(doomed.stage("detokenize").pid, signal.SIGKILL)
             for stream in streams:
                 with pytest.raises(RequestError, match="stage detokenize") as raised:
                     await all_of(stream)
                 assert (raised.value.status, raised.value.code) == (500, "stage_died")
-        assert await asyncio.to_thread(doomed.process.wait, 60) == 3
+            assert await asyncio.to_thread(doomed.process.wait, 60) == 3
+            with pytest.raises(ConnectionLost, match="closed the connection"):
+                async with asyncio.timeout(PATIENCE_S):
+                    while True:
+                        client.generate("Hi")
+                        await asyncio.sleep(0.01)
+    first = streams[0]
+    assert first.prompt_token_ids is not None
+    params = replace(params, seed=first.seed, max_tokens=len(ids) + 10)
+    async with await AsyncClient.connect(server.zmq) as client:
+        whole, whole_ids, _, _ = await text_and_ids(client.generate(first.prompt_token_ids, params))
+        resumed = await all_of(client.generate(first.prompt_token_ids, params, received=ids))
+    assert whole_ids[: len(ids)] == ids
+    assert [*ids, *(token_id for output in resumed for token_id in output.token_ids)] == whole_ids
+    assert text[: resumed[0].text_offset] + "".join(output.text for output in resumed) == whole
 
 
 async def test_replicas_have_an_address_each_and_drain_theirs(smollm2_dir: Path) -> None:

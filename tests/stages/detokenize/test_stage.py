@@ -241,3 +241,29 @@ def test_the_options_that_schedule_passes_on_are_those_of_the_gateway(rig):
     say(rig, settled([(5, 0, ids_of("a\nb"), m.Finish.NONE)]))
     told = told_until_closed(rig, 5)
     assert (told.text[5], told.closing[5]) == ("a\n", (m.Finish.STOP, "\n"))
+
+
+def test_ids_that_a_client_has_come_by_shared_memory_and_only_what_follows_is_told(rig):
+    arena = rig.arena("schedule.0")
+    known = ids_of("ab☔" * 500)[:-1]
+    array = arena.put(np.array(known, np.int32).data.cast("B"))
+    assert isinstance(array, ShmRef)
+    say(rig, msgspec.structs.replace(opening(1), outputs=array))
+    say(rig, settled([(1, len(known), ids_of("☔!")[2:], m.Finish.LENGTH)]))
+    deltas = rig.receive("gateway", m.Deltas)
+    assert (deltas.texts, deltas.text_offsets, deltas.id_offsets) == (["☔!"], [1499], [len(known)])
+    release = rig.receive("schedule", m.Release)
+    assert arena.release(release.offsets[0], release.generations[0])
+    assert arena.num_live == 0
+
+
+def test_a_stop_string_that_a_client_has_already_ends_the_sequence_at_once(rig):
+    options = m.TextOptions(stop=["END"])
+    known = np.array(ids_of("the END"), np.int32).tobytes()
+    say(rig, msgspec.structs.replace(opening(1, options), outputs=known))
+    told = rig.receive("gateway", m.Deltas)
+    assert (told.finishes, told.stop_reasons, told.texts, told.num_ids) == ([m.Finish.STOP], ["END"], [""], [0])
+    assert rig.receive("schedule", m.Abort) == m.Abort(1001, 2, 1, m.Finish.STOP)
+    say(rig, settled([(1, 7, [], m.Finish.STOP)]))
+    rig.until(lambda load: load.num_open == 0)
+    assert rig.nothing("gateway", 0)

@@ -226,3 +226,22 @@ def test_what_goes_wrong_beside_the_loop_ends_the_stage_with_its_own_words(
         rig.start(tiny.facts())
         rig.send(tiny.submit("x" * ingest_stage.LONG_CHARS), "gateway.0")
         rig.receive("gateway")
+
+
+def test_ids_that_a_client_has_are_handed_on_by_shared_memory_with_how_they_end(tmp_path: Path) -> None:
+    long = [1] * 2000
+    with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
+        rig.start(tiny.facts(max_model_len=4000))
+        outputs = [np.array(ids, np.int32).tobytes() for ids in (long, [5, 257])]
+        rig.send(msgspec.structs.replace(tiny.submit("hi"), outputs=outputs), "gateway.0")
+        rig.receive("gateway", m.Accepted)
+        admit = rig.receive("schedule", m.Admit)
+        assert [ids_in(rig, one) for one in admit.outputs] == [long, [5, 257]]
+        assert admit.finishes == bytes([m.Finish.NONE, m.Finish.STOP])
+        assert isinstance(admit.outputs[0], ShmRef)
+        assert rig.until(lambda load: load.num_open == 1)
+        rig.send(release(admit.outputs[0]), "schedule.0")
+        rig.until(lambda load: load.num_open == 0)
+        rig.send(msgspec.structs.replace(tiny.submit("hi"), outputs=[b"\xff\xff\xff\x7f", b""]), "gateway.0")
+        failure = rig.receive("gateway", m.Rejected).failure
+        assert (failure.status, failure.param) == (400, "received")

@@ -231,3 +231,25 @@ def test_what_detokenize_does_not_take_is_offered_again_and_nothing_is_lost() ->
             around.until_finished(1)
             assert refused == 25
             assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 12)[0]
+
+
+def test_ids_that_a_client_has_come_and_go_by_shared_memory_and_the_sequence_goes_on_behind_them() -> None:
+    prompt, num_known = list(range(30)), 1200
+    whole, _ = expected(prompt, m.Sampling(), 0, num_known + 4)
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        arena = rig.arena("ingest.0")
+        known = arena.put(np.array(whole[:num_known], np.int32).tobytes())
+        assert isinstance(known, ShmRef)
+        ids = np.array(prompt, np.int32).tobytes()
+        text, sampling = raw(m.TextOptions()), raw(m.Sampling())
+        finishes = bytes([Finish.NONE])
+        rig.send(m.Admit(1, 1, 0, 1.0, ids, 1, num_known + 4, sampling, text, [known], finishes), "ingest.0")
+        around.until_finished(1)
+        ((seq, opening),) = around.opened.items()
+        assert isinstance(opening.outputs, ShmRef)
+        assert np.frombuffer(rig.bytes_of(opening.outputs), np.int32).tolist() == whole[:num_known]
+        assert (around.received[seq], around.finished[seq]) == (whole[num_known:], Finish.LENGTH)
+        release = rig.receive("ingest", m.Release)
+        assert arena.release(release.offsets[0], release.generations[0])
