@@ -49,7 +49,7 @@ def _window(server: Admin, seconds: float) -> bytes:
         if answer.error:
             print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
     if not names:
-        raise UserError("no stage answered")
+        raise UserError("no stage can be recorded now")
     try:
         threading.Event().wait(seconds)
     except KeyboardInterrupt:

@@ -166,6 +166,26 @@ def test_a_stage_records_between_trace_and_take_trace() -> None:
         assert again.records == []
 
 
+def test_a_second_window_is_refused_while_the_first_is_open() -> None:
+    with Rig("schedule") as rig:
+        rig.start(m.ExecuteFacts(16, 16, 64, 100))
+        rig.send(m.Trace(1, 30.0))
+        rig.send(m.Trace(2, 30.0))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        assert "another trace is being recorded" in rig.receive("supervisor", m.Answer).error
+        rig.send(m.TakeTrace(3))
+        rig.send(m.Trace(4, 30.0))
+        assert [rig.receive("supervisor", m.Answer).error for _ in range(2)] == ["", ""]
+
+
+def test_an_open_window_whose_time_is_up_is_in_nobodys_way() -> None:
+    tracer = Tracer()
+    tracer.start(1e-6)
+    time.sleep(0.001)
+    assert tracer.on
+    assert tracer.left_s == 0.0
+
+
 @pytest.mark.parametrize("window_s", [0.0, -1.0, 1e9, float("nan"), float("inf")])
 def test_a_window_that_makes_no_sense_is_refused_and_the_stage_goes_on(window_s: float) -> None:
     with Rig("schedule") as rig:
