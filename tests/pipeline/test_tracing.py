@@ -122,6 +122,12 @@ def test_a_window_has_processes_in_flow_order_slices_counters_and_arrows() -> No
     assert [(e["dur"], e["args"]) for e in events if e["name"] == "step"] == [(6000.0, {"tokens": 3})]
 
 
+def test_stages_that_share_a_process_are_told_apart() -> None:
+    stages = [StageTrace(name, 7, [Record("x", 1.0, 2.0, {}, [])], 0) for name in ("gateway.0", "schedule.0")]
+    events = check(chrome.of_window(stages))
+    assert len({e["pid"] for e in events if e["name"] == "process_name"}) == 2
+
+
 def test_an_empty_window_is_a_valid_file() -> None:
     check(chrome.of_window([]))
     check(chrome.of_window([StageTrace("gateway.0", 1, [], 0)]))
