@@ -24,6 +24,8 @@ CATEGORY = "request"
 
 def of_window(stages: Sequence[StageTrace]) -> bytes:
     """A trace file of what stages recorded in a window of time."""
+    if len({stage.pid for stage in stages}) < len(stages):  # several in one process: `pipeline serve --inline`
+        stages = [msgspec.structs.replace(stage, pid=place + 1) for place, stage in enumerate(stages)]
     begin_s = min((record.begin_s for stage in stages for record in stage.records), default=0.0)
     events: list[Event] = []
     points: dict[int, list[_Point]] = defaultdict(list)

@@ -74,8 +74,7 @@ class LLM:
         self._thread = LoopThread("pipeline-llm")
         self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._llm)
         try:
-            self.info: ServerInfo = _watched(self._thread.submit(self._llm.ready()), self._llm.server, progress)
-            """What the server says about itself: model, max_model_len, vocab_size …"""
+            _watched(self._thread.submit(self._llm.ready()), self._llm.server, progress)
         except BaseException:
             self.close()
             raise
@@ -90,6 +89,11 @@ class LLM:
     def address(self) -> str:
         """Of the server's ZeroMQ door; others may attach to it."""
         return self._llm.address
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server says about itself: model, max_model_len, vocab_size …"""
+        return self._llm.info
 
     @property
     def server(self) -> OwnServer | None:
@@ -189,13 +193,13 @@ class _Names(NamedTuple):
         return self.word if self.is_one else f"{self.word}[{place}]"
 
 
-def _watched(ready: "Future[ServerInfo]", server: OwnServer | None, progress: bool) -> ServerInfo:
+def _watched(ready: "Future[ServerInfo]", server: OwnServer | None, progress: bool) -> None:
     """Wait for the server, and tell a person meanwhile what it does. The wait's deadline is `ready`'s own."""
     with StartStatus(progress and server is not None) as status:
         while not wait((ready,), LOOK_S if status.is_seen else None).done:
             assert server is not None
             status.say(server.last_line())
-        return ready.result()
+        ready.result()
 
 
 def _close(owner_pid: int, thread: LoopThread, llm: AsyncLLM) -> None:

@@ -26,8 +26,7 @@ class KeyValueFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields: dict[str, Any] = getattr(record, "fields", {})
-        thread = record.threadName or ""
-        stage = thread.removeprefix("stage ") if thread.startswith("stage ") else self._stage  # see inline.py
+        stage = _stage_of(record, self._stage)
         line = f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {stage} {record.getMessage()}"
         for key, value in fields.items():
             text = str(value)
@@ -55,7 +54,7 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, Any] = {
             "ts": f"{when:%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "stage": self._stage,
+            "stage": _stage_of(record, self._stage),
             "pid": os.getpid(),
             "message": record.getMessage(),
         }
@@ -67,6 +66,12 @@ class JsonFormatter(logging.Formatter):
             return self._encoder.encode(line).decode()
         except (TypeError, ValueError, RecursionError):  # what no JSON has: halves of characters, odd keys, circles
             return self._encoder.encode({_text(key): _text(value) for key, value in line.items()}).decode()
+
+
+def _stage_of(record: logging.LogRecord, stage: str) -> str:
+    """Whose line it is, also where all stages are threads of one process; see inline.py."""
+    thread = record.threadName or ""
+    return thread.removeprefix("stage ") if thread.startswith("stage ") else stage
 
 
 def _text(value: object) -> str:

@@ -52,6 +52,8 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     time_per_output_token_s: HistogramCounts
     max_tokens: HistogramCounts
     n: HistogramCounts
+    longest_output_tokens: HistogramCounts
+    """One value for each prompt: of the longest of its sequences."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

@@ -15,6 +15,8 @@ CONNECT_S = 10.0
 MAX_EVENT_BYTES = 4 * 1024**2
 """Of one event: a stream without line ends is none, and is not to fill the memory."""
 MAX_SHOWN_BYTES = 300
+GOING_CODES = ("stage_died", "failed", "draining", "shutting_down")
+"""What our own servers say when they end."""
 
 
 class AnswerError(Exception):
@@ -24,8 +26,8 @@ class AnswerError(Exception):
         super().__init__(message)
         self.code = code
         """The server's word for it, as `context_length_exceeded`."""
-        self.is_gone = is_gone
-        """Whether the server could not be reached, or broke off."""
+        self.is_gone = is_gone or code in GOING_CODES
+        """Whether the server could not be reached, broke off, or is going down."""
 
 
 class Answer(msgspec.Struct):

@@ -21,12 +21,14 @@ class Counting:
         self._per_token_s = Histogram(TOKEN_S)
         self._max_tokens = Histogram(TOKENS)
         self._n = Histogram(N)
+        self._longest = Histogram(TOKENS)
 
-    def opened(self, num_prompts: int, n: int, max_tokens: int | None) -> None:
-        self._num_opened += num_prompts * n
-        self._n.observe(n, num_prompts)
+    def opened(self, n: int, max_tokens: int | None) -> None:
+        """One prompt, for which n sequences are to be generated."""
+        self._num_opened += n
+        self._n.observe(n)
         if max_tokens is not None:
-            self._max_tokens.observe(max_tokens, num_prompts)
+            self._max_tokens.observe(max_tokens)
 
     def rejected(self) -> None:
         self._num_rejected += 1
@@ -44,6 +46,10 @@ class Counting:
         if num_output > 1:
             self._per_token_s.observe(decode_s / (num_output - 1))
 
+    def longest(self, num_output: int) -> None:
+        """All sequences of a prompt have ended, and this is the longest of them."""
+        self._longest.observe(num_output)
+
     def counts(self, num_open: int) -> GatewayCounts:
         return GatewayCounts(
             num_open=num_open,
@@ -59,4 +65,5 @@ class Counting:
             time_per_output_token_s=self._per_token_s.counts(),
             max_tokens=self._max_tokens.counts(),
             n=self._n.counts(),
+            longest_output_tokens=self._longest.counts(),
         )

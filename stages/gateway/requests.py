@@ -297,8 +297,8 @@ class Requests:
             self._num_credits -= ask.n
             self._table[request.id] = request
             self._idle.clear()
-            if not ask.is_lookup:
-                self.counting.opened(1, ask.n, ask.max_tokens)
+            if request.generates:
+                self.counting.opened(ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         return call
 
@@ -477,8 +477,8 @@ class Requests:
         self._close_if_over(request)
 
     def _count(self, request: Request, sequence: Sequence, finish: int) -> None:
-        """A sequence has ended. A lookup is none."""
-        if request.call.ask.is_lookup:
+        """A sequence has ended. A prompt from which nothing is generated has none."""
+        if not request.generates:
             return
         if request.is_aborted:
             self.counting.ended(m.Finish.ABORT)
@@ -491,6 +491,8 @@ class Requests:
             num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
             decode_s = sequence.last_s - sequence.first_s
             self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
+            if request.is_finished:
+                self.counting.longest(max(one.num_ids for one in request.sequences))
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call

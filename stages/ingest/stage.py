@@ -98,7 +98,7 @@ class Ingest:
             self._work()
             self._stage.release()
             if self._stage.trace.on:
-                self._stage.trace.span("wake", begin_s, self._stage.tape.monotonic(), {"messages": len(messages)})
+                self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
             await asyncio.sleep(0)  # lets finished encodings through
         self._end()
 

@@ -54,7 +54,7 @@ class Server:
             match = re.search(r"ready on (http://[^\s\"]+)", line)
             assert match
             self.url = match[1]
-            match = re.search(r"zmq=(\S+)", line)
+            match = re.search(r"zmq\"?[=:]\"?([^\s\",]+)", line)
             assert match
             self.zmq = match[1]
             self.look()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import threading
@@ -20,6 +21,7 @@ from pipeline.errors import PromptError, ServerFailed, StartError, UserError
 from pipeline.llm_progress import BatchBar
 from tests.e2e.conftest import tiny
 from tests.e2e.scripts import Script, alive
+from tests.e2e.server import Server
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -27,10 +29,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 def load_of(llm: LLM) -> dict[str, Any]:
     """What the server's HTTP door says of it."""
     assert llm.server is not None
-    match = re.search(r"ready on (http://\S+)", llm.server.log())
-    assert match
+    found: list[str] = []
+
+    def look() -> bool:
+        assert llm.server is not None
+        found[:] = re.findall(r"ready on (http://\S+)", llm.server.log())
+        return bool(found)
+
+    until(look, "the supervisor says where HTTP is, a moment after the door is open")
     try:
-        with urllib.request.urlopen(f"{match[1]}/health", timeout=10) as response:
+        with urllib.request.urlopen(f"{found[0]}/health", timeout=10) as response:
             body = response.read()
     except urllib.error.HTTPError as error:  # 503: a stage is late
         body = error.read()
@@ -251,6 +259,19 @@ def test_a_server_that_is_not_there_is_said() -> None:
 # --------------------------------------------------------------------------------------------------------------- life
 
 
+def test_an_attached_one_finds_a_server_that_was_restarted(tiny_model: Path, llm: LLM) -> None:
+    address = f"ipc://@pipeline/test-{os.getpid()}/door"
+    sets = [f"{key}={value}" for key, value in tiny(tiny_model).items() if key != "execute"]
+    sets += [f"execute.{key}={value}" for key, value in tiny(tiny_model)["execute"].items()]
+    with Server(*sets, f"gateway.zmq={address}") as server, LLM(address=address, timeout_s=0.5) as attached:
+        attached.generate("Hello", GREEDY)
+        server.stop()
+        with pytest.raises(ServerFailed, match="can't attach: no server answered"):
+            attached.generate("Hello", GREEDY)
+        with Server(*sets, f"gateway.zmq={address}"):
+            assert attached.generate("Hello", GREEDY)[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
+
+
 def test_two_at_once_and_each_ends_by_itself(tiny_model: Path, llm: LLM) -> None:
     with LLM(**tiny(tiny_model)) as other:
         assert llm.server is not None
@@ -357,7 +378,9 @@ signal.pause()
 def test_an_interrupt_aborts_what_is_open_and_leaves_it_usable(tmp_path: Path, tiny_model: Path) -> None:
     rest = """
 import json, re, threading, time, urllib.request
-url = re.search(r"ready on (http://\\S+)", llm.server.log())[1]
+while not (match := re.search(r"ready on (http://\\S+)", llm.server.log())):
+    time.sleep(0.01)
+url = match[1]
 def load():
     return json.load(urllib.request.urlopen(url + "/health", timeout=10))
 def watch():

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.test_life_and_death import MODEL, Stream
+from tests.e2e.test_observability import Metrics
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
@@ -51,6 +52,23 @@ def connections(server: Server, name: str) -> int:
 def process_of(server: Server, name: str) -> psutil.Process:
     (process,) = [child for child in server.seen.values() if child.cmdline()[:1] == [f"pipeline: {name}"]]
     return process
+
+
+def test_any_gateways_metrics_show_the_whole_server(replicated: Server) -> None:
+    before = Metrics(replicated)
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(lambda number: ask(replicated, number), range(1, 9)))
+    replicated.until_idle()
+    num_sequences = sum(1 + number % 3 for number in range(1, 9))
+    for _ in range(6):  # each over a connection of its own, which either gateway may take
+        metrics = Metrics(replicated)
+        ended = [metrics.get("vllm:request_success_total", finished_reason=r) for r in ("stop", "length")]
+        was = [before.get("vllm:request_success_total", finished_reason=r) for r in ("stop", "length")]
+        assert sum(ended) - sum(was) == num_sequences
+        count = "vllm:time_to_first_token_seconds_count"
+        assert metrics.get(count) - before.get(count) == num_sequences
+        for name in ("gateway.0", "gateway.1", "ingest.1", "detokenize.2"):
+            assert metrics.get("pipeline_stage_state", stage=name, state="ready") == 1
 
 
 def test_replicas_give_the_texts_that_one_of_each_gives(server: Server, replicated: Server) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +145,43 @@ def test_who_sends_too_much_is_cut_off_and_others_are_served(bench: Bench) -> No
     assert bench.heard() == admin.Stats(1, STATS)
     assert not rude.poll(50)
     rude.close(linger=0)
+
+
+STRANGER = """
+import os, sys, zmq
+from zmq.utils.monitor import recv_monitor_message
+os.setuid(int(sys.argv[3]))
+context = zmq.Context()
+socket = context.socket(zmq.DEALER)
+monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+socket.setsockopt(zmq.LINGER, 0)
+socket.connect(sys.argv[1])
+socket.send(bytes.fromhex(sys.argv[2]))
+assert monitor.poll(20000), "nothing happened"
+print("let in" if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED else "refused")
+socket.disable_monitor()
+socket.close()
+context.destroy(linger=0)
+"""
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_other_users_are_refused(is_other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from the other side where this is not root: a door that expects somebody else refuses this user."""
+    user = os.geteuid()
+    if is_other and user == 0:
+        user = 65534
+    elif is_other:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    bench = Bench()
+    try:
+        words = [admin.address_of(bench.server), msgspec.msgpack.encode(admin.AskStats(1)).hex(), str(user)]
+        done = subprocess.run(
+            [sys.executable, "-c", STRANGER, *words], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.strip() == ("refused" if is_other else "let in")
+    finally:
+        bench.close()
 
 
 def test_open_questions_are_bounded_and_one_turn_takes_a_bounded_part(bench: Bench) -> None:

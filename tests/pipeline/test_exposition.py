@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from pipeline import exposition
 from pipeline.messages import Finish
@@ -45,8 +47,8 @@ def schedule(**more: int) -> ScheduleCounts:
 
 def gateway(num_stopped: int, first_s: float) -> Any:
     counting = GatewayCounting()
-    counting.opened(num_stopped, 1, 16)
     for _ in range(num_stopped):
+        counting.opened(1, 16)
         counting.first_s.observe(first_s)
         counting.finished(Finish.STOP, 1.0, 0.5, 10, 6)
     return counting.counts(2)
@@ -138,6 +140,22 @@ def test_an_odd_model_name_comes_back_as_it_is() -> None:
     families = text_string_to_metric_families(exposition.text_of(server(stage("schedule.0", schedule()))).decode())
     running = next(family for family in families if family.name == "vllm:num_requests_running")
     assert running.samples[0].labels == {"model_name": MODEL, "engine": "0"}
+
+
+def test_the_text_says_what_the_librarys_own_would() -> None:
+    stats = server(stage("schedule.0", schedule()), stage("gateway.0", gateway(3, 0.03)))
+
+    class All(Collector):
+        def collect(self) -> Any:
+            return exposition.families_of(stats)
+
+    def read_all(text: bytes) -> Any:
+        return [
+            (family.name, family.type, family.documentation, [(s.name, s.labels, s.value) for s in family.samples])
+            for family in text_string_to_metric_families(text.decode())
+        ]
+
+    assert read_all(exposition.text_of(stats)) == read_all(generate_latest(All()))
 
 
 def test_a_server_that_has_counted_nothing_yet_can_be_scraped() -> None:

@@ -321,4 +321,4 @@ def test_the_shapes_have_as_many_weights_as_their_names_say() -> None:
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         layer = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
         sizes[name] = config.num_layers * layer + config.vocab_size * config.hidden_size
-    assert sizes == {"smollm2-135m": 134_479_872, "qwen2-0.5b": 493_961_216}
+    assert sizes == {"smollm2-135m": 134_479_872, "qwen2-0.5b": 493_961_216, "qwen3-0.6b": 595_984_384}

@@ -25,6 +25,8 @@ SLOW_READ_S = 1.0
 """A slow client reads one byte this often."""
 SEND_BUFFER_BYTES = 16 * 1024
 """Of each connection in the kernel, on the gateway's side: small, so that a slow client fills it soon."""
+STEPS_AHEAD = 4
+"""Steps that may be on their way to those who read."""
 DEADLINE_S = 240.0
 
 
@@ -80,8 +82,14 @@ def serve_crowd(gate: Gate, num_streams: int, num_slow: int, num_steps: int, num
             gate.accept(submit)
         text = "x" * num_chars
         clients.begun_s = time.monotonic()
+        num_fast = num_streams - num_slow
         for step in range(num_steps):
+            # As an engine does, no faster than those who read: else what they have still to read hides all else.
+            while clients.num_chars < (step - STEPS_AHEAD) * num_chars * num_fast:
+                gate.rig.load()
+                assert time.monotonic() < clients.begun_s + DEADLINE_S, "those who read are held up"
             gate.rig.send(_step(submits, step, text, is_last=step == num_steps - 1), "detokenize.0")
+            gate.rig.load()  # taken in: what waits in sockets would count as memory that slow clients take
         fast_s = clients.fast_s()
         num_behind = gate.rig.load().num_open_requests
         rss_bytes = process.memory_info().rss
@@ -95,7 +103,7 @@ def serve_crowd(gate: Gate, num_streams: int, num_slow: int, num_steps: int, num
 def _num_fds_when_settled(process: psutil.Process) -> int:
     """Connections close a little after their requests: the number that stays."""
     end = time.monotonic() + PATIENCE_S
-    while any(c.status == psutil.CONN_ESTABLISHED for c in process.net_connections("tcp")):
+    while any(c.status != psutil.CONN_LISTEN for c in process.net_connections("tcp")):
         assert time.monotonic() < end, "connections of clients that left stay open"
         time.sleep(0.05)
     num_fds: int = process.num_fds()
@@ -124,6 +132,8 @@ class _Clients:
 
     def __init__(self, address: tuple[str, int], num_streams: int, num_slow: int) -> None:
         self.begun_s = time.monotonic()
+        self.num_chars = 0
+        """That those who read have had by now, together."""
         self._address = address
         self._num = num_streams, num_slow
         self._fast: Future[list[float]] = Future()
@@ -178,6 +188,7 @@ class _Clients:
                 tail = (tail + data)[-len(END) :]
                 data = await self._loop.sock_recv(connection, 65536)
                 assert data, "a stream broke off"
+                self.num_chars += data.count(b"x")
             return time.monotonic()
 
     async def _read_slowly(self) -> None:

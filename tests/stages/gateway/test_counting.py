@@ -266,3 +266,22 @@ def test_a_supervisor_that_is_silent_is_said(tmp_path: Any, monkeypatch: pytest.
             response = gate.client.get("/metrics")
             assert response.status_code == 503
             assert "did not answer in time" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [COMPLETION | {"echo": True, "max_tokens": 0}, None])
+def test_prompts_from_which_nothing_is_generated_are_not_counted(gate: Gate, body: Any) -> None:
+    reply = gate.complete(body) if body else gate.post({"model": "tiny", "prompt": "Hi"}, "/tokenize")
+    gate.begin()
+    assert reply.result().status_code == 200
+    counts = counts_of(gate)
+    assert counts.num_opened == sum(counts.num_finished) == number(counts.n) == 0
+
+
+def test_the_longest_of_a_prompts_sequences_is_kept_once_for_each_prompt(gate: Gate) -> None:
+    reply = gate.post(CHAT | {"n": 2})
+    submit = gate.begin()
+    gate.delta(submit, "aa", 2, finish=Finish.STOP)
+    gate.delta(submit, "aaaaa", 5, index=1, finish=Finish.LENGTH)
+    reply.result()
+    longest = counts_of(gate).longest_output_tokens
+    assert (number(longest), longest.total) == (1, 5.0)
