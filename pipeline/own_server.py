@@ -9,7 +9,6 @@ nothing of this process, a notebook's running event loop for one, reaches it.
 
 import asyncio
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from typing import IO, Any
 
 import msgspec
 
-from pipeline import own_entry
+from pipeline import own_entry, own_log
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
@@ -33,8 +32,6 @@ MAX_LOG_BYTES = 64 * 1024
 """The most of a log that is read at once."""
 NUM_LAST_LINES = 20
 """Of the log, where a server ends without saying why."""
-
-_STAMP = re.compile(r"^\d\d:\d\d:\d\d\.\d+ (?P<level>[A-Z]) (?P<stage>\S+) (?P<text>.*)$")
 
 
 class OwnLaunch(msgspec.Struct, array_like=True, frozen=True):
@@ -150,23 +147,12 @@ class OwnServer:
         return os.pread(self._log.fileno(), end - begin, begin).decode("utf-8", "replace")
 
     def last_line(self) -> str:
-        """What it does just now, for a person: the last line of its log, without time and stage."""
-        lines = [line for line in self.log().splitlines() if line.strip()]
-        if not lines:
-            return ""
-        match = _STAMP.match(lines[-1])
-        return match["text"] if match else lines[-1]
+        """What it does just now, for a person."""
+        return own_log.last_words(self.log())
 
     def complaints(self) -> str:
         """What it has said that is wrong; empty where it has nothing to complain of."""
-        said = []
-        for line in self.log().splitlines():
-            match = _STAMP.match(line)
-            if match and match["level"] == "E" and match["stage"].startswith("supervisor"):
-                said.append(match["text"])
-            elif line.startswith("pipeline: error: "):
-                said.append(line.removeprefix("pipeline: error: "))
-        return "; ".join(said)
+        return own_log.complaints(self.log())
 
     def reason(self) -> str:
         """Why it ended, in its own words, which come from its log."""

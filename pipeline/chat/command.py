@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import re
 import sys
 from typing import Any
 
@@ -18,13 +17,13 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
 from pipeline.llm_progress import StartStatus
+from pipeline.own_log import http_address
 from pipeline.own_server import OwnServer
 
 LOOK_S = 0.1
 """How often the log of a server that starts is looked at."""
 LAST_WORDS_S = 2.0
 """How long our own server may take to end once it is gone, and so to say why."""
-_READY = re.compile(r"ready on (http://\S+)")
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -91,11 +90,11 @@ def _own_settings(settings: Settings) -> Settings:
 def _started(own: OwnServer) -> str:
     """Wait until it serves. Returns its address. Raises StartError."""
     with StartStatus(progress=True) as status:
-        while (match := _READY.search(own.log())) is None:
+        while (url := http_address(own.log())) is None:
             status.say(own.last_line())
             if own.wait(LOOK_S):  # it has deadlines of its own, and ends when one is over
                 raise StartError(f"the server can't start: {own.reason()}")
-    return match[1]
+    return url
 
 
 def _why_gone(own: OwnServer | None) -> str | None:
