@@ -68,7 +68,7 @@ class StageProfile(msgspec.Struct, frozen=True):
 LIMITS = {
     "stage": "The stage was the limit: its thread had a core and used it nearly all the time.",
     "load": "The load was the limit, not the stage: the process that plays its neighbours was busy all the time.",
-    "cores": "Cores were the limit: the stage or its load could have run for more than a tenth of the time and had none.",
+    "cores": "Cores were the limit: the stage or its load waited for one for more than a tenth of the time.",
     "turns": "Neither was busy all the time: the stage and its neighbours wait for each other's messages in turn.",
 }
 
