@@ -438,7 +438,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _add_trace(commands: _Commands) -> None:
-    from pipeline.trace_command import add_options
+    from pipeline.trace_options import add_options
 
     parser = commands.add_parser(
         "trace",

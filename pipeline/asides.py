@@ -66,6 +66,8 @@ class Asides:
             case m.Trace():
                 if not 0 < aside.window_s <= MAX_WINDOW_S:
                     raise UserError(f"a window must be above 0 and at most {MAX_WINDOW_S:g} s long")
+                if (left_s := self._stage.trace.left_s) > 0:
+                    raise UserError(f"another trace is being recorded, for {left_s:.0f} s more at most")
                 return self._stage.trace.start(aside.window_s)
             case m.TakeTrace():
                 return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())

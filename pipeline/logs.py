@@ -86,4 +86,7 @@ def open_log(stage: str, level: str, log_format: LogFormat = "text") -> logging.
     log.handlers = [handler]
     log.setLevel(level.upper())
     log.propagate = False
+    if log_format == "json":  # what libraries have to say, too: every line is an object
+        logging.getLogger().handlers = [handler]
+        logging.captureWarnings(True)
     return log

@@ -20,18 +20,6 @@ TAKE_S = 30.0
 """Longest that stages may take to hand over what they have."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--seconds", type=float, default=5.0, help="how long to record, by default 5; Ctrl-C ends it early"
-    )
-    which.add_argument(
-        "--request", metavar="ID", help="a request that has just ended: the id of its reply, or one of the log's"
-    )
-    parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="by default trace.json")
-    parser.add_argument("--pid", type=int, help="of the server's supervisor, where several run; see pipeline ps")
-
-
 def run(args: argparse.Namespace) -> int:
     try:
         if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
@@ -61,7 +49,7 @@ def _window(server: Admin, seconds: float) -> bytes:
         if answer.error:
             print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
     if not names:
-        raise UserError("no stage answered")
+        raise UserError("no stage can be recorded now")
     try:
         threading.Event().wait(seconds)
     except KeyboardInterrupt:

@@ -53,6 +53,11 @@ class Tracer:
         self._end_s = time.monotonic() + window_s
         self.on = True
 
+    @property
+    def left_s(self) -> float:
+        """How long the window goes on if nobody ends it; 0 where there is none."""
+        return max(0.0, self._end_s - time.monotonic()) if self.on else 0.0
+
     def span(self, name: str, begin_s: float, end_s: float, args: Args, requests: Iterable[int] = ()) -> None:
         """Work that was done. To be called where `on` is set."""
         self._keep(Record(name, begin_s, end_s, args, list(dict.fromkeys(requests))), end_s)

@@ -35,7 +35,8 @@ SILENCE_S = 30.0
 SWEEP_S = 0.5
 """How often is looked for those who said nothing."""
 RETRY_S = 0.02
-"""How soon a connection that took nothing is tried again."""
+"""How soon a connection that took nothing is tried again. Each time that it takes nothing still this doubles."""
+MAX_RETRY_S = 0.3
 MAX_LETTERS = 2048
 """Messages other than deltas that wait for a client that takes none."""
 LINGER_S = 0.5
@@ -54,6 +55,30 @@ class Peer:
         """What the connection did not take, but deltas, which their streams keep."""
         self.full_s: float | None = None
         """Since when it takes nothing."""
+        self.retry: asyncio.TimerHandle | None = None
+        self.retry_s = RETRY_S
+
+    def sent(self) -> None:
+        """It has taken something."""
+        self.retry_s = RETRY_S
+
+
+class _Way:
+    """How a stream reaches its client."""
+
+    def __init__(self, door: "Door", peer: Peer) -> None:
+        self._door = door
+        self._peer = peer
+
+    @property
+    def takes_deltas(self) -> bool:
+        return self._peer.full_s is None
+
+    def send_delta(self, delta: p.Delta) -> bool:
+        return self._door.send_delta(self._peer, delta)
+
+    def post(self, letter: p.ServerMessage) -> None:
+        self._door.post(self._peer, letter)
 
 
 class Door:
@@ -79,7 +104,6 @@ class Door:
         self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._peers: dict[Connection, Peer] = {}
-        self._retry: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._socket = DoorSocket(address, max_message_bytes, self._receive, self._ended)
         self._sweeper: asyncio.TimerHandle | None = None
@@ -129,7 +153,7 @@ class Door:
                     peer.streams[request_id][0].abort()
             case p.Ping(nonce):
                 if peer.full_s is None:  # else what waits is a sign of life
-                    self._post(peer, p.Pong(nonce))
+                    self.post(peer, p.Pong(nonce))
             case p.Bye():
                 self._leave(peer)
             case _:
@@ -148,7 +172,7 @@ class Door:
         peer.is_welcome = True
         client = hello.client[: p.MAX_CLIENT_CHARS]
         self._log.debug("a client has come", extra={"fields": {"client": client, "clients": len(self._peers)}})
-        self._post(
+        self.post(
             peer,
             p.Welcome(
                 version=p.PROTOCOL_VERSION,
@@ -172,7 +196,7 @@ class Door:
             self._doors.enter()
             call = self._requests.open(parse.parse_generate(message, self._limits))
         except ApiError as error:
-            self._post(peer, p.Failed(request_id, door_errors.on_the_wire(error)))
+            self.post(peer, p.Failed(request_id, door_errors.on_the_wire(error)))
             return
         stream = DoorStream(request_id, message.credits, call, self._requests)
         task = self._tasks.create_task(self._run(peer, stream))
@@ -180,25 +204,27 @@ class Door:
 
     async def _run(self, peer: Peer, stream: DoorStream) -> None:
         try:
-            await stream.run(lambda delta: self._send_delta(peer, delta), lambda letter: self._post(peer, letter))
+            await stream.run(_Way(self, peer))
         finally:
             peer.streams.pop(stream.request_id, None)
 
     # ------------------------------------------------------------------------------------------- what they are told
 
-    def _send_delta(self, peer: Peer, delta: p.Delta) -> bool:
-        """Send now, or return False; the peer's streams are woken when it takes something again."""
+    def send_delta(self, peer: Peer, delta: p.Delta) -> bool:
+        """Send now, or return False; the peer's streams are woken when it may take something again."""
         if peer.full_s is not None:
             return False
         if self._socket.send(peer.connection, self._encoder.encode(delta)) == "full":
             self._is_full(peer)
             return False
+        peer.sent()
         return True  # or it is gone, and its end will be noticed
 
-    def _post(self, peer: Peer, message: p.ServerMessage) -> None:
+    def post(self, peer: Peer, message: p.ServerMessage) -> None:
         """Send now or as soon as the client takes it, in order."""
         data = self._encoder.encode(message)
         if peer.full_s is None and self._socket.send(peer.connection, data) != "full":
+            peer.sent()
             return
         peer.letters.append(data)
         self._is_full(peer)
@@ -208,23 +234,24 @@ class Door:
     def _is_full(self, peer: Peer) -> None:
         if peer.full_s is None:
             peer.full_s = self._loop.time()
-        if self._retry is None:
-            self._retry = self._loop.call_later(RETRY_S, self._offer_again)
+        if peer.retry is None:
+            peer.retry = self._loop.call_later(peer.retry_s, self._offer_again, peer)
+            peer.retry_s = min(2 * peer.retry_s, MAX_RETRY_S)
 
-    def _offer_again(self) -> None:
-        self._retry = None
-        for peer in [peer for peer in self._peers.values() if peer.full_s is not None]:
-            if self._offer(peer):
-                for stream, _ in list(peer.streams.values()):
-                    stream.wake()
-            else:
-                self._is_full(peer)
+    def _offer_again(self, peer: Peer) -> None:
+        peer.retry = None
+        if not self._offer(peer):
+            self._is_full(peer)
+            return
+        for stream, _ in peer.streams.values():
+            stream.wake()
 
     def _offer(self, peer: Peer) -> bool:
         """Send a peer's letters. Returns whether none is left."""
         while peer.letters:
             if self._socket.send(peer.connection, peer.letters[0]) == "full":
                 return False
+            peer.sent()
             peer.letters.popleft()
         peer.full_s = None
         return True
@@ -245,6 +272,8 @@ class Door:
     def _abandon(self, peer: Peer) -> None:
         self._peers.pop(peer.connection, None)
         peer.letters.clear()
+        if peer.retry is not None:
+            peer.retry.cancel()
         for stream, task in peer.streams.values():
             stream.leave()
             task.cancel()
@@ -282,9 +311,8 @@ class Door:
         """End all connections. What was said last has a moment to leave, for which `wait_closed` waits."""
         if not self._is_closed:
             self._is_closed = True
-            for timer in (self._sweeper, self._retry):
-                if timer is not None:
-                    timer.cancel()
+            if self._sweeper is not None:
+                self._sweeper.cancel()
             for peer in list(self._peers.values()):
                 self._offer(peer)
                 self._abandon(peer)

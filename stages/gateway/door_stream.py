@@ -6,8 +6,8 @@ there for too long loses the request.
 """
 
 import asyncio
-from collections.abc import Callable
 from http import HTTPStatus
+from typing import Protocol
 
 from pipeline import messages as m
 from pipeline import protocol as p
@@ -20,8 +20,22 @@ STALL_S = 60.0
 """Longest that a client may leave what is there for it."""
 
 
+class Way(Protocol):
+    """The way to a client."""
+
+    @property
+    def takes_deltas(self) -> bool:
+        """Whether it is worth while to make one. Who waits for that is woken."""
+
+    def send_delta(self, delta: p.Delta) -> bool:
+        """Send it, or refuse it for now."""
+
+    def post(self, letter: p.ServerMessage) -> None:
+        """Send it now or later, in order."""
+
+
 class DoorStream:
-    """Writes one request's messages. `send_delta` may refuse; `send_letter` keeps what can't go out at once."""
+    """Writes one request's messages."""
 
     def __init__(self, request_id: int, num_credits: int, call: Call, requests: Requests) -> None:
         self.request_id = request_id
@@ -57,40 +71,42 @@ class DoorStream:
         """The connection may take something again."""
         self._call.wake()
 
-    async def run(self, send_delta: Callable[[p.Delta], bool], send_letter: Callable[[p.ServerMessage], None]) -> None:
+    async def run(self, way: Way) -> None:
         """Write until the request is closed. A cancellation leaves it unclosed: nobody reads."""
         call = self._call
         try:
             await call.until(lambda: call.is_accepted or self._is_aborted or self._failure is not None)
             if call.is_accepted:
-                send_letter(self._accepted())
-            await self._write(send_delta)
+                way.post(self._accepted())
+            await self._write(way)
             if self._is_aborted:
                 self._requests.leave(call)
-                send_letter(p.Delta(self.request_id, [one.output(is_last=True) for one in self._unfinished]))
-            send_letter(p.Finished(self.request_id, call.num_prompt_tokens, call.num_output_tokens))
+                way.post(p.Delta(self.request_id, [one.output(is_last=True) for one in self._unfinished]))
+            way.post(p.Finished(self.request_id, call.num_prompt_tokens, call.num_output_tokens))
         except ApiError as error:
-            self._send_due(send_delta)
-            send_letter(p.Failed(self.request_id, on_the_wire(error)))
+            self._send_due(way)
+            way.post(p.Failed(self.request_id, on_the_wire(error)))
         finally:
             self._requests.leave(call)
 
-    async def _write(self, send_delta: Callable[[p.Delta], bool]) -> None:
+    async def _write(self, way: Way) -> None:
         """Send what comes, as credits allow, until all has been sent or the client wants no more. Raises ApiError where
         the request fails."""
         call = self._call
         while not self._is_aborted:
             if self._failure is not None:
                 raise self._failure
-            if not self._send_due(send_delta):
+            if not self._send_due(way):
                 if call.is_finished and not self._is_due:
                     return
                 await self._change()
 
-    def _send_due(self, send_delta: Callable[[p.Delta], bool]) -> bool:
+    def _send_due(self, way: Way) -> bool:
         """Send all that is due in one delta. Returns whether that was something, and was taken."""
         due = [one for one in self._unfinished if one.is_due]
-        if not due or not self._num_credits or not send_delta(p.Delta(self.request_id, [one.output() for one in due])):
+        if not due or not self._num_credits or not way.takes_deltas:
+            return False
+        if not way.send_delta(p.Delta(self.request_id, [one.output() for one in due])):
             return False
         for one in due:
             one.sent()

@@ -49,7 +49,7 @@ def run(launch: m.Launch) -> None:
         Stage(launch, m.GatewayInbox) as stage,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        descriptors.allow_many(launch.settings.gateway.max_open_requests, stage.log)
+        descriptors.allow_many(topology.max_open_of_one(launch.settings), stage.log)
         runner.run(Gateway(stage).serve())
 
 

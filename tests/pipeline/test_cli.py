@@ -13,6 +13,7 @@ import pytest
 from pipeline.__main__ import main
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
+from pipeline.manner import Manner
 from pipeline.version import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,7 +35,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """What the supervisor is asked to serve; it answers with exit code 3."""
     asked: list[Settings] = []
 
-    def serve(settings: Settings) -> int:
+    def serve(settings: Settings, manner: Manner) -> int:
+        assert manner == Manner(), "nothing out of the ordinary was asked for"
         asked.append(settings)
         return 3
 
@@ -84,7 +86,7 @@ def test_options_without_effect_are_warned_about(served: list[Settings], capsys:
 def test_an_interrupt_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(settings: Settings) -> int:
+    def interrupted(settings: Settings, manner: Manner) -> int:
         raise KeyboardInterrupt
 
     supervisor = ModuleType("pipeline.supervisor")
@@ -96,7 +98,7 @@ def test_an_interrupt_ends_without_a_traceback(
 def test_an_address_that_cannot_be_listened_on_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def taken(settings: Settings) -> int:
+    def taken(settings: Settings, manner: Manner) -> int:
         raise OSError("cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port")
 
     supervisor = ModuleType("pipeline.supervisor")

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,12 @@ from pipeline.logs import open_log
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
     log = logging.getLogger("pipeline")
-    before = log.handlers, log.level, log.propagate
+    root = logging.getLogger()
+    before, root_before = (log.handlers, log.level, log.propagate), root.handlers
     yield
     log.handlers, log.level, log.propagate = before
+    root.handlers = root_before
+    logging.captureWarnings(False)
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[Any]:
@@ -70,6 +74,18 @@ def test_a_traceback_is_one_field_of_one_line(capsys: pytest.CaptureFixture[str]
     [line] = lines(capsys)
     assert line["level"] == "error"
     assert line["exception"].endswith("ValueError: no")
+
+
+def test_what_libraries_say_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    open_log("x.0", "info", "json")
+    logging.getLogger("asyncio").warning("Executing took %s", 0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    said = lines(capsys)
+    assert [(line["level"], line["stage"]) for line in said] == [("warning", "x.0")] * 2
+    assert said[0]["message"] == "Executing took 0.2"
+    assert "DeprecationWarning: old" in said[1]["message"]
 
 
 def test_text_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:

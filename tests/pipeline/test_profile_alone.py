@@ -12,6 +12,7 @@ import pytest
 from pipeline.__main__ import main
 from pipeline.config.settings import Schedule, Settings
 from pipeline.errors import UserError
+from pipeline.profile.alone.clock import Used
 from pipeline.profile.alone.flame import Sampler, Stacks, write
 from pipeline.profile.alone.loads import AHEAD
 from pipeline.profile.alone.measure import measure
@@ -130,10 +131,14 @@ def test_the_command_prints_a_table_and_writes_json(
 
 
 def test_what_was_the_limit_is_said() -> None:
-    assert limit_of(1.0, 0.95, 0.0, 0.9) == "stage"
-    assert limit_of(1.0, 0.5, 0.4, 0.9) == "cores"
-    assert limit_of(1.0, 0.5, 0.05, 0.95) == "load"
-    assert limit_of(1.0, 0.5, 0.05, 0.5) == "turns"
+    def limit(busy: float, waited: float, load: float, load_waited: float) -> str:
+        return limit_of(2.0, Used(2 * busy, 2 * busy, 2 * waited), Used(2 * load, 2 * load, 2 * load_waited))
+
+    assert limit(0.95, 0.0, 0.9, 0.0) == "stage"
+    assert limit(0.5, 0.4, 0.9, 0.0) == "cores"
+    assert limit(0.5, 0.0, 0.5, 0.4) == "cores"
+    assert limit(0.5, 0.05, 0.95, 0.0) == "load"
+    assert limit(0.5, 0.05, 0.5, 0.05) == "turns"
 
 
 def test_a_sampler_sees_where_cpu_goes_and_leaves_nothing_behind() -> None:

@@ -226,7 +226,7 @@ def test_a_model_that_is_not_there_is_one_line(
     ("argv", "words"),
     [
         ([], "the following arguments are required: STAGE"),
-        (["gateway"], "invalid choice: 'gateway' (choose from "),
+        (["supervisor"], "invalid choice: 'supervisor' (choose from "),
         (["execute", "--batch", "1,x"], "--batch: needs a whole number from 1 to 4096, got 'x'"),
         (["execute", "--batch", "0"], "--batch: needs a whole number from 1 to 4096, got '0'"),
         (["execute", "--batch", "9" * 5000], "--batch: needs a whole number from 1 to 4096"),
@@ -250,7 +250,7 @@ def test_mistakes_are_told_in_one_line(
 
 
 def test_an_unknown_stage_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, err = run("detokenize", capsys=capsys)
+    _, _, err = run("prepare", capsys=capsys)
     assert "execute" in err
 
 

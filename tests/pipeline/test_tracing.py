@@ -122,6 +122,12 @@ def test_a_window_has_processes_in_flow_order_slices_counters_and_arrows() -> No
     assert [(e["dur"], e["args"]) for e in events if e["name"] == "step"] == [(6000.0, {"tokens": 3})]
 
 
+def test_stages_that_share_a_process_are_told_apart() -> None:
+    stages = [StageTrace(name, 7, [Record("x", 1.0, 2.0, {}, [])], 0) for name in ("gateway.0", "schedule.0")]
+    events = check(chrome.of_window(stages))
+    assert len({e["pid"] for e in events if e["name"] == "process_name"}) == 2
+
+
 def test_an_empty_window_is_a_valid_file() -> None:
     check(chrome.of_window([]))
     check(chrome.of_window([StageTrace("gateway.0", 1, [], 0)]))
@@ -164,6 +170,26 @@ def test_a_stage_records_between_trace_and_take_trace() -> None:
         rig.send(m.TakeTrace(3))
         again = msgspec.msgpack.decode(rig.receive("supervisor", m.Answer).body, type=StageTrace)
         assert again.records == []
+
+
+def test_a_second_window_is_refused_while_the_first_is_open() -> None:
+    with Rig("schedule") as rig:
+        rig.start(m.ExecuteFacts(16, 16, 64, 100))
+        rig.send(m.Trace(1, 30.0))
+        rig.send(m.Trace(2, 30.0))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        assert "another trace is being recorded" in rig.receive("supervisor", m.Answer).error
+        rig.send(m.TakeTrace(3))
+        rig.send(m.Trace(4, 30.0))
+        assert [rig.receive("supervisor", m.Answer).error for _ in range(2)] == ["", ""]
+
+
+def test_an_open_window_whose_time_is_up_is_in_nobodys_way() -> None:
+    tracer = Tracer()
+    tracer.start(1e-6)
+    time.sleep(0.001)
+    assert tracer.on
+    assert tracer.left_s == 0.0
 
 
 @pytest.mark.parametrize("window_s", [0.0, -1.0, 1e9, float("nan"), float("inf")])

@@ -284,6 +284,23 @@ def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Pa
     assert sum(b"abort" in one for one in sent) >= 2
 
 
+def test_timings_in_replies_are_the_same_again_also_if_a_trace_was_recorded_meanwhile(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    with Gate(tmp_path, record=recording) as gate:
+        gate.rig.send(m.Trace(1, 60.0))
+        for body in ({"stream": True}, {"n": 2}):
+            reply = gate.post(CHAT | body | {"timings": True})
+            gate.serve("Hello")
+            assert '"hops"' in reply.result().text
+        assert gate.client.get("/version").status_code == 200
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+        gate.rig.send(m.TakeTrace(2))
+        gate.rig.load()
+    replays_alike("gateway", recording)
+    told = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client")]
+    assert sum(b'"hops"' in one for one in told) == 2
+
+
 def test_calls_from_before_a_recording_are_left_out(tmp_path: Path) -> None:
     recording = tmp_path / "late.rec"
     with Gate(tmp_path) as gate:

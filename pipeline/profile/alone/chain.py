@@ -80,6 +80,7 @@ def run(args: argparse.Namespace, options: list[str]) -> int:
         sys.stdout.buffer.write(data)
         return 0
     screen = console()
+    screen.print(_title(result), soft_wrap=True)
     screen.print(_table(result))
     if args.json:
         Path(args.json).write_bytes(data)
@@ -194,12 +195,15 @@ def _turn(sink: Sink, seconds: float, tell: Callable[[float], None]) -> None:
         tell(passed_s / seconds)
 
 
-def _table(profile: ChainProfile) -> Table:
-    table = Table(
-        title=f"{profile.tokens_per_s:,.0f} tokens/s: {profile.num_streams} streams of {profile.num_output} tokens, "
-        f"{profile.seconds:.1f} s, {profile.num_cores} cores, instant executor",
-        title_justify="left",
+def _title(profile: ChainProfile) -> str:
+    return (
+        f"{profile.tokens_per_s:,.0f} tokens/s: {profile.num_streams} streams of {profile.num_output} tokens, "
+        f"{profile.seconds:.1f} s, {profile.num_cores} cores, instant executor"
     )
+
+
+def _table(profile: ChainProfile) -> Table:
+    table = Table()
     for heading in ("", "busy", "CPU µs per token"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for one in profile.stages:

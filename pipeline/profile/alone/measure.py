@@ -1,6 +1,6 @@
 """Warm a stage up, measure it, and make a result of it."""
 
-import resource
+import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -53,10 +53,10 @@ def measure(
             pid = harness.child.pid
             num_tokens, num_latencies = load.num_tokens, len(load.latencies_s)
             messages_in, messages_out = dict(harness.num_in), dict(harness.num_out)
-            before, load_before, begun = used(pid), _own_cpu_s(), time.monotonic()
+            before, load_before, begun = used(pid), used(os.getpid()), time.monotonic()
             _run(load, seconds, lambda share: progress("measuring", share))
             took_s = time.monotonic() - begun
-            now, load_cpu_s = used(pid).since(before), _own_cpu_s() - load_before
+            now, of_load = used(pid).since(before), used(os.getpid()).since(load_before)
             rss_bytes, peak_bytes = memory_bytes(pid)
             result = StageProfile(
                 version=VERSION,
@@ -70,11 +70,12 @@ def measure(
                 cpu_s=now.cpu_s,
                 main_cpu_s=now.main_cpu_s,
                 waited_s=now.waited_s,
-                load_cpu_s=load_cpu_s,
+                load_cpu_s=of_load.cpu_s,
+                load_waited_s=of_load.waited_s,
                 latency=_latency(load.latencies_s[num_latencies:]),
                 rss_bytes=rss_bytes,
                 peak_rss_bytes=peak_bytes,
-                limit=limit_of(took_s, now.main_cpu_s, now.waited_s, load_cpu_s),
+                limit=limit_of(took_s, now, of_load),
             )
             if flame is not None:
                 stacks = msgspec.msgpack.decode(harness.ask(m.EndFlame(0)).body, type=Stacks)
@@ -92,11 +93,6 @@ def _run(load: Load, seconds: float, progress: Callable[[float], None]) -> None:
         if now - told > 0.1:
             told = now
             progress((now - begun) / seconds)
-
-
-def _own_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _since(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:

@@ -3,6 +3,8 @@
 import msgspec
 from rich.table import Table
 
+from pipeline.profile.alone.clock import Used
+
 
 class Latency(msgspec.Struct, frozen=True):
     """From a message in to the last that comes of it, in µs."""
@@ -34,6 +36,7 @@ class StageProfile(msgspec.Struct, frozen=True):
     """It could have run and had no core."""
     load_cpu_s: float
     """Of the process that plays its neighbours."""
+    load_waited_s: float
     latency: Latency | None
     rss_bytes: int
     peak_rss_bytes: int
@@ -65,17 +68,18 @@ class StageProfile(msgspec.Struct, frozen=True):
 LIMITS = {
     "stage": "The stage was the limit: its thread had a core and used it nearly all the time.",
     "load": "The load was the limit, not the stage: the process that plays its neighbours was busy all the time.",
-    "cores": "Cores were the limit: the stage could have run for more than a tenth of the time and had none.",
+    "cores": "Cores were the limit: the stage or its load waited for one for more than a tenth of the time.",
     "turns": "Neither was busy all the time: the stage and its neighbours wait for each other's messages in turn.",
 }
 
 
-def limit_of(seconds: float, main_cpu_s: float, waited_s: float, load_cpu_s: float) -> str:
-    if main_cpu_s > 0.85 * seconds:
+def limit_of(seconds: float, stage: Used, load: Used) -> str:
+    """What both have used and waited for in that time says which of them, if any, was the limit."""
+    if stage.main_cpu_s > 0.85 * seconds:
         return "stage"
-    if waited_s > 0.1 * seconds:
+    if max(stage.waited_s, load.waited_s) > 0.1 * seconds:
         return "cores"
-    return "load" if load_cpu_s > 0.85 * seconds else "turns"
+    return "load" if load.main_cpu_s > 0.85 * seconds else "turns"
 
 
 def as_table(profile: StageProfile) -> list[Table | str]:
@@ -96,6 +100,7 @@ def as_table(profile: StageProfile) -> list[Table | str]:
         ("its other threads", f"{100 * (profile.cpu_s - profile.main_cpu_s) / seconds:.0f} %"),
         ("it waited for a core", f"{100 * profile.waited_s / seconds:.0f} %"),
         ("the load was busy", f"{100 * profile.load_cpu_s / seconds:.0f} %"),
+        ("it waited for a core", f"{100 * profile.load_waited_s / seconds:.0f} %"),
     ):
         table.add_row(name, value)
     if (latency := profile.latency) is not None:

@@ -334,6 +334,41 @@ class TestSlowClients:
             assert texts == "x" * 6_000_000 + "end"
             assert num_deltas < 601
 
+    def test_a_connection_that_is_stuck_is_tried_less_and_less_often(
+        self, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tried: list[str] = []
+        send = door_socket.DoorSocket.send
+
+        def watched(self: Any, connection: Any, data: bytes) -> Any:
+            result = "full" if is_stuck else send(self, connection, data)
+            tried.append(result)
+            return result
+
+        is_stuck = False
+        monkeypatch.setattr(door_socket.DoorSocket, "send", watched)
+        with RawPeer(gate) as peer:
+            for request_id in range(20):
+                peer.generate(request_id)
+            submits = [gate.begin() for _ in range(20)]
+            for _ in submits:
+                peer.hear(p.Accepted)
+            is_stuck = True
+            tried.clear()
+            begun = time.monotonic()
+            while time.monotonic() < begun + 1.0:
+                for submit in submits:
+                    gate.delta(submit, "x")
+                gate.rig.load()
+            assert 3 <= tried.count("full") <= 12, "one attempt for all streams, and ever longer waits"
+            is_stuck = False
+            for submit in submits:
+                gate.finish(submit, "end")
+            ended = set()
+            while len(ended) < 20:
+                message = peer.hear()
+                ended |= {message.request_id} if isinstance(message, p.Finished) else set()
+
     @pytest.mark.parametrize("limit", ["letters", "time"])
     def test_who_reads_nothing_is_hung_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
         if limit == "time":

@@ -1,0 +1,16 @@
+"""The options of `pipeline trace`. Apart from the command, so that --help loads nothing heavy."""
+
+import argparse
+from pathlib import Path
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--seconds", type=float, default=5.0, help="how long to record, by default 5; Ctrl-C ends it early"
+    )
+    which.add_argument(
+        "--request", metavar="ID", help="a request that has just ended: the id of its reply, or one of the log's"
+    )
+    parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="by default trace.json")
+    parser.add_argument("--pid", type=int, help="of the server's supervisor, where several run; see pipeline ps")
