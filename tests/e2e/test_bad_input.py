@@ -52,7 +52,7 @@ CASES: list[tuple[str, str, bytes | dict[str, Any], int, str | None]] = [
     ("stop of a wrong type", "completions", TEXT | {"stop": 5}, 400, "stop"),
     ("too many stop strings", "completions", TEXT | {"stop": ["x"] * 1000}, 400, "stop"),
     ("stop ids beyond the vocabulary", "completions", TEXT | {"stop_token_ids": [10**8]}, 400, "stop_token_ids"),
-    ("prompt ids beyond the vocabulary", "completions", TEXT | {"prompt": [1, 10**6]}, 400, "prompt"),
+    ("prompt ids beyond the vocabulary", "completions", TEXT | {"prompt": [1, 10**6]}, 400, "prompt[1]"),
     ("negative prompt ids", "completions", TEXT | {"prompt": [-1]}, 400, "prompt[0]"),
     ("an empty prompt", "completions", TEXT | {"prompt": ""}, 400, "prompt"),
     ("an empty list of prompts", "completions", TEXT | {"prompt": []}, 400, "prompt"),
