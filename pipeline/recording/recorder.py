@@ -29,7 +29,7 @@ class FileWriter:
     """Writes frames in a thread of its own. Raises OSError where the file can't be opened."""
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self.num_bytes = 0
         """Handed over."""
