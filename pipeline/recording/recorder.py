@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.recording import format as f
 from pipeline.recording.arrays import copies
 from pipeline.recording.tape import Tape
@@ -200,4 +201,5 @@ def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Heade
         peers=[peer.name for peer in launch.peers],
         segments=[f.SegmentSize(one.name, one.num_bytes, one.writable) for one in launch.segments],
         facts=order.facts,
+        instant=launch.entry == topology.INSTANT,
     )
