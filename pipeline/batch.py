@@ -45,6 +45,7 @@ def run(thread: LoopThread, llm: AsyncLLM, items: Iterator[Item], window: int, b
                 item = next(items, None)
                 if item is None:
                     is_read = True
+                    bar.all_read(len(outputs))
                 else:
                     names[len(outputs)] = item.name
                     thread.call(batch.start, len(outputs), item)

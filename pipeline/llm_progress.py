@@ -68,6 +68,11 @@ class BatchBar:
         if self._bar is not None:
             self._bar.advance(self._task)
 
+    def all_read(self, num_items: int) -> None:
+        """There are so many requests, and no more."""
+        if self._bar is not None:
+            self._bar.update(self._task, total=num_items)
+
     def rates(self) -> str:
         """`in 1234.5, out 678.9 tokens/s`, since the beginning."""
         took_s = max(perf_counter() - self._begun_s, 1e-9)

@@ -98,10 +98,12 @@ llm.generate((str(i) for i in range(5)), progress=False)
 llm.generate(["silent"], use_tqdm=False)
 print("silent so far")
 llm.generate([str(i) for i in range(300)], SamplingParams(max_tokens=3, ignore_eos=True))
+llm.generate((str(i) for i in range(40)), SamplingParams(max_tokens=3, ignore_eos=True))
 """)
     with Terminal([sys.executable, str(script)], tmp_path) as terminal:
         assert "starting" in terminal.wait_for("served", timeout_s=90)
         assert "prompts" not in terminal.wait_for("silent so far").partition("silent so far")[0]
         shown = terminal.wait_for("300/300")
+        terminal.wait_for("40/40")
         assert "tokens/s" in shown
         assert terminal.end() == 0

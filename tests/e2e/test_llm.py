@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -247,6 +248,13 @@ def test_memory_that_is_not_there_is_said_in_the_servers_words(tiny_model: Path)
     with pytest.raises(StartError, match=r"execute\.kv_cache_bytes"):
         LLM(**tiny(tiny_model, kv_cache_bytes=9_000_000_000_000))
     assert not alive([process for process in psutil.Process().children(recursive=True) if process not in before])
+
+
+def test_a_port_that_is_taken_is_said_in_the_servers_words(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"cannot listen on 127\\.0\\.0\\.1:{port}: Address already in use"):
+            LLM(**tiny(tiny_model), gateway={"port": port})
 
 
 def test_a_server_that_is_not_there_is_said() -> None:

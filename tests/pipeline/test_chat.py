@@ -1,8 +1,10 @@
 """`pipeline chat` against a server that answers what it is told to: in a terminal, and through a pipe."""
 
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ from pipeline.__main__ import main
 from pipeline.chat.connection import Answer
 from pipeline.chat.conversation import Conversation
 from pipeline.chat.screen import described
+from pipeline.config.settings import Settings
+from pipeline.errors import StartError
 from tests.pipeline.fake_chat import FakeChat
+from tests.pipeline.fake_server import FakeServer
 from tests.terminal import CTRL_C, CTRL_D, Terminal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -216,6 +221,78 @@ def test_options_that_are_none_are_said(args: tuple[str, ...], words: str, capsy
         code = stopped.code
     assert code == 2
     assert words in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ which server
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets where a server is looked for that nobody has named; questions are piped."""
+
+    def set_address(url: str) -> None:
+        monkeypatch.setattr("pipeline.chat.command.DEFAULT_URL", url)
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+
+    return set_address
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of servers that are started, none of which can."""
+    settings: list[Settings] = []
+
+    class OwnServer:
+        def __init__(self, given: Settings) -> None:
+            settings.append(given)
+            raise StartError("not today")
+
+    monkeypatch.setattr("pipeline.chat.command.OwnServer", OwnServer)
+    return settings
+
+
+def test_a_server_that_runs_is_taken(
+    at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeChat() as server:
+        at(server.url)
+        assert main(["chat"]) == 0
+    assert capsys.readouterr().out == "1: one \n"
+    assert started == []
+
+
+def test_where_none_runs_one_is_started_that_nobody_else_finds(
+    at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeChat() as server:
+        at(server.url)
+    assert main(["chat"]) == 1
+    assert capsys.readouterr().err == "pipeline chat: error: not today\n"
+    assert (started[0].gateway.host, started[0].gateway.port) == ("127.0.0.1", 0)
+    assert started[0].model == Settings().model
+
+
+@pytest.mark.parametrize("args", [("--model", "m.gguf"), ("--set", "max_model_len=64"), ("--config", "small-memory")])
+def test_who_names_a_model_or_settings_gets_a_server_with_them(
+    args: tuple[str, ...], at: Callable[[str], None], started: list[Settings]
+) -> None:
+    with FakeChat() as server:
+        at(server.url)
+        assert main(["chat", *args, "--set", "log_level=error"]) == 1
+    assert server.bodies == []
+    assert len(started) == 1
+    assert started[0].log_level == "info", "its log has to say when it is ready"
+
+
+def test_something_else_at_that_address_is_said(
+    at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        server.models = {"hello": "world"}
+        at(server.url)
+        assert main(["chat"]) == 1
+    assert "give --url for another server, or --model for one of its own" in capsys.readouterr().err
+    assert started == []
 
 
 # --------------------------------------------------------------------------------------------------------- its parts

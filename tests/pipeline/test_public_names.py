@@ -1,0 +1,34 @@
+"""What `from pipeline import …` gives, and what it costs those who take nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeline
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_package_is_imported_without_anything_else() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); before = set(sys.modules); import pipeline;"
+        "print([name for name in set(sys.modules) - before if name.partition('.')[0] not in sys.stdlib_module_names])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['pipeline']\n"
+
+
+@pytest.mark.parametrize("name", pipeline.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(pipeline, name).__name__ == name
+    assert (
+        f"    from pipeline.{getattr(pipeline, name).__module__.removeprefix('pipeline.')} import"
+        in (ROOT / "pipeline" / "__init__.py").read_text()
+    ), "type checkers are told the same"
+
+
+def test_a_name_that_is_none_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'pipeline' has no attribute 'LMM'"):
+        _ = pipeline.LMM
