@@ -16,8 +16,6 @@ from pipeline.config.settings import Settings
 from pipeline.inline import InlineChild
 from pipeline.process import Child
 
-INSTANT = "pipeline.stages.execute.instant"
-
 
 class Manner(msgspec.Struct, frozen=True):
     record: dict[str, str] = {}
@@ -49,7 +47,7 @@ class Manner(msgspec.Struct, frozen=True):
         if (path := self.record.get(launch.name)) is not None:
             launch = msgspec.structs.replace(launch, record=m.Record(0, path))
         if self.instant and launch.stage == "execute":
-            launch = msgspec.structs.replace(launch, entry=INSTANT)
+            launch = msgspec.structs.replace(launch, entry=topology.INSTANT)
         if launch.name == self.foreground:
             launch = msgspec.structs.replace(launch, foreground=True, break_at=self.break_at)
         return launch

@@ -51,6 +51,9 @@ FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 PREPARE = "pipeline.stages.prepare.stage"
 
+INSTANT = "pipeline.stages.execute.instant"
+"""An executor that computes nothing, to measure the others: see `Manner`."""
+
 MESSAGES_PER_REQUEST = 4
 """The most that one open request has on one edge: submit, abort, closed, release."""
 

@@ -54,6 +54,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     segments: list[SegmentSize]
     facts: ExecuteFacts | None = None
     """What `Start` had said, where the recording began after it."""
+    instant: bool = False
+    """Whether the executor was the one that computes nothing."""
 
     @property
     def name(self) -> str:

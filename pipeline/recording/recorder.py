@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.recording import format as f
 from pipeline.recording.arrays import copies
 from pipeline.recording.tape import Tape
@@ -29,7 +30,7 @@ class FileWriter:
     """Writes frames in a thread of its own. Raises OSError where the file can't be opened."""
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self.num_bytes = 0
         """Handed over."""
@@ -200,4 +201,5 @@ def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Heade
         peers=[peer.name for peer in launch.peers],
         segments=[f.SegmentSize(one.name, one.num_bytes, one.writable) for one in launch.segments],
         facts=order.facts,
+        instant=launch.entry == topology.INSTANT,
     )

@@ -45,7 +45,7 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
         raise UserError(f"{path} is of {header.name}, not of {stage}")
     if out.exists() and out.samefile(path):
         raise UserError(f"--out {out} is the recording itself")
-    row = topology.row(stage)
+    entry = topology.INSTANT if header.instant else topology.row(stage).entry
     server = f"replay-{os.getpid()}-{secrets.token_hex(4)}"
     supervisor = address_of(server, SUPERVISOR, 1)
     death_read, death_write = os.pipe()
@@ -55,7 +55,7 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
             replica=header.replica,
             rank=header.rank,
             incarnation=header.incarnation,
-            entry=row.entry,
+            entry=entry,
             settings=settings,
             model_dir=header.model_dir,
             address=address_of(server, header.name, 1),
@@ -66,7 +66,7 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
         )
         begun = time.monotonic()
         if inline:
-            importlib.import_module(row.entry).run(launch)
+            importlib.import_module(entry).run(launch)
         else:
             _run_child(launch, supervisor)
         took_s = time.monotonic() - begun

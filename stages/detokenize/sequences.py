@@ -25,6 +25,7 @@ class Sequence:
     """One sequence, with what its gateway has not been told yet."""
 
     __slots__ = (
+        "_has_stops",
         "_include_stop",
         "_judge",
         "_num_settled",
@@ -60,6 +61,7 @@ class Sequence:
         prompt_tail = np.frombuffer(opening.prompt_tail, "<i4").tolist()
         self._text = Text(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
         self._judge = Judge(stops, include_stop=options.include_stop)
+        self._has_stops = bool(stops.firsts)
         self._stop_token_ids = options.stop_token_ids
         self._include_stop = options.include_stop
         self._num_settled = 0
@@ -88,6 +90,12 @@ class Sequence:
 
     def settle(self, start: int, ids: list[int], finish: int) -> None:
         """Take ids that begin at output id `start`; those that were taken before are skipped."""
+        if start == self._num_settled and not finish and not self._has_stops:
+            # Nearly every entry: ids that follow those before, and nothing that ends the text.
+            self._num_settled += len(ids)
+            self.texts += map(self._text.add, ids)
+            self.ids += ids
+            return
         assert start <= self._num_settled, f"ids {self._num_settled} to {start} of {self.request_id:x} never came"
         if start < self._num_settled:
             ids = ids[self._num_settled - start :]
@@ -132,9 +140,9 @@ class Sequence:
     def sent(self) -> None:
         """The gateway has been told everything up to now."""
         self.text_offset += sum(map(len, self.texts))
-        self.texts = []
+        self.texts.clear()
         self.id_offset += len(self.ids)
-        self.ids = []
+        self.ids.clear()
         self.first = None
 
 

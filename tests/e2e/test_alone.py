@@ -103,7 +103,7 @@ def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
     with Server(options=("--instant",)) as server:
         complete(server.url)
         pid = str(server.process.pid)
-        for stage in ("gateway", "ingest", "schedule", "detokenize"):
+        for stage in STAGES:
             path = tmp_path / f"{stage}.rec"
             with ThreadPoolExecutor(1) as beside:
                 recording = beside.submit(main, ["record", stage, "--out", str(path), "--seconds", "0.5", "--pid", pid])
@@ -219,14 +219,6 @@ def test_ctrl_c_ends_the_server_while_the_stage_is_stopped(terminal: Terminal) -
     thread.join(PATIENCE_S)
     assert ended == [503]
     assert terminal.has_echo(), "the terminal is as it was"
-
-
-def test_a_function_that_is_not_there_is_told(smollm2_dir: Path) -> None:
-    command = [sys.executable, "-m", "pipeline", "serve", "--instant", "--port", "0", "--foreground", "ingest"]
-    for name, words in (("json:nothing", "nothing"), ("nowhere.at.all:x", "No module"), ("asyncio:sleep", "plain")):
-        done = subprocess.run([*command, "--break", name], capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 1
-        assert f"--break {name}" in done.stderr and words in done.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- inline
