@@ -70,7 +70,7 @@ def stage_name(text: str, settings: Settings, option: str) -> str:
 def terminal() -> Iterator[None]:
     """Leave the terminal as it was found: a stage that is killed while its debugger reads a line leaves it without
     echo."""
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     before = termios.tcgetattr(sys.stdin)

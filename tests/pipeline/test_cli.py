@@ -36,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     asked: list[Settings] = []
 
     def serve(settings: Settings, manner: Manner) -> int:
-        assert manner == Manner(), "nothing out of the ordinary was asked for"
+        assert manner == Manner()
         asked.append(settings)
         return 3
 
