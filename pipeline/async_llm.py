@@ -37,9 +37,10 @@ class AsyncLLM:
     """A model, served by a server of its own, which starts at once and ends with this object or this process, or by one
     that runs already. For one event loop.
 
-    `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`. Without one,
-    `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs": 8}`)
-    say what is served; its log goes to `log_path`, by default to a file that is gone with it.
+    `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
+    to answer. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
+    schedule={"max_num_seqs": 8}`) say what is served; its log goes to `log_path`, by default to a file that is gone
+    with it.
 
     Raises UserError for settings that are none.
     """

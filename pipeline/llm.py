@@ -48,10 +48,10 @@ class LLM:
     """A model, served by a server of its own, which ends with this object or this process, or by one that runs already.
     Usable from any thread.
 
-    `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`. Without one,
-    `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs": 8}`)
-    say what is served; its log goes to `log_path`, by default to a file that is gone with it. `progress` shows on a
-    terminal what a start does.
+    `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
+    to answer. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
+    schedule={"max_num_seqs": 8}`) say what is served; its log goes to `log_path`, by default to a file that is gone
+    with it. `progress` shows on a terminal what a start does.
 
     Returns when it serves. Raises UserError for settings that are none, StartError where the server can't start, and
     ServerFailed where none answers at `address`.

@@ -52,7 +52,7 @@ def is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, (str, Mapping, range, array.array)):
         return True
     if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1 and prompts.dtype != object
+        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
     return isinstance(prompts, (list, tuple)) and bool(prompts) and _is_integer(prompts[0])
 
 

@@ -381,7 +381,11 @@ class Supervisor:
         """Wait a little for what a child said before it ended: its socket may still be on the way to ours."""
         end = time.monotonic() + LAST_WORDS_S
         self._drain_inbox()
-        while child.name not in self._reasons and self._prepared is None and (child.exit_code or 0) > 0:
+
+        def has_spoken() -> bool:  # prepare's last words are its result, and it ends well
+            return child.name in self._reasons or (child.stage == "prepare" and self._prepared is not None)
+
+        while not has_spoken() and (child.exit_code or 0) >= 0:
             left_s = end - time.monotonic()
             if left_s <= 0 or not self._inbox.wait(left_s):
                 return

@@ -13,6 +13,7 @@ import pytest
 from pipeline import LLM, AsyncClient, AsyncLLM, RequestOutput, SamplingParams
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
 from tests.e2e.conftest import tiny
+from tests.e2e.own import until_idle
 from tests.e2e.scripts import alive
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -135,6 +136,7 @@ async def test_whoever_leaves_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, wa
             await asyncio.sleep(0.01)
     assert streams._slots is not None
     assert streams._slots.num_taken == 0
+    await asyncio.to_thread(until_idle, llm)
 
 
 async def test_others_that_use_a_server_up_are_waited_for(tiny_model: Path) -> None:

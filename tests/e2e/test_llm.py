@@ -1,16 +1,13 @@
 """`LLM`: batches, their order, their errors, and what they leave behind."""
 
 import asyncio
-import json
 import os
 import re
 import signal
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +18,11 @@ from pipeline import LLM, SamplingParams
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
 from pipeline.llm_progress import BatchBar
 from tests.e2e.conftest import tiny
+from tests.e2e.own import load_of, until_idle
 from tests.e2e.scripts import Script, alive
 from tests.e2e.server import Server
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-
-
-def load_of(llm: LLM) -> dict[str, Any]:
-    """What the server's HTTP door says of it."""
-    assert llm.server is not None
-    found: list[str] = []
-
-    def look() -> bool:
-        assert llm.server is not None
-        found[:] = re.findall(r"ready on (http://\S+)", llm.server.log())
-        return bool(found)
-
-    until(look, "the supervisor says where HTTP is, a moment after the door is open")
-    try:
-        with urllib.request.urlopen(f"{found[0]}/health", timeout=10) as response:
-            body = response.read()
-    except urllib.error.HTTPError as error:  # 503: a stage is late
-        body = error.read()
-    health: dict[str, Any] = json.loads(body)
-    return health
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"gave up waiting until {what}"
-        threading.Event().wait(0.02)
-
-
-def until_idle(llm: LLM) -> None:
-    def is_idle() -> bool:
-        health = load_of(llm)
-        return health["status"] == "ok" and health["open_requests"] == health["running"] == 0
-
-    until(is_idle, "nothing is open")
 
 
 # ------------------------------------------------------------------------------------------------------------ outputs

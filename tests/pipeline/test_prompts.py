@@ -31,6 +31,7 @@ INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)
         (["a", "b"], False),
         ([[1], [2]], False),
         (np.array([[1], [2]]), False),
+        (np.array(["a", "b"]), False),
         (iter(["a"]), False),
     ],
 )

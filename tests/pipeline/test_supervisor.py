@@ -1,15 +1,18 @@
 """The supervisor's parts; its whole life is tested end to end."""
 
+import logging
 import os
 import socket
+import threading
 
 import pytest
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.channels import Outbox
 from pipeline.config.settings import Detokenize, Gateway, Settings
 from pipeline.health import HealthRound
-from pipeline.supervisor import listen
+from pipeline.supervisor import Stopping, Supervisor, listen
 
 
 class FakeChild:
@@ -111,3 +114,58 @@ def test_the_whole_is_as_bad_as_its_worst_stage() -> None:
     round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))
     assert round_.is_over(children), "the dead are not waited for"
     assert round_.result(children).status == "dead"
+
+
+class Ended:
+    """A child that has ended, and whose last words are still on their way."""
+
+    pid, state, is_alive = 1, "starting", False
+
+    def __init__(self, stage: str, exit_code: int) -> None:
+        self.name, self.stage, self.exit_code = f"{stage}.0", stage, exit_code
+        self.pidfd = os.open(os.devnull, os.O_RDONLY)
+
+    def describe_end(self) -> str:
+        return f"exited with code {self.exit_code}"
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+@pytest.mark.parametrize(
+    ("stage", "exit_code", "words", "logged"),
+    [
+        ("prepare", 0, m.Prepared("/folder", "name"), ""),
+        ("prepare", 1, m.Failed("no such model"), "cannot start: prepare: no such model"),
+        ("execute", 1, m.Failed("no such memory"), "cannot start: execute: no such memory"),
+    ],
+)
+def test_last_words_are_waited_for_though_their_speaker_has_ended(
+    stage: str, exit_code: int, words: m.SupervisorInbox, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (listener,) = listen("127.0.0.1", 0)
+    supervisor = Supervisor(Settings(), [listener], logging.getLogger("test"))
+    child = Ended(stage, exit_code)
+    try:
+        supervisor._children[child.name] = child  # type: ignore[assignment]
+        supervisor._poller.register(child.pidfd)
+        supervisor._outboxes[child.name] = Outbox(supervisor._context, "inproc://nobody", m.Envelope("test.0", 1), 1)
+        supervisor._prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
+        mouth: Outbox[m.SupervisorInbox] = Outbox(
+            supervisor._context, supervisor._addresses["supervisor.0"], m.Envelope(child.name, 1), 1
+        )
+        late = threading.Timer(0.1, lambda: (mouth.send(words), mouth.flush(1.0)))
+        late.start()
+        if logged:
+            with pytest.raises(Stopping):
+                supervisor._check_children()
+        else:
+            supervisor._check_children()
+            assert supervisor._prepared == words
+        assert caplog.text.count(logged)
+        late.join()
+    finally:
+        supervisor._children.clear()
+        child.close()
+        supervisor.close()
+        listener.close()

@@ -1,0 +1,47 @@
+"""What tests want to know about the server of an `LLM`."""
+
+import json
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from pipeline import LLM
+
+
+def load_of(llm: LLM) -> dict[str, Any]:
+    """What the server's HTTP door says of it."""
+    assert llm.server is not None
+    found: list[str] = []
+
+    def look() -> bool:
+        assert llm.server is not None
+        found[:] = re.findall(r"ready on (http://\S+)", llm.server.log())
+        return bool(found)
+
+    until(look, "the supervisor says where HTTP is, a moment after the door is open")
+    try:
+        with urllib.request.urlopen(f"{found[0]}/health", timeout=10) as response:
+            body = response.read()
+    except urllib.error.HTTPError as error:  # 503: a stage is late
+        body = error.read()
+    health: dict[str, Any] = json.loads(body)
+    return health
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"gave up waiting until {what}"
+        threading.Event().wait(0.02)
+
+
+def until_idle(llm: LLM) -> None:
+    def is_idle() -> bool:
+        health = load_of(llm)
+        return health["status"] == "ok" and health["open_requests"] == health["running"] == 0
+
+    until(is_idle, "nothing is open")
