@@ -90,7 +90,7 @@ def shard(number: int, num_shards: int) -> int:
 def max_open_of_one(settings: Settings) -> int:
     """Sequences that one gateway may have open: credits are divided once and for all, so that none has to be asked
     for."""
-    return max(1, settings.gateway.max_open_requests // settings.gateway.replicas)
+    return settings.gateway.max_open_requests // settings.gateway.replicas
 
 
 def row(name: str) -> StageRow:

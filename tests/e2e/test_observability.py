@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -210,6 +211,18 @@ def test_a_stage_that_hangs_is_late_and_its_last_counts_stay(server: Server) -> 
         process.send_signal(signal.SIGCONT)
     server.until(lambda health: health["status"] == "ok")
     assert Metrics(server).get("pipeline_stage_state", stage="detokenize.0", state="ready") == 1
+
+
+def test_top_waits_for_a_stage_that_hangs_less_long_than_for_its_own_answer() -> None:
+    with Server("supervisor.health_timeout_s=60") as server:
+        process = server.stage("detokenize")
+        process.send_signal(signal.SIGSTOP)
+        try:
+            result = pipeline("top", "--once", "--interval", "0.1", "--pid", str(server.process.pid))
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert re.search(r"detokenize\.0 .*late", result.stdout)
 
 
 # ---------------------------------------------------------------------------------------------------------- timings
