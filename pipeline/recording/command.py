@@ -18,7 +18,7 @@ from pipeline import messages as m
 from pipeline.admin_client import Admin, choose_server, find_servers
 from pipeline.errors import UserError
 from pipeline.logs import open_log
-from pipeline.manner import require_writable
+from pipeline.out_file import require_writable
 from pipeline.recording.compare import Comparison, compare
 from pipeline.recording.recorder import RecordState
 from pipeline.recording.replaying import Replayed, replay
