@@ -25,4 +25,4 @@ def writing(path: Path, option: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"{option}: {path} can't be written: {reason}"]) from error
+        raise ConfigError([f"{option} {path}: can't be written: {reason}"]) from error

@@ -297,6 +297,9 @@ def test_all_stages_are_threads_of_one_process_and_a_signal_ends_them(smollm2_di
     stats, reply, threads = seen[0]
     assert reply["usage"]["completion_tokens"] == 5
     assert {stage.pid for stage in stats.stages} == {os.getpid()}
+    first, *others = stats.stages
+    assert first.rss_bytes > 0 and first.has_process
+    assert not any(stage.has_process or stage.rss_bytes or stage.cpu_s for stage in others), "no process counts twice"
     assert {f"stage {stage}.0" for stage in STAGES} <= threads
     assert not any(thread.name.startswith("stage ") for thread in threading.enumerate())
     assert not [name for name in find_servers() if name.startswith(f"{os.getpid()}-")]

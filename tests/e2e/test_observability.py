@@ -334,7 +334,7 @@ def test_a_trace_that_can_not_be_written_is_said_before_it_is_taken(server: Serv
     words = ("trace", "--seconds", "120", "--out", str(out), "--pid", str(server.process.pid))
     result = pipeline(*words, timeout_s=60)
     assert result.returncode == 2
-    assert "--out: " in result.stderr and "can't be written" in result.stderr
+    assert f"--out {out}: " in result.stderr and "can't be written" in result.stderr
 
 
 # -------------------------------------------------------------------------------------------------------- ps and top

@@ -28,5 +28,5 @@ def test_a_file_that_can_not_be_written_is_named_with_its_option(tmp_path: Path)
         with pytest.raises(ConfigError) as caught:
             require_writable(path, "--out")
         [problem] = caught.value.problems
-        assert problem.startswith(f"--out: {path} can't be written: ")
+        assert problem.startswith(f"--out {path}: can't be written: ")
         assert reason in problem
