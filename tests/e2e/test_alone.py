@@ -127,20 +127,20 @@ def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
 def test_a_recording_ends_with_the_command_that_began_it(
     smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = tmp_path / "killed.rec", tmp_path / "ended.rec"
+    first, second, third = (tmp_path / f"{end}.rec" for end in ("killed", "ended", "left"))
     with Server(options=("--instant",)) as server:
         pid = str(server.process.pid)
 
         def begin(path: Path) -> "subprocess.Popen[bytes]":
             command = [sys.executable, "-m", "pipeline", "record", "schedule", "--out", str(path), "--pid", pid]
-            process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(command, stderr=subprocess.PIPE)
             until(lambda: path.exists() and path.stat().st_size > 0, "the recording to begin")
             return process
 
         process = begin(first)
         complete(server.url)
         process.kill()
-        process.wait(20)
+        process.communicate(timeout=20)
         last = ["record", "schedule", "--out", str(tmp_path / "last.rec"), "--seconds", "0.2", "--pid", pid]
         assert main(last) == 1, "nobody knows yet that it was killed"
         assert "is being recorded already" in capsys.readouterr().err
@@ -151,10 +151,20 @@ def test_a_recording_ends_with_the_command_that_began_it(
         process = begin(second)
         complete(server.url)
         process.terminate()
-        assert process.wait(20) == 0
+        process.communicate(timeout=20)
+        assert process.returncode == 0
         with f.Reader(second) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("who began it ended it")
+        process = begin(third)
+        complete(server.url)
+        assert server.stop() == 0
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert b"the server has ended" in said
+        with f.Reader(third) as reader:
+            assert len(list(reader)) > 3
+            assert reader.end == f.End("the stage ended")
 
 
 # ---------------------------------------------------------------------------------------------------------- foreground
