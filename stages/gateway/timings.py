@@ -74,7 +74,7 @@ def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_
         first_text_s=sequence.first_s,
         num_prompt=0 if request.prompt_ids is None else len(request.prompt_ids),
         num_cached=first.num_cached if first else 0,
-        num_output=sequence.num_ids,
+        num_output=sequence.num_generated,
     )
 
 
