@@ -116,6 +116,10 @@ class Stream:
         self.num_prompt_tokens: int | None = None
         """Known at the end, like `num_output_tokens`."""
         self.num_output_tokens: int | None = None
+        self.id: str | None = None
+        """The server's name for it, as `cmpl-…`, in its log and for POST /abort_requests; None until accepted."""
+        self.timings: dict[str, Any] | None = None
+        """Where its time went, as the field `timings` of a reply over HTTP; known at the end, if it was asked for."""
         self._client = client
         self._deltas: deque[p.Delta] = deque()
         self._outputs: deque[Output] = deque()
@@ -138,8 +142,11 @@ class Stream:
             self._client._send(p.Abort(self.request_id))
 
     async def accepted(self) -> None:
-        """Wait until the server has accepted the request: `prompt_token_ids` and `seed` are there."""
+        """Wait until the server has accepted the request: `prompt_token_ids`, `seed` and `id` are there. They stay None
+        where it was aborted before."""
         while self.prompt_token_ids is None:
+            if self._is_closed and self._error is None:
+                return
             await self._change()
 
     def __aiter__(self) -> AsyncIterator[Output]:
@@ -187,11 +194,14 @@ class Stream:
             case p.Accepted():
                 self.prompt_token_ids = unpacked(message.prompt_token_ids)
                 self.seed = message.seed
+                self.id = message.id or None
             case p.Delta():
                 self._deltas.append(message)
             case p.Finished():
                 self.num_prompt_tokens = message.num_prompt_tokens
                 self.num_output_tokens = message.num_output_tokens
+                if message.timings is not None:
+                    self.timings = msgspec.json.decode(message.timings, type=dict[str, Any])
                 self._close()
             case p.Failed(_, failure):
                 self._fail(RequestError(failure.status, failure.message, failure.param, failure.code))
@@ -283,11 +293,23 @@ class AsyncClient:
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, received: Received = None) -> Stream:
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        received: Received = None,
+        name: str | None = None,
+        timings: bool = False,
+    ) -> Stream:
         """Generate from a text, token ids or the messages of a chat.
 
         With `received`, the request goes on behind output ids that the caller has already: the same prompt and
         parameters and the seed that `Stream.seed` said give what the uninterrupted stream would have given.
+
+        `name` is the caller's own for it, 1 to 256 visible ASCII characters without spaces: it ends `Stream.id`, stands
+        in the server's log, and POST /abort_requests takes it. With `timings`, `Stream.timings` says at the end where
+        the time went.
 
         Raises ConnectionLost, and TypeError or ValueError for what is no prompt; what the server refuses is raised by
         the stream.
@@ -296,6 +318,8 @@ class AsyncClient:
             raise self._lost
         if self._is_closed:
             raise ConnectionLost("the client is closed")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a string, not {type(name).__name__}")
         params = params or SamplingParams()
         message = p.Generate(
             request_id=next(self._ids),
@@ -304,6 +328,8 @@ class AsyncClient:
             params=_params(params),
             credits=WINDOW,
             received=_received(received, params.n),
+            name=name,
+            timings=bool(timings),
         )
         data = self._encoder.encode(message)
         if len(data) > self.info.max_message_bytes:
@@ -478,12 +504,18 @@ class Client:
         return cls(address, timeout_s=timeout_s)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, received: Received = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        received: Received = None,
+        name: str | None = None,
+        timings: bool = False,
     ) -> "BlockingStream":
         """As `AsyncClient.generate`."""
 
         async def generate() -> Stream:
-            return self._client.generate(prompt, params, received=received)
+            return self._client.generate(prompt, params, received=received, name=name, timings=timings)
 
         return BlockingStream(self, self._do(generate()))
 
@@ -546,6 +578,16 @@ class BlockingStream:
     @property
     def num_output_tokens(self) -> int | None:
         return self._stream.num_output_tokens
+
+    @property
+    def id(self) -> str | None:
+        """As `Stream.id`."""
+        return self._stream.id
+
+    @property
+    def timings(self) -> dict[str, Any] | None:
+        """As `Stream.timings`."""
+        return self._stream.timings
 
     def abort(self) -> None:
         """Have it ended. Harmless where it has ended already."""

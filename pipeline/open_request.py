@@ -35,14 +35,18 @@ class OpenRequest:
         ready: Ready,
         params: SamplingParams,
         lost: Callable[[ConnectionLost], Awaitable[UserError]],
+        *,
+        is_own_name: bool = False,
     ) -> None:
-        """`lost` finds the user's words for a connection that is lost."""
+        """`lost` finds the user's words for a connection that is lost. `is_own_name` says that the caller chose the
+        name, so that the server is to know it too."""
         self.name = name
         self.prompt_ids: list[int] = []
         self._client = client
         self._slots = slots
         self._ready = ready
         self._params = params
+        self._own_name = name if is_own_name else None
         self._lost = lost
         self._num_slots = 0
         self._stream: Stream | None = None
@@ -109,7 +113,7 @@ class OpenRequest:
         loop = asyncio.get_running_loop()
         end, pause_s = loop.time() + BUSY_TIMEOUT_S, BUSY_FIRST_S
         while True:
-            stream = self._client.generate(self._ready.prompt, self._params)
+            stream = self._client.generate(self._ready.prompt, self._params, name=self._own_name)
             try:
                 async with self._abortable():
                     await stream.accepted()

@@ -497,7 +497,9 @@ class Requests:
             now_s = self._stage.tape.monotonic()
             num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
             decode_s = sequence.last_s - sequence.first_s
-            self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_generated)
+            self.counting.finished(
+                finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_generated
+            )
             if request.is_finished:
                 self.counting.longest(max(one.num_generated for one in request.sequences))
 
@@ -556,9 +558,7 @@ class Requests:
 def _sequences(ask: Ask) -> list[Sequence]:
     if not ask.outputs:
         return [Sequence() for _ in range(ask.n)]
-    return [
-        Sequence(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in ask.outputs
-    ]
+    return [Sequence(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in ask.outputs]
 
 
 def seed_of(seed: int, prompt: int) -> int:

@@ -103,6 +103,11 @@ def timings_of(times: CallTimes) -> Timings:
     return Timings(times.received_unix_s, total_ms, first_ms, choices)
 
 
+def json_of(call: "Call") -> str:
+    """Those of a call that has finished, as JSON."""
+    return msgspec.json.encode(timings_of(times_of(call))).decode()
+
+
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
