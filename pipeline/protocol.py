@@ -145,8 +145,8 @@ class Generate(Message, frozen=True, tag="generate"):
     name: Annotated[
         str | None,
         Meta(
-            description="The client's own name for it, in the server's log and for `POST /abort_requests`: 1 to 256 visible "
-            "ASCII characters without spaces."
+            description="The client's own name for it, in the server's log and for `POST /abort_requests`: 1 to 256 "
+            "visible ASCII characters without spaces."
         ),
     ] = None
     timings: Annotated[bool, Meta(description="Whether `finished` is to say where its time went.")] = False
@@ -210,8 +210,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
     id: Annotated[
         str,
         Meta(
-            description="The server's name for it, as a reply over HTTP has it: `cmpl-…` or `chatcmpl-…`, which ends in the "
-            "client's own name where it gave one. Empty from a server that is older than this field."
+            description="The server's name for it, as a reply over HTTP has it: `cmpl-…` or `chatcmpl-…`, which ends in "
+            "the client's own name where it gave one. Empty from a server that is older than this field."
         ),
     ] = ""
 
@@ -232,8 +232,8 @@ class Finished(Message, frozen=True, tag="finished"):
     timings: Annotated[
         str | None,
         Meta(
-            description="JSON text: the object that a reply over HTTP has in its field `timings`. Null where `generate` did "
-            "not ask for it, or the client aborted."
+            description="JSON text: the object that a reply over HTTP has in its field `timings`. Null where "
+            "`generate` did not ask for it, or the client aborted."
         ),
     ] = None
 

@@ -606,6 +606,22 @@ class TestTheServersEnd:
             assert raised.value.status == 500
         await do(gate.rig.receive, "supervisor", m.Drained)
 
+    def test_a_dead_stage_closes_what_waits_for_credit_with_its_name_too(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            for request_id in (1, 2):
+                peer.generate(request_id, num_credits=0)
+                submit = gate.begin()
+                peer.hear(p.Accepted)
+                if request_id == 1:
+                    gate.finish(submit, "nobody reads this")
+                    gate.closed()
+            gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
+            failed = [peer.hear(p.Failed) for _ in range(2)]
+            assert {one.request_id for one in failed} == {1, 2}
+            assert {(one.failure.status, one.failure.code) for one in failed} == {(500, "stage_died")}
+            assert {one.failure.message for one in failed} == {"stage execute.0 died: killed by signal 9"}
+            gate.rig.receive("supervisor", m.Drained)
+
     async def test_stop_closes_what_is_open_and_then_the_connection(self, tmp_path: Path) -> None:
         with Gate(tmp_path) as gate:
             client = await AsyncClient.connect(address_of(gate))
