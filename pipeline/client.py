@@ -15,13 +15,13 @@ reads is held back by the server and not piled up here. A stream that nobody hol
 import asyncio
 import contextlib
 import itertools
+import os
 import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ import msgspec
 import zmq
 
 from pipeline import protocol as p
+from pipeline.loop_thread import LoopThread
 from pipeline.sampling_params import SamplingParams
 from pipeline.version import VERSION
 
@@ -44,7 +45,6 @@ WINDOW = 32
 """Deltas that a stream holds at most; more are granted when half of them have been read."""
 LINGER_MS = 200
 """How long the last words of a client may take to leave."""
-CLOSE_S = 5.0
 MAX_WAKE_MESSAGES = 256
 """Messages taken in one turn of the loop, so that others have theirs."""
 
@@ -63,6 +63,10 @@ class RequestError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} (status {self.status})"
+
+
+class TooLarge(ValueError):
+    """A request takes more bytes than the server reads; it was not sent."""
 
 
 class ConnectionLost(ConnectionError):
@@ -311,8 +315,8 @@ class AsyncClient:
         in the server's log, and POST /abort_requests takes it. With `timings`, `Stream.timings` says at the end where
         the time went.
 
-        Raises ConnectionLost, and TypeError or ValueError for what is no prompt; what the server refuses is raised by
-        the stream.
+        Raises ConnectionLost, TypeError or ValueError for what is no prompt, and TooLarge, which is a ValueError; what
+        the server refuses is raised by the stream.
         """
         if self._lost is not None:
             raise self._lost
@@ -333,8 +337,8 @@ class AsyncClient:
         )
         data = self._encoder.encode(message)
         if len(data) > self.info.max_message_bytes:
-            raise ValueError(
-                f"the request takes {len(data)} bytes, and the server reads at most {self.info.max_message_bytes}"
+            raise TooLarge(
+                f"the request takes {len(data)} bytes, and this server reads at most {self.info.max_message_bytes}"
             )
         stream = Stream(self, message.request_id)
         stream._when_dropped = weakref.finalize(stream, self._dropped.append, message.request_id)
@@ -488,14 +492,13 @@ class Client:
 
     def __init__(self, address: str, *, timeout_s: float = 5.0) -> None:
         """Connect. Raises as `AsyncClient.connect`."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="pipeline-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("pipeline-client")
         try:
-            self._client = self._do(AsyncClient.connect(address, timeout_s=timeout_s))
+            self._client = self._thread.run(AsyncClient.connect(address, timeout_s=timeout_s))
         except BaseException:
-            self._stop()
+            self._thread.close()
             raise
+        self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._client)
         self.info = self._client.info
 
     @classmethod
@@ -520,13 +523,9 @@ class Client:
         return BlockingStream(self, self._do(generate()))
 
     def close(self) -> None:
-        """Close the connection; the server aborts what is open."""
-        if self._loop.is_closed():
-            return
-        try:
-            self._do(self._client.close())
-        finally:
-            self._stop()
+        """Close the connection; the server aborts what is open. May be called again; where nobody holds the client and
+        its streams any more, and at exit, it is called."""
+        self._close()
 
     def __enter__(self) -> "Client":
         return self
@@ -538,20 +537,23 @@ class Client:
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something in the client's thread and wait for it; an interrupt cancels it."""
-        if self._loop.is_closed():
+        if self._thread.is_closed:
             work.close()
             raise ConnectionLost("the client is closed")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._thread.run(work)
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        self._loop.close()
+
+def _close(owner_pid: int, thread: LoopThread, client: AsyncClient) -> None:
+    """Give a `Client`'s connection and thread back. In a process that was forked from the owner its thread is not."""
+    if os.getpid() != owner_pid or thread.is_closed:
+        return
+    if thread.is_current:  # garbage is collected in any thread, and this one can't wait for itself
+        threading.Thread(target=_close, args=(owner_pid, thread, client), name="pipeline-client-close").start()
+        return
+    try:
+        thread.run(client.close())
+    finally:
+        thread.close()
 
 
 class BlockingStream:

@@ -210,8 +210,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
     id: Annotated[
         str,
         Meta(
-            description="The server's name for it, as a reply over HTTP has it: `cmpl-…` or `chatcmpl-…`, which ends in "
-            "the client's own name where it gave one. Empty from a server that is older than this field."
+            description="The server's name for it, as a reply over HTTP has it: `cmpl-…` or `chatcmpl-…`, which ends "
+            "in the client's own name where it gave one. Empty from a server that is older than this field."
         ),
     ] = ""
 

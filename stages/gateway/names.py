@@ -1,5 +1,5 @@
-"""Clients' own names for their calls: a header, X-Request-Id, or a field of the body, request_id, as vLLM has them; over
-ZeroMQ a field of `generate`, name.
+"""Clients' own names for their calls: a header, X-Request-Id, or a field of the body, request_id, as vLLM has them;
+over ZeroMQ a field of `generate`, name.
 
 A response's id then ends in the name, the header comes back with every response, and the call can be ended by it.
 """
