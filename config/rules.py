@@ -21,6 +21,12 @@ def contradictions(settings: Settings) -> list[str]:
                 f"{name}: needs at least {longest_bytes} to hold the ids of one prompt of "
                 f"max_model_len = {settings.max_model_len} tokens, got {num_bytes}"
             )
+    gateway = settings.gateway
+    if gateway.replicas > gateway.max_open_requests:
+        problems.append(
+            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_requests = "
+            f"{gateway.max_open_requests} equally, and each needs one at least"
+        )
     if problem := door.problem_of(settings.gateway.zmq):
         problems.append(problem)
     execute = settings.execute

@@ -46,7 +46,12 @@ class Gateway(Frozen, frozen=True):
         ),
     ] = 1024
     max_body_bytes: Annotated[
-        int, Meta(ge=1024, le=MAX_BYTES, description="Largest request body accepted, in bytes.")
+        int,
+        Meta(
+            ge=1024,
+            le=MAX_BYTES,
+            description="Largest request accepted, in bytes: a body over HTTP, or a message at the ZeroMQ door.",
+        ),
     ] = 4 * 1024**2
     slow_client_timeout_s: Annotated[
         Seconds,

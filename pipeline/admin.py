@@ -37,10 +37,12 @@ def address_of(server: str) -> str:
 
 
 class AskStats(m.Message, frozen=True, tag="ask_stats"):
-    """Answered with `Stats`, within the server's health_timeout_s."""
+    """Answered with `Stats` when all stages have answered, or the time is up: `timeout_s`, or the server's
+    health_timeout_s where that is shorter."""
 
     nonce: int
     """Comes back with the answer."""
+    timeout_s: float = 3.0
 
 
 class Tell(m.Message, frozen=True, tag="tell"):
@@ -155,7 +157,8 @@ class Questions:
 class Door:
     """The socket. The supervisor calls `turn` in its loop, and sleeps on `fileno` where `has_message` is False.
 
-    `stats(then)` gathers the server's stats and calls `then` with them; `names()` are the stages that can be asked now.
+    `stats(timeout_s, then)` gathers the server's stats and calls `then` with them; `names()` are the stages that can be
+    asked now.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Door:
         context: "zmq.Context[zmq.Socket[bytes]]",
         server: str,
         questions: Questions,
-        stats: Callable[[Callable[[ServerStats], None]], None],
+        stats: Callable[[float, Callable[[ServerStats], None]], None],
         names: Callable[[], list[str]],
     ) -> None:
         self._questions = questions
@@ -211,8 +214,11 @@ class Door:
             self._reply(peer, Problem(message.nonce, f"{MAX_OPEN_QUESTIONS} questions are open; ask again later"))
             return
         match message:
-            case AskStats(nonce):
-                self._stats(lambda stats: self._reply(peer, Stats(nonce, stats)))
+            case AskStats(nonce, timeout_s):
+                if not 0 < timeout_s <= MAX_TIMEOUT_S:
+                    self._refuse_timeout(peer, nonce)
+                    return
+                self._stats(timeout_s, lambda stats: self._reply(peer, Stats(nonce, stats)))
             case Tell():
                 self._tell(peer, message)
             case _:
@@ -227,7 +233,7 @@ class Door:
             self._reply(peer, Problem(message.nonce, problem))
             return
         if not 0 < message.timeout_s <= MAX_TIMEOUT_S:
-            self._reply(peer, Problem(message.nonce, f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}"))
+            self._refuse_timeout(peer, message.nonce)
             return
 
         def then(answers: Answers) -> None:
@@ -237,6 +243,9 @@ class Door:
             self._reply(peer, Told(message.nonce, said))
 
         self._questions.ask(wanted, message.aside, message.timeout_s, then)
+
+    def _refuse_timeout(self, peer: bytes, nonce: int) -> None:
+        self._reply(peer, Problem(nonce, f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}"))
 
     def _reply(self, peer: bytes, reply: AdminReply) -> None:
         """Answer; who has left, or takes nothing, gets nothing."""

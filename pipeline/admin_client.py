@@ -18,6 +18,8 @@ from pipeline.version import VERSION
 
 ANSWER_S = 5.0
 """Besides the time that the stages have: what the supervisor may take to answer."""
+STAGES_S = 3.0
+"""What the stages have to be counted."""
 
 _DOOR = re.compile(r"@pipeline/((\d+)-[0-9a-f]+)/admin$")
 
@@ -65,9 +67,10 @@ class Admin:
         self._decoder: MessageDecoder[admin.AdminReply] = MessageDecoder(admin.AdminReply)
         self._nonce = 0
 
-    def stats(self, timeout_s: float = ANSWER_S) -> ServerStats:
+    def stats(self, timeout_s: float = STAGES_S) -> ServerStats:
+        """`timeout_s` is for the stages: who takes longer is in the answer as late."""
         self._nonce += 1
-        return self._ask(admin.AskStats(self._nonce), admin.Stats, timeout_s).stats
+        return self._ask(admin.AskStats(self._nonce, timeout_s), admin.Stats, timeout_s + ANSWER_S).stats
 
     def tell(self, aside: m.Aside, stages: list[str], timeout_s: float = ANSWER_S) -> dict[str, admin.StageAnswer]:
         """Have stages do something; empty is all of them. Returns their answers, by name."""

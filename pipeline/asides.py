@@ -62,7 +62,9 @@ class Asides:
                 self._stage.record(aside)
                 return None
             case m.EndRecord():
-                return self._stage.end_record()
+                return self._stage.end_record(aside.path)
+            case m.KeepRecord():
+                return self._stage.keep_record(aside.path)
             case m.Trace():
                 if not 0 < aside.window_s <= MAX_WINDOW_S:
                     raise UserError(f"a window must be above 0 and at most {MAX_WINDOW_S:g} s long")

@@ -257,9 +257,13 @@ def _of_counts(get: Callable[[StageCounts], float]) -> Callable[[StageStats], fl
     return lambda stage: None if stage.counts is None else get(stage.counts)
 
 
+def _of_process(get: Callable[[StageStats], float]) -> Callable[[StageStats], float | None]:
+    return lambda stage: get(stage) if stage.has_process else None
+
+
 _STAGE_GAUGES: tuple[tuple[str, str, Callable[[StageStats], float | None]], ...] = (
-    ("pipeline_stage_resident_memory_bytes", "Resident memory of the process.", lambda s: s.rss_bytes),
-    ("pipeline_stage_threads", "Threads of the process.", lambda s: s.num_threads),
+    ("pipeline_stage_resident_memory_bytes", "Resident memory of the process.", _of_process(lambda s: s.rss_bytes)),
+    ("pipeline_stage_threads", "Threads of the process.", _of_process(lambda s: s.num_threads)),
     ("pipeline_stage_uptime_seconds", "Since the process was started.", lambda s: s.uptime_s),
     (
         "pipeline_stage_counts_age_seconds",
@@ -276,7 +280,7 @@ _STAGE_GAUGES: tuple[tuple[str, str, Callable[[StageStats], float | None]], ...]
 )
 _STAGE_COUNTERS: tuple[tuple[str, str, Callable[[StageStats], float | None]], ...] = (
     ("pipeline_stage_restarts", "Restarts of the stage.", lambda s: s.num_restarts),
-    ("pipeline_stage_cpu_seconds", "Processor time, of all its threads.", lambda s: s.cpu_s),
+    ("pipeline_stage_cpu_seconds", "Processor time, of all its threads.", _of_process(lambda s: s.cpu_s)),
     ("pipeline_stage_messages_received", "Messages taken from its inbox.", _of_counts(lambda c: c.num_received)),
     (
         "pipeline_stage_messages_stale",

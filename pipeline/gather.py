@@ -9,7 +9,7 @@ import msgspec
 from pipeline import messages as m
 from pipeline.admin import Answers, Questions
 from pipeline.channels import MessageDecoder
-from pipeline.proc import usage_of
+from pipeline.proc import NOTHING, usage_of
 from pipeline.process import Child
 from pipeline.stats import ServerStats, StageCounts, StageStats
 from pipeline.version import VERSION
@@ -48,7 +48,8 @@ class Gatherer:
             )
         ]
         for child in children:
-            usage = usage_of(child.pid) if child.is_alive else usage_of(0)
+            is_thread = child.pid == os.getpid()
+            usage = usage_of(child.pid) if child.is_alive and not is_thread else NOTHING
             came, counts = self._counts.get(child.name, (now, None))
             state = "late" if child.state == "ready" and child.name not in answers else child.state
             stages.append(
@@ -57,7 +58,7 @@ class Gatherer:
                     pid=child.pid,
                     state=state,
                     num_restarts=child.incarnation - 1,
-                    uptime_s=usage.age_s,
+                    uptime_s=own.age_s if is_thread and child.is_alive else usage.age_s,
                     rss_bytes=usage.rss_bytes,
                     cpu_s=usage.cpu_s,
                     num_threads=usage.num_threads,

@@ -14,6 +14,7 @@ from pipeline import topology
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.inline import InlineChild
+from pipeline.out_file import require_writable
 from pipeline.process import Child
 
 
@@ -37,10 +38,7 @@ class Manner(msgspec.Struct, frozen=True):
 
     def start(self, launch: m.Launch, num_threads: int) -> Child:
         """Start a stage."""
-        row = next((row for row in topology.TOPOLOGY if row.name == launch.stage), None)
-        if self.inline or (row is not None and row.launcher == "inline"):
-            return InlineChild(launch)
-        return Child(launch, num_threads)
+        return InlineChild(launch) if self.inline else Child(launch, num_threads)
 
     def launch(self, launch: m.Launch) -> m.Launch:
         """What a child is told, with what this asks of it."""
@@ -93,15 +91,3 @@ def recordings(orders: list[str], settings: Settings) -> dict[str, str]:
     if len(set(files.values())) < len(files):
         raise ConfigError(["--record: two stages can't be recorded into one file"])
     return files
-
-
-def require_writable(path: Path, option: str) -> None:
-    """Raise ConfigError where a file could not be written, before anything is done for it."""
-    try:
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"{option}: {path} can't be written: {reason}"]) from error

@@ -191,12 +191,18 @@ class Record(Message, frozen=True, tag="record"):
     """Record what the stage sends too."""
     facts: ExecuteFacts | None = None
     """What `Start` said, if it has."""
+    lease_s: float = 0.0
+    """Who began it says `KeepRecord` more often than this, or is taken for dead, and the recording ends. 0: nobody has
+    to."""
 
 
 class EndRecord(Message, frozen=True, tag="end_record"):
-    """End the recording that was begun. Answered when the file is whole."""
+    """End the recording that was begun. Answered at once with `RecordState` (see pipeline.recording.recorder): a thread
+    writes what is left, so to be asked again until the file is closed."""
 
     nonce: int
+    path: str = ""
+    """Which; empty is any."""
 
 
 class Flame(Message, frozen=True, tag="flame"):
@@ -232,7 +238,14 @@ class FindCall(Message, frozen=True, tag="find_call"):
     call_id: str
 
 
-Aside = Count | Trace | TakeTrace | FindCall | Record | EndRecord | Flame | EndFlame
+class KeepRecord(Message, frozen=True, tag="keep_record"):
+    """Who began this recording is still there. Answered with `RecordState`."""
+
+    nonce: int
+    path: str
+
+
+Aside = Count | Trace | TakeTrace | FindCall | Record | EndRecord | Flame | EndFlame | KeepRecord
 """Every stage takes these besides its own union, and none of them sees one: its inbox hands them to pipeline.asides,
 which answers each with one `Answer`. An aside has a `nonce`, which the supervisor sets."""
 

@@ -22,12 +22,15 @@ class Usage(msgspec.Struct, frozen=True):
     """Since it was started."""
 
 
+NOTHING = Usage(0, 0.0, 0, 0.0)
+
+
 def usage_of(pid: int) -> Usage:
     """What a process takes; zeros where it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return Usage(0, 0.0, 0, 0.0)
+        return NOTHING
     fields = stat[stat.rindex(")") + 2 :].split()
     return Usage(
         int(fields[_RSS_PAGES]) * _PAGE_BYTES,

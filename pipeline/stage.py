@@ -16,7 +16,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.messages import Envelope, ExecuteFacts, Launch, Release
 from pipeline.recording.player import ReplayInbox, ReplayOutbox, ReplayTape
-from pipeline.recording.recorder import RecordingTape, header_of
+from pipeline.recording.recorder import RecordingTape, RecordState, header_of
 from pipeline.recording.tape import Tape
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
@@ -107,6 +107,8 @@ class Stage(Generic[T]):
         """Answers what any stage is asked beside its work; a stage with counts of its own sets `asides.own_counts`."""
         self.tape = Tape()
         """The clock and random numbers; see pipeline.recording."""
+        self._recording: RecordingTape | None = None
+        """The last one, until its end was asked for and all of it is written."""
         self.inbox: Inbox[T]
         self._outboxes: dict[str, Outbox[Any]]
         if launch.replay is not None:
@@ -153,20 +155,36 @@ class Stage(Generic[T]):
     def record(self, order: m.Record, *, from_start: bool = False) -> None:
         """Begin to record. Raises UserError where a recording goes on or this is a replay, OSError where the file can't
         be written."""
-        if isinstance(self.tape, RecordingTape) and not self.tape.is_over:
-            raise UserError(f"{self.name} is being recorded already, into {self.tape.path}")
+        before = self._recording
+        if before is not None and not before.ends_alone():
+            raise UserError(f"{self.name} is being recorded already, into {before.path}")
+        if before is not None and not before.state.is_closed:
+            raise UserError(f"{self.name} was recorded, and is still writing that into {before.path}")
         if self.tape.is_replaying:
             raise UserError(f"{self.name} is replayed: there is nothing to record")
         header = header_of(self.launch, order, from_start=from_start)
-        self._use(RecordingTape(order, header, self._memories, self.log))
+        self._recording = RecordingTape(order, header, self._memories, self.log)
+        self._use(self._recording)
 
-    def end_record(self) -> int:
-        """End the recording, if one goes on. Returns how many bytes it has. Raises UserError where there is none."""
-        if not isinstance(self.tape, RecordingTape):
-            raise UserError(f"{self.name} is not being recorded")
-        num_bytes = self.tape.close()
-        self._use(Tape())
-        return num_bytes
+    def keep_record(self, path: str) -> RecordState:
+        """Who began a recording is still there. Returns how far it is."""
+        if self._recording is None or self._recording.path != path:
+            return RecordState(0, 0, ended=f"{self.name} records into that file no more", is_closed=True)
+        self._recording.keep()
+        return self._recording.state
+
+    def end_record(self, path: str = "") -> RecordState:
+        """End the recording, if one goes on; a thread writes what is left. Raises UserError where there is none."""
+        tape = self._recording
+        if tape is None or (path and tape.path != path):
+            raise UserError(f"{self.name} is not being recorded{f' into {path}' if path else ''}")
+        tape.finish("who began it ended it")
+        if self.tape is tape:
+            self._use(Tape())
+        state = tape.state
+        if state.is_closed:
+            self._recording = None
+        return state
 
     def _use(self, tape: Tape) -> None:
         """Have the channels tell a tape what they carry; what goes to the supervisor is not of the stage's work."""
@@ -186,7 +204,7 @@ class Stage(Generic[T]):
 
     def close(self, linger_s: float = 1.0) -> None:
         """Close all sockets; what is queued to peers has `linger_s` to leave."""
-        self.tape.close()
+        (self._recording or self.tape).close()
         self.inbox.close()
         for outbox in self._outboxes.values():
             outbox.flush(linger_s)

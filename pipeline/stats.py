@@ -154,10 +154,17 @@ class StageStats(Part, frozen=True):
     cpu_s: float
     """User and system time of all its threads since its start."""
     num_threads: int
+    """0, and no memory nor time either, where it has no process of its own: see `has_process`."""
     counts: StageCounts | None
     """The last that it gave; None where it has not given any."""
     counts_age_s: float = 0.0
     """How old they are: 0 where it has just answered."""
+
+    @property
+    def has_process(self) -> bool:
+        """Whether there is a process of its own: not of a stage that has ended, nor of a thread of the supervisor's
+        (`pipeline serve --inline`), where the supervisor has what all of them take."""
+        return self.num_threads > 0
 
 
 class ServerStats(Part, frozen=True):

@@ -446,7 +446,7 @@ class Supervisor:
                     self._rounds[nonce].answered(sender, message)
                     self._end_rounds()
             case m.AskServerStats(nonce):
-                self._gather_stats(lambda stats: self._answer_stats(sender, nonce, stats))
+                self._gather_stats(float("inf"), lambda stats: self._answer_stats(sender, nonce, stats))
             case m.Answer():
                 self._questions.answered(sender, message)
             case _:
@@ -465,11 +465,13 @@ class Supervisor:
         if asker in self._outboxes:
             self._outboxes[asker].send(m.StatsAnswer(nonce, stats))
 
-    def _gather_stats(self, then: Callable[[ServerStats], None]) -> None:
+    def _gather_stats(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
+        """`timeout_s`: what who asks waits for stages at most, besides what the settings say."""
+        timeout_s = min(timeout_s, self._settings.supervisor.health_timeout_s)
         name = self._settings.served_model_name or (self._prepared.model_name if self._prepared else "")
         state = "draining" if self._is_ending else "serving" if self._is_serving else "starting"
         facts = ServerFacts(name, self._url, state, self._facts)
-        self._gatherer.gather(facts, self._in_flow_order(), self._settings.supervisor.health_timeout_s, then)
+        self._gatherer.gather(facts, self._in_flow_order(), timeout_s, then)
 
     # ----------------------------------------------------------------------------------------------------- health
 

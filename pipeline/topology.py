@@ -9,8 +9,6 @@ a request goes to the ingest that its id says, and its sequences to the detokeni
 sends an Abort needs no table.
 """
 
-from typing import Literal
-
 import msgspec
 
 from pipeline.config.settings import Settings
@@ -25,8 +23,6 @@ class StageRow(msgspec.Struct, frozen=True):
     """Dotted module whose `run(launch)` is the stage; imported by the child alone."""
     sends_to: tuple[str, ...]
     """Besides the supervisor. Releases of shared memory run against these arrows."""
-    launcher: Literal["process", "inline"] = "process"
-    """A process of its own, or a thread of the supervisor's; `pipeline serve --inline` makes all of them threads."""
     reads: tuple[str, ...] = ()
     """Stages whose segments it maps read-only."""
     has_arena: bool = False
@@ -90,7 +86,7 @@ def shard(number: int, num_shards: int) -> int:
 def max_open_of_one(settings: Settings) -> int:
     """Sequences that one gateway may have open: credits are divided once and for all, so that none has to be asked
     for."""
-    return max(1, settings.gateway.max_open_requests // settings.gateway.replicas)
+    return settings.gateway.max_open_requests // settings.gateway.replicas
 
 
 def row(name: str) -> StageRow:

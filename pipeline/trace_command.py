@@ -1,16 +1,15 @@
 """`pipeline trace`: a window of time on a running server, or one request that has ended, as a Chrome trace file."""
 
 import argparse
-import os
 import sys
 import threading
-from pathlib import Path
 
 from pipeline import chrome
 from pipeline import messages as m
 from pipeline.admin_client import Admin, choose_server
 from pipeline.channels import MessageDecoder
 from pipeline.errors import UserError
+from pipeline.out_file import require_writable
 from pipeline.times import CallTimes
 from pipeline.tracing import MAX_WINDOW_S, StageTrace
 
@@ -21,10 +20,11 @@ TAKE_S = 30.0
 
 
 def run(args: argparse.Namespace) -> int:
+    """Returns 1 where the server can't be traced. Raises ConfigError."""
     try:
         if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
             raise UserError(f"--seconds must be above 0 and at most {MAX_WINDOW_S - MARGIN_S:g}")
-        _require_writable(args.out)
+        require_writable(args.out, "--out")
         with Admin(choose_server(args.pid)) as server:
             data = _request(server, args.request) if args.request else _window(server, args.seconds)
         args.out.write_bytes(data)
@@ -33,13 +33,6 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{args.out}: open it in https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
     return 0
-
-
-def _require_writable(out: Path) -> None:
-    """Before anything is recorded. Raises UserError."""
-    place = out if out.exists() else out.absolute().parent
-    if out.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"--out {out}: this file can't be written")
 
 
 def _window(server: Admin, seconds: float) -> bytes:

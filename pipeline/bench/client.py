@@ -9,6 +9,8 @@ import orjson
 
 from pipeline.bench.tally import Tally, error_text
 
+MAX_SHOWN_BYTES = 300
+
 
 class Record(msgspec.Struct):
     """What became of one request. Times are in seconds of `perf_counter`."""
@@ -67,9 +69,9 @@ class Client:
                         tally.feed(blob, perf_counter())
                     tally.end(perf_counter())
                 else:
-                    tally.error = f"{response.status}: {_message(await response.read())}"
+                    tally.error = f"{response.status}: {message_of(await response.read())}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            tally.error = _reason(error)
+            tally.error = reason_of(error)
         return Record(
             sent_s,
             perf_counter(),
@@ -92,10 +94,10 @@ class Client:
             async with self._session.request(method, url, data=data) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise ServerError(f"{url} answers {response.status}: {_message(body)}")
+                    raise ServerError(f"{url} answers {response.status}: {message_of(body)}")
                 return orjson.loads(body)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{url} can't be reached: {_reason(error)}") from error
+            raise ServerError(f"{url} can't be reached: {reason_of(error)}") from error
         except orjson.JSONDecodeError as error:
             raise ServerError(f"{url} does not answer with JSON") from error
 
@@ -118,14 +120,17 @@ def base_of(url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-def _message(body: bytes) -> str:
+def message_of(body: bytes) -> str:
+    """What an answer says that is an error: its message, or the beginning of what came instead of one."""
     try:
-        return error_text(orjson.loads(body))
+        parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return body[:200].decode("utf-8", "replace").strip()
+        parsed = None
+    return body[:MAX_SHOWN_BYTES].decode("utf-8", "replace").strip() if parsed is None else error_text(parsed)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Why there is no answer."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error) or type(error).__name__

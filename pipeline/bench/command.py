@@ -3,8 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,6 +18,7 @@ from pipeline.bench.measure import Summary, summarize
 from pipeline.bench.options import Length, Workload, workload_of
 from pipeline.bench.report import Report, as_json, as_table, console
 from pipeline.config.load import ConfigError
+from pipeline.out_file import require_writable, writing
 from pipeline.version import VERSION
 
 REFRESH_S = 0.5
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     workload = workload_of(args)
     _check(workload)
     if args.json and args.json != "-":
-        _require_writable(Path(args.json))
+        require_writable(Path(args.json), "--json")
     try:
         report = _run_loop(_measure(args, workload))
     except ServerError as error:
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         console().print(as_table(report))
         if args.json:
-            _write(Path(args.json), as_json(report))
+            with writing(Path(args.json), "--json"):
+                Path(args.json).write_bytes(as_json(report))
     for level in report.levels:
         for reason, count in level.errors.items():
             print(f"pipeline bench: error: {level.concurrency} streams: {count} × {reason}", file=sys.stderr)
@@ -57,31 +58,6 @@ def _check(workload: Workload) -> None:
         raise ConfigError(
             [f"--shared-prefix-{shared.unit} {shared.count}: needs less than the prompt's {prompt.count}"]
         )
-
-
-def _require_writable(path: Path) -> None:
-    """Raise ConfigError where the report could not be written, before minutes of measuring are lost."""
-    with _writing(path):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            return  # opening a pipe or a device would be seen at its other end
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with _writing(path):
-        path.write_bytes(data)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"--json {path}: can't be written: {reason}"]) from error
 
 
 def _run_loop(work: Coroutine[Any, Any, Report]) -> Report:

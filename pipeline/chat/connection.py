@@ -7,14 +7,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipeline.bench.client import base_of
+from pipeline.bench.client import MAX_SHOWN_BYTES, base_of, message_of, reason_of
 from pipeline.bench.tally import error_text
 from pipeline.chat.conversation import Turn
 
 CONNECT_S = 10.0
 MAX_EVENT_BYTES = 4 * 1024**2
 """Of one event: a stream without line ends is none, and is not to fill the memory."""
-MAX_SHOWN_BYTES = 300
 GOING_CODES = ("stage_died", "failed", "draining", "shutting_down")
 """What our own servers say when they end."""
 
@@ -68,9 +67,9 @@ class Connection:
             async with self._session.get(url) as response:
                 body = await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise AnswerError(f"{url} can't be reached: {_reason(error)}", is_gone=True) from error
+            raise AnswerError(f"{url} can't be reached: {reason_of(error)}", is_gone=True) from error
         if response.status != 200:
-            raise AnswerError(f"{url} answers {response.status}: {_message(body)}")
+            raise AnswerError(f"{url} answers {response.status}: {message_of(body)}")
         match _json(body):
             case {"data": [{"id": str() as model}, *_]}:
                 self.model = model
@@ -99,7 +98,7 @@ class Connection:
                         if text := _take(event, answer):
                             yield text
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise AnswerError(f"the server is gone: {_reason(error)}", is_gone=True) from error
+            raise AnswerError(f"the server is gone: {reason_of(error)}", is_gone=True) from error
         if answer.finish_reason is None:
             raise AnswerError("the server is gone: the stream ended before the answer did", is_gone=True)
 
@@ -151,12 +150,7 @@ def _refusal(status: int, body: bytes) -> AnswerError:
     code = None
     if isinstance(parsed, dict) and isinstance(parsed.get("error"), dict):
         code = parsed["error"].get("code")
-    return AnswerError(f"the server answers {status}: {_message(body)}", code=code if isinstance(code, str) else None)
-
-
-def _message(body: bytes) -> str:
-    parsed = _json(body)
-    return body[:MAX_SHOWN_BYTES].decode("utf-8", "replace").strip() if parsed is None else error_text(parsed)
+    return AnswerError(f"the server answers {status}: {message_of(body)}", code=code if isinstance(code, str) else None)
 
 
 def _json(data: bytes) -> Any:
@@ -165,9 +159,3 @@ def _json(data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return str(error) or type(error).__name__

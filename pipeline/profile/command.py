@@ -7,8 +7,6 @@ name, as a child does.
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline import topology
@@ -16,6 +14,7 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.logs import open_log
+from pipeline.out_file import require_writable, writing
 from pipeline.profile.options import plan_of
 from pipeline.profile.report import as_json, as_tables, console
 from pipeline.profile.results import Profile
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     if not plan.cases():
         raise ConfigError(["--batch none --prefill none: there is nothing to measure"])
     if args.json and args.json != "-":
-        _require_writable(Path(args.json))
+        require_writable(Path(args.json), "--json")
     open_log("profile", settings.log_level)
     try:
         profile: Profile = importlib.import_module(EXECUTE).profile(settings, plan, lambda: prepare(settings))
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     for part in as_tables(profile):
         screen.print(part, markup=False)
     if args.json:
-        with _writing(Path(args.json)):
+        with writing(Path(args.json), "--json"):
             Path(args.json).write_bytes(as_json(profile))
     return 0
 
@@ -55,23 +54,3 @@ def prepare(settings: Settings) -> Path:
     progress = importlib.import_module(PREPARE_PROGRESS).for_stream()
     folder: Path = importlib.import_module(topology.PREPARE).prepare(settings, progress)
     return folder
-
-
-def _require_writable(path: Path) -> None:
-    """Raise ConfigError where the report could not be written, before a minute of measuring is lost."""
-    with _writing(path):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            return  # opening a pipe or a device would be seen at its other end
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"--json {path}: can't be written: {reason}"]) from error

@@ -26,6 +26,20 @@ CLOSE_S = 5.0
 """Longest that a stage which ends waits for its recording to be written."""
 
 
+class RecordState(msgspec.Struct, array_like=True, frozen=True):
+    """How far a recording is."""
+
+    num_bytes: int
+    num_pending_bytes: int
+    """Of these, what is still to be written."""
+    ended: str = ""
+    """Why; empty while it goes on."""
+    is_closed: bool = False
+    """Nothing is written any more."""
+    failure: str = ""
+    """Why the file is not whole."""
+
+
 class FileWriter:
     """Writes frames in a thread of its own. Raises OSError where the file can't be opened."""
 
@@ -39,6 +53,10 @@ class FileWriter:
         """Why nothing is written any more."""
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._thread.is_alive()
 
     @property
     def num_pending_bytes(self) -> int:
@@ -97,6 +115,9 @@ class RecordingTape(Tape):
         """Wakes that are not written, nor what the stage does in them: the end of the one that this begins in, and
         what it still does about that."""
         self.is_over = False
+        self._ended = ""
+        self._lease_s = order.lease_s or float("inf")
+        self._kept_s = time.monotonic()
         self._wake: tuple[list[str], list[int], list[bytes], list[list[bytes]]] = ([], [], [], [])
         self._writer.put(f.MAGIC + f.frame(header))
         log.info("recording", extra={"fields": {"file": order.path}})
@@ -133,6 +154,8 @@ class RecordingTape(Tape):
         if now_ns > self._end_ns:
             self.finish("its time was up")
             return
+        if self.ends_alone():
+            return
         wake, self._wake = self._wake, ([], [], [], [])
         self._num_to_skip = max(0, self._num_to_skip - 1)
         self._put(f.Wake(now_ns - self._begun_ns, *wake))
@@ -165,11 +188,29 @@ class RecordingTape(Tape):
         else:
             self._writer.put(data)
 
+    @property
+    def state(self) -> RecordState:
+        writer = self._writer
+        return RecordState(
+            writer.num_bytes, writer.num_pending_bytes, self._ended, self.is_over and writer.is_closed, writer.failure
+        )
+
+    def keep(self) -> None:
+        """Who began it is still there."""
+        self._kept_s = time.monotonic()
+
+    def ends_alone(self) -> bool:
+        """Whether it is over; it ends here where who began it has not been heard of for too long."""
+        if not self.is_over and time.monotonic() - self._kept_s > self._lease_s:
+            self.finish(f"who began it was not heard of for {self._lease_s:g} s")
+        return self.is_over
+
     def finish(self, reason: str) -> None:
         """Write no more."""
         if self.is_over:
             return
         self.is_over = True
+        self._ended = reason
         self._writer.put(f.frame(f.End(reason)))
         self._writer.put_end()
         self._log.info(

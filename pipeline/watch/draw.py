@@ -1,6 +1,8 @@
 """Views as rich tables, from 80 columns on. Pure."""
 
-from rich.console import Group, RenderableType
+import sys
+
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -8,8 +10,14 @@ from pipeline.watch.view import View
 
 NONE = "–"
 STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red", "starting": "yellow"}
+PIPE_COLUMNS = 4096
 MEDIUM, WIDE = 100, 120
 """Columns from which on there is room for messages, and for bars."""
+
+
+def console() -> Console:
+    """For standard output: a terminal cuts lines at its edge, and a pipe has none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def server_line(pid: int, model: str, address: str, state: str, uptime_s: float) -> Text:
@@ -96,7 +104,7 @@ def _stages(view: View, width: int) -> Table:
             Text(stage.state, STATE_STYLES.get(stage.state, "yellow")),
             number(stage.cpu_percent),
             number(stage.busy_percent),
-            size(stage.rss_bytes),
+            NONE if stage.rss_bytes is None else size(stage.rss_bytes),
             NONE if stage.num_queued is None else str(stage.num_queued),
             *([number(stage.messages_per_s)] if width >= MEDIUM else []),
             stage.note,

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode([plain(stats) for stats in found]).decode())
     else:
-        console = Console(highlight=False)
+        console = draw.console()
         for place, stats in enumerate(found):
             if place:
                 console.print()
@@ -52,8 +52,8 @@ def _table(stats: ServerStats) -> Table:
             str(stage.pid),
             Text(stage.state, draw.STATE_STYLES.get(stage.state, "yellow")),
             draw.number(_cpu_percent(stage)),
-            draw.size(stage.rss_bytes),
-            str(stage.num_threads),
+            draw.size(stage.rss_bytes) if stage.has_process else draw.NONE,
+            str(stage.num_threads) if stage.has_process else draw.NONE,
             draw.NONE if stage.counts is None else str(stage.counts.num_queued),
             note_of(stage),
         ]
@@ -61,8 +61,10 @@ def _table(stats: ServerStats) -> Table:
     return table
 
 
-def _cpu_percent(stage: StageStats) -> float:
-    """Of one core, since its start, as ps(1) has it."""
+def _cpu_percent(stage: StageStats) -> float | None:
+    """Of one core, since its start, as ps(1) has it; None where it has no process of its own."""
+    if not stage.has_process:
+        return None
     return 100 * stage.cpu_s / stage.uptime_s if stage.uptime_s > 0 else 0.0
 
 
@@ -83,10 +85,10 @@ def plain(stats: ServerStats) -> dict[str, object]:
                 "state": stage.state,
                 "restarts": stage.num_restarts,
                 "uptime_s": stage.uptime_s,
-                "cpu_s": stage.cpu_s,
+                "cpu_s": stage.cpu_s if stage.has_process else None,
                 "cpu_percent": _cpu_percent(stage),
-                "rss_bytes": stage.rss_bytes,
-                "threads": stage.num_threads,
+                "rss_bytes": stage.rss_bytes if stage.has_process else None,
+                "threads": stage.num_threads if stage.has_process else None,
                 "queue": None if stage.counts is None else stage.counts.num_queued,
             }
             for stage in stats.stages

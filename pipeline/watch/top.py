@@ -49,8 +49,8 @@ def _once(server: Admin, interval_s: float, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(view).decode())
         return
-    console = Console(highlight=False)
-    console.print(draw.top(view, console.width))
+    console = draw.console()
+    console.print(draw.top(view, console.width if console.is_terminal else draw.MEDIUM))
 
 
 def _live(server: Admin, interval_s: float) -> int:

@@ -25,8 +25,8 @@ class StageView(msgspec.Struct):
     pid: int
     state: str
     cpu_percent: float | None
-    """Of one core; None where nothing is known of before."""
-    rss_bytes: int
+    """Of one core; None where nothing is known of before, or it has no process of its own."""
+    rss_bytes: int | None
     num_queued: int | None
     messages_per_s: float | None
     busy_percent: float | None
@@ -115,14 +115,15 @@ def _stage_view(stage: StageStats, before: StageStats | None, elapsed_s: float) 
         pid=stage.pid,
         state=stage.state,
         cpu_percent=None,
-        rss_bytes=stage.rss_bytes,
+        rss_bytes=stage.rss_bytes if stage.has_process else None,
         num_queued=None if counts is None else counts.num_queued,
         messages_per_s=None,
         busy_percent=None,
         note=note_of(stage),
     )
     if before is not None and elapsed_s > 0:
-        view.cpu_percent = max(0.0, 100 * (stage.cpu_s - before.cpu_s) / elapsed_s)
+        if stage.has_process:
+            view.cpu_percent = max(0.0, 100 * (stage.cpu_s - before.cpu_s) / elapsed_s)
         if counts is not None and before.counts is not None and stage.counts_age_s == 0:
             view.messages_per_s = max(0.0, (counts.num_received - before.counts.num_received) / elapsed_s)
             if not isinstance(counts.own, GatewayCounts | IngestCounts):

@@ -249,6 +249,14 @@ def test_contradictions_name_where_the_key_was_given() -> None:
     ]
 
 
+def test_each_gateway_has_a_request_to_open() -> None:
+    assert load(sets=["gateway.replicas=4", "gateway.max_open_requests=4"]).gateway.replicas == 4
+    (problem,) = problems_of(sets=["gateway.replicas=5", "gateway.max_open_requests=4"])
+    assert problem.startswith(
+        "--set gateway.replicas=5: gateway.replicas: 5 gateways share gateway.max_open_requests = 4"
+    )
+
+
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_loads_by_its_name(name: str) -> None:
     assert load(Path(name)) == load(presets()[name])

@@ -29,10 +29,12 @@ from pipeline.admin_client import Admin, find_servers
 from pipeline.config.settings import Gateway, Settings
 from pipeline.manner import Manner
 from pipeline.profile.alone.chain import ChainProfile
+from pipeline.recording import format as f
 from pipeline.recording.compare import compare
 from pipeline.recording.replaying import replay
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.supervisor import serve
+from tests.e2e.own import until
 from tests.e2e.server import STAGES, Server
 from tests.rig import PATIENCE_S
 
@@ -120,6 +122,39 @@ def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
             assert sum(compare(tmp_path / "a", None).sent.values()) > 3
         assert main(["record", "kitchen", "--out", str(tmp_path / "x"), "--pid", pid]) == 1
         assert "no stage 'kitchen'" in capsys.readouterr().err
+
+
+def test_a_recording_ends_with_the_command_that_began_it(
+    smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "killed.rec", tmp_path / "ended.rec"
+    with Server(options=("--instant",)) as server:
+        pid = str(server.process.pid)
+
+        def begin(path: Path) -> "subprocess.Popen[bytes]":
+            command = [sys.executable, "-m", "pipeline", "record", "schedule", "--out", str(path), "--pid", pid]
+            process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            until(lambda: path.exists() and path.stat().st_size > 0, "the recording to begin")
+            return process
+
+        process = begin(first)
+        complete(server.url)
+        process.kill()
+        process.wait(20)
+        last = ["record", "schedule", "--out", str(tmp_path / "last.rec"), "--seconds", "0.2", "--pid", pid]
+        assert main(last) == 1, "nobody knows yet that it was killed"
+        assert "is being recorded already" in capsys.readouterr().err
+        until(lambda: main(last) == 0, "the stage to end it")
+        with f.Reader(first) as reader:
+            assert len(list(reader)) > 3
+            assert reader.end == f.End("who began it was not heard of for 6 s")
+        process = begin(second)
+        complete(server.url)
+        process.terminate()
+        assert process.wait(20) == 0
+        with f.Reader(second) as reader:
+            assert len(list(reader)) > 3
+            assert reader.end == f.End("who began it ended it")
 
 
 # ---------------------------------------------------------------------------------------------------------- foreground
@@ -262,6 +297,9 @@ def test_all_stages_are_threads_of_one_process_and_a_signal_ends_them(smollm2_di
     stats, reply, threads = seen[0]
     assert reply["usage"]["completion_tokens"] == 5
     assert {stage.pid for stage in stats.stages} == {os.getpid()}
+    first, *others = stats.stages
+    assert first.rss_bytes > 0 and first.has_process
+    assert not any(stage.has_process or stage.rss_bytes or stage.cpu_s for stage in others), "no process counts twice"
     assert {f"stage {stage}.0" for stage in STAGES} <= threads
     assert not any(thread.name.startswith("stage ") for thread in threading.enumerate())
     assert not [name for name in find_servers() if name.startswith(f"{os.getpid()}-")]

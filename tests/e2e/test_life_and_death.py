@@ -17,6 +17,8 @@ import pytest
 from tests.e2e.server import STAGES, Server
 
 MODEL = "SmolLM2-135M-Instruct"
+MAX_START_CPU_S = 12.0
+"""Processor time of a whole start, of all processes: unlike its duration it does not grow with what else runs here."""
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
@@ -101,7 +103,7 @@ def test_nothing_of_a_server_is_on_disk(server: Server) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.Signals) -> None:
-    with Server() as server:
+    with Server("supervisor.drain_timeout_s=600") as server:
         streams = [Stream(server, max_tokens=60) for _ in range(4)]
         for stream in streams:
             assert stream.has_text.wait(30)
@@ -111,10 +113,7 @@ def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.
         late = Stream(server)
         for stream in streams:
             stream.join(60)
-        ended = time.monotonic()
-        code = server.process.wait(30)
-        assert time.monotonic() - ended < 5
-        assert code == 0
+        assert server.process.wait(60) == 0, "it ends with its streams, and not when their time is up"
         for stream in streams:
             assert stream.error is None
             assert stream.events[-1] == "[DONE]"
@@ -135,27 +134,25 @@ def test_streams_that_outlast_the_drain_get_a_clear_end() -> None:
     with Server("supervisor.drain_timeout_s=0.5") as server:
         stream = Stream(server, max_tokens=6000)
         assert stream.has_text.wait(30)
-        begun = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - begun < 6
         stream.join(10)
+        assert len(stream.events) < 6000, "the server ended first"
         assert stream.events[-1] == "[DONE]"
         assert stream.error is not None
         assert "shutting down" in stream.error["message"]
 
 
 def test_a_second_signal_ends_the_drain() -> None:
-    with Server() as server:
+    with Server("supervisor.drain_timeout_s=600") as server:
         stream = Stream(server, max_tokens=6000)
         assert stream.has_text.wait(30)
         server.process.send_signal(signal.SIGINT)
         server.wait_for_line(r"gateway\.0 draining", 5)
         threading.Event().wait(0.6)  # sooner, it would count as an echo of the first
-        begun = time.monotonic()
-        assert server.stop(signal.SIGINT) == 0
-        assert time.monotonic() - begun < 5
+        assert server.stop(signal.SIGINT) == 0, "long before the drain's time is up"
         stream.join(10)
         assert not stream.is_alive()
+        assert stream.broken is not None or len(stream.events) < 6000, "and before the stream had ended"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -208,9 +205,8 @@ def test_when_the_supervisor_is_killed_all_children_are_gone_within_two_seconds(
         assert f"@pipeline/{server.process.pid}-" not in Path("/proc/net/unix").read_text()
 
 
-def test_a_taken_port_is_said_at_once(server: Server) -> None:
+def test_a_taken_port_is_said_before_anything_is_started(server: Server) -> None:
     port = server.url.rsplit(":", 1)[1]
-    begun = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "pipeline", "serve", "--port", port], capture_output=True, text=True, timeout=30
     )
@@ -218,7 +214,7 @@ def test_a_taken_port_is_said_at_once(server: Server) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "gateway.port" in result.stderr
     assert "Traceback" not in result.stderr
-    assert time.monotonic() - begun < 3
+    assert "starting" not in result.stderr, "the first that a server says when it begins its work"
 
 
 def test_a_model_that_is_not_there_is_said_clearly(tmp_path: Path) -> None:
@@ -241,15 +237,16 @@ def test_too_little_memory_for_kv_is_said_clearly() -> None:
 
 
 def test_it_starts_fast_and_is_quiet_when_idle() -> None:
-    begun = time.monotonic()
     with Server() as server:
-        assert time.monotonic() - begun < 15, "warm; docs/performance.md has the figure for a quiet machine"
         everyone = [psutil.Process(server.process.pid), *server.seen.values()]
         server.until(lambda health: health["status"] == "ok")
 
         def cpu_s() -> float:
             return sum(sum(process.cpu_times()[:2]) for process in everyone)
 
+        prepare_s = sum(everyone[0].cpu_times()[2:4])  # the child that has ended
+        took_s = cpu_s() + prepare_s
+        assert took_s < MAX_START_CPU_S, "warm; docs/performance.md has the time on a quiet machine"
         before, begun = cpu_s(), time.monotonic()
         server.process.poll()
         threading.Event().wait(5.0)  # what is measured is how little happens meanwhile

@@ -27,6 +27,11 @@ def run(command: list[str], folder: Path, timeout_s: float) -> str:
 @pytest.fixture(scope="module")
 def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The client's folder with its packages: prebuilt binaries come inside, nothing is compiled and no script runs."""
+    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
+    assert not missing, (
+        f"{' and '.join(missing)} not found: install Node.js 20 or newer with npm (https://nodejs.org); the client in "
+        "JavaScript is tested with it, and npm takes its packages from its registry"
+    )
     folder = tmp_path_factory.mktemp("node") / "node_client"
     shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("node_modules"))
     run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"], folder, INSTALL_S)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -198,7 +199,7 @@ def test_a_stage_that_hangs_is_late_and_its_last_counts_stay(server: Server) -> 
     try:
         begun = time.monotonic()
         metrics = Metrics(server)
-        assert 1.5 < time.monotonic() - begun < 10
+        assert time.monotonic() - begun > 1.5, "it was not waited for"
         assert metrics.get("pipeline_stage_state", stage="detokenize.0", state="late") == 1
         assert metrics.get("pipeline_stage_state", stage="schedule.0", state="ready") == 1
         assert metrics.get("pipeline_stage_counts_age_seconds", stage="detokenize.0") > 1.5
@@ -212,10 +213,24 @@ def test_a_stage_that_hangs_is_late_and_its_last_counts_stay(server: Server) -> 
     assert Metrics(server).get("pipeline_stage_state", stage="detokenize.0", state="ready") == 1
 
 
+def test_top_waits_for_a_stage_that_hangs_less_long_than_for_its_own_answer() -> None:
+    with Server("supervisor.health_timeout_s=60") as server:
+        process = server.stage("detokenize")
+        process.send_signal(signal.SIGSTOP)
+        try:
+            result = pipeline("top", "--once", "--interval", "0.1", "--pid", str(server.process.pid))
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert re.search(r"detokenize\.0 .*late", result.stdout)
+
+
 # ---------------------------------------------------------------------------------------------------------- timings
 
 
 def test_timings_are_the_clients_own_time_hop_by_hop(server: Server) -> None:
+    server.until_idle()
+    before = Metrics(server)
     begun = time.monotonic()
     reply = post(server, max_tokens=20, timings=True)
     took_ms = 1000 * (time.monotonic() - begun)
@@ -224,7 +239,9 @@ def test_timings_are_the_clients_own_time_hop_by_hop(server: Server) -> None:
     ms = {name: hop["ms"] for name, hop in choice["hops"].items()}
     assert sum(ms.values()) == pytest.approx(timings["total_ms"], abs=0.1)
     assert timings["total_ms"] < took_ms
-    assert timings["total_ms"] > 0.5 * took_ms
+    server.until_idle()
+    computing_ms = 1000 * gained(server, before, "pipeline_execute_step_seconds_total")
+    assert 0 < computing_ms < timings["total_ms"], "its steps were computed in that time"
     assert all(value >= 0 for value in ms.values())
     assert ms["decode"] == max(ms.values()), "20 steps take longer than anything else"
     before_first = sum(ms[hop] for hop in ("gateway", "tokenize", "admit", "queue", "prefill"))
@@ -313,12 +330,11 @@ def test_one_request_that_has_ended_can_be_drawn(server: Server, tmp_path: Path)
 
 
 def test_a_trace_that_can_not_be_written_is_said_before_it_is_taken(server: Server, tmp_path: Path) -> None:
-    begun = time.monotonic()
     out = tmp_path / "no" / "trace.json"
-    result = pipeline("trace", "--seconds", "60", "--out", str(out), "--pid", str(server.process.pid))
-    assert result.returncode == 1
-    assert "can't be written" in result.stderr
-    assert time.monotonic() - begun < 20
+    words = ("trace", "--seconds", "120", "--out", str(out), "--pid", str(server.process.pid))
+    result = pipeline(*words, timeout_s=60)
+    assert result.returncode == 2
+    assert f"--out {out}: " in result.stderr and "can't be written" in result.stderr
 
 
 # -------------------------------------------------------------------------------------------------------- ps and top

@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from pipeline import admin
+from pipeline import admin, admin_client
 from pipeline import messages as m
 from pipeline.admin import Door, Questions
 from pipeline.admin_client import Admin, choose_server, find_servers
@@ -32,9 +32,11 @@ class Bench:
         self.sent: list[tuple[str, m.Aside]] = []
         self.names = ["gateway.0", "gateway.1", "schedule.0"]
         self.refuses: set[str] = set()
+        self.timeouts_s: list[float] = []
+        """Of stats."""
         self.context: zmq.Context[Any] = zmq.Context()
         self.questions = Questions(self._send)
-        self.door = Door(self.context, self.server, self.questions, lambda then: then(STATS), lambda: self.names)
+        self.door = Door(self.context, self.server, self.questions, self._stats, lambda: self.names)
         self.peer = self.context.socket(zmq.DEALER)
         self.peer.connect(admin.address_of(self.server))
 
@@ -57,6 +59,10 @@ class Bench:
         self.turn_until(lambda: self.peer.poll(0))
         return msgspec.msgpack.decode(self.peer.recv(), type=admin.AdminReply)
 
+    def _stats(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
+        self.timeouts_s.append(timeout_s)
+        then(STATS)
+
     def close(self) -> None:
         self.door.close()
         self.peer.close(linger=0)
@@ -71,8 +77,12 @@ def bench() -> Iterator[Bench]:
 
 
 def test_stats_come_back_with_the_askers_nonce(bench: Bench) -> None:
-    bench.say(admin.AskStats(77))
+    bench.say(admin.AskStats(77, 1.5))
     assert bench.heard() == admin.Stats(77, STATS)
+    assert bench.timeouts_s == [1.5], "whoever asks says how long stages have"
+    for timeout_s in (0.0, -1.0, 1e9, float("nan")):
+        bench.say(admin.AskStats(78, timeout_s))
+        assert isinstance(bench.heard(), admin.Problem)
 
 
 def test_an_aside_goes_to_the_stages_that_were_named_and_their_answers_come_back(bench: Bench) -> None:
@@ -231,6 +241,7 @@ def test_a_server_is_found_by_its_door_and_chosen_by_its_pid(bench: Bench) -> No
         choose_server(1)
 
 
-def test_a_server_that_does_not_answer_is_said(bench: Bench) -> None:
+def test_a_server_that_does_not_answer_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin_client, "ANSWER_S", 0.0)
     with Admin(bench.server) as client, pytest.raises(UserError, match=r"did not answer within 0\.05 s"):
         client.stats(0.05)

@@ -1,6 +1,7 @@
 """What `pipeline ps` and `pipeline top` work out and draw; a running server is looked at in tests/e2e."""
 
 import io
+import sys
 from typing import Any
 
 import msgspec
@@ -85,6 +86,31 @@ def test_everything_fits_the_terminal(width: int) -> None:
     text = "\n".join(lines)
     for words in ("tokens in/s", "TTFT", "schedule.0", "65536 running", "1234567 held", "500 GiB"):
         assert words in text, f"{words!r} does not fit {width} columns"
+
+
+def test_a_pipe_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    line = draw.server_line(7, "m" * 300, "http://[2001:db8:85a3::8a2e:370:7334]:65535", "serving", 10.0)
+    draw.console().print(line)
+    text: Any = sys.stdout
+    assert (
+        text.getvalue() == f"pipeline 7  {'m' * 300}  serving  up 10 s  http://[2001:db8:85a3::8a2e:370:7334]:65535\n"
+    )
+
+
+def test_a_stage_without_a_process_of_its_own_shows_none() -> None:
+    looks = []
+    for look in (at(0.0), at(1.0)):
+        threads = [
+            msgspec.structs.replace(one, num_threads=0, rss_bytes=0, cpu_s=0.0) if one.name == "gateway.0" else one
+            for one in look.stages
+        ]
+        looks.append(msgspec.structs.replace(look, stages=threads))
+    view = view_of(looks)
+    [gate] = [one for one in view.stages if one.name == "gateway.0"]
+    assert (gate.cpu_percent, gate.rss_bytes) == (None, None)
+    [line] = [line for line in drawn(view, 80) if line.startswith("gateway.0")]
+    assert "MiB" not in line and draw.NONE in line
 
 
 def test_the_bar_shows_what_is_held_cached_and_free() -> None:

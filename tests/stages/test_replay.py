@@ -1,6 +1,8 @@
 """What was recorded of a stage drives it again, and it sends the same bytes."""
 
 import gc
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from pipeline.config.settings import Ingest, Schedule, Settings
 from pipeline.errors import UserError
 from pipeline.recording import format as f
 from pipeline.recording.compare import compare
+from pipeline.recording.recorder import FileWriter, RecordState
 from pipeline.recording.replaying import replay
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
@@ -76,6 +79,76 @@ def test_detokenize_sends_the_same_again_also_in_a_process_of_its_own(text_dir: 
     assert max(arrays) > 4096, "what lay in shared memory is in the file"
 
 
+def state_of(rig: Rig, aside: m.EndRecord | m.KeepRecord) -> RecordState:
+    rig.send(aside)
+    answer = rig.receive("supervisor", m.Answer)
+    assert answer.error == ""
+    return msgspec.msgpack.decode(answer.body, type=RecordState)
+
+
+def end_record(rig: Rig, path: Path) -> int:
+    """End a recording and wait until it is written; its size."""
+    end = time.monotonic() + 20
+    while not (state := state_of(rig, m.EndRecord(2, str(path)))).is_closed:
+        assert time.monotonic() < end, state
+    return state.num_bytes
+
+
+def test_ending_a_recording_does_not_wait_for_the_disk(
+    text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    write = FileWriter._write
+
+    def stuck(self: FileWriter, data: bytes) -> None:
+        assert let_go.wait(20)
+        write(self, data)
+
+    monkeypatch.setattr(FileWriter, "_write", stuck)
+    recording, path = tmp_path / "stuck.rec", str(tmp_path / "stuck.rec")
+    with Rig("detokenize", model_dir=text_dir) as rig:
+        rig.start(TEXT_FACTS)
+        rig.send(order(recording, TEXT_FACTS))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        rig.load()
+        rig.load()
+        talk(rig, 10)
+        state = state_of(rig, m.EndRecord(2, path))
+        assert state.ended and state.num_pending_bytes > 0 and not state.is_closed
+        rig.load()  # the loop turns while nothing can be written
+        rig.send(order(recording, TEXT_FACTS))
+        assert "is still writing that into" in rig.receive("supervisor", m.Answer).error
+        let_go.set()
+        assert end_record(rig, recording) == recording.stat().st_size
+        rig.send(m.EndRecord(3, path))
+        assert "not being recorded" in rig.receive("supervisor", m.Answer).error
+    with f.Reader(recording) as reader:
+        assert f.Sent in set(map(type, reader))
+        assert reader.end == f.End("who began it ended it")
+
+
+def test_an_idle_stage_whose_recorder_is_gone_can_be_recorded_again(text_dir: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.rec", tmp_path / "second.rec"
+    with Rig("detokenize", model_dir=text_dir) as rig:
+        rig.start(TEXT_FACTS)
+        rig.send(msgspec.structs.replace(order(first, TEXT_FACTS), lease_s=30.0))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        rig.send(order(second, TEXT_FACTS))
+        assert "is being recorded already" in rig.receive("supervisor", m.Answer).error
+        assert not state_of(rig, m.KeepRecord(2, str(first))).ended
+        assert state_of(rig, m.KeepRecord(2, str(second))).is_closed, "that is another's"
+        end_record(rig, first)
+        rig.send(msgspec.structs.replace(order(first, TEXT_FACTS), lease_s=1e-3))
+        assert rig.receive("supervisor", m.Answer).error == ""
+        end = time.monotonic() + 20
+        while True:  # nothing wakes the stage but these
+            rig.send(order(second, TEXT_FACTS))
+            if rig.receive("supervisor", m.Answer).error == "":
+                break
+            assert time.monotonic() < end
+        assert not state_of(rig, m.KeepRecord(2, str(second))).ended
+
+
 def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text_dir: Path, tmp_path: Path) -> None:
     recording = tmp_path / "late.rec"
     with Rig("detokenize", model_dir=text_dir) as rig:
@@ -90,9 +163,7 @@ def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text
         talk(rig, 10)
         rig.send(settled([(7, 5, ids_of(" late"), m.Finish.LENGTH)]), "schedule.0")
         assert rig.receive("gateway", m.Deltas).texts == [" late"]
-        rig.send(m.EndRecord(2))
-        answer = rig.receive("supervisor", m.Answer)
-        assert msgspec.msgpack.decode(answer.body) == recording.stat().st_size
+        assert end_record(rig, recording) == recording.stat().st_size
         rig.send(m.EndRecord(3))
         assert "not being recorded" in rig.receive("supervisor", m.Answer).error
     counts = replay_partial("detokenize", recording).counts

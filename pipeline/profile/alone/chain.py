@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pipeline.admin_client import Admin, find_servers
 from pipeline.errors import UserError
-from pipeline.manner import require_writable
+from pipeline.out_file import require_writable
 from pipeline.profile.alone.clock import Used, used
 from pipeline.profile.alone.command import Tell, progress_of
 from pipeline.profile.alone.http import Sink

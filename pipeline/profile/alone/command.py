@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.logs import open_log
-from pipeline.manner import require_writable
+from pipeline.out_file import require_writable
 from pipeline.profile.alone.measure import measure
 from pipeline.profile.alone.result import as_table
 from pipeline.profile.command import prepare

@@ -23,7 +23,6 @@ from pipeline.errors import UserError
 INTERVAL_S = 0.001
 OTHER = "(other threads: ZeroMQ)"
 MAX_DEPTH = 128
-SUFFIXES = (".svg", ".json", ".txt", ".folded", ".collapsed")
 
 
 class Stacks(msgspec.Struct, array_like=True, frozen=True):

@@ -151,6 +151,24 @@ def test_a_recording_ends_when_its_time_is_up(tmp_path: Path) -> None:
     assert read(tmp_path / "r")[2] == f.End("its time was up")
 
 
+def test_a_recording_whose_owner_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    tape = tape_for(tmp_path / "r", lease_s=6.0)
+    for _ in range(3):
+        clock[0] += 5
+        feed(tape, 1)
+        tape.keep()
+    assert not tape.is_over
+    clock[0] += 6.5
+    feed(tape, 3)
+    assert tape.is_over
+    tape.close()
+    entries, _, end = read(tmp_path / "r")
+    assert sum(isinstance(one, f.Wake) for one in entries) == 3, "what came later is not in it"
+    assert end == f.End("who began it was not heard of for 6 s")
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_stage(caplog: pytest.LogCaptureFixture) -> None:
     tape = tape_for(Path("/dev/full"))
     end = time.monotonic() + 5

