@@ -11,6 +11,8 @@ end, by a `break`, by cancellation, what is open of it in the server is aborted.
 import asyncio
 import itertools
 import os
+import re
+import reprlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
@@ -22,6 +24,7 @@ from pipeline.open_request import OpenRequest
 from pipeline.outputs import OutputKind, RequestOutput
 from pipeline.own_server import OwnServer, private_address, settings_of
 from pipeline.prompts import Conversation, Prompt, Ready, chat_of, prompt_of
+from pipeline.protocol import MAX_NAME_CHARS
 from pipeline.sampling_params import SamplingParams
 from pipeline.slots import Slots
 
@@ -31,6 +34,9 @@ ATTACH_S = 10.0
 """Longest that a running server may take to answer."""
 LAST_WORDS_S = 2.0
 """How long our own server may take to end, once its connection has, and so to say why."""
+
+_NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")
+"""What the server takes as a request's name."""
 
 
 class AsyncLLM:
@@ -155,6 +161,9 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Continue a text or token ids. The last output is `finished`.
 
+        `request_id` is the caller's own name for it, 1 to 256 visible ASCII characters without spaces. The server knows
+        it too: its log says it, and POST /abort_requests takes it.
+
         The stream raises PromptError for what can't be served, ServerFailed where the server ends or fails.
         """
 
@@ -192,7 +201,7 @@ class AsyncLLM:
         try:
             await request.open()
             tell(len(request.prompt_ids), 0)
-            while num_ids := await request.more():
+            while (num_ids := await request.more()) is not None:
                 tell(0, num_ids)
             return request.output("final")
         finally:
@@ -225,10 +234,15 @@ class AsyncLLM:
         """A request that is known by its name from now on."""
         client = await self._connected()
         assert self._slots is not None
+        if request_id is not None and not (isinstance(request_id, str) and _NAME.fullmatch(request_id)):
+            message = f"request_id must be 1 to {MAX_NAME_CHARS} visible ASCII characters without spaces"
+            raise UserError(f"{message}, not {reprlib.repr(request_id)}")
         name = str(next(self._numbers)) if request_id is None else request_id
         if name in self._open:
             raise UserError(f"request_id {name!r} is that of a request which is still open")
-        request = self._open[name] = OpenRequest(name, client, self._slots, ready, params, self._lost)
+        request = self._open[name] = OpenRequest(
+            name, client, self._slots, ready, params, self._lost, is_own_name=request_id is not None
+        )
         return request
 
     def _end(self, request: OpenRequest) -> None:

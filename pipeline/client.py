@@ -15,13 +15,13 @@ reads is held back by the server and not piled up here. A stream that nobody hol
 import asyncio
 import contextlib
 import itertools
+import os
 import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ import msgspec
 import zmq
 
 from pipeline import protocol as p
+from pipeline.loop_thread import LoopThread
 from pipeline.sampling_params import SamplingParams
 from pipeline.version import VERSION
 
@@ -44,7 +45,6 @@ WINDOW = 32
 """Deltas that a stream holds at most; more are granted when half of them have been read."""
 LINGER_MS = 200
 """How long the last words of a client may take to leave."""
-CLOSE_S = 5.0
 MAX_WAKE_MESSAGES = 256
 """Messages taken in one turn of the loop, so that others have theirs."""
 
@@ -63,6 +63,10 @@ class RequestError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} (status {self.status})"
+
+
+class TooLarge(ValueError):
+    """A request takes more bytes than the server reads; it was not sent."""
 
 
 class ConnectionLost(ConnectionError):
@@ -116,6 +120,10 @@ class Stream:
         self.num_prompt_tokens: int | None = None
         """Known at the end, like `num_output_tokens`."""
         self.num_output_tokens: int | None = None
+        self.id: str | None = None
+        """The server's name for it, as `cmpl-…`, in its log and for POST /abort_requests; None until accepted."""
+        self.timings: dict[str, Any] | None = None
+        """Where its time went, as the field `timings` of a reply over HTTP; known at the end, if it was asked for."""
         self._client = client
         self._deltas: deque[p.Delta] = deque()
         self._outputs: deque[Output] = deque()
@@ -138,8 +146,11 @@ class Stream:
             self._client._send(p.Abort(self.request_id))
 
     async def accepted(self) -> None:
-        """Wait until the server has accepted the request: `prompt_token_ids` and `seed` are there."""
+        """Wait until the server has accepted the request: `prompt_token_ids`, `seed` and `id` are there. They stay None
+        where it was aborted before."""
         while self.prompt_token_ids is None:
+            if self._is_closed and self._error is None:
+                return
             await self._change()
 
     def __aiter__(self) -> AsyncIterator[Output]:
@@ -187,11 +198,14 @@ class Stream:
             case p.Accepted():
                 self.prompt_token_ids = unpacked(message.prompt_token_ids)
                 self.seed = message.seed
+                self.id = message.id or None
             case p.Delta():
                 self._deltas.append(message)
             case p.Finished():
                 self.num_prompt_tokens = message.num_prompt_tokens
                 self.num_output_tokens = message.num_output_tokens
+                if message.timings is not None:
+                    self.timings = msgspec.json.decode(message.timings, type=dict[str, Any])
                 self._close()
             case p.Failed(_, failure):
                 self._fail(RequestError(failure.status, failure.message, failure.param, failure.code))
@@ -283,19 +297,33 @@ class AsyncClient:
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, received: Received = None) -> Stream:
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        received: Received = None,
+        name: str | None = None,
+        timings: bool = False,
+    ) -> Stream:
         """Generate from a text, token ids or the messages of a chat.
 
         With `received`, the request goes on behind output ids that the caller has already: the same prompt and
         parameters and the seed that `Stream.seed` said give what the uninterrupted stream would have given.
 
-        Raises ConnectionLost, and TypeError or ValueError for what is no prompt; what the server refuses is raised by
-        the stream.
+        `name` is the caller's own for it, 1 to 256 visible ASCII characters without spaces: it ends `Stream.id`, stands
+        in the server's log, and POST /abort_requests takes it. With `timings`, `Stream.timings` says at the end where
+        the time went.
+
+        Raises ConnectionLost, TypeError or ValueError for what is no prompt, and TooLarge, which is a ValueError; what
+        the server refuses is raised by the stream.
         """
         if self._lost is not None:
             raise self._lost
         if self._is_closed:
             raise ConnectionLost("the client is closed")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a string, not {type(name).__name__}")
         params = params or SamplingParams()
         message = p.Generate(
             request_id=next(self._ids),
@@ -304,11 +332,13 @@ class AsyncClient:
             params=_params(params),
             credits=WINDOW,
             received=_received(received, params.n),
+            name=name,
+            timings=bool(timings),
         )
         data = self._encoder.encode(message)
         if len(data) > self.info.max_message_bytes:
-            raise ValueError(
-                f"the request takes {len(data)} bytes, and the server reads at most {self.info.max_message_bytes}"
+            raise TooLarge(
+                f"the request takes {len(data)} bytes, and this server reads at most {self.info.max_message_bytes}"
             )
         stream = Stream(self, message.request_id)
         stream._when_dropped = weakref.finalize(stream, self._dropped.append, message.request_id)
@@ -462,14 +492,13 @@ class Client:
 
     def __init__(self, address: str, *, timeout_s: float = 5.0) -> None:
         """Connect. Raises as `AsyncClient.connect`."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="pipeline-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("pipeline-client")
         try:
-            self._client = self._do(AsyncClient.connect(address, timeout_s=timeout_s))
+            self._client = self._thread.run(AsyncClient.connect(address, timeout_s=timeout_s))
         except BaseException:
-            self._stop()
+            self._thread.close()
             raise
+        self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._client)
         self.info = self._client.info
 
     @classmethod
@@ -478,23 +507,25 @@ class Client:
         return cls(address, timeout_s=timeout_s)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, received: Received = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        received: Received = None,
+        name: str | None = None,
+        timings: bool = False,
     ) -> "BlockingStream":
         """As `AsyncClient.generate`."""
 
         async def generate() -> Stream:
-            return self._client.generate(prompt, params, received=received)
+            return self._client.generate(prompt, params, received=received, name=name, timings=timings)
 
         return BlockingStream(self, self._do(generate()))
 
     def close(self) -> None:
-        """Close the connection; the server aborts what is open."""
-        if self._loop.is_closed():
-            return
-        try:
-            self._do(self._client.close())
-        finally:
-            self._stop()
+        """Close the connection; the server aborts what is open. May be called again; where nobody holds the client and
+        its streams any more, and at exit, it is called."""
+        self._close()
 
     def __enter__(self) -> "Client":
         return self
@@ -506,20 +537,23 @@ class Client:
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something in the client's thread and wait for it; an interrupt cancels it."""
-        if self._loop.is_closed():
+        if self._thread.is_closed:
             work.close()
             raise ConnectionLost("the client is closed")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._thread.run(work)
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        self._loop.close()
+
+def _close(owner_pid: int, thread: LoopThread, client: AsyncClient) -> None:
+    """Give a `Client`'s connection and thread back. In a process that was forked from the owner its thread is not."""
+    if os.getpid() != owner_pid or thread.is_closed:
+        return
+    if thread.is_current:  # garbage is collected in any thread, and this one can't wait for itself
+        threading.Thread(target=_close, args=(owner_pid, thread, client), name="pipeline-client-close").start()
+        return
+    try:
+        thread.run(client.close())
+    finally:
+        thread.close()
 
 
 class BlockingStream:
@@ -546,6 +580,16 @@ class BlockingStream:
     @property
     def num_output_tokens(self) -> int | None:
         return self._stream.num_output_tokens
+
+    @property
+    def id(self) -> str | None:
+        """As `Stream.id`."""
+        return self._stream.id
+
+    @property
+    def timings(self) -> dict[str, Any] | None:
+        """As `Stream.timings`."""
+        return self._stream.timings
 
     def abort(self) -> None:
         """Have it ended. Harmless where it has ended already."""

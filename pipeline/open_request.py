@@ -4,8 +4,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
-from pipeline.client import AsyncClient, ConnectionLost, Output, RequestError, Stream
+from pipeline.client import AsyncClient, ConnectionLost, Output, RequestError, Stream, TooLarge
 from pipeline.errors import PromptError, ServerFailed, UserError
 from pipeline.outputs import CompletionOutput, OutputKind, RequestOutput
 from pipeline.prompts import Ready
@@ -35,14 +36,18 @@ class OpenRequest:
         ready: Ready,
         params: SamplingParams,
         lost: Callable[[ConnectionLost], Awaitable[UserError]],
+        *,
+        is_own_name: bool = False,
     ) -> None:
-        """`lost` finds the user's words for a connection that is lost."""
+        """`lost` finds the user's words for a connection that is lost. `is_own_name` says that the caller chose the
+        name, so that the server is to know it too."""
         self.name = name
         self.prompt_ids: list[int] = []
         self._client = client
         self._slots = slots
         self._ready = ready
         self._params = params
+        self._own_name = name if is_own_name else None
         self._lost = lost
         self._num_slots = 0
         self._stream: Stream | None = None
@@ -109,7 +114,7 @@ class OpenRequest:
         loop = asyncio.get_running_loop()
         end, pause_s = loop.time() + BUSY_TIMEOUT_S, BUSY_FIRST_S
         while True:
-            stream = self._client.generate(self._ready.prompt, self._params)
+            stream = self._send()
             try:
                 async with self._abortable():
                     await stream.accepted()
@@ -126,6 +131,14 @@ class OpenRequest:
             pause_s = min(2 * pause_s, BUSY_MOST_S)
         self._stream = stream
         self.prompt_ids = stream.prompt_token_ids or []
+
+    def _send(self) -> Stream:
+        try:
+            return self._client.generate(self._ready.prompt, self._params, name=self._own_name)
+        except TooLarge as error:
+            raise PromptError(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large") from error
+        except (TypeError, ValueError) as error:  # such as half a surrogate pair where nobody looked for one
+            raise PromptError(str(error)) from error
 
     @asynccontextmanager
     async def _abortable(self) -> AsyncIterator[None]:

@@ -20,6 +20,8 @@ MAX_CREDITS = 1024
 """Deltas that one request may be granted ahead; more are cut to this."""
 MAX_CLIENT_CHARS = 200
 """Of what a client calls itself."""
+MAX_NAME_CHARS = 256
+"""Of what a client calls a request."""
 
 RequestId = Annotated[
     int,
@@ -140,6 +142,14 @@ class Generate(Message, frozen=True, tag="generate"):
         list[PackedIds],
         Meta(description="Output ids that the client has already, one entry a sequence; empty for a fresh request."),
     ] = []
+    name: Annotated[
+        str | None,
+        Meta(
+            description="The client's own name for it, in the server's log and for `POST /abort_requests`: 1 to 256 "
+            "visible ASCII characters without spaces."
+        ),
+    ] = None
+    timings: Annotated[bool, Meta(description="Whether `finished` is to say where its time went.")] = False
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -197,6 +207,13 @@ class Accepted(Message, frozen=True, tag="accepted"):
         int,
         Meta(ge=0, description="What the noise is keyed with (u64).", extra_json_schema={"maximum": 2**64 - 1}),
     ]
+    id: Annotated[
+        str,
+        Meta(
+            description="The server's name for it, as a reply over HTTP has it: `cmpl-…` or `chatcmpl-…`, which ends "
+            "in the client's own name where it gave one. Empty from a server that is older than this field."
+        ),
+    ] = ""
 
 
 class Delta(Message, frozen=True, tag="delta"):
@@ -212,6 +229,13 @@ class Finished(Message, frozen=True, tag="finished"):
     request_id: RequestId
     num_prompt_tokens: Annotated[int, Meta(description="Ids of the prompt.")]
     num_output_tokens: Annotated[int, Meta(description="Output ids of all sequences, with those received before.")]
+    timings: Annotated[
+        str | None,
+        Meta(
+            description="JSON text: the object that a reply over HTTP has in its field `timings`. Null where "
+            "`generate` did not ask for it, or the client aborted."
+        ),
+    ] = None
 
 
 class Failed(Message, frozen=True, tag="failed"):

@@ -207,7 +207,8 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "ping": p.Ping(2**53 + 1),
     "bye": p.Bye(),
     "welcome": p.Welcome(1, "pipeline/0.1.0", "SmolLM2-135M-Instruct", 8192, 49152, 1024, 4194304, 1024, 5.0, 30.0),
-    "accepted": p.Accepted(1, packed(1, 4093, 2), MAX_U64),
+    "generate with a name and timings": p.Generate(6, "", p.TextPrompt("x"), p.Params(), 1, [], "user-7/story.3", True),
+    "accepted": p.Accepted(1, packed(1, 4093, 2), MAX_U64, "cmpl-user-7/story.3"),
     "delta": p.Delta(1, [p.Output(0, " there was", packed(665, 436), 17, 4)]),
     "delta with ends": p.Delta(
         2**63,
@@ -219,6 +220,7 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
         ],
     ),
     "finished": p.Finished(1, 5, 8),
+    "finished with timings": p.Finished(1, 5, 8, '{"received":1.5,"total_ms":2.25,"choices":[]}'),
     "failed": p.Failed(1, p.Failure(400, "'temperature' must be a number <= 2.0", "temperature", "invalid_value")),
     "failed without param and code": p.Failed(MAX_U64, p.Failure(500, "the server could not finish this request")),
     "pong": p.Pong(2**53 + 1),
@@ -227,13 +229,14 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
 
 
 _PARAMS = p.Params(temperature=0.0, max_tokens=6)
+_PROMPT_IDS = packed(33, 28, 216, 34, 28, 216, 35, 28)
 _WELCOME = p.Welcome(1, "pipeline/0.1.0", "SmolLM2-135M-Instruct", 8192, 49152, 1024, 4194304, 1024, 5.0, 30.0)
 
 TRANSCRIPT: list[p.ClientMessage | p.ServerMessage] = [
     p.Hello(1, 1, "example/1.0"),
     _WELCOME,
     p.Generate(1, "", p.TextPrompt("1, 2, 3,"), _PARAMS, 2),
-    p.Accepted(1, packed(33, 28, 216, 34, 28, 216, 35, 28), 8412906318461237094),
+    p.Accepted(1, _PROMPT_IDS, 8412906318461237094, "cmpl-5f0c1d3b9a7e42468d1f6b3a0c9e7512"),
     p.Delta(1, [p.Output(0, " ", packed(216), 0, 0)]),
     p.Credit(1, 1),
     p.Delta(1, [p.Output(0, "4, ", packed(36, 28, 216), 1, 1)]),
@@ -247,12 +250,12 @@ RESUMING: list[p.ClientMessage | p.ServerMessage] = [
     p.Generate(
         1,
         "",
-        p.TokensPrompt(packed(33, 28, 216, 34, 28, 216, 35, 28)),
+        p.TokensPrompt(_PROMPT_IDS),
         msgspec.structs.replace(_PARAMS, seed=8412906318461237094),
         2,
         [packed(216, 36, 28, 216)],
     ),
-    p.Accepted(1, packed(33, 28, 216, 34, 28, 216, 35, 28), 8412906318461237094),
+    p.Accepted(1, _PROMPT_IDS, 8412906318461237094, "cmpl-c2a4906be1d84f37b05d9c8e6f1a2374"),
     p.Delta(1, [p.Output(0, "5,", packed(37, 28), 4, 4, "length")]),
     p.Finished(1, 8, 6),
     p.Bye(),
@@ -285,7 +288,7 @@ def _other_encodings() -> list[tuple[str, Any, bytes]]:
         ),
         ("a small integer in 64 bits", p.Abort(5), b"\x92\xa5abort\xcf" + (5).to_bytes(8, "big")),
         ("a string with a long header", p.Pong(1), b"\x92\xd9\x04pong\x01"),
-        ("fields that are newer than the reader", p.Finished(1, 5, 8), pack(["finished", 1, 5, 8, "new", [1]])),
+        ("fields that are newer than the reader", p.Finished(1, 5, 8), pack(["finished", 1, 5, 8, None, "new", [1]])),
         ("fields left out at the end", p.Failed(1, p.Failure(503, "busy")), pack(["failed", 1, [503, "busy"]])),
     ]
 

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from pipeline import messages as m
+from pipeline.protocol import MAX_NAME_CHARS
 from pipeline.stage import Stage
-from pipeline.stages.gateway.names import MAX_NAME_CHARS
 from pipeline.stages.gateway.requests import Requests, overloaded
 
 ANSWER_S = 2.0

@@ -38,7 +38,7 @@ class Counting:
         self._num_finished[finish] += 1
 
     def finished(self, finish: int, e2e_s: float, decode_s: float, num_prompt: int, num_output: int) -> None:
-        """By stop or length. `decode_s` is from its first delta to its last."""
+        """By stop or length. `num_output` ids were generated; `decode_s` is from their first delta to their last."""
         self._num_finished[finish] += 1
         self._e2e_s.observe(e2e_s)
         self._prompt_tokens.observe(num_prompt)

@@ -15,6 +15,7 @@ from pipeline.stages.gateway.door_errors import on_the_wire
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.requests import ID_BYTES, Call, Requests, Sequence
 from pipeline.stages.gateway.responses import FINISH_REASONS
+from pipeline.stages.gateway.timings import json_of
 
 STALL_S = 60.0
 """Longest that a client may leave what is there for it."""
@@ -75,14 +76,16 @@ class DoorStream:
         """Write until the request is closed. A cancellation leaves it unclosed: nobody reads."""
         call = self._call
         try:
-            await call.until(lambda: call.is_accepted or self._is_aborted or self._failure is not None)
+            await call.until(
+                lambda: call.is_accepted or call.is_finished or self._is_aborted or self._failure is not None
+            )
             if call.is_accepted:
                 way.post(self._accepted())
             await self._write(way)
             if self._is_aborted:
                 self._requests.leave(call)
                 way.post(p.Delta(self.request_id, [one.output(is_last=True) for one in self._unfinished]))
-            way.post(p.Finished(self.request_id, call.num_prompt_tokens, call.num_output_tokens))
+            way.post(self._finished())
         except ApiError as error:
             self._send_due(way)
             way.post(p.Failed(self.request_id, on_the_wire(error)))
@@ -136,7 +139,13 @@ class DoorStream:
     def _accepted(self) -> p.Accepted:
         (request,) = self._call.requests
         assert request.prompt_ids is not None
-        return p.Accepted(self.request_id, request.prompt_ids.astype("<i4").tobytes(), request.submit.sampling.seed)
+        ids = request.prompt_ids.astype("<i4").tobytes()
+        return p.Accepted(self.request_id, ids, request.submit.sampling.seed, self._call.id)
+
+    def _finished(self) -> p.Finished:
+        call = self._call
+        timings = json_of(call) if call.ask.timings and not self._is_aborted else None
+        return p.Finished(self.request_id, call.num_prompt_tokens, call.num_output_tokens, timings)
 
 
 class _Unsent:

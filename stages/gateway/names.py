@@ -1,4 +1,5 @@
-"""Clients' own names for their calls: a header, X-Request-Id, or a field of the body, request_id, as vLLM has them.
+"""Clients' own names for their calls: a header, X-Request-Id, or a field of the body, request_id, as vLLM has them;
+over ZeroMQ a field of `generate`, name.
 
 A response's id then ends in the name, the header comes back with every response, and the call can be ended by it.
 """
@@ -6,10 +7,10 @@ A response's id then ends in the name, the header comes back with every response
 import re
 from collections.abc import Mapping
 
+from pipeline.protocol import MAX_NAME_CHARS
 from pipeline.stages.gateway.errors import invalid
 
 HEADER = "X-Request-Id"
-MAX_NAME_CHARS = 256
 _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")
 
 

@@ -188,7 +188,8 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
         message = f"'received' must have the ids of each of n = {ask.n} sequences, not of {len(generate.received)}"
         raise invalid("received", message, "invalid_value")
     outputs = [_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)]
-    return msgspec.structs.replace(ask, stream=True, outputs=outputs)
+    name = names.checked(generate.name, "name")
+    return msgspec.structs.replace(ask, stream=True, outputs=outputs, request_id=name, timings=generate.timings)
 
 
 def _whole_ids(packed: bytes, param: str) -> bytes:

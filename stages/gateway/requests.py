@@ -46,6 +46,8 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every output id that has come"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
+    num_received: int = 0
+    """Of these, those that came from the client."""
     is_resumed: bool = False
     """Its first ids came from the client; only their text's length will be told."""
     first: m.FirstTimes | None = None
@@ -63,6 +65,11 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def num_ids(self) -> int:
         return len(self.ids) // ID_BYTES
+
+    @property
+    def num_generated(self) -> int:
+        """Ids that were made for this call."""
+        return self.num_ids - self.num_received
 
     def take_text(self) -> str:
         """The text that has come since the last time."""
@@ -490,9 +497,11 @@ class Requests:
             now_s = self._stage.tape.monotonic()
             num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
             decode_s = sequence.last_s - sequence.first_s
-            self.counting.finished(finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_ids)
+            self.counting.finished(
+                finish, now_s - request.call.received_s, decode_s, num_prompt, sequence.num_generated
+            )
             if request.is_finished:
-                self.counting.longest(max(one.num_ids for one in request.sequences))
+                self.counting.longest(max(one.num_generated for one in request.sequences))
 
     def _close_if_over(self, request: Request) -> None:
         call = request.call
@@ -549,7 +558,7 @@ class Requests:
 def _sequences(ask: Ask) -> list[Sequence]:
     if not ask.outputs:
         return [Sequence() for _ in range(ask.n)]
-    return [Sequence(ids=bytearray(ids), is_resumed=True) for ids in ask.outputs]
+    return [Sequence(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in ask.outputs]
 
 
 def seed_of(seed: int, prompt: int) -> int:

@@ -101,7 +101,7 @@ class Gateway:
                     self._open_door(http_port)
                 self._stage.ready()
                 await self._loop(inbox)
-                self._fail_door()
+                self._fail_door(SHUTTING_DOWN)
         except BaseExceptionGroup as group:
             # The stage ends with what went wrong first, not with the group around it.
             raise group.exceptions[0] from group
@@ -121,9 +121,10 @@ class Gateway:
             max_bytes = self._stage.settings.gateway.max_body_bytes
             self._door = Door(address, self._doors, self._requests, self._limits, max_bytes, self._tasks)
 
-    def _fail_door(self) -> None:
+    def _fail_door(self, error: ApiError) -> None:
+        """Streams of the door may be open though their requests have ended: they wait for their clients' credit."""
         if self._door is not None:
-            self._door.fail_all(SHUTTING_DOWN)
+            self._door.fail_all(error)
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
         while not self._is_stopped:
@@ -166,7 +167,9 @@ class Gateway:
                     self._end(deadline_s)
             case m.StageDied(stage, reason):
                 self._doors.death = f"stage {stage} died: {reason}"
-                self._requests.give_up(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self._doors.death, code="stage_died"))
+                death = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self._doors.death, code="stage_died")
+                self._requests.give_up(death)
+                self._fail_door(death)
                 self._end(0.0)
             case m.Stop():
                 self._is_stopped = True
@@ -186,7 +189,7 @@ class Gateway:
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
         if not await self._idle_within(deadline_s):
             self._requests.fail_all(SHUTTING_DOWN)
-            self._fail_door()
+            self._fail_door(SHUTTING_DOWN)
             await self._idle_within(LAST_WORDS_S)
         if self._doors.death is None:  # else who comes is told of it
             await self._site.stop()

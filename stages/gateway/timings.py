@@ -74,7 +74,7 @@ def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_
         first_text_s=sequence.first_s,
         num_prompt=0 if request.prompt_ids is None else len(request.prompt_ids),
         num_cached=first.num_cached if first else 0,
-        num_output=sequence.num_ids,
+        num_output=sequence.num_generated,
     )
 
 
@@ -101,6 +101,11 @@ def timings_of(times: CallTimes) -> Timings:
     total_ms = max((_ms(one.stamps_s[-1] - one.stamps_s[0]) for one in times.sequences), default=0.0)
     first_ms = min((one.time_to_first_token_ms for one in choices), default=0.0)
     return Timings(times.received_unix_s, total_ms, first_ms, choices)
+
+
+def json_of(call: "Call") -> str:
+    """Those of a call that has finished, as JSON."""
+    return msgspec.json.encode(timings_of(times_of(call))).decode()
 
 
 def _ms(seconds: float) -> float:

@@ -333,9 +333,10 @@ class Scheduler:
         num_cached = len(hits) * self.limits.block_size
         if sequence.num_preemptions == 0:
             sequence.started_s = self.now_s
-            sequence.num_cached = num_cached
-            self._totals["prompt"] += len(ids)
-            self._totals["cached"] += num_cached
+            num_prompt = len(sequence.request.prompt)  # ids that a client received before are no prompt
+            sequence.num_cached = min(num_cached, num_prompt)
+            self._totals["prompt"] += num_prompt
+            self._totals["cached"] += sequence.num_cached
         row = self.rows.start(sequence, blocks, num_cached)
         request = sequence.request
         return m.RowAdd(

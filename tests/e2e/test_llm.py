@@ -145,6 +145,21 @@ def test_what_only_the_server_can_judge_is_said_with_the_prompts_place(llm: LLM)
     assert len(llm.generate(["still", "there"], GREEDY)) == 2
 
 
+def test_a_conversation_that_is_too_large_as_a_whole_is_said_with_its_place(llm: LLM) -> None:
+    small = [{"role": "user", "content": "a"}]
+    large = [{"role": role, "content": "x" * 3_000_000} for role in ("user", "assistant")]
+    words = r"the request takes 60000\d\d bytes, and this server reads at most 4194304$"
+    with pytest.raises(PromptError, match=rf"^messages\[1\]: {words}") as caught:
+        llm.chat([small, large, small], GREEDY)
+    assert (caught.value.place, caught.value.status, caught.value.code) == (1, 413, "body_too_large")
+    with pytest.raises(PromptError, match=rf"^messages: {words}"):
+        llm.chat(large, GREEDY)
+    with pytest.raises(PromptError, match=r"^messages: .*surrogates not allowed"):
+        llm.chat([{"role": "user", "content": "a", "name": "\ud800"}], GREEDY)
+    until_idle(llm)
+    assert len(llm.chat([small, small], GREEDY)) == 2
+
+
 def test_an_iterator_that_fails_ends_the_call_and_what_is_open(llm: LLM) -> None:
     class OwnError(Exception):
         pass

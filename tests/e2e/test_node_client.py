@@ -71,5 +71,8 @@ def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, ser
     assert said["n"] == {"indexes": [0, 1], "other": True}
     assert said["abort"] == {"finish": "abort"}
     assert said["error"] == {"status": 400, "param": "temperature"}
+    assert said["name"] == {"id": "cmpl-counting/1", "tokens": 4, "without": None}
+    assert said["too large"]["why"].endswith("the server reads at most 4194304")
+    assert said["too large"]["served"], "the connection is still there"
     assert said["nobody"] == {"lost": True}
     server.until_idle()

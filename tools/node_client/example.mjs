@@ -34,6 +34,11 @@ const [two, other] = await Promise.all([
 ]);
 say("n", { indexes: [...new Set(two.map((output) => output.index))].sort(), other: other.length > 0 });
 
+// A name of one's own, and where the time went.
+const named = client.generate("One, two,", { max_tokens: 4, ignore_eos: true }, { name: "counting/1", timings: true });
+await collect(named);
+say("name", { id: named.id, tokens: named.timings.choices[0].output_tokens, without: whole.timings });
+
 // An abort, and a loop that is left early.
 const long = client.generate("Once upon a time", { max_tokens: 2000, ignore_eos: true });
 let last = null;
@@ -50,6 +55,13 @@ try {
 } catch (error) {
   if (!(error instanceof RequestError)) throw error;
   say("error", { status: error.status, param: error.param });
+}
+try {
+  client.generate("x".repeat(client.info.max_message_bytes));
+} catch (error) {
+  if (!(error instanceof RangeError)) throw error;
+  const after = await collect(client.generate("Hi", { max_tokens: 1 }));
+  say("too large", { why: error.message, served: after.length > 0 });
 }
 await client.close();
 try {

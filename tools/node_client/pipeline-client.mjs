@@ -53,6 +53,10 @@ export class Stream {
     this.seed = null;
     /** {num_prompt_tokens, num_output_tokens}; null until the end. */
     this.usage = null;
+    /** The server's name for it, as "cmpl-…"; null until accepted. */
+    this.id = null;
+    /** Where its time went, as docs/http.md has it; null until the end, and where it was not asked for. */
+    this.timings = null;
   }
 
   /** Have it ended. The last outputs then say "abort". Harmless where it has ended already. */
@@ -86,12 +90,14 @@ export class Stream {
       case "accepted":
         this.promptTokenIds = message.prompt_token_ids;
         this.seed = message.seed;
+        this.id = message.id || null;
         break;
       case "delta":
         this.#deltas.push(message);
         break;
       case "finished":
         this.usage = { num_prompt_tokens: message.num_prompt_tokens, num_output_tokens: message.num_output_tokens };
+        if (message.timings !== null) this.timings = JSON.parse(message.timings);
         this.#isClosed = true;
         break;
       case "failed":
@@ -161,13 +167,22 @@ export class Client {
    * Generate from a text, an array of token ids, or an array of chat messages {role, content}.
    *
    * `params` has the names of docs/protocol.md. With `received`, for each of the n sequences its output ids so far, the
-   * request goes on behind them; `params.seed` must then be that of the first stream.
+   * request goes on behind them; `params.seed` must then be that of the first stream. `name` is the caller's own for it:
+   * it ends `stream.id`, and POST /abort_requests takes it. With `timings`, `stream.timings` says where the time went.
+   *
+   * Throws TypeError for what is no request, and RangeError for one that is larger than the server reads.
    */
-  generate(prompt, params = {}, { received = [], model = "" } = {}) {
+  generate(prompt, params = {}, { received = [], model = "", name = null, timings = false } = {}) {
     if (this.#lost) throw this.#lost;
+    if (name !== null && typeof name !== "string") throw new TypeError("name must be a string");
     const stream = new Stream(this, this.#nextId++);
     const message = { kind: "generate", request_id: stream.requestId, model, prompt: promptOf(prompt), params };
-    this._send({ ...message, credits: WINDOW, received });
+    const data = encode({ ...message, credits: WINDOW, received, name, timings: Boolean(timings) });
+    if (data.length > this.info.max_message_bytes) {
+      const most = `the server reads at most ${this.info.max_message_bytes}`;
+      throw new RangeError(`the request takes ${data.length} bytes, and ${most}`);
+    }
+    this.#sendBytes(data);
     this.#streams.set(stream.requestId, stream);
     return stream;
   }
@@ -183,8 +198,11 @@ export class Client {
 
   /** Queue a message: libzmq's binding takes one at a time. Throws TypeError where it is none. */
   _send(message) {
-    if (this.#lost) return;
-    this.#outgoing.push(encode(message));
+    if (!this.#lost) this.#sendBytes(encode(message));
+  }
+
+  #sendBytes(data) {
+    this.#outgoing.push(data);
     this.#saidMs = Date.now();
     if (!this.#isSending) this.#drain();
   }

@@ -11,11 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline import messages as m
+from pipeline import protocol as p
 from pipeline.messages import Finish
 from pipeline.stats import GatewayCounts, HistogramCounts, ServerStats, StageCounts
 from pipeline.times import HOPS, CallTimes
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of, read_until
+from tests.stages.gateway.peers import RawPeer
 
 _nonces = itertools.count(1000)
 TIMED = {"timings": True}
@@ -64,6 +66,30 @@ def test_requests_are_counted_by_sequence_with_their_sizes(gate: Gate) -> None:
     assert number(counts.inter_token_s) == 3, "one for each delta with ids behind a sequence's first"
     assert (number(counts.n), counts.n.total) == (2, 3.0)
     assert (number(counts.max_tokens), counts.max_tokens.total) == (1, 7.0), "of those that gave one"
+
+
+def test_ids_that_a_client_received_before_are_not_counted_again(gate: Gate) -> None:
+    with RawPeer(gate) as peer:
+        received = [np.arange(num, dtype="<i4").tobytes() for num in (5, 9)]
+        params = p.Params(n=2, max_tokens=20)
+        peer.say(p.Generate(1, "", p.TextPrompt("Hi"), params, 100, received))
+        submit = gate.begin()
+        for index, num in enumerate((5, 9)):
+            gate.continue_at(submit, 3, num, index)
+            gate.delta(submit, "a", 1, index=index)
+        time.sleep(0.02)  # so long, at least, is their decoding
+        gate.delta(submit, "b", 2, index=0, finish=Finish.STOP)
+        gate.delta(submit, "", 0, index=1, finish=Finish.STOP)
+        while not isinstance(finished := peer.hear(), p.Finished):
+            pass
+    assert finished.num_output_tokens == 5 + 3 + 9 + 1, "its client wants all"
+    counts = counts_of(gate)
+    assert (number(counts.output_tokens), counts.output_tokens.total) == (2, 3.0 + 1.0)
+    assert (number(counts.longest_output_tokens), counts.longest_output_tokens.total) == (1, 3.0)
+    per_token = counts.time_per_output_token_s
+    assert number(per_token) == 1, "one id alone has no time between ids"
+    assert 0.01 <= per_token.total < counts.e2e_s.total / 2, "of the two ids behind the first"
+    assert (number(counts.prompt_tokens), counts.prompt_tokens.total) == (2, 6.0)
 
 
 def test_a_closing_without_ids_is_no_token(gate: Gate) -> None:

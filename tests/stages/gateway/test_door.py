@@ -7,6 +7,9 @@ import random
 import resource
 import socket
 import struct
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -45,6 +48,10 @@ def address_of(gate: Gate) -> str:
 async def client(gate: Gate) -> AsyncIterator[AsyncClient]:
     async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
         yield client
+
+
+def client_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("pipeline-client")]
 
 
 async def do(function: Any, *args: Any) -> Any:
@@ -606,6 +613,22 @@ class TestTheServersEnd:
             assert raised.value.status == 500
         await do(gate.rig.receive, "supervisor", m.Drained)
 
+    def test_a_dead_stage_closes_what_waits_for_credit_with_its_name_too(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            for request_id in (1, 2):
+                peer.generate(request_id, num_credits=0)
+                submit = gate.begin()
+                peer.hear(p.Accepted)
+                if request_id == 1:
+                    gate.finish(submit, "nobody reads this")
+                    gate.closed()
+            gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
+            failed = [peer.hear(p.Failed) for _ in range(2)]
+            assert {one.request_id for one in failed} == {1, 2}
+            assert {(one.failure.status, one.failure.code) for one in failed} == {(500, "stage_died")}
+            assert {one.failure.message for one in failed} == {"stage execute.0 died: killed by signal 9"}
+            gate.rig.receive("supervisor", m.Drained)
+
     async def test_stop_closes_what_is_open_and_then_the_connection(self, tmp_path: Path) -> None:
         with Gate(tmp_path) as gate:
             client = await AsyncClient.connect(address_of(gate))
@@ -670,6 +693,39 @@ class TestTheBlockingClient:
         with pytest.raises(ConnectionLost):
             client.generate("Hi")
         client.close()
+
+    def test_one_that_is_dropped_gives_its_connection_and_its_threads_back(self, gate: Gate) -> None:
+        client = Client(address_of(gate))
+        thread = client._thread
+        stream = client.generate("Hi")
+        submit = gate.begin()
+        del client
+        gc.collect()
+        stream.accepted()
+        gate.delta(submit, "a")
+        assert next(stream).text == "a", "a stream holds its client"
+        del stream
+        gc.collect()
+        assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+        until(lambda: thread.is_closed, "the thread has ended")
+        until(lambda: not client_threads(), f"no thread is left: {client_threads()}")
+        gate.finish(submit, finish=m.Finish.ABORT)
+
+    def test_one_that_is_dropped_in_its_own_thread_is_closed_by_another(self, gate: Gate) -> None:
+        clients = [Client(address_of(gate))]
+        thread = clients[0]._thread
+
+        async def drop() -> None:
+            clients.clear()
+
+        thread.run(drop())
+        until(lambda: thread.is_closed, "the thread has ended")
+        until(lambda: not client_threads(), f"no thread is left: {client_threads()}")
+
+    def test_one_that_is_never_closed_lets_its_program_end(self, gate: Gate) -> None:
+        program = f"from pipeline.client import Client\nclient = Client({address_of(gate)!r})\nprint(client.info.model)"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{MODEL}\n", "")
 
     def test_nobody_there(self) -> None:
         with pytest.raises(ConnectionLost):

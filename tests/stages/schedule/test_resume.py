@@ -90,3 +90,17 @@ def test_what_was_known_is_computed_again_after_a_preemption_too() -> None:
     assert bench.scheduler.load().num_preemptions > 0
     assert bench.received[opening.seq] == whole
     bench.check()
+
+
+def test_only_the_prompt_counts_as_prompt_and_as_cached() -> None:
+    """Ids that were received are computed as a prompt is, and are none."""
+    bench = Bench(limits(), depth=1)
+    whole, _ = expected(PROMPT, m.Sampling(seed=3), 0, 30)
+    for request_id in (1, 2):
+        resume(bench, [whole[:25]], [Finish.NONE], 30, [], request_id)
+        bench.run()
+    load = bench.scheduler.load()
+    assert load.num_prompt_tokens == 2 * len(PROMPT)
+    assert load.num_cached_tokens == len(PROMPT), "more of its ids were found"
+    assert load.num_output_tokens == 2 * 5
+    bench.check()

@@ -1,0 +1,70 @@
+"""An `AsyncLLM` at the ZeroMQ door of a gateway whose stages the test plays."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pipeline import AsyncLLM, RequestOutput, SamplingParams
+from pipeline import protocol as p
+from pipeline.errors import UserError
+from pipeline.prompts import Ready
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import Gate
+from tests.stages.gateway.test_aborts import abort, counts, ended
+from tests.stages.gateway.test_door import address_of, do
+
+
+@pytest.fixture
+async def llm(gate: Gate) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
+        yield llm
+
+
+async def last_of(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    async with asyncio.timeout(PATIENCE_S):
+        return [output async for output in stream][-1]
+
+
+async def test_a_name_of_the_callers_own_is_the_servers_too(gate: Gate, llm: AsyncLLM) -> None:
+    task = asyncio.create_task(last_of(llm.generate("Hi", request_id="story")))
+    submit = await do(gate.begin)
+    assert await do(abort, gate, "story") == counts(1, 0)
+    await do(ended, gate, submit, "so far")
+    output = await task
+    assert (output.request_id, output.finished) == ("story", True)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("so far", "abort")
+
+
+async def test_a_name_that_nobody_chose_is_not(gate: Gate, llm: AsyncLLM) -> None:
+    """Each `AsyncLLM` counts its own from 0, and the server has many clients."""
+    task = asyncio.create_task(last_of(llm.generate("Hi")))
+    submit = await do(gate.begin)
+    assert await do(abort, gate, "0") == counts(0, 1)
+    gate.finish(submit, "all")
+    output = await task
+    assert (output.request_id, output.outputs[0].text) == ("0", "all")
+
+
+@pytest.mark.parametrize("name", ["", "my story", "x" * 257, "ümlaut", 5])
+async def test_a_name_that_is_none_is_said_before_anything_is_sent(llm: AsyncLLM, name: str) -> None:
+    with pytest.raises(UserError, match=r"^request_id must be 1 to 256 visible ASCII characters without spaces, not "):
+        await last_of(llm.generate("Hi", request_id=name))
+
+
+async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: Gate, llm: AsyncLLM) -> None:
+    news: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+    ready = Ready(p.TextPrompt("Hi"), "Hi")
+    whole = asyncio.create_task(llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers)))
+    submit = await do(gate.begin)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await news.get() == (3, 0)
+        gate.delta(submit, "Hel", 2)
+        assert await news.get() == (0, 2)
+        gate.delta(submit, "l", 0)
+        assert await news.get() == (0, 0)
+        gate.finish(submit, "o")
+        output = await whole
+    assert output.finished
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("Hello", [0, 1, 2])
+    assert output.outputs[0].finish_reason == "stop"
