@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.server import STAGES, Server
 
 MODEL = "SmolLM2-135M-Instruct"
-MAX_START_CPU_S = 12.0
+MAX_START_CPU_S = 10.0
 """Processor time of a whole start, of all processes: unlike its duration it does not grow with what else runs here."""
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
@@ -109,7 +109,7 @@ def test_a_signal_under_load_lets_streams_end_and_leaves_nothing(number: signal.
             assert stream.has_text.wait(30)
         for process in [psutil.Process(server.process.pid), *server.seen.values()]:
             process.send_signal(number)  # as a terminal or a service manager does: to everybody
-        server.wait_for_line(r"gateway\.0 draining", 5)
+        server.wait_for_line(r"gateway\.0 draining", 30)
         late = Stream(server)
         for stream in streams:
             stream.join(60)
@@ -135,7 +135,7 @@ def test_streams_that_outlast_the_drain_get_a_clear_end() -> None:
         stream = Stream(server, max_tokens=6000)
         assert stream.has_text.wait(30)
         assert server.stop() == 0
-        stream.join(10)
+        stream.join(30)
         assert len(stream.events) < 6000, "the server ended first"
         assert stream.events[-1] == "[DONE]"
         assert stream.error is not None
@@ -147,10 +147,10 @@ def test_a_second_signal_ends_the_drain() -> None:
         stream = Stream(server, max_tokens=6000)
         assert stream.has_text.wait(30)
         server.process.send_signal(signal.SIGINT)
-        server.wait_for_line(r"gateway\.0 draining", 5)
+        server.wait_for_line(r"gateway\.0 draining", 30)
         threading.Event().wait(0.6)  # sooner, it would count as an echo of the first
         assert server.stop(signal.SIGINT) == 0, "long before the drain's time is up"
-        stream.join(10)
+        stream.join(30)
         assert not stream.is_alive()
         assert stream.broken is not None or len(stream.events) < 6000, "and before the stream had ended"
 
@@ -159,7 +159,7 @@ def test_a_second_signal_ends_the_drain() -> None:
 def test_a_signal_before_it_is_ready_ends_the_start(number: signal.Signals) -> None:
     with Server("log_level=debug", until_ready=False) as server:
         server.wait_for_line("started stage=execute", 60)
-        assert server.stop(number, timeout_s=10) == 128 + number
+        assert server.stop(number) == 128 + number
         assert "Traceback" not in server.log()
         assert f"stopped by {number.name}" in server.log()
 
@@ -169,12 +169,12 @@ def test_a_stage_that_dies_while_streams_drain_is_told_to_them() -> None:
         stream = Stream(server, max_tokens=6000)
         assert stream.has_text.wait(30)
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for_line(r"gateway\.0 draining", 5)
+        server.wait_for_line(r"gateway\.0 draining", 30)
         server.stage("execute").kill()
-        stream.join(15)
+        stream.join(30)
         assert stream.error is not None
         assert "execute" in stream.error["message"]
-        assert server.process.wait(15) == 3
+        assert server.process.wait(30) == 3
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -183,16 +183,16 @@ def test_when_a_stage_is_killed_the_server_says_which_tells_its_clients_and_ends
         stream = Stream(server)
         assert stream.has_text.wait(30)
         server.stage(name).kill()
-        line = server.wait_for_line(f"{name}.0 died", 10)
+        line = server.wait_for_line(f"{name}.0 died", 30)
         assert "SIGKILL" in line
-        stream.join(15)
+        stream.join(30)
         assert not stream.is_alive()
         if name == "gateway":
             assert stream.broken is not None or stream.events[-1] != "[DONE]"
         else:
             assert stream.error is not None
             assert name in stream.error["message"]
-        assert server.process.wait(15) == 3
+        assert server.process.wait(30) == 3
         assert not server.leftovers()
 
 
