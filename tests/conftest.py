@@ -1,6 +1,7 @@
 """Fixtures that many tests share. The model is prepared once, and one server serves all tests that don't end it."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that spin while they wait starve each other where a server runs beside a test; execute does the same.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# A shell has jobs in the background ignore Ctrl-C, and children inherit that: tests that interrupt one would wait for
+# ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare

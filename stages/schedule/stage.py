@@ -24,14 +24,14 @@ RETRY_S = 0.01
 
 def run(launch: m.Launch) -> None:
     """Run the stage until `Stop`."""
-    stage: Stage[m.ScheduleInbox] = Stage(launch, m.ScheduleInbox)
-    stage.ready()
-    facts = _wait_for_start(stage)
-    if facts is not None:
-        gc.collect()
-        gc.freeze()
-        ScheduleStage(stage, facts).loop()
-    stage.close()
+    stage: Stage[m.ScheduleInbox]
+    with Stage(launch, m.ScheduleInbox) as stage:
+        stage.ready()
+        facts = _wait_for_start(stage)
+        if facts is not None:
+            gc.collect()
+            gc.freeze()
+            ScheduleStage(stage, facts).loop()
 
 
 def _wait_for_start(stage: "Stage[m.ScheduleInbox]") -> m.ExecuteFacts | None:
