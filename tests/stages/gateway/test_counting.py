@@ -77,6 +77,7 @@ def test_ids_that_a_client_received_before_are_not_counted_again(gate: Gate) -> 
         for index, num in enumerate((5, 9)):
             gate.continue_at(submit, 3, num, index)
             gate.delta(submit, "a", 1, index=index)
+        gate.rig.load()  # both have come
         time.sleep(0.02)  # so long, at least, is their decoding
         gate.delta(submit, "b", 2, index=0, finish=Finish.STOP)
         gate.delta(submit, "", 0, index=1, finish=Finish.STOP)
