@@ -87,7 +87,7 @@ def recordings(orders: list[str], settings: Settings) -> dict[str, str]:
         if stage in files:
             raise ConfigError([f"--record {order}: {stage} is recorded into {files[stage]} already"])
         files[stage] = str(Path(path).absolute())
-        require_writable(Path(path), f"--record {order}")
+        require_writable(Path(path), f"--record {name}")
     if len(set(files.values())) < len(files):
         raise ConfigError(["--record: two stages can't be recorded into one file"])
     return files
