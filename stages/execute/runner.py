@@ -58,7 +58,10 @@ class Runner:
         num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
         self.program = make_program(settings, config, self.inputs, self.draws, kv, num_threads)
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
-        record_model(config, Weights(model_dir, config, dtype), self.program)
+        weights = Weights(model_dir, config, dtype)
+        record_model(config, weights, self.program)
+        self.weight_formats = "+".join(weights.taken)
+        """As `q8_0+q4_1`."""
         self._eos_ids = config.eos_ids
         self._samplings = msgspec.msgpack.Decoder(Sampling)
 

@@ -34,7 +34,12 @@ def run(launch: m.Launch) -> None:
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
         runner = _load(launch)
-        fields = {"model": launch.model_dir, "blocks": runner.facts.num_blocks, "kernels": runner.program.name}
+        fields = {
+            "model": launch.model_dir,
+            "weights": runner.weight_formats,
+            "blocks": runner.facts.num_blocks,
+            "kernels": runner.program.name,
+        }
         stage.log.info("loaded", extra={"fields": fields})
         stage.ready(runner.facts)
         try:

@@ -32,6 +32,8 @@ class Weights:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._formats: dict[str, str] = {}
+        self.taken: dict[str, None] = {}
+        """Formats of the matrices that were asked for, in the order of the first of each."""
         for path in config.weight_paths(folder):
             file: Any = safe_open(path, framework="pt")
             metadata = file.metadata() or {}
@@ -46,6 +48,7 @@ class Weights:
         if tensor.dtype in FLOATS:
             self._check_shape(name, tensor, rows, columns)
             dtype = torch.float32 if self._float_format == "f32" else torch.bfloat16
+            self.taken[self._float_format] = None
             return Matrix(self._float_format, tensor.to(dtype), rows, columns)
         found = self._formats.get(name, "")
         format = BLOCKS.get(found)
@@ -60,6 +63,7 @@ class Weights:
                 f"tensor {name!r} of the model in {self._folder} is {format} in bytes {list(tensor.shape)}, "
                 f"but model.json makes it {[rows, columns]}"
             )
+        self.taken[format] = None
         return Matrix(format, tensor, rows, columns)
 
     def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[Matrix, ...]:

@@ -74,6 +74,13 @@ def test_in_float32_no_float_is_rounded(tmp_path: Path, stored: torch.dtype) -> 
     assert is_mapped(matrix.data, tmp_path / "model.safetensors") == (stored == torch.float32)
 
 
+def test_the_formats_that_were_taken_are_known(tmp_path: Path) -> None:
+    weights = weights_of(tmp_path, a=numbers(16), b=blocks_of(numbers(16), "q4_1"), c=blocks_of(numbers(16), "q8_0"))
+    for name in ("b", "a", "b"):
+        weights.matrix(name, 16, 64)
+    assert list(weights.taken) == ["q4_1", "bf16"], "what nobody asked for is not in use"
+
+
 def test_matrices_that_go_together_keep_their_formats(tmp_path: Path) -> None:
     a, c = numbers(3), numbers(2, seed=2)
     weights = weights_of(tmp_path, torch.bfloat16, a=blocks_of(a, "q4_1"), c=blocks_of(c, "q8_0"))
