@@ -221,19 +221,9 @@ class Scheduler:
 
     def counts(self) -> ScheduleCounts:
         """The same, with what is counted for metrics."""
-        pool, counting = self.pool, self.counting
+        counting = self.counting
         return ScheduleCounts(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_blocks_free=pool.num_free,
-            num_blocks_cached=pool.num_cached,
-            num_blocks_held=pool.num_held,
-            num_blocks_total=pool.num_total,
-            num_prompt_tokens=self._totals["prompt"],
-            num_cached_tokens=self._totals["cached"],
-            num_output_tokens=self._totals["output"],
-            num_preemptions=self._totals["preemptions"],
-            num_steps=self._last_step,
+            **msgspec.structs.asdict(self.load()),
             queue_s=counting.queue_s.counts(),
             prefill_s=counting.prefill_s.counts(),
             decode_s=counting.decode_s.counts(),
