@@ -35,6 +35,8 @@ def contradictions(settings: Settings) -> list[str]:
             f"execute.kernels: {execute.kernels!r} computes with bfloat16, and execute.dtype is {execute.dtype!r}: "
             "'torch' computes with both"
         )
+    if settings.schedule.preemption == "swap" and not execute.swap_bytes:
+        problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
     return problems
 
 
@@ -48,6 +50,10 @@ def remarks(settings: Settings) -> list[str]:
             f"{schedule.max_num_batched_tokens} tokens, so not all of {schedule.max_num_seqs} sequences "
             f"advance in each step"
         )
+    if execute.swap_bytes and schedule.preemption == "recompute":
+        found.append("execute.swap_bytes: schedule.preemption is 'recompute', so nothing is swapped")
+    if schedule.max_step_ms and schedule.max_step_ms < 1:
+        found.append("schedule.max_step_ms: hardly any step takes less than a millisecond; the unit is milliseconds")
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if execute.threads > num_cores:
         found.append(f"execute.threads: {execute.threads} threads would share {num_cores} cores; 0 takes one per core")

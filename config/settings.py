@@ -45,6 +45,24 @@ class Gateway(Frozen, frozen=True):
             "Replicas have equal shares of them.",
         ),
     ] = 1024
+    max_open_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**40,
+            description="Prompt tokens of all requests open at once; a request beyond them is answered 503 at once. A "
+            "request that is alone is let in whatever its length. Replicas have equal shares of them.",
+        ),
+    ] = 1024**2
+    request_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="How long a request may take from its arrival to its end, where it does not say so itself by "
+            "timeout_s; 0 is without end.",
+        ),
+    ] = 0.0
     max_body_bytes: Annotated[
         int,
         Meta(
@@ -79,8 +97,54 @@ class Schedule(Frozen, frozen=True):
     block_size: Annotated[Literal[16], Meta(description="Tokens in one KV block.")] = 16
     prefix_caching: Annotated[bool, Meta(description="Reuse KV blocks of prompts that begin alike.")] = True
     depth: Annotated[
-        Literal[1, 2], Meta(description="Steps in flight: 1 waits for each result, 2 plans ahead while one runs.")
+        Literal[1, 2, "auto"],
+        Meta(
+            description='Steps in flight: 1 waits for each result, 2 plans ahead while one runs, "auto" measures which '
+            "is faster."
+        ),
     ] = 1
+    policy: Annotated[
+        Literal["fcfs", "priority", "longest-prefix-match"],
+        Meta(
+            description='Who goes first: "fcfs" is who came first, "priority" the lowest priority that requests give '
+            'themselves, "longest-prefix-match" who finds most of its prompt in the prefix cache.'
+        ),
+    ] = "fcfs"
+    preemption: Annotated[
+        Literal["auto", "swap", "recompute"],
+        Meta(
+            description='What becomes of a sequence\'s KV blocks when others need them: "swap" copies them to '
+            'execute.swap_bytes and back, "recompute" drops them and computes them again, "auto" does what has taken '
+            "less time so far."
+        ),
+    ] = "auto"
+    max_step_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="How long a step in which sequences decode may take, as predicted from the steps before; "
+            "prompts get smaller chunks for it, of 16 tokens at least. 0 is without end.",
+        ),
+    ] = 0.0
+    long_prompt_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_TOKENS,
+            description="Prompts with more tokens than this to compute are long: they wait for shorter ones, and slow "
+            "down a step in which others decode by long_prompt_stretch at most. 0 takes none for long.",
+        ),
+    ] = 1024
+    long_prompt_stretch: Annotated[
+        float,
+        Meta(
+            ge=1.1,
+            le=1000,
+            description="How many times as long as without it a step may take that computes a part of a long prompt, "
+            "as predicted from the steps before.",
+        ),
+    ] = 2.0
     arena_bytes: Annotated[
         int,
         Meta(
@@ -106,6 +170,14 @@ class Execute(Frozen, frozen=True):
     kv_cache_bytes: Annotated[int, Meta(ge=1024**2, le=MAX_BYTES, description="Memory for KV blocks, in bytes.")] = (
         512 * 1024**2
     )
+    swap_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="Shared memory for KV blocks of preempted sequences, in bytes; 0 computes them again.",
+        ),
+    ] = 0
     threads: Annotated[int, Meta(ge=0, le=4096, description="Threads of a step; 0 takes one per core.")] = 0
     arena_bytes: Annotated[
         int,

@@ -148,6 +148,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     max_model_len: int
     """Longest sequence this server takes: the model's limit, the settings' and the KV memory's."""
     vocab_size: int
+    num_swap_blocks: int = 0
+    """Blocks that its swap segment holds."""
 
 
 class Start(Message, frozen=True, tag="start"):
@@ -268,6 +270,15 @@ class ScheduleLoad(msgspec.Struct, array_like=True, frozen=True, tag="schedule")
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_swapped: int = 0
+    """Sequences whose keys and values are in swap space; those that wait to be computed again are waiting."""
+    num_swap_blocks_free: int = 0
+    num_swap_blocks_total: int = 0
+    num_blocks_swapped_out: int = 0
+    """Since start; as below."""
+    num_blocks_swapped_in: int = 0
+    num_forks: int = 0
+    """Sequences that began with the keys and values of a sibling's prompt."""
 
 
 class GatewayLoad(msgspec.Struct, array_like=True, frozen=True, tag="gateway"):
@@ -492,6 +503,10 @@ class Submit(Message, frozen=True, tag="submit"):
     outputs: list[Array] = []
     """int32; output ids that the client has already, one array a sequence; none of them for a fresh request"""
     prompt_options: PromptOptions = PromptOptions()
+    priority: int = 0
+    """Lower goes first, where the scheduler's policy is `priority`."""
+    cache_salt: str = ""
+    """Only prompts with the same salt share KV blocks."""
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -538,6 +553,9 @@ class Admit(Message, frozen=True, tag="admit"):
     """int32; output ids that are known already, one array a sequence; none of them for a fresh request"""
     finishes: bytes = b""
     """uint8, parallel: `Finish`; STOP where the last of these ids ends the sequence, else NONE"""
+    priority: int = 0
+    """As in `Submit`; likewise"""
+    cache_salt: str = ""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -557,6 +575,8 @@ class StepResult(Message, frozen=True, tag="step_result"):
     compute_s: float
     wait_s: float
     """How long the executor had nothing to do before this step."""
+    copy_s: float = 0.0
+    """The part of `compute_s` that went into the step's copies."""
 
 
 class Closed(Message, frozen=True, tag="closed"):
@@ -587,10 +607,17 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     sampling: Raw
     request_id: int = 0
     """For traces alone."""
+    fork_of: int = -1
+    """A running row of the same request, whose first `num_prompt` ids are this one's too: `ids` then has only those
+    behind them."""
 
 
 class Step(Message, frozen=True, tag="step"):
-    """What one step computes, as changes against the executor's rows: drop, add, append, compute, in this order.
+    """What one step computes, as changes against the executor's rows: drop, add, append, copy, compute, in this order.
+
+    Copies are of whole blocks, with all layers, one after the other as they are listed: a block that was copied from
+    may be copied to by a later one. Ids from `ExecuteFacts.num_blocks` on are blocks of the swap segment. What steps
+    before this one write is there when they are made, and nothing that this step computes is.
 
     Entry i computes positions `starts[i] .. starts[i] + counts[i]` of `rows[i]`. A row that the executor has ended is
     skipped: it writes no KV and emits no id. Entries that sample write their id to the row at `starts + counts`.
@@ -615,6 +642,10 @@ class Step(Message, frozen=True, tag="step"):
     """int32"""
     samples: Array
     """uint8; 1 where the last computed position is the row's last id, so that the next id is drawn"""
+    copy_sources: Array = b""
+    """int32; parallel with `copy_targets`"""
+    copy_targets: Array = b""
+    """int32"""
 
 
 ExecuteInbox = Step | Release | Start | Ping | Stop

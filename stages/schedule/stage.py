@@ -57,7 +57,7 @@ class ScheduleStage:
     def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
         self._stage = stage
         settings = stage.settings.schedule
-        self._depth = settings.depth
+        self._depth = 1 if settings.depth == "auto" else settings.depth
         self._execute = stage.outbox("execute")
         self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(

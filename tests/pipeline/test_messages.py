@@ -61,7 +61,7 @@ STATS = ServerStats(
     16,
     2048,
 )
-LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10)
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 1, 2, 3, 4, 5, 6)
 FAILURE = m.Failure(400, "too long", "messages", "context_length_exceeded")
 REQUEST_ID = 0xFEDCBA9876543210
 
@@ -73,6 +73,7 @@ def packed(struct: msgspec.Struct) -> msgspec.Raw:
 SAMPLES: dict[str, msgspec.Struct] = {
     "envelope": m.Envelope("ingest.0", 3),
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
+    "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),
     "count": m.Count(5),
@@ -127,11 +128,32 @@ SAMPLES: dict[str, msgspec.Struct] = {
         TEXT,
         prompt_options=m.PromptOptions(False, True, True, True),
     ),
+    "submit with a priority": m.Submit(
+        REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT, priority=-3, cache_salt="mine"
+    ),
     "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
     "release": m.Release([0, 64], [1, 2]),
     "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT)),
     "admit behind ids": m.Admit(
         REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), [IDS, REF], b"\x00\x01"
+    ),
+    "admit with a priority": m.Admit(
+        REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), priority=-3, cache_salt="mine"
+    ),
+    "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),
+    "step with copies": m.Step(
+        1,
+        7,
+        IDS,
+        [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING), fork_of=2)],
+        IDS,
+        IDS,
+        REF,
+        IDS,
+        IDS,
+        b"\x01\x00",
+        IDS,
+        REF,
     ),
     "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
     "closed": m.Closed(REQUEST_ID, 1),
