@@ -111,7 +111,7 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         f"{path}: modle: there is no such key; did you mean model?",
         f"{path}: gateway: is a section, written [gateway], got the number 3",
         f"{path}: there is no section [schedul]; did you mean schedule?",
-        f"{path}: schedule.depth: needs 1, 2 or "auto", got the number 3",
+        f'{path}: schedule.depth: needs 1, 2 or "auto", got the number 3',
         f"{path}: schedule.max_num_seqs: needs a whole number from 1 to 4096, got the number 10000000000000000000000",
         f"{path}: schedule.prefix_cachin: there is no such key; did you mean schedule.prefix_caching?",
         f'{path}: schedule.block_size: needs 16, got the text "16"',
