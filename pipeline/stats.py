@@ -94,6 +94,13 @@ class ScheduleCounts(Part, frozen=True, tag="schedule"):
     """Time spent on plans."""
     settle_s: float
     """Time spent on results."""
+    num_swapped: int = 0
+    """As in `ScheduleLoad`; likewise"""
+    num_swap_blocks_free: int = 0
+    num_swap_blocks_total: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
+    num_forks: int = 0
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):
