@@ -36,3 +36,5 @@ class RequestOutput(msgspec.Struct):
     """In the order of their index, as many as `n` asked for."""
     finished: bool
     """Whether all sequences have ended."""
+    num_cached_tokens: int | None = None
+    """Of the prompt's ids, those that were found in the prefix cache, and not computed; known when it is finished."""
