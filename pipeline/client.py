@@ -131,7 +131,8 @@ class Stream:
         """Known at the end, as the two that follow."""
         self.num_output_tokens: int | None = None
         self.num_cached_tokens: int | None = None
-        """Of the prompt's ids, those that were found in the prefix cache, and not computed."""
+        """Of the prompt's ids, those that were found in the prefix cache, and not computed; None where no sequence got
+        an id."""
         self.id: str | None = None
         """The server's name for it, as `cmpl-…`, in its log and for POST /abort_requests; None until accepted."""
         self.timings: dict[str, Any] | None = None
@@ -223,7 +224,7 @@ class Stream:
             case p.Finished():
                 self.num_prompt_tokens = message.num_prompt_tokens
                 self.num_output_tokens = message.num_output_tokens
-                self.num_cached_tokens = message.num_cached_tokens
+                self.num_cached_tokens = min(message.num_cached_tokens, default=None)
                 if message.timings is not None:
                     self.timings = msgspec.json.decode(message.timings, type=dict[str, Any])
                 self._close()

@@ -37,4 +37,5 @@ class RequestOutput(msgspec.Struct):
     finished: bool
     """Whether all sequences have ended."""
     num_cached_tokens: int | None = None
-    """Of the prompt's ids, those that were found in the prefix cache, and not computed; known when it is finished."""
+    """Of the prompt's ids, those that were found in the prefix cache, and not computed; None until it is
+    finished, and where no sequence got an id."""

@@ -261,8 +261,13 @@ class Finished(Message, frozen=True, tag="finished"):
         ),
     ] = None
     num_cached_tokens: Annotated[
-        int, Meta(description="Ids of the prompt that were found in the prefix cache, and not computed.")
-    ] = 0
+        list[int],
+        Meta(
+            description="Ids of the prompt that were found in the prefix cache, by each sequence that got an id. The "
+            "least of them is what the request was spared: the others find what that sequence computed. Empty where "
+            "none got any, and from a server that is older than this field."
+        ),
+    ] = []
 
 
 class Failed(Message, frozen=True, tag="failed"):

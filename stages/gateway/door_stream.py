@@ -146,7 +146,11 @@ class DoorStream:
         call = self._call
         timings = json_of(call) if call.ask.timings and not self._is_aborted else None
         return p.Finished(
-            self.request_id, call.num_prompt_tokens, call.num_output_tokens, timings, call.num_cached_tokens
+            self.request_id,
+            call.num_prompt_tokens,
+            call.num_output_tokens,
+            timings,
+            call.requests[0].nums_cached,
         )
 
 

@@ -128,7 +128,12 @@ class Request(msgspec.Struct, eq=False):
     def num_cached(self) -> int:
         """Ids of its prompt that were found in the prefix cache, by whichever of its sequences found least: the others
         find what that one has computed."""
-        return min((one.first.num_cached for one in self.sequences if one.first is not None), default=0)
+        return min(self.nums_cached, default=0)
+
+    @property
+    def nums_cached(self) -> list[int]:
+        """The same of each sequence that has an id."""
+        return [one.first.num_cached for one in self.sequences if one.first is not None]
 
     def echo(self) -> None:
         """Put the prompt's text before all that its sequences say; nothing of it has been given out."""
