@@ -93,6 +93,11 @@ def max_open_of_one(settings: Settings) -> int:
     return settings.gateway.max_open_requests // settings.gateway.replicas
 
 
+def max_open_tokens_of_one(settings: Settings) -> int:
+    """Prompt tokens that one gateway may have open, likewise."""
+    return max(1, settings.gateway.max_open_tokens // settings.gateway.replicas)
+
+
 def row(name: str) -> StageRow:
     return next(stage for stage in TOPOLOGY if stage.name == name)
 
