@@ -13,7 +13,8 @@ from pipeline import messages as m
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.messages import Finish
 from pipeline.stages.execute.runner import Runner
-from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler import Scheduler
 from tests.rig import raw
 from tests.stages.execute.driver import take
 
@@ -30,6 +31,7 @@ class Ask(msgspec.Struct, frozen=True):
     n: int = 1
     at_step: int = 0
     """Steps that are planned before it comes."""
+    priority: int = 0
 
     @property
     def sampling(self) -> m.Sampling:
@@ -59,8 +61,14 @@ class Pair:
 
     def __init__(self, runner: Runner, depth: int = 1, **limits: Any) -> None:
         facts = runner.facts
-        values: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, **limits}
-        self.scheduler = Scheduler(Limits(num_blocks=facts.num_blocks, max_model_len=facts.max_model_len, **values))
+        known = {
+            "num_blocks": facts.num_blocks,
+            "num_swap_blocks": facts.num_swap_blocks,
+            "max_model_len": facts.max_model_len,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,
+        }
+        self.scheduler = Scheduler(Limits(**known | limits))
         self._runner = runner
         self._depth = depth
         self._steps: deque[m.Step] = deque()
@@ -111,6 +119,7 @@ class Pair:
             max_tokens=ask.max_tokens,
             sampling=raw(ask.sampling),
             text=raw(m.TextOptions()),
+            priority=ask.priority,
         )
         for told in self.scheduler.admit(admit):
             assert isinstance(told, m.Open), told

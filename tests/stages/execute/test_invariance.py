@@ -1,5 +1,5 @@
 """A request's text is the same, id by id, whatever the scheduler does with it: alone, in a batch, in chunks, behind a
-prefix that others computed, preempted and computed again. With the real scheduler, and the CPU program that this
+prefix that others computed, forked, preempted by either means. With the real scheduler, and the CPU program that this
 machine has."""
 
 from collections.abc import Iterator
@@ -142,4 +142,80 @@ def test_preempted_and_computed_again(
         "max_num_batched_tokens": max_num_batched_tokens,
     }
     load = run(machine, Pair(machine.runner(FEW), depth, **limits), asks())
+    assert load.num_preemptions > 0 and load.num_blocks_swapped_out == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("max_num_batched_tokens", [33, 256])
+@pytest.mark.parametrize("num_swap_blocks", [60, 6])
+def test_preempted_and_brought_back_from_swap_space(
+    machine: Machine, depth: int, prefix_caching: bool, max_num_batched_tokens: int, num_swap_blocks: int
+) -> None:
+    """With room for every sequence in swap space, and with so little that most are computed again."""
+    limits: dict[str, Any] = {
+        "prefix_caching": prefix_caching,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "preemption": "swap",
+    }
+    load = run(machine, Pair(machine.runner(FEW, num_swap_blocks), depth, **limits), asks())
+    assert load.num_preemptions > 0 and load.num_blocks_swapped_out > 0
+    if prefix_caching:
+        assert load.num_blocks_swapped_in <= load.num_blocks_swapped_out, "some are in the prefix cache still"
+    else:
+        assert load.num_blocks_swapped_in == load.num_blocks_swapped_out
+    assert load.num_swap_blocks_free == load.num_swap_blocks_total == num_swap_blocks
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 0), (FEW, 60)], ids=["enough", "recomputed", "swapped"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_samples_that_fork_from_one_prompt(
+    machine: Machine, depth: int, memory: tuple[int, int], prefix_caching: bool
+) -> None:
+    """Each is what it is where every sample computes its prompt by itself; a drawn one has noise of its own."""
+    requests = [
+        Ask(ask.prompt, ask.max_tokens, seed=i if i % 3 else GREEDY, n=2 + i % 3, at_step=3 * i)
+        for i, ask in enumerate(asks())
+    ]
+    drawn = {tuple(text) for ask in requests if ask.seed != GREEDY for text in alone(machine, ask)}
+    assert len(drawn) == sum(ask.n for ask in requests if ask.seed != GREEDY)
+    limits: dict[str, Any] = {"prefix_caching": prefix_caching, "max_num_batched_tokens": 96, "preemption": "swap"}
+    if not memory[1]:
+        limits["preemption"] = "recompute"
+    load = run(machine, Pair(machine.runner(*memory), depth, **limits), requests)
+    assert load.num_forks > 0
+    assert (load.num_preemptions > 0) == (memory[0] == FEW)
+    assert (load.num_blocks_swapped_in > 0) == (memory[1] > 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"policy": "priority", "preemption": "swap"},
+        {"policy": "priority", "preemption": "recompute"},
+        {"policy": "longest-prefix-match", "preemption": "auto"},
+        {"preemption": "auto", "long_tokens": 50, "long_stretch": 1.5},
+        {"preemption": "swap", "max_step_s": 1e-6},
+    ],
+    ids=lambda rules: ", ".join(map(str, rules.values())),
+)
+def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> None:
+    """Priorities that preempt, chunks by predicted time, any order: who goes first changes no text."""
+    random = np.random.default_rng(depth)
+    requests = [
+        Ask(
+            ask.prompt,
+            ask.max_tokens,
+            ask.seed,
+            n=1 + i % 2,
+            at_step=int(random.integers(0, 60)),
+            priority=int(random.integers(0, 4)),
+        )
+        for i, ask in enumerate(asks())
+    ]
+    load = run(machine, Pair(machine.runner(FEW, 30), depth, **rules), requests)
     assert load.num_preemptions > 0
+    assert rules["preemption"] != "swap" or load.num_blocks_swapped_in > 0
+    assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0
