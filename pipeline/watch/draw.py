@@ -60,6 +60,8 @@ def _counts(view: View) -> Table:
                   "ITL", milliseconds(view.inter_token_ms), "tokens/step", number(view.tokens_per_step))  # fmt: skip
     table.add_row("open", str(view.open_requests), "prefix hits", percent(view.cached_percent),
                   "done", str(view.requests_finished), "preempted", str(view.preemptions))  # fmt: skip
+    depth = NONE if view.depth is None else str(view.depth)
+    table.add_row("depth", depth, "", "", "", "", "plan wait", percent(view.plan_wait_percent))  # fmt: skip
     return table
 
 
