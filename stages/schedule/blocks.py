@@ -107,6 +107,17 @@ class BlockPool:
             self.num_retired -= len(blocks)
             self.release(blocks)
 
+    def forget_all(self) -> int:
+        """Let no block be found by its content any more: those that nobody holds are free. Returns how many had a
+        key."""
+        num_forgotten = len(self._by_key)
+        for block in self._by_key.values():
+            self._keys[block] = None
+        self._by_key.clear()
+        self._free += self._cached
+        self._cached.clear()
+        return num_forgotten
+
     def check(self) -> None:
         """Assert every invariant; for tests."""
         held = {block for block, refs in enumerate(self._refs) if refs > 0}

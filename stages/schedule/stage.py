@@ -16,7 +16,8 @@ from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.schedule.depth import AutoDepth
-from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stats import ScheduleCounts
 from pipeline.tracing import Args
 
@@ -77,21 +78,14 @@ class ScheduleStage:
         self._execute = stage.outbox("execute")
         self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(
-            Limits(
-                num_blocks=facts.num_blocks,
-                max_model_len=facts.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                block_size=facts.block_size,
-                prefix_caching=settings.prefix_caching,
-            ),
+            Limits.of(settings, facts),
             incarnation=stage.launch.incarnation,
             put=stage.arrays.put,
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
         )
         stage.asides.own_counts = self._counts
-        self._openings: list[deque[m.Open | m.Refuse]] = [deque() for _ in self._detokenize]
+        self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """For each replica of detokenize."""
         self._stopped = False
 
@@ -124,6 +118,10 @@ class ScheduleStage:
                 scheduler.abort(message)
             case m.Closed():
                 scheduler.close(message)
+            case m.ResetPrefixCache(gateway, nonce):
+                num_blocks = scheduler.reset_prefix_cache()
+                self._stage.log.info("prefix cache reset", extra={"fields": {"blocks": num_blocks}})
+                self._openings[0].append(m.PrefixCacheReset(gateway, nonce, num_blocks))
             case m.Release():
                 self._stage.arrays.released(message)
             case m.Ping(nonce):

@@ -209,7 +209,7 @@ def test_schedule_tries_the_same_depths_again(tmp_path: Path) -> None:
         around = Neighbours(rig)
         for request_id in (1, 2, 3, 4):
             around.admit(request_id, [request_id, 2, 3], max_tokens=320)
-        rig.until(lambda load: load.num_running == 4)
+        rig.until(lambda load: load.num_running + load.num_waiting == 4)
         used = [1]
         while (load := rig.load()).num_running:
             used += [load.depth] if load.depth != used[-1] else []

@@ -159,7 +159,7 @@ def test_depth_auto_finds_the_better_and_every_id_is_right(better: int) -> None:
         prompts = {number: list(range(number, number + 10)) for number in (1, 2, 3, 4)}
         for number, prompt in prompts.items():
             around.admit(number, prompt, max_tokens=330)
-        rig.until(lambda load: load.num_running == 4)
+        rig.until(lambda load: load.num_running + load.num_waiting == 4)
         used = set()
         while (load := rig.load()).num_running:
             used.add(load.depth)
