@@ -106,8 +106,9 @@ def test_what_overtakes_the_start_is_handled_after_it() -> None:
         around.admit(1, list(range(2000)), max_tokens=3)  # by shared memory, which must not be released before
         around.admit(2, [1, 2, 3], max_tokens=3)
         around.admit(3, [1, 2, 4], max_tokens=3)
-        rig.send(m.Abort(2, 1), "gateway.0")
         rig.load()  # all this has been taken from the inbox
+        rig.send(m.Abort(2, 1), "gateway.0")
+        rig.load()
         assert rig.nothing("execute") and rig.nothing("ingest", 0) and rig.nothing("detokenize", 0)
         rig.send(m.Start(FACTS))
         around.until_finished(3)
