@@ -162,10 +162,9 @@ class ScheduleStage:
         self._has_settled = True
         if was_due:
             scheduler.counting.plan_wait_s.observe(result.wait_s)
-            if self._auto_depth is not None and flight.num_tokens == flight.num_samples:  # all rows decode
+            if flight.num_tokens == flight.num_samples:  # all rows decode
                 # From the end of the step before to the end of this; a replay gets the same times, and plans the same.
-                self._auto_depth.observe(flight.num_tokens, result.wait_s + result.compute_s - result.copy_s)
-                self._depth = self._auto_depth.depth
+                self._choose_depth(flight.num_tokens, result.wait_s + result.compute_s - result.copy_s)
         if (trace := self._stage.trace).on:
             args: Args = {"step": result.step_id, "compute_ms": round(result.compute_s * 1000, 3)}
             if was_due:
@@ -174,6 +173,21 @@ class ScheduleStage:
             trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
             pool = scheduler.pool
             trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
+
+    def _choose_depth(self, num_rows: int, seconds: float) -> None:
+        """Let a step that decoded `num_rows` rows in so long have its say, where the depth is chosen by measurement."""
+        if self._auto_depth is None:
+            return
+        decision = self._auto_depth.observe(num_rows, seconds)
+        self._depth = self._auto_depth.depth
+        if decision is not None:
+            fields = {
+                "rows": decision.num_rows,
+                "depth": decision.depth,
+                "slower_at_2_percent": round(100 * decision.difference, 1),
+                "error_percent": round(100 * decision.error, 1),
+            }
+            self._stage.log.info("depth", extra={"fields": fields})
 
     def _plan(self) -> m.Step | None:
         scheduler, begin_s = self._scheduler, time.monotonic()

@@ -166,6 +166,15 @@ def test_it_is_at_1_until_anything_is_known_and_tries_nothing_at_first() -> None
         assert executor.auto.depth == 1
 
 
+def test_a_round_says_what_it_has_found() -> None:
+    auto = AutoDepth()
+    decisions = [auto.observe(20, 0.010 if auto.depth == 1 else 0.012) for _ in range(FIRST_ROUND)]
+    [decision] = [one for one in decisions if one is not None]
+    assert (decision.num_rows, decision.depth) == (16, 1)
+    assert decision.difference == pytest.approx(0.2)
+    assert decision.error == pytest.approx(0.0)
+
+
 def test_it_is_deterministic() -> None:
     executors = [Executor(0.9, noise=0.2, seed=5) for _ in range(2)]
     depths: list[list[int]] = [[], []]
