@@ -4,12 +4,14 @@ Requests go to /v1/completions: a chat template begins every prompt alike, and w
 that has to be true.
 """
 
+import argparse
 import random
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from pipeline import option_types as types
 from pipeline.bench import words
 from pipeline.bench.client import Client, Record, open_session
 from pipeline.bench.loop import ClosedLoop, Level, Plan
@@ -32,6 +34,15 @@ class Span(msgspec.Struct, frozen=True):
     @property
     def mean(self) -> float:
         return (self.least + self.most) / 2
+
+
+def span(text: str) -> Span:
+    """An option's value, as 700-1200. Raises ArgumentTypeError."""
+    least, dash, most = text.partition("-")
+    found = Span(types.positive(least), types.positive(most if dash else least))
+    if found.least > found.most:
+        raise argparse.ArgumentTypeError(f"needs the smaller number first, got {text!r}")
+    return found
 
 
 class Load(msgspec.Struct, frozen=True):

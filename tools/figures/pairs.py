@@ -91,6 +91,6 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 def as_builtins(comparison: Comparison) -> Any:
     """For JSON: with medians and ratios."""
     return {
-        "arms": {name: arm for name, arm in zip(comparison.names, comparison.readings, strict=True)},
+        "arms": dict(zip(comparison.names, comparison.readings, strict=True)),
         "ratios": {figure: msgspec.to_builtins(comparison.ratio(figure)) for figure in comparison.figures()},
     }

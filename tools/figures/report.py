@@ -24,7 +24,7 @@ class Verdict(msgspec.Struct, frozen=True):
     words: str
     value: float
     relation: str
-    """"<=", "<", ">=" or ">": how the value has to stand to the bound"""
+    """<=, <, >= or >: how the value has to stand to the bound."""
     bound: float
 
     @property
@@ -110,7 +110,9 @@ class Report:
         ]
         if self._args.json:
             with writing(Path(self._args.json), "--json"):
-                Path(self._args.json).write_bytes(msgspec.json.format(msgspec.json.encode(self._data), indent=2) + b"\n")
+                Path(self._args.json).write_bytes(
+                    msgspec.json.format(msgspec.json.encode(self._data), indent=2) + b"\n"
+                )
         is_good = not self.errors and all(verdict.is_met for verdict in self.verdicts)
         if self._args.check and not is_good:
             print("a bound was missed, or a request failed", file=sys.stderr)
