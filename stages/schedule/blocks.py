@@ -107,6 +107,16 @@ class BlockPool:
             self.num_retired -= len(blocks)
             self.release(blocks)
 
+    def forget_all(self) -> int:
+        """Nothing is found any more. Cached blocks are free, those that are held stay so. Returns how many
+        were cached."""
+        num_cached = len(self._cached)
+        self._free += reversed(self._cached)
+        self._cached.clear()
+        self._by_key.clear()
+        self._keys = [None] * self.num_total
+        return num_cached
+
     def check(self) -> None:
         """Assert every invariant; for tests."""
         held = {block for block, refs in enumerate(self._refs) if refs > 0}
