@@ -37,7 +37,7 @@ class Served:
         for one in sets:
             command += ["--set", one]
         self.sets = sets
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed at exit
         self._admin: Admin | None = None
         try:
             self._process = subprocess.Popen(
@@ -60,7 +60,7 @@ class Served:
             stats = self._admin.stats()
             self.pids = {stage.name: stage.pid for stage in stats.stages}
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
 
     def stats(self) -> ServerStats:
@@ -84,7 +84,7 @@ class Served:
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
 
     def stop(self) -> int:
-        """End it and wait. Returns its exit code; its log is gone then."""
+        """End it and wait. Returns its exit code. Raises TimeoutExpired where it had to be killed."""
         if self._admin is not None:
             self._admin.__exit__()
             self._admin = None
@@ -95,7 +95,6 @@ class Served:
         finally:
             self._process.kill()  # harmless where it has ended; its children go with it
             self._process.wait()
-            self._log.close()
 
     def _wait_until_ready(self) -> str:
         end = time.monotonic() + START_S
@@ -113,8 +112,11 @@ class Served:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.stop()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+        finally:
+            self._log.close()
 
 
 def _counts(stats: ServerStats, kind: type[T]) -> T:
