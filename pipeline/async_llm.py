@@ -18,6 +18,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from pipeline.call_options import CallOptions, options_of
 from pipeline.client import AsyncClient, ConnectionLost, RequestError, ServerInfo
 from pipeline.errors import ServerFailed, StartError, UserError
 from pipeline.open_request import OpenRequest
@@ -158,11 +159,18 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         output_kind: OutputKind = "cumulative",
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Continue a text or token ids. The last output is `finished`.
 
         `request_id` is the caller's own name for it, 1 to 256 visible ASCII characters without spaces. The server knows
         it too: its log says it, and POST /abort_requests takes it.
+
+        `priority`, lower goes first, is for servers whose policy is `priority`. Only prompts with the same `cache_salt`
+        share what is computed of them. `timeout_s` is how long it may take from its arrival at the server to its end:
+        what is open then ends with `finish_reason="abort"`, and has what there is.
 
         The stream raises PromptError for what can't be served, ServerFailed where the server ends or fails.
         """
@@ -170,7 +178,8 @@ class AsyncLLM:
         def ready(info: ServerInfo) -> Ready:
             return prompt_of(prompt, "prompt", info)
 
-        return self._stream(ready, sampling_params, request_id, output_kind)
+        options = options_of(priority, cache_salt, timeout_s)
+        return self._stream(ready, sampling_params, request_id, output_kind, options)
 
     def chat(
         self,
@@ -180,13 +189,17 @@ class AsyncLLM:
         *,
         add_generation_prompt: bool = True,
         output_kind: OutputKind = "cumulative",
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, as `generate`. The server applies the model's chat template."""
 
         def ready(info: ServerInfo) -> Ready:
             return chat_of(messages, "messages", add_generation_prompt, info)
 
-        return self._stream(ready, sampling_params, request_id, output_kind)
+        options = options_of(priority, cache_salt, timeout_s)
+        return self._stream(ready, sampling_params, request_id, output_kind, options)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream's last output says `finish_reason="abort"`. Harmless where there is none."""
@@ -194,10 +207,16 @@ class AsyncLLM:
         if request is not None:
             request.abort()
 
-    async def complete(self, ready: Ready, params: SamplingParams, tell: Callable[[int, int], None]) -> RequestOutput:
+    async def complete(
+        self,
+        ready: Ready,
+        params: SamplingParams,
+        tell: Callable[[int, int], None],
+        options: CallOptions,
+    ) -> RequestOutput:
         """The whole of one request, for batches. `tell` is called with how many more prompt ids and output ids have
         become known."""
-        request = await self._request(ready, params, None)
+        request = await self._request(ready, params, None, options)
         try:
             await request.open()
             tell(len(request.prompt_ids), 0)
@@ -213,13 +232,14 @@ class AsyncLLM:
         params: SamplingParams | None,
         request_id: str | None,
         output_kind: OutputKind,
+        options: CallOptions,
     ) -> AsyncIterator[RequestOutput]:
         if params is not None and not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         if output_kind not in ("cumulative", "delta", "final"):
             raise UserError(f"output_kind must be cumulative, delta or final, not {output_kind!r}")
         info = await self.ready()
-        request = await self._request(ready(info), params or SamplingParams(), request_id)
+        request = await self._request(ready(info), params or SamplingParams(), request_id, options)
         try:
             await request.open()
             while await request.more() is not None:
@@ -230,7 +250,9 @@ class AsyncLLM:
         finally:
             self._end(request)
 
-    async def _request(self, ready: Ready, params: SamplingParams, request_id: str | None) -> OpenRequest:
+    async def _request(
+        self, ready: Ready, params: SamplingParams, request_id: str | None, options: CallOptions
+    ) -> OpenRequest:
         """A request that is known by its name from now on."""
         client = await self._connected()
         assert self._slots is not None
@@ -241,7 +263,7 @@ class AsyncLLM:
         if name in self._open:
             raise UserError(f"request_id {name!r} is that of a request which is still open")
         request = self._open[name] = OpenRequest(
-            name, client, self._slots, ready, params, self._lost, is_own_name=request_id is not None
+            name, client, self._slots, ready, params, self._lost, options, is_own_name=request_id is not None
         )
         return request
 

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from pipeline.async_llm import AsyncLLM
+from pipeline.call_options import CallOptions
 from pipeline.errors import PromptError
 from pipeline.llm_progress import BatchBar
 from pipeline.loop_thread import LoopThread
@@ -25,6 +26,7 @@ class Item(NamedTuple):
     params: SamplingParams
     name: str
     """What errors call it, as `prompts[17]`."""
+    options: CallOptions = CallOptions()
 
 
 def run(thread: LoopThread, llm: AsyncLLM, items: Iterator[Item], window: int, bar: BatchBar) -> list[RequestOutput]:
@@ -90,7 +92,8 @@ class _Batch:
 
     async def _one(self, place: int, item: Item) -> None:
         try:
-            result: RequestOutput | BaseException = await self._llm.complete(item.ready, item.params, self._bar.count)
+            result: RequestOutput | BaseException
+            result = await self._llm.complete(item.ready, item.params, self._bar.count, item.options)
         except BaseException as error:
             self.results.put((place, error))
             if isinstance(error, asyncio.CancelledError):

@@ -29,6 +29,7 @@ import msgspec
 import zmq
 
 from pipeline import protocol as p
+from pipeline.call_options import checked
 from pipeline.loop_thread import LoopThread
 from pipeline.sampling_params import SamplingParams
 from pipeline.version import VERSION
@@ -52,7 +53,14 @@ MAX_WAKE_MESSAGES = 256
 class RequestError(Exception):
     """The server refuses a request, or could not finish it."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         """An HTTP status."""
@@ -60,6 +68,8 @@ class RequestError(Exception):
         self.param = param
         """The field to blame."""
         self.code = code
+        self.retry_after_s = retry_after_s
+        """At status 503: in how many seconds there may be room, as the server expects."""
 
     def __str__(self) -> str:
         return f"{self.message} (status {self.status})"
@@ -118,8 +128,11 @@ class Stream:
         self.seed: int | None = None
         """The seed that the server drew, or was given; None until accepted. A resumed request needs it."""
         self.num_prompt_tokens: int | None = None
-        """Known at the end, like `num_output_tokens`."""
+        """Known at the end, as the two that follow."""
         self.num_output_tokens: int | None = None
+        self.num_cached_tokens: int | None = None
+        """Of the prompt's ids, those that were found in the prefix cache, and not computed; None where no sequence got
+        an id."""
         self.id: str | None = None
         """The server's name for it, as `cmpl-…`, in its log and for POST /abort_requests; None until accepted."""
         self.timings: dict[str, Any] | None = None
@@ -152,6 +165,13 @@ class Stream:
             if self._is_closed and self._error is None:
                 return
             await self._change()
+
+    async def closed(self) -> None:
+        """Wait until the server has nothing more to say. Raises what it failed with."""
+        while not self._is_closed:
+            await self._change()
+        if self._error is not None:
+            raise self._error
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self
@@ -204,11 +224,12 @@ class Stream:
             case p.Finished():
                 self.num_prompt_tokens = message.num_prompt_tokens
                 self.num_output_tokens = message.num_output_tokens
+                self.num_cached_tokens = min(message.num_cached_tokens, default=None)
                 if message.timings is not None:
                     self.timings = msgspec.json.decode(message.timings, type=dict[str, Any])
                 self._close()
             case p.Failed(_, failure):
-                self._fail(RequestError(failure.status, failure.message, failure.param, failure.code))
+                self._fail(_error(failure))
         self._changed.set()
 
     def _fail(self, error: Exception) -> None:
@@ -305,6 +326,9 @@ class AsyncClient:
         received: Received = None,
         name: str | None = None,
         timings: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> Stream:
         """Generate from a text, token ids or the messages of a chat.
 
@@ -314,6 +338,10 @@ class AsyncClient:
         `name` is the caller's own for it, 1 to 256 visible ASCII characters without spaces: it ends `Stream.id`, stands
         in the server's log, and POST /abort_requests takes it. With `timings`, `Stream.timings` says at the end where
         the time went.
+
+        `priority`, lower goes first, is for servers whose policy is `priority`. Only prompts with the same `cache_salt`
+        share what is computed of them. `timeout_s` is how long it may take from its arrival at the server to its end:
+        then what is open ends with `abort`, and a request without any id yet fails with status 504, `timeout`.
 
         Raises ConnectionLost, TypeError or ValueError for what is no prompt, and TooLarge, which is a ValueError; what
         the server refuses is raised by the stream.
@@ -334,6 +362,7 @@ class AsyncClient:
             received=_received(received, params.n),
             name=name,
             timings=bool(timings),
+            **checked(priority, cache_salt, timeout_s)._asdict(),
         )
         data = self._encoder.encode(message)
         if len(data) > self.info.max_message_bytes:
@@ -417,7 +446,7 @@ class AsyncClient:
                 if not self._welcome.done():
                     self._welcome.set_result(message)
             case p.Error(failure):
-                error = RequestError(failure.status, failure.message, failure.param, failure.code)
+                error = _error(failure)
                 if not self._welcome.done():
                     self._welcome.set_exception(error)
                 self._lose(ConnectionLost(f"the server ended the connection: {failure.message}"))
@@ -514,11 +543,23 @@ class Client:
         received: Received = None,
         name: str | None = None,
         timings: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> "BlockingStream":
         """As `AsyncClient.generate`."""
 
         async def generate() -> Stream:
-            return self._client.generate(prompt, params, received=received, name=name, timings=timings)
+            return self._client.generate(
+                prompt,
+                params,
+                received=received,
+                name=name,
+                timings=timings,
+                priority=priority,
+                cache_salt=cache_salt,
+                timeout_s=timeout_s,
+            )
 
         return BlockingStream(self, self._do(generate()))
 
@@ -582,6 +623,10 @@ class BlockingStream:
         return self._stream.num_output_tokens
 
     @property
+    def num_cached_tokens(self) -> int | None:
+        return self._stream.num_cached_tokens
+
+    @property
     def id(self) -> str | None:
         """As `Stream.id`."""
         return self._stream.id
@@ -642,6 +687,10 @@ def _output(output: p.Output) -> Output:
         output.text_offset,
         output.token_offset,
     )
+
+
+def _error(failure: p.Failure) -> RequestError:
+    return RequestError(failure.status, failure.message, failure.param, failure.code, failure.retry_after_s)
 
 
 def _prompt(prompt: Any) -> p.Prompt:

@@ -89,6 +89,10 @@ def _vllm(stats: ServerStats) -> Iterator[Metric]:
         yield _gauge(
             "vllm:num_requests_waiting", "Number of requests waiting to be processed.", labels, schedule.num_waiting
         )
+        yield _gauge("vllm:num_requests_swapped", "Number of requests swapped out.", labels, schedule.num_swapped)
+        swap = schedule.num_swap_blocks_total
+        swapped = (swap - schedule.num_swap_blocks_free) / swap if swap else 0.0
+        yield _gauge("vllm:cpu_cache_usage_perc", "Swap space usage. 1 means 100 percent usage.", labels, swapped)
         yield _gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", labels, used)
         yield _gauge("vllm:gpu_cache_usage_perc", "The same, by the name that older dashboards use.", labels, used)
         for name, words, value in (
@@ -161,7 +165,11 @@ def _vllm(stats: ServerStats) -> Iterator[Metric]:
     yield finished
     for name, words, part, bounds in _GATEWAY_HISTOGRAMS:
         yield _histogram(name, words, labels, summed(map(part, gateways), bounds), bounds)
-    info = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks), "num_cpu_blocks": "0"}
+    info = {
+        "block_size": str(stats.block_size),
+        "num_gpu_blocks": str(stats.num_blocks),
+        "num_cpu_blocks": str(schedule.num_swap_blocks_total if schedule is not None else 0),
+    }
     yield _gauge("vllm:cache_config_info", "What the KV cache is made of.", labels | info, 1)
 
 
@@ -214,6 +222,18 @@ def _process(stats: ServerStats) -> Iterator[Metric]:
     yield _gauge("pipeline_max_model_len", "Longest prompt plus output, in tokens.", {}, stats.max_model_len)
     gateways = _own(stats, GatewayCounts)
     yield _gauge("pipeline_open_requests", "Prompts that gateways hold open.", {}, sum(c.num_open for c in gateways))
+    yield _gauge(
+        "pipeline_open_tokens",
+        "Prompt tokens of open requests, estimated where ingest has not made them.",
+        {},
+        sum(c.num_open_tokens for c in gateways),
+    )
+    yield _gauge(
+        "pipeline_max_open_tokens",
+        "Above which no request is let in, but one alone.",
+        {},
+        sum(c.max_open_tokens for c in gateways),
+    )
     for name, words, value in (
         ("pipeline_sequences_opened", "Sequences let in.", sum(c.num_opened for c in gateways)),
         (
@@ -223,9 +243,10 @@ def _process(stats: ServerStats) -> Iterator[Metric]:
         ),
         (
             "pipeline_calls_overloaded",
-            "Calls turned away with 503 for want of credits.",
+            "Calls turned away with 503: as much is open as may be.",
             sum(c.num_overloaded for c in gateways),
         ),
+        ("pipeline_calls_timed_out", "Calls ended at their deadline.", sum(c.num_timed_out for c in gateways)),
     ):
         yield _counter(name, words, {}, value)
 
@@ -307,6 +328,24 @@ def _parts(stats: ServerStats) -> Iterator[Metric]:
     yield _named("pipeline_schedule_steps", "Steps planned.", schedule, lambda c: c.num_steps)
     yield _named("pipeline_schedule_plan_seconds", "Time spent on plans.", schedule, lambda c: c.plan_s)
     yield _named("pipeline_schedule_settle_seconds", "Time spent on results.", schedule, lambda c: c.settle_s)
+    yield _named("pipeline_schedule_forks", "Sequences begun from a sibling's.", schedule, lambda c: c.num_forks)
+    yield _named(
+        "pipeline_schedule_blocks_swapped_out",
+        "KV blocks copied to swap space.",
+        schedule,
+        lambda c: c.num_blocks_swapped_out,
+    )
+    yield _named(
+        "pipeline_schedule_blocks_swapped_in",
+        "KV blocks copied back.",
+        schedule,
+        lambda c: c.num_blocks_swapped_in,
+    )
+    swap = GaugeMetricFamily("pipeline_swap_blocks", "Blocks of swap space by state.", labels=["stage", "state"])
+    for name, counts in schedule:
+        swap.add_metric([name, "free"], counts.num_swap_blocks_free)
+        swap.add_metric([name, "held"], counts.num_swap_blocks_total - counts.num_swap_blocks_free)
+    yield swap
     blocks = GaugeMetricFamily("pipeline_kv_blocks", "KV blocks by state.", labels=["stage", "state"])
     for name, counts in schedule:
         blocks.add_metric([name, "free"], counts.num_blocks_free)

@@ -11,7 +11,7 @@ a notebook whose event loop runs already.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from pipeline import batch
 from pipeline.async_llm import ATTACH_S, AsyncLLM
 from pipeline.batch import Item
+from pipeline.call_options import CallOptions, options_for
 from pipeline.client import ServerInfo
 from pipeline.errors import PromptError, UserError
 from pipeline.llm_progress import BatchBar, StartStatus
@@ -42,6 +43,8 @@ LOOK_S = 0.1
 
 Params = SamplingParams | Iterable[SamplingParams | None] | None
 """One for all prompts, or one for each; None is SamplingParams()."""
+Priority = int | Sequence[int] | None
+"""One for all prompts, or one for each; None is 0."""
 
 
 class LLM:
@@ -121,18 +124,28 @@ class LLM:
         *,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        priority: Priority = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Continue a text, token ids, or any number of them; outputs are in the order of the prompts.
 
         Lists are checked whole before anything is sent. An iterator is read as requests end, so that it may be longer
         than memory would hold. `use_tqdm` is vLLM's name of `progress`.
 
+        `priority`, one for all or one for each, lower goes first, is for servers whose policy is `priority`. Only
+        prompts with the same `cache_salt` share what is computed of them; one in a prompt's own dict wins. `timeout_s`
+        is how long each may take from its arrival at the server to its end: what is open then ends with
+        `finish_reason="abort"`, and has what there is.
+
         Raises PromptError, which names the prompt, where one can't be served, and ServerFailed where the server ends or
         fails. Then, and at an interrupt, all that is open is aborted, and the object stays usable.
         """
         is_one = is_one_prompt(prompts)
         names = _Names("prompt" if is_one else "prompts", is_one)
-        return self._run([prompts] if is_one else prompts, names, prompt_of, sampling_params, progress, use_tqdm)
+        given = [prompts] if is_one else prompts
+        options = self._options(given, priority, cache_salt, timeout_s)
+        return self._run(given, names, prompt_of, sampling_params, options, progress, use_tqdm)
 
     def chat(
         self,
@@ -142,6 +155,9 @@ class LLM:
         add_generation_prompt: bool = True,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        priority: Priority = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation or any number of them, as `generate`. The server applies the model's chat template."""
 
@@ -150,7 +166,14 @@ class LLM:
 
         is_one = is_one_conversation(messages)
         names = _Names("messages", is_one)
-        return self._run([messages] if is_one else messages, names, ready, sampling_params, progress, use_tqdm)
+        given = [messages] if is_one else messages
+        options = self._options(given, priority, cache_salt, timeout_s)
+        return self._run(given, names, ready, sampling_params, options, progress, use_tqdm)
+
+    def _options(
+        self, given: Any, priority: Priority, cache_salt: str | None, timeout_s: float | None
+    ) -> Iterator[CallOptions]:
+        return options_for(priority, cache_salt, timeout_s, len(given) if isinstance(given, Sized) else None)
 
     def _run(
         self,
@@ -158,6 +181,7 @@ class LLM:
         names: "_Names",
         ready: Callable[[Any, str, ServerInfo], Ready],
         sampling_params: Params,
+        options: Iterator[CallOptions],
         progress: bool,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
@@ -169,7 +193,7 @@ class LLM:
 
         def read() -> Iterator[Item]:
             for place, one in enumerate(given):
-                yield Item(ready(one, names.of(place), self.info), next(params), names.of(place))
+                yield Item(ready(one, names.of(place), self.info), next(params), names.of(place), next(options))
 
         items = read() if num_items is None else iter(list(read()))
         bar = BatchBar()

@@ -466,6 +466,16 @@ class CallsAborted(Message, frozen=True, tag="calls_aborted"):
     """Of `AbortCalls.names`, the places of those that were open here."""
 
 
+class PrefixCacheReset(Message, frozen=True, tag="prefix_cache_reset"):
+    """From schedule, passed on by detokenize as it is: the answer to `ResetPrefixCache`."""
+
+    gateway: int
+    """Replica that asked."""
+    nonce: int
+    num_blocks: int
+    """KV blocks whose content nobody finds any more."""
+
+
 GatewayInbox = (
     Accepted
     | Rejected
@@ -476,6 +486,7 @@ GatewayInbox = (
     | AbortCalls
     | CallsAborted
     | StatsAnswer
+    | PrefixCacheReset
     | Start
     | Ping
     | Stop
@@ -586,7 +597,16 @@ class Closed(Message, frozen=True, tag="closed"):
     attempt: int
 
 
-ScheduleInbox = Admit | Abort | StepResult | Closed | Release | Start | Ping | Stop
+class ResetPrefixCache(Message, frozen=True, tag="reset_prefix_cache"):
+    """From the gateway: what has been computed up to now is not to be found by any prompt any more. Answered with
+    `PrefixCacheReset`."""
+
+    gateway: int
+    """Replica that asks."""
+    nonce: int
+
+
+ScheduleInbox = Admit | Abort | StepResult | Closed | ResetPrefixCache | Release | Start | Ping | Stop
 
 
 # -------------------------------------------------------------------------------------------------------- to execute
@@ -700,7 +720,7 @@ class Refuse(Message, frozen=True, tag="refuse"):
     failure: Failure
 
 
-DetokenizeInbox = Open | Settled | Refuse | Start | Ping | Stop
+DetokenizeInbox = Open | Settled | Refuse | PrefixCacheReset | Start | Ping | Stop
 
 
 # -------------------------------------------------------------------------------------------------------- at the start

@@ -3,9 +3,10 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 
+from pipeline.call_options import CallOptions
 from pipeline.client import AsyncClient, ConnectionLost, Output, RequestError, Stream, TooLarge
 from pipeline.errors import PromptError, ServerFailed, UserError
 from pipeline.outputs import CompletionOutput, OutputKind, RequestOutput
@@ -15,6 +16,8 @@ from pipeline.slots import Slots
 
 BUSY_CODES = ("overloaded", "starting")
 """What a server says that will take the same request a little later."""
+TIMED_OUT = "timeout"
+"""What it says of a request whose time is up before it has any output."""
 BUSY_FIRST_S, BUSY_MOST_S = 0.02, 1.0
 """Pauses between tries to be let in: the first, and the longest."""
 BUSY_TIMEOUT_S = 600.0
@@ -36,6 +39,7 @@ class OpenRequest:
         ready: Ready,
         params: SamplingParams,
         lost: Callable[[ConnectionLost], Awaitable[UserError]],
+        options: CallOptions,
         *,
         is_own_name: bool = False,
     ) -> None:
@@ -47,6 +51,8 @@ class OpenRequest:
         self._slots = slots
         self._ready = ready
         self._params = params
+        # A prompt's own salt wins over one that is for all of a batch.
+        self._options = options._replace(cache_salt=ready.cache_salt or options.cache_salt)
         self._own_name = name if is_own_name else None
         self._lost = lost
         self._num_slots = 0
@@ -55,7 +61,8 @@ class OpenRequest:
         self._news: list[CompletionOutput] = []
         self._is_aborted = False
         self._is_told = False
-        """Whether `more` has said that it was aborted before there was a stream."""
+        """Whether `more` has said that it was ended before any output came."""
+        self._num_cached: int | None = None
         self._waiting: asyncio.Timeout | None = None
 
     async def open(self) -> None:
@@ -75,12 +82,22 @@ class OpenRequest:
         Raises PromptError or ServerFailed.
         """
         if self._stream is None:
-            return self._end_without_stream()
+            return self._end_without_output()
         async with self._in_words():
-            outputs = await self._stream.take()
+            try:
+                outputs = await self._stream.take()
+            except RequestError as error:
+                if error.code != TIMED_OUT:
+                    raise
+                self._stream = None
+                return self._end_without_output()
         if not outputs:
             return None
         self._take_in(outputs)
+        if all(one.finished() for one in self._whole):
+            with suppress(RequestError, ConnectionLost):  # all of the output is here
+                await self._stream.closed()  # the next message
+            self._num_cached = self._stream.num_cached_tokens
         return sum(len(output.token_ids) for output in outputs)
 
     def output(self, kind: OutputKind) -> RequestOutput:
@@ -91,7 +108,14 @@ class OpenRequest:
             for one in news
         ]
         finished = all(one.finished() for one in self._whole)
-        return RequestOutput(self.name, self._ready.text, list(self.prompt_ids), outputs, finished)
+        return RequestOutput(
+            self.name,
+            self._ready.text,
+            list(self.prompt_ids),
+            outputs,
+            finished,
+            self._num_cached if finished else None,
+        )
 
     def abort(self) -> None:
         """Have it ended. What comes last then says `finish_reason="abort"`."""
@@ -120,6 +144,8 @@ class OpenRequest:
                     await stream.accepted()
                 break
             except RequestError as error:
+                if error.code == TIMED_OUT:
+                    raise _Aborted from error
                 if error.code not in BUSY_CODES or loop.time() + pause_s > end:
                     raise
             except BaseException:
@@ -134,7 +160,8 @@ class OpenRequest:
 
     def _send(self) -> Stream:
         try:
-            return self._client.generate(self._ready.prompt, self._params, name=self._own_name)
+            options = self._options._asdict()
+            return self._client.generate(self._ready.prompt, self._params, name=self._own_name, **options)
         except TooLarge as error:
             raise PromptError(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large") from error
         except (TypeError, ValueError) as error:  # such as half a surrogate pair where nobody looked for one
@@ -165,8 +192,9 @@ class OpenRequest:
         except ConnectionLost as error:
             raise await self._lost(error) from error
 
-    def _end_without_stream(self) -> int | None:
-        """It was aborted before the server had it: that is told once."""
+    def _end_without_output(self) -> int | None:
+        """It was aborted before the server had it, or its time was up before there was any output: that is told
+        once."""
         if self._is_told:
             return None
         self._is_told = True
@@ -190,4 +218,4 @@ class OpenRequest:
 
 
 class _Aborted(Exception):
-    """A request was aborted before the server had it."""
+    """A request was aborted before the server had it, or its time was up."""

@@ -36,3 +36,6 @@ class RequestOutput(msgspec.Struct):
     """In the order of their index, as many as `n` asked for."""
     finished: bool
     """Whether all sequences have ended."""
+    num_cached_tokens: int | None = None
+    """Of the prompt's ids, those that were found in the prefix cache, and not computed; None until it is
+    finished, and where no sequence got an id."""

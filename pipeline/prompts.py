@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict, Union
 
 import numpy as np
 
+from pipeline import call_options
 from pipeline import protocol as p
 from pipeline.client import ServerInfo, packed
 from pipeline.errors import PromptError
@@ -20,13 +21,18 @@ MAX_SHOWN_CHARS = 100
 _ID_LISTS = (list, tuple, range, array.array)
 
 
-class TextPrompt(TypedDict):
+class _Salted(TypedDict, total=False):
+    cache_salt: str
+    """Only prompts with the same salt share what is computed of them."""
+
+
+class TextPrompt(_Salted):
     """vLLM's spelling of a text."""
 
     prompt: str
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(_Salted):
     """vLLM's spelling of ids."""
 
     prompt_token_ids: Sequence[int]
@@ -45,6 +51,8 @@ class Ready(NamedTuple):
     prompt: p.Prompt
     text: str | None
     """What was given, where that was a text."""
+    cache_salt: str | None = None
+    """The prompt's own."""
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -65,11 +73,15 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> Ready:
     """One prompt for a server. Raises PromptError, calling it `where`."""
     if isinstance(prompt, Mapping):
         key = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
-        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"})):
+        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
             raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
         if key not in prompt:
             raise PromptError(f'{where} is a dict without the key "prompt" or "prompt_token_ids"')
-        return prompt_of(prompt[key], f"{where}[{key!r}]", info)
+        try:
+            salt = call_options.checked(cache_salt=prompt.get("cache_salt")).cache_salt
+        except (TypeError, ValueError) as error:
+            raise PromptError(f"{where}: {error}") from error
+        return prompt_of(prompt[key], f"{where}[{key!r}]", info)._replace(cache_salt=salt)
     if isinstance(prompt, str):
         _check_text(prompt, where, info)
         return Ready(p.TextPrompt(prompt), prompt)

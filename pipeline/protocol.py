@@ -22,6 +22,10 @@ MAX_CLIENT_CHARS = 200
 """Of what a client calls itself."""
 MAX_NAME_CHARS = 256
 """Of what a client calls a request."""
+MAX_SALT_CHARS = 1024
+"""Of what keeps a request's KV blocks apart from those of others."""
+MAX_TIMEOUT_S = 1_000_000
+"""What a request may be given to end in: 11 days."""
 
 RequestId = Annotated[
     int,
@@ -44,10 +48,13 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
 class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An error, in the shape of OpenAI's."""
 
-    status: Annotated[int, Meta(description="The HTTP status it maps to: 400, 404, 408, 413, 500, 503.")]
+    status: Annotated[int, Meta(description="The HTTP status it maps to: 400, 404, 408, 413, 500, 503, 504.")]
     message: Annotated[str, Meta(description="For people: what is wrong, and what would be right.")]
     param: Annotated[str | None, Meta(description="The field to blame, as `temperature` or `messages[0].role`.")] = None
     code: Annotated[str | None, Meta(description="For programs, as `context_length_exceeded`.")] = None
+    retry_after_s: Annotated[
+        int | None, Meta(description="At status 503: in how many seconds there may be room, as the server expects.")
+    ] = None
 
 
 class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -150,6 +157,23 @@ class Generate(Message, frozen=True, tag="generate"):
         ),
     ] = None
     timings: Annotated[bool, Meta(description="Whether `finished` is to say where its time went.")] = False
+    priority: Annotated[
+        int,
+        Meta(
+            description="Lower goes first, where the server's policy is `priority`; elsewhere only 0 is taken. 32 bits."
+        ),
+    ] = 0
+    cache_salt: Annotated[
+        str | None,
+        Meta(description="1 to 1,024 characters: only prompts with the same salt share what is computed of them."),
+    ] = None
+    timeout_s: Annotated[
+        float | None,
+        Meta(
+            description="Above 0, to 1,000,000: how long it may take from its arrival to its end; see Deadlines. Null "
+            "takes the server's own."
+        ),
+    ] = None
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -236,6 +260,14 @@ class Finished(Message, frozen=True, tag="finished"):
             "`generate` did not ask for it, or the client aborted."
         ),
     ] = None
+    num_cached_tokens: Annotated[
+        list[int],
+        Meta(
+            description="Ids of the prompt that were found in the prefix cache, by each sequence that got an id. The "
+            "least of them is what the request was spared: the others find what that sequence computed. Empty where "
+            "none got any, and from a server that is older than this field."
+        ),
+    ] = []
 
 
 class Failed(Message, frozen=True, tag="failed"):

@@ -54,6 +54,12 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     n: HistogramCounts
     longest_output_tokens: HistogramCounts
     """One value for each prompt: of the longest of its sequences."""
+    num_open_tokens: int = 0
+    """Prompt tokens of what is open; those of prompts that ingest has not tokenized are estimated."""
+    max_open_tokens: int = 0
+    """This gateway's share of `gateway.max_open_tokens`."""
+    num_timed_out: int = 0
+    """Calls that were ended at their deadline."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

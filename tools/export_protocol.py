@@ -208,6 +208,9 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "bye": p.Bye(),
     "welcome": p.Welcome(1, "pipeline/0.1.0", "SmolLM2-135M-Instruct", 8192, 49152, 1024, 4194304, 1024, 5.0, 30.0),
     "generate with a name and timings": p.Generate(6, "", p.TextPrompt("x"), p.Params(), 1, [], "user-7/story.3", True),
+    "generate with priority, salt and timeout": p.Generate(
+        7, "", p.TextPrompt("x"), p.Params(), 1, [], None, False, -(2**31), "tenant é", 2.5
+    ),
     "accepted": p.Accepted(1, packed(1, 4093, 2), MAX_U64, "cmpl-user-7/story.3"),
     "delta": p.Delta(1, [p.Output(0, " there was", packed(665, 436), 17, 4)]),
     "delta with ends": p.Delta(
@@ -221,6 +224,8 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     ),
     "finished": p.Finished(1, 5, 8),
     "finished with timings": p.Finished(1, 5, 8, '{"received":1.5,"total_ms":2.25,"choices":[]}'),
+    "finished with cached tokens": p.Finished(1, 37, 8, None, [32, 37]),
+    "failed, to be tried again": p.Failed(1, p.Failure(503, "the server is overloaded", None, "overloaded", 4)),
     "failed": p.Failed(1, p.Failure(400, "'temperature' must be a number <= 2.0", "temperature", "invalid_value")),
     "failed without param and code": p.Failed(MAX_U64, p.Failure(500, "the server could not finish this request")),
     "pong": p.Pong(2**53 + 1),
@@ -288,7 +293,11 @@ def _other_encodings() -> list[tuple[str, Any, bytes]]:
         ),
         ("a small integer in 64 bits", p.Abort(5), b"\x92\xa5abort\xcf" + (5).to_bytes(8, "big")),
         ("a string with a long header", p.Pong(1), b"\x92\xd9\x04pong\x01"),
-        ("fields that are newer than the reader", p.Finished(1, 5, 8), pack(["finished", 1, 5, 8, None, "new", [1]])),
+        (
+            "fields that are newer than the reader",
+            p.Finished(1, 5, 8),
+            pack(["finished", 1, 5, 8, None, [], "new", [1]]),
+        ),
         ("fields left out at the end", p.Failed(1, p.Failure(503, "busy")), pack(["failed", 1, [503, "busy"]])),
     ]
 

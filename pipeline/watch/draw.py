@@ -41,6 +41,7 @@ def top(view: View, width: int, message: str = "") -> RenderableType:
         Text(),
         _counts(view),
         _kv(view, width),
+        *([_swap(view)] if view.swap_blocks_total else []),
         Text(),
         _stages(view, width),
     ]
@@ -60,6 +61,8 @@ def _counts(view: View) -> Table:
                   "ITL", milliseconds(view.inter_token_ms), "tokens/step", number(view.tokens_per_step))  # fmt: skip
     table.add_row("open", str(view.open_requests), "prefix hits", percent(view.cached_percent),
                   "done", str(view.requests_finished), "preempted", str(view.preemptions))  # fmt: skip
+    table.add_row("swapped", str(view.swapped), "open tokens", f"{view.open_tokens:,}",
+                  "of", f"{view.max_open_tokens:,}", "forks", str(view.forks))  # fmt: skip
     return table
 
 
@@ -79,6 +82,14 @@ def _kv(view: View, width: int) -> Text:
         ("▒" * cached, "blue"),
         ("░" * (room - held - cached), "dim"),
         words,
+    )
+
+
+def _swap(view: View) -> Text:
+    held, total = view.swap_blocks_held, view.swap_blocks_total
+    return Text.assemble(
+        ("swap ", "dim"),
+        f"{held} blocks held of {total}; {view.blocks_swapped_out:,} copied out, {view.blocks_swapped_in:,} back",
     )
 
 

@@ -60,6 +60,15 @@ class View(msgspec.Struct):
     """Of prompt tokens since start."""
     preemptions: int
     requests_finished: int
+    swapped: int
+    swap_blocks_held: int
+    swap_blocks_total: int
+    blocks_swapped_out: int
+    """Since start, as below."""
+    blocks_swapped_in: int
+    forks: int
+    open_tokens: int
+    max_open_tokens: int
     stages: list[StageView]
 
 
@@ -104,6 +113,14 @@ def view_of(history: Sequence[ServerStats]) -> View:
         cached_percent=100 * sum(c.num_cached_tokens for c in schedule) / prompts if prompts else None,
         preemptions=sum(c.num_preemptions for c in schedule),
         requests_finished=sum(sum(c.num_finished) for c in gateways),
+        swapped=sum(c.num_swapped for c in schedule),
+        swap_blocks_held=sum(c.num_swap_blocks_total - c.num_swap_blocks_free for c in schedule),
+        swap_blocks_total=sum(c.num_swap_blocks_total for c in schedule),
+        blocks_swapped_out=sum(c.num_blocks_swapped_out for c in schedule),
+        blocks_swapped_in=sum(c.num_blocks_swapped_in for c in schedule),
+        forks=sum(c.num_forks for c in schedule),
+        open_tokens=sum(c.num_open_tokens for c in gateways),
+        max_open_tokens=sum(c.max_open_tokens for c in gateways),
         stages=[_stage_view(stage, _same(before, stage), elapsed_s) for stage in now.stages],
     )
 

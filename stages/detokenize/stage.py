@@ -43,7 +43,7 @@ class Detokenize:
     def __init__(self, stage: Stage[m.DetokenizeInbox], vocabulary: Vocabulary) -> None:
         self._stage = stage
         self._sequences = Sequences(vocabulary)
-        self._letters: list[tuple[Outbox[Any], m.Rejected | m.Abort]] = []
+        self._letters: list[tuple[Outbox[Any], m.Rejected | m.Abort | m.PrefixCacheReset]] = []
         self.stopped = False
         self._num_tokens = 0
         self._settle_s = 0.0
@@ -75,6 +75,8 @@ class Detokenize:
             case m.Refuse():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)
                 self._letters.append((self._stage.outbox("gateway", message.gateway), rejected))
+            case m.PrefixCacheReset():
+                self._letters.append((self._stage.outbox("gateway", message.gateway), message))
             case m.Ping():
                 self._stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(len(self._sequences))))
             case m.Start():

@@ -18,7 +18,8 @@ from msgspec import Meta
 from pipeline import messages as m
 from pipeline.protocol import MAX_NAME_CHARS
 from pipeline.stage import Stage
-from pipeline.stages.gateway.requests import Requests, overloaded
+from pipeline.stages.gateway.errors import overloaded
+from pipeline.stages.gateway.requests import Requests
 
 ANSWER_S = 2.0
 """Longest that the other gateways may take to say what they had."""

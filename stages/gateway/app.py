@@ -1,6 +1,6 @@
 """The HTTP routes.
 
-POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /abort_requests
+POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /abort_requests, /reset_prefix_cache
 GET /v1/models, /v1/models/{model}, /health, /load, /metrics, /version
 
 Each is told in docs/http.md.
@@ -26,6 +26,7 @@ from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.requests import Call, Requests
+from pipeline.stages.gateway.resets import ResetDesk
 from pipeline.version import VERSION
 
 BODY_TIMEOUT_S = 60.0
@@ -78,11 +79,13 @@ class Api:
         desk: HealthDesk,
         aborts: AbortDesk,
         stats: StatsDesk,
+        resets: ResetDesk,
         limits: parse.Limits,
         settings: GatewaySettings,
     ) -> None:
         self._doors = doors
         self._stats = stats
+        self._resets = resets
         self._requests = requests
         self._desk = desk
         self._aborts = aborts
@@ -107,6 +110,7 @@ class Api:
                 web.post("/detokenize", self.detokenize, expect_handler=_expect),
                 web.get("/load", self.load, expect_handler=_expect),
                 web.post("/abort_requests", self.abort_requests, expect_handler=_expect),
+                web.post("/reset_prefix_cache", self.reset_prefix_cache, expect_handler=_expect),
             ]
         )
         return app
@@ -133,6 +137,7 @@ class Api:
         task as soon as the client leaves."""
         received_s = time.monotonic()
         self._doors.enter()
+        self._requests.check_room()
         name = names.of_headers(request.headers)
         body = await self._body(request)
         ask = parser(body, self._limits)
@@ -208,11 +213,24 @@ class Api:
         return web.Response(body=exposition.text_of(stats), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def load(self, request: web.Request) -> web.StreamResponse:
-        return _json({"server_load": self._requests.num_calls})
+        admission = self._requests.admission
+        return _json(
+            {
+                "server_load": self._requests.num_calls,
+                "open_sequences": admission.num_sequences,
+                "max_open_sequences": admission.max_sequences,
+                "open_tokens": admission.num_tokens,
+                "max_open_tokens": admission.max_tokens,
+            }
+        )
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
         asked = parse.decode(_aborts, await self._body(request), {})
         return _json(await self._aborts.abort(asked.request_ids))
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
+        self._doors.enter()
+        return _json(await self._resets.reset())
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _json({"version": VERSION})

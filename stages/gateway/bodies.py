@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.messages import MAX_SHOWN_IDS
+from pipeline.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -52,6 +53,12 @@ class Body(msgspec.Struct, kw_only=True):
     """The client's own name for it; a header, X-Request-Id, wins."""
     timings: bool | None = None
     """Ours: the reply says where its time went."""
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    """vLLM's: lower goes first"""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    """vLLM's"""
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    """Ours: from its arrival to its end"""
 
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -151,7 +158,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (False,),
-    "priority": (0,),
     "repetition_penalty": (1,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),

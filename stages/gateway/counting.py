@@ -2,6 +2,7 @@
 
 from pipeline.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
 from pipeline.messages import Finish
+from pipeline.stages.gateway.admission import Admission
 from pipeline.stats import GatewayCounts
 
 
@@ -10,6 +11,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.num_overloaded = 0
+        self.num_timed_out = 0
         self._num_opened = 0
         self._num_rejected = 0
         self._num_finished = [0] * (max(Finish) + 1)
@@ -50,7 +52,7 @@ class Counting:
         """All sequences of a prompt have ended, and this is the longest of them."""
         self._longest.observe(num_output)
 
-    def counts(self, num_open: int) -> GatewayCounts:
+    def counts(self, num_open: int, admission: Admission) -> GatewayCounts:
         return GatewayCounts(
             num_open=num_open,
             num_opened=self._num_opened,
@@ -66,4 +68,7 @@ class Counting:
             max_tokens=self._max_tokens.counts(),
             n=self._n.counts(),
             longest_output_tokens=self._longest.counts(),
+            num_open_tokens=admission.num_tokens,
+            max_open_tokens=admission.max_tokens,
+            num_timed_out=self.num_timed_out,
         )

@@ -15,7 +15,7 @@ _TAGS = {member.__struct_config__.tag: member for member in get_args(p.ClientMes
 
 def on_the_wire(error: ApiError) -> p.Failure:
     """An error in the wire's shape."""
-    return p.Failure(int(error.status), error.message, error.param, error.code)
+    return p.Failure(int(error.status), error.message, error.param, error.code, error.retry_after_s)
 
 
 def of_peer(message: str, code: str) -> ApiError:

@@ -145,7 +145,13 @@ class DoorStream:
     def _finished(self) -> p.Finished:
         call = self._call
         timings = json_of(call) if call.ask.timings and not self._is_aborted else None
-        return p.Finished(self.request_id, call.num_prompt_tokens, call.num_output_tokens, timings)
+        return p.Finished(
+            self.request_id,
+            call.num_prompt_tokens,
+            call.num_output_tokens,
+            timings,
+            call.requests[0].nums_cached,
+        )
 
 
 class _Unsent:

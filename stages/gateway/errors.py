@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 RETRY_AFTER_S = 1
-"""What a client that is told 503 is asked to wait."""
+"""What a client that is told 503 is asked to wait where nobody knows better."""
 MAX_SHOWN_CHARS = 200
 """The most of a client's own words that an error repeats."""
 
@@ -33,16 +33,24 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 class ApiError(Exception):
     """A request that ends with an error. `param` is the path of the field to blame, as `messages[0].content`."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s if status == HTTPStatus.SERVICE_UNAVAILABLE else None
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
     def json(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -52,6 +60,12 @@ class ApiError(Exception):
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400, and the field to blame."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+
+
+def overloaded(why: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    """503"""
+    message = f"the server is overloaded: {why}"
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded", retry_after_s=retry_after_s)
 
 
 def unsupported(param: str, what: str = "") -> ApiError:

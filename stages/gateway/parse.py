@@ -43,6 +43,8 @@ class Limits(msgspec.Struct, frozen=True):
     """The name that requests must give."""
     max_sequences: int
     """Sequences that may be open at once: a call for more can never be served."""
+    has_priorities: bool = False
+    """Whether the scheduler's policy looks at them."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +76,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The reply says where its time went."""
     received_s: float = 0.0
     """When the client began to ask, by time.monotonic(); 0 where nobody has noted it."""
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    """From then to its end; None where it does not say."""
 
     @property
     def is_lookup(self) -> bool:
@@ -169,6 +175,7 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     """Read a request that came over ZeroMQ. The same rules, and the same words. Raises ApiError."""
     params = generate.params
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
+    fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
     try:
         body = msgspec.convert({"model": generate.model or limits.model, **fields}, Body)
     except msgspec.ValidationError as error:
@@ -259,7 +266,17 @@ def _ask(
         include_usage=bool(options.include_usage),
         request_id=names.checked(body.request_id, "request_id"),
         timings=bool(body.timings),
+        priority=_priority(body.priority, limits),
+        cache_salt=body.cache_salt or "",
+        timeout_s=body.timeout_s,
     )
+
+
+def _priority(priority: int | None, limits: Limits) -> int:
+    if priority and not limits.has_priorities:
+        message = f"got priority {priority}, but this server has no priorities: that takes schedule.policy = priority"
+        raise invalid("priority", message, "invalid_value")
+    return priority or 0
 
 
 def _check_model(model: str | None, limits: Limits) -> None:

@@ -4,6 +4,7 @@ A recording of the gateway begins behind HTTP: with a call as it was parsed, and
 were made. Connections and their bytes are not in it.
 """
 
+import contextlib
 from functools import partial
 from http import HTTPStatus
 
@@ -15,6 +16,7 @@ from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
 from pipeline.stages.gateway.requests import Call, Requests
+from pipeline.stages.gateway.resets import ResetDesk
 
 SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
 
@@ -22,7 +24,7 @@ SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting
 class ReplayedClients:
     """Does what clients did, when the tape comes to it."""
 
-    def __init__(self, tape: Tape, requests: Requests, aborts: AbortDesk) -> None:
+    def __init__(self, tape: Tape, requests: Requests, aborts: AbortDesk, resets: ResetDesk) -> None:
         self._requests = requests
         self._aborts = aborts
         self._decoder = msgspec.msgpack.Decoder(Ask)
@@ -30,6 +32,8 @@ class ReplayedClients:
         tape.perform("open", self._open)
         tape.perform("leave", self._leave)
         tape.perform("abort", self._abort)
+        tape.perform("timeout", self._expire)
+        tape.perform("reset", lambda *_: self._reset(resets))
         tape.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
         for what in ("first", "due", "last", "whole"):
             tape.perform(what, partial(self._give, what))
@@ -44,6 +48,14 @@ class ReplayedClients:
 
     def _abort(self, _: int, names: bytes) -> None:
         self._aborts.begin(msgspec.msgpack.decode(names, type=list[str]))
+
+    def _expire(self, number: int, _: bytes) -> None:
+        if number in self._calls:
+            self._requests.expire(self._calls[number][0])
+
+    def _reset(self, resets: ResetDesk) -> None:
+        with contextlib.suppress(ApiError):  # as it was then
+            resets.begin()
 
     def _leave(self, number: int, _: bytes) -> None:
         if number in self._calls:  # else it could not be opened whole

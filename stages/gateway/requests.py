@@ -6,7 +6,9 @@
 A client's call opens one request for each of its prompts. A request is closed when each of its sequences has had its
 closing and its prompt's ids have come, or nobody needs them any more: results come by another way than `Accepted` and
 may overtake it. It is settled when, besides, the client has got everything or has left: then its credits, one for each
-sequence, come back. A client that leaves has its open requests aborted; they stay here until their closings have come.
+sequence, and its prompt's tokens come back (see admission.py). A client that leaves has its open requests aborted; they
+stay here until their closings have come. A call whose time is up is ended like one that somebody calls off, or, where
+it has no token yet, fails.
 """
 
 import asyncio
@@ -24,8 +26,10 @@ from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.gateway import timings
+from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.counting import Counting
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.deadlines import Deadlines
+from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parse import Ask
 from pipeline.stages.gateway.timings import RecentCalls
 from pipeline.tracing import Args
@@ -95,6 +99,8 @@ class Request(msgspec.Struct, eq=False):
     """As it was sent: prompt, seed and arrival are what the request is driven with again."""
     call: "Call"
     sequences: list[Sequence]
+    num_counted: int
+    """Tokens of its prompt as admission counts them: an estimate until the ids have come."""
     prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
     """What ingest made of the prompt."""
     is_closed: bool = False
@@ -117,6 +123,17 @@ class Request(msgspec.Struct, eq=False):
     def generates(self) -> bool:
         """Whether schedule hears of it."""
         return self.submit.max_tokens != 0
+
+    @property
+    def num_cached(self) -> int:
+        """Ids of its prompt that were found in the prefix cache, by whichever of its sequences found least: the others
+        find what that one has computed."""
+        return min(self.nums_cached, default=0)
+
+    @property
+    def nums_cached(self) -> list[int]:
+        """The same of each sequence that has an id."""
+        return [one.first.num_cached for one in self.sequences if one.first is not None]
 
     def echo(self) -> None:
         """Put the prompt's text before all that its sequences say; nothing of it has been given out."""
@@ -155,6 +172,8 @@ class Call:
         self.num_accepted = 0
         self.has_begun = False
         """A delta has come: the server is computing this."""
+        self.timeout_s = 0.0
+        """From `received_s` to its deadline; 0 where it has none."""
         self.failure: ApiError | None = None
         self.is_over = False
         self._changed = asyncio.Event()
@@ -175,6 +194,11 @@ class Call:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests if request.prompt_ids is not None)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt tokens, those that were found in the prefix cache."""
+        return sum(request.num_cached for request in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
@@ -231,15 +255,19 @@ class Requests:
         """Calls for output whose responses are not over."""
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
         """What a full socket refused: it goes out at a later wake, and nothing is opened before it has."""
-        self._max_open = topology.max_open_of_one(stage.settings)
-        """Sequences"""
-        self._num_credits = self._max_open
+        self.admission = Admission(
+            topology.max_open_of_one(stage.settings), topology.max_open_tokens_of_one(stage.settings)
+        )
+        self._calls: dict[int, Call] = {}
+        """By their numbers: those with a deadline."""
+        self._timeout_s = stage.settings.gateway.request_timeout_s
+        self._deadlines = Deadlines(lambda number: self.expire(self._calls[number]))
         self._idle = asyncio.Event()
         self._idle.set()
         self._trace = stage.trace
         self.counting = Counting()
         self.recent = RecentCalls()
-        stage.asides.own_counts = lambda: self.counting.counts(self.num_open)
+        stage.asides.own_counts = lambda: self.counting.counts(self.num_open, self.admission)
         stage.asides.find_call = self.recent.find
 
     @property
@@ -252,8 +280,17 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------- the client's side
 
+    def check_room(self) -> None:
+        """Before a body is read. Raises ApiError, 503, where no request would be let in."""
+        try:
+            self.admission.check_room(time.monotonic())
+        except ApiError:
+            self.counting.num_overloaded += 1
+            raise
+
     def open(self, ask: Ask) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where credits are used up."""
+        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where as many are open as may
+        be."""
         begin_s = time.monotonic()
         try:
             call = self._open(ask)
@@ -272,11 +309,9 @@ class Requests:
             tape.event("open", self.num_opened, msgspec.msgpack.encode(ask))
         if self._owed:
             raise overloaded("its stages take no more messages")
-        if self._num_credits < (num_wanted := len(ask.prompts) * ask.n):
-            raise overloaded(
-                f"of the {self._max_open} sequences that may be open at once, {self._num_credits} are left, and this "
-                f"request opens {num_wanted}: n for each prompt"
-            )
+        estimates = [self.admission.estimate(prompt, is_computed=not ask.is_lookup) for prompt in ask.prompts]
+        now_s = time.monotonic()
+        self.admission.admit(len(ask.prompts) * ask.n, sum(estimates), now_s)
         call = Call(ask, self._stage, self.num_opened)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
@@ -293,21 +328,30 @@ class Requests:
                 text=ask.text,
                 outputs=list(ask.outputs),
                 prompt_options=ask.prompt_options,
+                priority=ask.priority,
+                cache_salt=ask.cache_salt,
             )
             if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
                 raise overloaded("its stages take no more messages")
-            request = Request(submit, call, _sequences(ask))
+            request = Request(submit, call, _sequences(ask), estimates[i])
             call.requests.append(request)
             call.sequences += request.sequences
             call.num_open += 1
-            self._num_credits -= ask.n
+            self.admission.take(ask.n, estimates[i], now_s)
             self._table[request.id] = request
             self._idle.clear()
             if request.generates:
                 self.counting.opened(ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
+        self._set_deadline(call)
         return call
+
+    def _set_deadline(self, call: Call) -> None:
+        timeout_s = call.timeout_s = call.ask.timeout_s or self._timeout_s
+        if timeout_s and not self._stage.tape.is_replaying:
+            self._calls[call.number] = call
+            self._deadlines.add(call.number, call.received_s + timeout_s)
 
     def leave(self, call: Call) -> None:
         """The response is over, whole or not: abort what is still open, and settle what is closed."""
@@ -315,6 +359,8 @@ class Requests:
             return
         self._stage.tape.event("leave", call.number)
         call.is_over = True
+        if self._calls.pop(call.number, None) is not None:
+            self._deadlines.remove(call.number)
         self._unname(call)
         if call.requests and call.is_finished and call.failure is None and not call.ask.is_lookup:
             now_s = time.monotonic()
@@ -336,12 +382,29 @@ class Requests:
             if calls := self._names.get(name):
                 places.append(place)
             for call in calls or ():
-                for request in call.requests:
-                    if not (request.is_finished or request.is_aborted or request.is_called_off):
-                        request.is_called_off = True
-                        self._stage.log.info("called off", extra=_fields(request, call=call.id))
-                        self._end(request)
+                self._call_off(call, "called off")
         return places
+
+    def expire(self, call: Call) -> None:
+        """A call's time is up. What it has is its client's, and what is open ends; without any token it fails."""
+        if call.is_finished or call.failure is not None:
+            return  # all that is missing is its client's to take
+        self._stage.tape.event("timeout", call.number)
+        self.counting.num_timed_out += 1
+        if any(sequence.num_generated for sequence in call.sequences):
+            self._call_off(call, "timed out")
+            return
+        for request in call.requests:
+            self._stage.log.info("timed out", extra=_fields(request, call=call.id))
+        message = f"the request was not done within {call.timeout_s:g} s, and has no token yet"
+        call.fail(ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout"))
+
+    def _call_off(self, call: Call, why: str) -> None:
+        for request in call.requests:
+            if not (request.is_finished or request.is_aborted or request.is_called_off):
+                request.is_called_off = True
+                self._stage.log.info(why, extra=_fields(request, call=call.id))
+                self._end(request)
 
     def _name(self, call: Call) -> None:
         if not call.ask.is_lookup:
@@ -369,6 +432,8 @@ class Requests:
         request = self._find(message.request_id, message.attempt, is_open=False)
         if request is not None and request.prompt_ids is None:
             request.prompt_ids = ids
+            self.admission.correct(request.num_counted, len(ids))
+            request.num_counted = len(ids)
             request.prompt_text, request.token_strs = message.text, message.token_strs
             request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
@@ -522,7 +587,7 @@ class Requests:
 
     def _settle(self, request: Request) -> None:
         if self._table.pop(request.id, None) is not None:
-            self._num_credits += request.submit.n
+            self.admission.give(request.submit.n, request.num_counted, time.monotonic())
         if not self._table:
             self._idle.set()
 
@@ -571,11 +636,6 @@ def seed_of(seed: int, prompt: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
     return z ^ (z >> 31)
-
-
-def overloaded(why: str) -> ApiError:
-    """503"""
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the server is overloaded: {why}", code="overloaded")
 
 
 def _param(request: Request, param: str | None) -> str | None:

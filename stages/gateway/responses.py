@@ -20,10 +20,16 @@ FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABO
 DONE = b"data: [DONE]\n\n"
 
 
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    """Found in the prefix cache, and not computed."""
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class _Message(msgspec.Struct):
@@ -79,7 +85,7 @@ _encoder = msgspec.json.Encoder()
 
 def usage_of(call: Call) -> Usage:
     prompt, output = call.num_prompt_tokens, call.num_output_tokens
-    return Usage(prompt, output, prompt + output)
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(call.num_cached_tokens))
 
 
 def whole(call: Call) -> bytes:

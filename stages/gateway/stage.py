@@ -32,6 +32,7 @@ from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
+from pipeline.stages.gateway.resets import ResetDesk
 from pipeline.stages.gateway.site import Site
 
 LAST_WORDS_S = 1.5
@@ -64,8 +65,11 @@ class Gateway:
         self._desk = HealthDesk(stage)
         self._aborts = AbortDesk(stage, self._requests)
         self._stats = StatsDesk(stage)
+        self._resets = ResetDesk(stage)
         self._limits = limits = parse.Limits(
-            settings.served_model_name or ModelConfig.load(stage.model_dir).name, topology.max_open_of_one(settings)
+            settings.served_model_name or ModelConfig.load(stage.model_dir).name,
+            topology.max_open_of_one(settings),
+            has_priorities=settings.schedule.policy == "priority",
         )
         self._api = Api(
             self._doors,
@@ -73,6 +77,7 @@ class Gateway:
             self._desk,
             self._aborts,
             self._stats,
+            self._resets,
             limits,
             settings.gateway,
         )
@@ -88,7 +93,7 @@ class Gateway:
         runner = web.AppRunner(self._api.app(), handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
         await runner.setup()
         if self._stage.tape.is_replaying:
-            ReplayedClients(self._stage.tape, self._requests, self._aborts)
+            ReplayedClients(self._stage.tape, self._requests, self._aborts, self._resets)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
             http_port = listener.getsockname()[1]
@@ -155,10 +160,13 @@ class Gateway:
                 self._aborts.asked(message)
             case m.CallsAborted():
                 self._aborts.answered(message)
+            case m.PrefixCacheReset():
+                self._resets.answered(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
                 self._doors.facts = facts
+                self._requests.admission.max_prompt_tokens = facts.max_model_len
                 gc.collect()
                 gc.freeze()
             case m.Drain(deadline_s):

@@ -224,6 +224,8 @@ class Ingest:
             text=msgspec.Raw(self._packer.encode(submit.text)),
             outputs=[self._stage.arrays.put(output) for output in outputs],
             finishes=finishes,
+            priority=submit.priority,
+            cache_salt=submit.cache_salt,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
 

@@ -108,14 +108,15 @@ class BlockPool:
             self.release(blocks)
 
     def forget_all(self) -> int:
-        """Nothing is found any more. Cached blocks are free, those that are held stay so. Returns how many
-        were cached."""
-        num_cached = len(self._cached)
-        self._free += reversed(self._cached)
-        self._cached.clear()
+        """Let no block be found by its content any more: those that nobody holds are free. Returns how many had a
+        key."""
+        num_forgotten = len(self._by_key)
+        for block in self._by_key.values():
+            self._keys[block] = None
         self._by_key.clear()
-        self._keys = [None] * self.num_total
-        return num_cached
+        self._free += self._cached
+        self._cached.clear()
+        return num_forgotten
 
     def check(self) -> None:
         """Assert every invariant; for tests."""

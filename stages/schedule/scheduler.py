@@ -45,6 +45,9 @@ from pipeline.stats import ScheduleCounts
 MAX_TOMBSTONES = 65536
 """Aborts remembered that came before their request; as many as there can be open requests."""
 
+NEVER_KEYED = 2**31 - 1
+"""More blocks than any row has."""
+
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
 
@@ -233,6 +236,12 @@ class Scheduler:
                 self._finish(sequence, Finish.ABORT)
             del self.requests[message.request_id]
 
+    def reset_prefix_cache(self) -> int:
+        """Let nothing that was computed up to now be found again, nor what running sequences will compute behind it.
+        Returns how many blocks could have been found."""
+        self.rows.num_keyed[self.rows.order] = NEVER_KEYED
+        return self.pool.forget_all()
+
     @property
     def num_running(self) -> int:
         return len(self.rows)
@@ -240,10 +249,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    def reset_prefix_cache(self) -> int:
-        """Forget what blocks hold. Returns how many were kept for nothing else, and are free now."""
-        return self.pool.forget_all()
 
     def load(self) -> m.ScheduleLoad:
         """The counts of now and since start."""

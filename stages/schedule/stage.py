@@ -69,7 +69,7 @@ class ScheduleStage:
             num_detokenize=len(self._detokenize),
         )
         stage.asides.own_counts = self._scheduler.counts
-        self._openings: list[deque[m.Open | m.Refuse]] = [deque() for _ in self._detokenize]
+        self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """For each replica of detokenize."""
         self._stopped = False
 
@@ -99,6 +99,10 @@ class ScheduleStage:
                 scheduler.abort(message)
             case m.Closed():
                 scheduler.close(message)
+            case m.ResetPrefixCache(gateway, nonce):
+                num_blocks = scheduler.reset_prefix_cache()
+                self._stage.log.info("prefix cache reset", extra={"fields": {"blocks": num_blocks}})
+                self._openings[0].append(m.PrefixCacheReset(gateway, nonce, num_blocks))
             case m.Release():
                 self._stage.arrays.released(message)
             case m.Ping(nonce):

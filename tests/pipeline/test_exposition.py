@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from pipeline import exposition
 from pipeline.messages import Finish
+from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.counting import Counting as GatewayCounting
 from pipeline.stages.schedule.counting import Counting as ScheduleCounting
 from pipeline.stats import EdgeCounts, OwnCounts, ScheduleCounts, ServerStats, StageCounts, StageStats, num_queued
@@ -51,7 +52,10 @@ def gateway(num_stopped: int, first_s: float) -> Any:
         counting.opened(1, 16)
         counting.first_s.observe(first_s)
         counting.finished(Finish.STOP, 1.0, 0.5, 10, 6)
-    return counting.counts(2)
+    admission = Admission(16, 1000)
+    admission.take(2, 300, 0.0)
+    counting.num_timed_out = 3
+    return counting.counts(2, admission)
 
 
 def server(*stages: StageStats) -> ServerStats:
@@ -80,6 +84,8 @@ def test_the_schedulers_counts_have_vllms_names_and_meanings() -> None:
     expected = {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 4,
+        "vllm:num_requests_swapped": 0,
+        "vllm:cpu_cache_usage_perc": 0,
         "vllm:kv_cache_usage_perc": 0.5,
         "vllm:prompt_tokens_total": 100,
         "vllm:prefix_cache_queries_total": 100,
@@ -94,6 +100,26 @@ def test_the_schedulers_counts_have_vllms_names_and_meanings() -> None:
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="16.0") == 0
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="32.0") == 1
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="+Inf") == 1
+
+
+def test_swapping_and_forks_are_counted() -> None:
+    swapping = {"num_swapped": 2, "num_swap_blocks_free": 6, "num_swap_blocks_total": 8}
+    since_start = {"num_blocks_swapped_out": 12, "num_blocks_swapped_in": 10, "num_forks": 5}
+    samples = read(server(stage("schedule.0", schedule(**swapping, **since_start))))
+    assert value(samples, "vllm:num_requests_swapped") == 2
+    assert value(samples, "vllm:cpu_cache_usage_perc") == 0.25
+    assert value(samples, "pipeline_swap_blocks", stage="schedule.0", state="free") == 6
+    assert value(samples, "pipeline_swap_blocks", stage="schedule.0", state="held") == 2
+    assert value(samples, "pipeline_schedule_blocks_swapped_out_total", stage="schedule.0") == 12
+    assert value(samples, "pipeline_schedule_blocks_swapped_in_total", stage="schedule.0") == 10
+    assert value(samples, "pipeline_schedule_forks_total", stage="schedule.0") == 5
+
+
+def test_what_is_open_is_shown_with_its_limit() -> None:
+    samples = read(server(stage("gateway.0", gateway(3, 0.03)), stage("gateway.1", gateway(4, 3.0))))
+    assert value(samples, "pipeline_open_tokens") == 600
+    assert value(samples, "pipeline_max_open_tokens") == 2000
+    assert value(samples, "pipeline_calls_timed_out_total") == 6
 
 
 def test_gateways_are_summed() -> None:

@@ -157,6 +157,8 @@ SAMPLES: dict[str, msgspec.Struct] = {
     ),
     "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
     "closed": m.Closed(REQUEST_ID, 1),
+    "reset_prefix_cache": m.ResetPrefixCache(1, 7),
+    "prefix_cache_reset": m.PrefixCacheReset(1, 7, 64),
     "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
     "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT)),
     "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT), REF, m.Finish.STOP),

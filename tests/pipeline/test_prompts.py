@@ -44,13 +44,13 @@ def test_one_prompt_is_told_from_several(value: Any, is_one: bool) -> None:
     [[1, 99], (1, 99), range(1, 100, 98), array.array("i", [1, 99]), np.array([1, 99]), {"prompt_token_ids": [1, 99]}],
 )
 def test_ids_come_in_many_forms(value: Any) -> None:
-    assert prompt_of(value, "prompt", INFO) == (p.TokensPrompt(packed([1, 99])), None)
+    assert prompt_of(value, "prompt", INFO) == (p.TokensPrompt(packed([1, 99])), None, None)
 
 
 @pytest.mark.parametrize("value", ["ünï", {"prompt": "ünï"}, ""])
 def test_texts_go_as_they_are(value: Any) -> None:
     text = value["prompt"] if isinstance(value, dict) else value
-    assert prompt_of(value, "prompt", INFO) == (p.TextPrompt(text), text)
+    assert prompt_of(value, "prompt", INFO) == (p.TextPrompt(text), text, None)
 
 
 @pytest.mark.parametrize(

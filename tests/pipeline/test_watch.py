@@ -122,6 +122,16 @@ def test_the_bar_shows_what_is_held_cached_and_free() -> None:
     assert cached == 18
 
 
+def test_swap_space_is_shown_where_there_is_any() -> None:
+    view = view_of([at(0.0)])
+    assert not any(line.startswith("swap ") for line in drawn(view, 120))
+    view.swapped, view.swap_blocks_held, view.swap_blocks_total = 3, 5, 8
+    view.blocks_swapped_out, view.blocks_swapped_in = 1200, 700
+    lines = drawn(view, 120)
+    assert "swap 5 blocks held of 8; 1,200 copied out, 700 back" in [line.rstrip() for line in lines]
+    assert any(line.split()[:2] == ["swapped", "3"] for line in lines)
+
+
 def test_what_went_wrong_is_below() -> None:
     assert drawn(view_of([at(1.0)]), 80, "no answer")[-1] == "no answer"
 

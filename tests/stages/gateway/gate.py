@@ -20,6 +20,8 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 END = b"\r\n0\r\n\r\n"
 """How a chunked response ends."""
 COMPLETION = {"model": MODEL, "prompt": "Hi"}
+NONE_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
+"""What a usage ends with."""
 
 
 class Gate:

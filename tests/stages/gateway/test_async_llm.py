@@ -7,6 +7,7 @@ import pytest
 
 from pipeline import AsyncLLM, RequestOutput, SamplingParams
 from pipeline import protocol as p
+from pipeline.call_options import CallOptions
 from pipeline.errors import UserError
 from pipeline.prompts import Ready
 from tests.rig import PATIENCE_S
@@ -55,7 +56,8 @@ async def test_a_name_that_is_none_is_said_before_anything_is_sent(llm: AsyncLLM
 async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: Gate, llm: AsyncLLM) -> None:
     news: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
     ready = Ready(p.TextPrompt("Hi"), "Hi")
-    whole = asyncio.create_task(llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers)))
+    complete = llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers), CallOptions())
+    whole = asyncio.create_task(complete)
     submit = await do(gate.begin)
     async with asyncio.timeout(PATIENCE_S):
         assert await news.get() == (3, 0)

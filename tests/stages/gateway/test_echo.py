@@ -9,7 +9,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.stages.gateway import parse
-from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
+from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate, events_of
 from tests.stages.gateway.test_parse import LIMITS, refused
 
 ECHO = COMPLETION | {"echo": True}
@@ -39,7 +39,7 @@ class TestWhole:
                 gate.finish(submit, f"{name}{index}", index)
         body = response.result().json()
         assert [c["text"] for c in body["choices"]] == ["Ä x0", "Ä x1", "by0", "by1"]
-        assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
+        assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8, **NONE_CACHED}
 
     def test_the_text_of_ids_is_asked_of_ingest(self, gate: Gate) -> None:
         response = gate.complete(ECHO | {"prompt": [[1, 2], [3]]})
@@ -103,7 +103,7 @@ class TestOfNoOutput:
         accept(gate, submit, 5)
         body = response.result().json()
         assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [("Hi", "length")] * n
-        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5, **NONE_CACHED}
         gate.rig.until(lambda load: load.num_open_requests == 0)
         assert gate.rig.nothing("schedule", 0)
 
@@ -113,7 +113,7 @@ class TestOfNoOutput:
         *events, usage = events_of(response.result().text)
         assert [e["choices"][0]["finish_reason"] for e in events] == [None, "length"]
         assert texts_of(response.result().text) == {0: "Hi"}
-        assert usage["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+        assert usage["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5, **NONE_CACHED}
 
     def test_is_refused_without_echo(self, tmp_path: Path) -> None:
         error = refused(COMPLETION | {"max_tokens": 0}, parse.parse_completion)

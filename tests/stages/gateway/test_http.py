@@ -12,7 +12,7 @@ import pytest
 from pipeline import messages as m
 from pipeline.shm.arrays import ShmRef
 from pipeline.version import VERSION
-from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, Gate
+from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, NONE_CACHED, Gate
 
 
 class TestAChat:
@@ -39,7 +39,7 @@ class TestAChat:
                     "stop_reason": "!",
                 }
             ],
-            "usage": {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9},
+            "usage": {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9, **NONE_CACHED},
             "system_fingerprint": None,
         }
         assert gate.closed() == (submit.request_id, 1)
@@ -106,7 +106,7 @@ class TestACompletion:
         assert body["object"] == "text_completion"
         assert body["id"].startswith("cmpl-")
         assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
-        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9, **NONE_CACHED}
         assert {gate.closed()[0], gate.closed()[0]} == {first.request_id, second.request_id}
 
     def test_of_which_one_prompt_is_rejected_ends_the_others(self, gate: Gate) -> None:
@@ -172,7 +172,7 @@ class TestResultsThatOvertakeTheirAcceptance:
         assert gate.rig.nothing("schedule", 0)
         gate.accept(submit, num_ids=5)
         assert gate.closed() == (submit.request_id, 1)
-        assert '"usage":{"prompt_tokens":5,"completion_tokens":1,"total_tokens":6}' in response.result().text
+        assert '"usage":{"prompt_tokens":5,"completion_tokens":1,"total_tokens":6,' in response.result().text
         gate.rig.until(lambda load: load.num_open_requests == 0)
 
     @pytest.mark.parametrize("finish", [m.Finish.STOP, m.Finish.ERROR])

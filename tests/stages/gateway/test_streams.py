@@ -13,7 +13,16 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.stages.gateway import writing
-from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, events_of, read_until
+from tests.stages.gateway.gate import (
+    CHAT,
+    COMPLETION,
+    END,
+    NONE_CACHED,
+    Gate,
+    ends_with_an_error,
+    events_of,
+    read_until,
+)
 
 STREAM = CHAT | {"stream": True}
 
@@ -59,7 +68,7 @@ class TestAStreamedChat:
         *events, last = events_of(response.result().text)
         assert all(event["usage"] is None for event in events)
         assert last["choices"] == []
-        assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+        assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6, **NONE_CACHED}
 
     def test_text_that_comes_again_is_not_repeated(self, gate: Gate) -> None:
         response = gate.post(STREAM | {"stream_options": {"include_usage": True}})
