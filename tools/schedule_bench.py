@@ -5,11 +5,11 @@
     tools/schedule_bench.py 32 256 1024 --check
     tools/schedule_bench.py --depth 2 --json FILE
 
-Rows decode side by side, each with room for all its ids. Their lengths are such that in ten steps of sixteen a tenth of
-them gets a new block (and offers a full one to the prefix cache, a step before), and in six none does: rows that decode
-for long cross a boundary every 16 steps, which is 6 % a step. Wall time of plan + settle in microseconds: median and
-99th percentile of all steps, and medians of those in which no row crosses and in which a tenth does. "report" is the
-message to detokenize that follows. Garbage is collected and frozen before, as in the stage.
+Rows decode side by side, each with room for all its ids. Wall time of plan + settle in microseconds: median and 99th
+percentile of steps of rows whose lengths are spread evenly, so that each step a sixteenth of them gets a new block, and
+a sixteenth offers a full one to the prefix cache; that is what long decoding comes to. Then, in a run of its own, rows
+of which a tenth crosses a boundary in each of ten steps, and none in the six that follow: the medians of both kinds of
+steps. "report" is the message to detokenize that follows. Garbage is collected and frozen before, as in the stage.
 
 --check: exit with 1 where the median with prefix caching is above 100, 250 and 800 µs for 32, 256 and 1,024 rows.
 """
@@ -32,7 +32,8 @@ from pipeline import messages as m  # noqa: E402
 from pipeline import option_types as types  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.out_file import require_writable, writing  # noqa: E402
-from pipeline.stages.schedule.scheduler import Limits, Scheduler  # noqa: E402
+from pipeline.stages.schedule.limits import Limits  # noqa: E402
+from pipeline.stages.schedule.scheduler import Scheduler  # noqa: E402
 from tools.figures.pairs import spread  # noqa: E402
 from tools.figures.scheduler_alone import admission, answer  # noqa: E402
 
@@ -47,7 +48,7 @@ NUM_GROUPS = 10
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Of a step, in microseconds."""
+    """Of a step, in microseconds. NaN-free: 0 where there are too few rows."""
 
     num_rows: int
     prefix_caching: bool
@@ -56,31 +57,49 @@ class Cost(msgspec.Struct, frozen=True):
     none_cross: float
     """Median of steps in which no row gets a block."""
     tenth_crosses: float
-    """Median of steps in which a tenth of the rows does; 0 where there are fewer than 10 rows."""
+    """Median of steps in which a tenth of the rows does."""
     report_p50: float
 
 
+class Times(msgspec.Struct):
+    """What was read of each step, in seconds."""
+
+    crossing: list[float] = []
+    """Plan + settle, of steps in which some row gets a block; `quiet` has the others."""
+    quiet: list[float] = []
+    reports: list[float] = []
+
+
 def measure(num_rows: int, prefix_caching: bool, depth: int = 1, num_steps: int = NUM_STEPS) -> Cost:
-    """Run a scheduler of its own with so many rows."""
-    num_ids = SHORTEST + NUM_GROUPS + WARMUP_STEPS + num_steps + 2 * depth
+    """Run schedulers with so many rows."""
+    evenly = times_of(num_rows, prefix_caching, depth, num_steps, BLOCK_SIZE)
+    tenths = times_of(num_rows, prefix_caching, depth, num_steps, NUM_GROUPS) if num_rows >= NUM_GROUPS else Times()
+    p50, p99 = spread(evenly.crossing + evenly.quiet)
+    none_cross, tenth_crosses, report_p50 = (
+        1e6 * median(times or [0.0]) for times in (tenths.quiet, tenths.crossing, evenly.reports)
+    )
+    return Cost(num_rows, prefix_caching, 1e6 * p50, 1e6 * p99, none_cross, tenth_crosses, report_p50)
+
+
+def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, num_groups: int) -> Times:
+    """Run a scheduler of its own, whose rows' lengths are of `num_groups` kinds that follow one another."""
+    num_output = WARMUP_STEPS + num_steps + 2 * depth
+    longest = SHORTEST + num_groups
     scheduler = Scheduler(
         Limits(
-            num_blocks=num_rows * -(-num_ids // BLOCK_SIZE) + num_rows,
+            num_blocks=num_rows * (-(-(longest + num_output) // BLOCK_SIZE) + 1),
             max_model_len=2048,
             max_num_seqs=num_rows,
-            max_num_batched_tokens=max(4096, num_rows * (SHORTEST + NUM_GROUPS)),
+            max_num_batched_tokens=max(4096, num_rows * longest),
             block_size=BLOCK_SIZE,
             prefix_caching=prefix_caching,
         )
     )
     for row in range(num_rows):
-        length = SHORTEST + row % NUM_GROUPS
-        scheduler.admit(admission(row + 1, np.arange(row, row + length, dtype=np.int32), num_ids))
+        prompt = np.arange(row, row + SHORTEST + row % num_groups, dtype=np.int32)
+        scheduler.admit(admission(row + 1, prompt, num_output))
     flight: deque[m.Step] = deque()
-    everything: list[float] = []
-    quiet: list[float] = []
-    crossing: list[float] = []
-    reports: list[float] = []
+    times = Times()
     gc.collect()
     gc.freeze()
     try:
@@ -99,22 +118,12 @@ def measure(num_rows: int, prefix_caching: bool, depth: int = 1, num_steps: int 
             scheduler.outgoing.report()
             scheduler.outgoing.reported()
             if turn >= WARMUP_STEPS:
-                reports.append(time.perf_counter() - settled)
-                everything.append(planned - begun + settled - answered)
-                (crossing if step.block_rows else quiet).append(everything[-1])
+                times.reports.append(time.perf_counter() - settled)
+                (times.crossing if step.block_rows else times.quiet).append(planned - begun + settled - answered)
     finally:
         gc.unfreeze()
     assert scheduler.num_running == num_rows, "a row ended or was preempted"
-    p50, p99 = spread(everything)
-    return Cost(
-        num_rows,
-        prefix_caching,
-        1e6 * p50,
-        1e6 * p99,
-        1e6 * median(quiet or [0.0]),
-        1e6 * median(crossing) if num_rows >= NUM_GROUPS and crossing else 0.0,
-        1e6 * median(reports),
-    )
+    return times
 
 
 def missed(costs: list[Cost]) -> list[str]:
@@ -124,6 +133,10 @@ def missed(costs: list[Cost]) -> list[str]:
         for cost in costs
         if cost.prefix_caching and cost.p50 > BOUNDS_US.get(cost.num_rows, float("inf"))
     ]
+
+
+def shown(value: float) -> str:
+    return f"{value:.0f}" if value else "–"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.json:
             require_writable(Path(args.json), "--json")
         costs = []
-        print("                      plan + settle, µs              ")
+        print("plan + settle, µs")
         print(" rows  caching     p50     p99   none cross   10 % cross   report")
         for num_rows in args.rows or CURVE:
             for prefix_caching in (False, True):
@@ -146,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
                 costs.append(cost)
                 print(
                     f"{num_rows:5}  {'on' if prefix_caching else 'off':7} {cost.p50:7.0f} {cost.p99:7.0f} "
-                    f"{cost.none_cross:12.0f} {cost.tenth_crosses or float('nan'):12.0f} {cost.report_p50:8.0f}",
+                    f"{shown(cost.none_cross):>12} {shown(cost.tenth_crosses):>12} {cost.report_p50:8.0f}",
                     flush=True,
                 )
         if args.json:

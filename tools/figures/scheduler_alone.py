@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 
 from pipeline import messages as m
-from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler import Scheduler
 
 SAMPLED_ID = 5
 VOCAB_SIZE = 32000
