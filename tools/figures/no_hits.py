@@ -10,7 +10,7 @@ Two measures, since requests over HTTP vary by more than the 1 % that is asked f
   there that computes nothing: then the other stages are all there is, and the loss is larger than with any model.
 
 Bounds: the loss by the first measure is below 1 %, and so is that of the second, as far as it can be told: the high end
-of the ratio's interval is at least 0.99. With less than 6 rounds the interval is the whole range.
+of the ratio's interval is at least 0.99. With up to 8 rounds the interval is the whole range.
 """
 
 import argparse

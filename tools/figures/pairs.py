@@ -19,7 +19,7 @@ class Ratio(msgspec.Struct, frozen=True):
 
     median: float
     low: float
-    """`low` to `high` holds the median with 95 % confidence, where there are rounds enough for that (6); else it is
+    """`low` to `high` holds the median with 95 % confidence, where there are 6 rounds or more; of up to 8 rounds it is
     the whole range."""
     high: float
 
@@ -33,16 +33,16 @@ class Ratio(msgspec.Struct, frozen=True):
 
 def num_outside(count: int) -> int:
     """How many of `count` ordered values may be left out at each end, so that what is left still holds the median with
-    a probability of INTERVAL: the median lies below the k-th value with the chance of fewer than k heads in `count`
-    throws of a coin."""
-    chance, cut, ways = 0.0, 0, 1.0
-    for heads in range(count // 2):
+    a probability of INTERVAL: it does not where at most so many values lie below the median, or above it, and each lies
+    there as a coin falls. 0 also where there are too few values for that."""
+    chance, ways = 0.5**count, 1.0
+    cut = 0
+    while True:
+        ways = ways * (count - cut) / (cut + 1)
         chance += ways * 0.5**count
         if 2 * chance > 1 - INTERVAL:
-            break
-        cut = heads + 1
-        ways = ways * (count - heads) / (heads + 1)
-    return cut
+            return cut
+        cut += 1
 
 
 class Comparison(msgspec.Struct, frozen=True):
