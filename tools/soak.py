@@ -80,7 +80,7 @@ class Soak:
 
     async def run(self) -> None:
         async with open_session(None, PATIENCE_S) as session, await AsyncClient.connect(self._server.zmq) as client:
-            self._known = await known_extras(session, self._server.url)
+            self._known = await known_extras(session, self._server.url, client.info.model)
             print(f"the server takes {', '.join(sorted(self._known)) or 'no extra fields'}", flush=True)
             expected = [await probes.answer(client, place) for place in range(len(probes.PROMPTS))]
             end = time.monotonic() + self._seconds
@@ -112,7 +112,7 @@ class Soak:
 
     async def _one(self, session: aiohttp.ClientSession, client: AsyncClient, ask: Ask) -> None:
         if ask.door == "http":
-            outcome = await over_http(session, self._server.url, ask)
+            outcome = await over_http(session, self._server.url, client.info.model, ask)
         else:
             outcome = await over_zmq(client, ask)
         self._note(outcome)

@@ -31,9 +31,9 @@ class Outcome(msgspec.Struct, frozen=True):
     words: str = ""
 
 
-async def over_http(session: aiohttp.ClientSession, url: str, ask: Ask) -> Outcome:
+async def over_http(session: aiohttp.ClientSession, url: str, model: str, ask: Ask) -> Outcome:
     """Ask /v1/completions, and judge the answer."""
-    body = {"model": "", "prompt": ask.prompt, "stream": ask.streams} | ask.params | ask.extras
+    body = {"model": model, "prompt": ask.prompt, "stream": ask.streams} | ask.params | ask.extras
 
     async def answered() -> Outcome:
         async with session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
@@ -153,17 +153,17 @@ def _judged(error: str | None, endings: Endings, ask: Ask) -> Outcome:
     return Outcome("wrong", f"finish_reason {', '.join(sorted(odd))}")
 
 
-async def known_extras(session: aiohttp.ClientSession, url: str) -> frozenset[str]:
+async def known_extras(session: aiohttp.ClientSession, url: str, model: str) -> frozenset[str]:
     """Which of EXTRAS this server takes, by trying each. Raises ServerError."""
     tries = {"priority": 1, "cache_salt": "red", "timeout_s": 60.0}
     assert set(tries) == set(EXTRAS)
     known = []
     for name, value in tries.items():
-        body = {"model": "", "prompt": "Once upon a time", "max_tokens": 1, name: value}
+        body = {"model": model, "prompt": "Once upon a time", "max_tokens": 1, name: value}
         async with session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
             said = message_of(await response.read())
             if response.status == 200:
                 known.append(name)
-            elif response.status != 400:
+            elif response.status != 400 or name not in said:
                 raise ServerError(f"{name}: {response.status}: {said}")
     return frozenset(known)
