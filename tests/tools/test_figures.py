@@ -22,7 +22,9 @@ def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**({"json": None, "seed": 1, "set": [], "check": False} | given))
 
 
-def record(sent_s: float = 0.0, ended_s: float = 1.0, arrivals: tuple[float, ...] = (), error: str | None = None) -> Record:
+def record(
+    sent_s: float = 0.0, ended_s: float = 1.0, arrivals: tuple[float, ...] = (), error: str | None = None
+) -> Record:
     return Record(sent_s, ended_s, list(arrivals), 10, len(arrivals), True, error)
 
 
@@ -64,7 +66,7 @@ def test_memory_is_a_share_of_the_load_and_holds_its_longest_request() -> None:
 
 def test_arrivals_have_their_rate_and_the_spread_of_a_poisson_process() -> None:
     moments = overload.arrivals_of("seed", 100.0, 200.0)
-    assert moments == sorted(moments) and 0 < moments[0] and moments[-1] < 200
+    assert moments == sorted(moments) and moments[0] > 0 and moments[-1] < 200
     assert len(moments) == pytest.approx(20_000, rel=0.03)
     counts = [sum(second <= moment < second + 1 for moment in moments) for second in range(200)]
     mean = sum(counts) / 200
@@ -239,4 +241,6 @@ def test_a_seed_is_drawn_where_none_is_given() -> None:
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_the_scheduler_alone_serves_all_its_requests(caching: bool) -> None:
-    assert 0 < request_cost(caching, num_requests=8, num_rows=4, num_prompt=40, num_output=20, num_blocks=24, seed=1) < 1
+    assert (
+        0 < request_cost(caching, num_requests=8, num_rows=4, num_prompt=40, num_output=20, num_blocks=24, seed=1) < 1
+    )
