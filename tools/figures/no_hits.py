@@ -7,7 +7,8 @@ Two measures, since requests over HTTP vary by more than the 1 % that is asked f
   blocks, as 512 MiB hold of the default model, so that blocks are evicted all the time. The loss is what caching adds
   to a request, times the requests/s that the server then reads: with depth 1 nothing else is computed meanwhile.
 - a server over HTTP with the same load, a new one for each arm and round: output tokens/s. --instant puts an executor
-  there that computes nothing: then the other stages are all there is, and the loss is larger than with any model.
+  there that computes nothing: then the other stages are all there is, and the loss is larger than with any model; it
+  shows what there is to lose, and no bound is judged then.
 
 Bounds: the loss by the first measure is below 1 %, and so is that of the second, as far as it can be told: the high end
 of the ratio's interval is at least 0.99. With up to 8 rounds the interval is the whole range.
@@ -32,6 +33,7 @@ NUM_STREAMS = 32
 NUM_BLOCKS = 1456
 LEAST_RATIO = 0.99
 MAX_LOSS_PERCENT = 1.0
+HAS_NO_HITS = "tokens found in the cache"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
         found.verdicts.append(
             Verdict("output tokens/s on / off, high end", tokens.high if tokens else 0.0, ">=", LEAST_RATIO)
         )
-        found.verdicts.append(
-            Verdict("tokens found in the cache", over_http.median(1, "cached tokens"), "<=", 0)  # else it has hits
-        )
+        found.verdicts.append(Verdict(HAS_NO_HITS, over_http.median(1, "cached tokens"), "<=", 0))
     off, on = ([reading["µs a request"] for reading in arm] for arm in scheduler.readings)
     added_us = median(b - a for a, b in zip(off, on, strict=True))
     loss_percent = 1e-6 * added_us * requests_per_s * 100
@@ -101,4 +101,6 @@ def run(args: argparse.Namespace) -> int:
         "of the time",
     )
     found.verdicts.append(Verdict("loss in the scheduler, percent", loss_percent, "<", MAX_LOSS_PERCENT))
+    if args.instant:
+        found.verdicts = [verdict for verdict in found.verdicts if verdict.words == HAS_NO_HITS]
     return found.finish()
