@@ -56,7 +56,7 @@ def test_long_prompts_come_one_at_a_time_while_the_streams_run() -> None:
 
 def test_streams_that_end_too_soon_are_no_measurement() -> None:
     args = argparse.Namespace(streams=2, output_tokens=3, long_tokens=60, longs=1, seconds=0.5)
-    with FakeServer() as server, pytest.raises(UserError, match="output-tokens|before the others"):
+    with FakeServer() as server, pytest.raises(UserError, match=r"output-tokens|before the others"):
         asyncio.run(long_prompt._drive(server.url, args, "seed"))
 
 
