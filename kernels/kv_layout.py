@@ -1,9 +1,11 @@
 """How keys and values lie in memory. Only the ops that write and read them know.
 
 One layer's keys, and its values, are [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]: a block is one piece, so it is
-gathered by one copy, and its first two dimensions are one for a slot.
+gathered by one copy, and its first two dimensions are one for a slot. In swap space the layers of a block lie side by
+side.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,9 +28,36 @@ def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.
 
 def allocate(
     num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
-) -> list[LayerKV]:
-    """Memory for all layers, one piece. It is written here, for two reasons: memory that is lacking shows at the
-    start, and a masked slot that was never used holds zeros, where a stray NaN would get through the mask."""
+) -> Tensor:
+    """Memory for all layers, one piece: [num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]. It is written
+    here, for two reasons: memory that is lacking shows at the start, and a masked slot that was never used holds zeros,
+    where a stray NaN would get through the mask."""
     shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
-    memory = torch.empty(shape, dtype=dtype, device=device).zero_()
+    return torch.empty(shape, dtype=dtype, device=device).zero_()
+
+
+def layers_of(memory: Tensor) -> list[LayerKV]:
+    """The layers of what `allocate` returned."""
     return [LayerKV(layer[0], layer[1]) for layer in memory]
+
+
+def swap_blocks(swap: Tensor, memory: Tensor) -> Tensor:
+    """Swap space, uint8 [num_swap_blocks, bytes of a block], as blocks of `memory`: [num_swap_blocks, num_layers, 2,
+    BLOCK_SIZE, num_kv_heads, head_dim]."""
+    num_layers, parts, _, *block = memory.shape
+    return swap.view(memory.dtype).view(len(swap), num_layers, parts, *block)
+
+
+def copy_blocks(memory: Tensor, swapped: Tensor | None, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Copy blocks with all layers, one after the other. Ids from memory's num_blocks on are those of `swapped`, which
+    is what `swap_blocks` returns, or None where there are no such ids."""
+    num_blocks = memory.shape[2]
+
+    def block_of(number: int) -> Tensor:
+        if number < num_blocks:
+            return memory[:, :, number]
+        assert swapped is not None
+        return swapped[number - num_blocks]
+
+    for source, target in zip(sources, targets, strict=True):
+        block_of(target).copy_(block_of(source))

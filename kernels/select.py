@@ -1,6 +1,6 @@
 """The one choice of functions: made when the executor starts, never at a call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,9 @@ class Ops:
     silu_mul: Callable[[Tensor, Tensor], None]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    kv_allocate: Callable[[int, int, int, int, torch.dtype, str], list[LayerKV]]
+    kv_allocate: Callable[[int, int, int, int, torch.dtype, str], Tensor]
+    kv_swap: Callable[[Tensor, Tensor], Tensor]
+    copy_blocks: Callable[[Tensor, Tensor | None, Sequence[int], Sequence[int]], None]
 
 
 def select(device: str, dtype: torch.dtype) -> Ops:
@@ -58,4 +60,6 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         argmax=sample.argmax,
         sample=sample.sample,
         kv_allocate=kv_layout.allocate,
+        kv_swap=kv_layout.swap_blocks,
+        copy_blocks=kv_layout.copy_blocks,
     )

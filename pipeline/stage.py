@@ -128,6 +128,10 @@ class Stage(Generic[T]):
         if launch.record is not None:
             self.record(launch.record, from_start=True)
 
+    def memory(self, name: str) -> memoryview | None:
+        """A segment by its name, or None where this stage was not given it."""
+        return self._memories.get(name)
+
     def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
         """The way to a peer. Raises KeyError where the topology has no such edge."""
         return self._outboxes[f"{stage}.{replica}"]

@@ -147,6 +147,7 @@ class Supervisor:
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._children: dict[str, Child] = {}
         self._segments: dict[str, m.Segment] = {}
+        self._reservation: segment.Reservation | None = None
         self._death_read, self._death_write = os.pipe()
         self._facts: m.ExecuteFacts | None = None
         self._prepared: m.Prepared | None = None
@@ -172,6 +173,7 @@ class Supervisor:
     def run(self, begun: float) -> int:
         """From nothing to an exit code."""
         try:
+            self._reserve()
             self._prepare()
             self._start(begun)
             return self._watch()
@@ -180,6 +182,28 @@ class Supervisor:
         except MemoryError as error:  # of the segments: it says what to change
             self._log.error(str(error))
             return EXIT_NOT_STARTED
+
+    def _reserve(self) -> None:
+        """Begin to reserve swap space. It is needed when a sequence is swapped and not before, so nobody waits for it
+        until all are ready. Raises MemoryError."""
+        num_bytes = self._settings.execute.swap_bytes
+        if num_bytes:
+            kv_bytes = 0 if self._manner.instant else self._settings.execute.kv_cache_bytes
+            self._reservation = segment.Reservation(topology.SWAP, num_bytes, "execute.swap_bytes", kv_bytes)
+            self._segments[topology.SWAP] = m.Segment(topology.SWAP, self._reservation.fd, num_bytes, True)
+            self._poller.register(self._reservation.fileno(), zmq.POLLIN)
+
+    def _is_reserved(self) -> bool:
+        """Whether swap space is there. Raises MemoryError where it can't be."""
+        if self._reservation is not None and self._reservation.check():
+            self._end_reservation()
+        return self._reservation is None
+
+    def _end_reservation(self) -> None:
+        if self._reservation is not None:
+            self._poller.unregister(self._reservation.fileno())
+            self._reservation.close()
+            self._reservation = None
 
     def _prepare(self) -> None:
         """Let prepare resolve the model; it ends by itself."""
@@ -209,6 +233,11 @@ class Supervisor:
             self._manner.patience_s(settings.supervisor.start_timeout_s),
             "stages to be ready",
         )
+        self._turn_until(
+            self._is_reserved,
+            self._manner.patience_s(settings.supervisor.start_timeout_s),
+            f"{settings.execute.swap_bytes} bytes of swap space (execute.swap_bytes)",
+        )
         assert self._facts is not None, "the executor was ready without facts"
         for name in reversed(self._flow()):  # the gateways last: what they let in finds everybody at work
             self._outboxes[name].send(m.Start(self._facts))
@@ -225,6 +254,7 @@ class Supervisor:
             model=settings.served_model_name or self._prepared.model_name,
             max_model_len=self._facts.max_model_len,
             kv_blocks=self._facts.num_blocks,
+            **({"swap_blocks": self._facts.num_swap_blocks} if self._facts.num_swap_blocks else {}),
             zmq=door_address(settings, self._listeners) or "off",
             took_s=f"{time.monotonic() - begun:.2f}",
         )
@@ -298,6 +328,7 @@ class Supervisor:
         """Kill what is left and give everything back."""
         for child in list(self._children.values()):
             self._forget(child)
+        self._end_reservation()
         for shared in self._segments.values():
             os.close(shared.fd)
         os.close(self._death_read)
@@ -319,9 +350,11 @@ class Supervisor:
         if row is not None:
             own = [name] if row.has_arena else []
             others = [owner for read in row.reads for owner in topology.replicas_of(self._settings, read)]
-            for owner in (*own, *others):
+            private = list(topology.private_segments(self._settings, stage))
+            for owner in (*own, *private, *others):
                 one = self._segments[owner]
-                shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable=owner == name))
+                writable = owner == name or owner in private
+                shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable))
         launch = m.Launch(
             stage=stage,
             replica=replica,

@@ -50,6 +50,9 @@ PREPARE = "pipeline.stages.prepare.stage"
 INSTANT = "pipeline.stages.execute.instant"
 """An executor that computes nothing, to measure the others: see `Manner`."""
 
+SWAP = "swap"
+"""The segment of preempted sequences' KV blocks: the supervisor's, written and read by the executor."""
+
 MESSAGES_PER_REQUEST = 4
 """The most that one open request has on one edge: submit, abort, closed, release."""
 
@@ -108,6 +111,11 @@ def arena_bytes(settings: Settings, name: str) -> int:
         case "execute":
             return settings.execute.arena_bytes
     raise KeyError(name)
+
+
+def private_segments(settings: Settings, name: str) -> dict[str, int]:
+    """Segments that a stage alone writes and reads: their sizes by name."""
+    return {SWAP: settings.execute.swap_bytes} if name == "execute" and settings.execute.swap_bytes else {}
 
 
 def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[Peer]:

@@ -3,6 +3,8 @@
     create ──► (children inherit the descriptor) ──► map ──► close
     supervisor                                        child     each holder for itself
 
+What is large and not needed at once is reserved by a thread (`Reservation`), while stages load.
+
 A segment has no name in any file system, so nothing can be left behind: the kernel frees it with the last descriptor
 and mapping. One process maps it writable, all others read-only.
 """
@@ -10,36 +12,107 @@ and mapping. One process maps it writable, all others read-only.
 import errno
 import mmap
 import os
+import threading
 
 from pipeline.shm.available import available_bytes
 
+PART_BYTES = 64 * 1024**2
+"""What a `Reservation` reserves at once: some 15 ms."""
+
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+
 
 def create(name: str, num_bytes: int) -> int:
-    """Create a segment of `num_bytes` and reserve its memory now. Returns its descriptor, closed on exec.
+    """Create a stage's segment of `num_bytes` and reserve its memory now. Returns its descriptor, closed on exec.
 
     Raises MemoryError, in words for the user, where the machine can't hold it.
     """
+    key = f"{name.partition('.')[0]}.arena_bytes"
     # The kernel does not refuse an anonymous file that is too large: it fills the memory until it has to kill somebody.
     available = available_bytes()
     if num_bytes > available:
-        raise _too_large(name, num_bytes, available)
+        raise _too_large(name, num_bytes, available, key)
     fd = os.memfd_create(f"pipeline-{name}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, num_bytes)
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
         os.close(fd)
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        if error.errno not in NO_ROOM:
             raise
-        raise _too_large(name, num_bytes, available) from error
+        raise _too_large(name, num_bytes, available, key) from error
     return fd
 
 
-def _too_large(name: str, num_bytes: int, available: int) -> MemoryError:
+def _too_large(name: str, num_bytes: int, available: int, key: str) -> MemoryError:
     return MemoryError(
         f"cannot reserve {num_bytes / 1024**2:.0f} MiB of shared memory for {name}, where "
-        f"{available / 1024**2:.0f} MiB are free: lower {name}.arena_bytes, or free memory"
+        f"{available / 1024**2:.0f} MiB are free: lower {key}, or free memory"
     )
+
+
+class Reservation:
+    """A segment whose memory is reserved beside other work: by a thread, part by part. `key` is the setting that says
+    how large it is; `others_bytes` is memory that others have not taken yet, and will.
+
+    `fd` is whoever's that made this, to be closed after `close`. Raises MemoryError, in words for the user, where the
+    machine can't hold it; where that shows later, `check` does.
+    """
+
+    def __init__(self, name: str, num_bytes: int, key: str, others_bytes: int = 0) -> None:
+        available = max(0, available_bytes() - others_bytes)
+        self._name, self._num_bytes, self._key = name, num_bytes, key
+        if num_bytes > available:
+            raise _too_large(name, num_bytes, available, key)
+        self.fd = os.memfd_create(f"pipeline-{name}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, num_bytes)
+            self._ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            os.close(self.fd)
+            if error.errno not in NO_ROOM:
+                raise
+            raise _too_large(name, num_bytes, available, key) from error
+        self._error: BaseException | None = None
+        self._is_over = self._is_given_up = False
+        self._thread = threading.Thread(target=self._run, name=f"reserve-{name}", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable when it is over."""
+        return self._ended
+
+    def check(self) -> bool:
+        """Whether all is reserved. Raises MemoryError, in words for the user, where there was too little."""
+        if not self._is_over:
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def close(self) -> None:
+        """End it, done or not."""
+        self._is_given_up = True
+        self._thread.join()
+        os.close(self._ended)
+
+    def _run(self) -> None:
+        try:
+            for begin in range(0, self._num_bytes, PART_BYTES):
+                size = min(PART_BYTES, self._num_bytes - begin)
+                if self._is_given_up:
+                    return
+                if size > (available := available_bytes()):
+                    raise _too_large(self._name, self._num_bytes, begin + available, self._key)
+                os.posix_fallocate(self.fd, begin, size)
+        except OSError as error:
+            is_full = error.errno in NO_ROOM
+            self._error = _too_large(self._name, self._num_bytes, begin, self._key) if is_full else error
+        except MemoryError as error:
+            self._error = error
+        finally:
+            self._is_over = True
+            os.eventfd_write(self._ended, 1)
 
 
 def attach(fd: int, num_bytes: int, *, writable: bool) -> memoryview:

@@ -36,11 +36,11 @@ def expected(prompt: list[int], sampling: m.Sampling, index: int, max_tokens: in
 
 
 class _Row:
-    def __init__(self, add: m.RowAdd, ids: "np.ndarray[Any, Any]", blocks: "np.ndarray[Any, Any]") -> None:
+    def __init__(self, add: m.RowAdd, ids: list[int], blocks: "np.ndarray[Any, Any]") -> None:
         self.generation = add.generation
         self.index = add.index
         self.sampling = msgspec.msgpack.decode(add.sampling, type=m.Sampling)
-        self.ids = dict(enumerate(ids.tolist()))
+        self.ids = dict(enumerate(ids))
         self.table: list[int] = blocks.tolist()
         self.dead = False
 
@@ -54,12 +54,27 @@ class FakeExecutor:
         block_size: int = 16,
         take: Callable[[Array, Any], "np.ndarray[Any, Any]"] | None = None,
         put: Callable[["np.ndarray[Any, Any]"], Array] | None = None,
+        num_swap_blocks: int = 0,
+        token_s: float = 0.001,
+        copy_s: float = 0.0001,
     ) -> None:
-        self.kv = np.full((num_blocks, block_size), EMPTY, np.int64)
+        """`token_s` and `copy_s` are what computing a token and copying a block are said to take."""
+        self._token_s, self._copy_s = token_s, copy_s
+        self.kv = np.full((num_blocks + num_swap_blocks, block_size), EMPTY, np.int64)
+        """The blocks of the KV memory, and those of the swap segment behind them."""
+        self.num_blocks = num_blocks
+        self.num_copies = 0
         self.rows: dict[int, _Row] = {}
         self.block_size = block_size
         self._take = take or (lambda array, dtype: np.frombuffer(array, dtype).copy())
         self._put = put or (lambda array: array.tobytes())
+
+    def _copy(self, sources: list[int], targets: list[int]) -> int:
+        for source, target in zip(sources, targets, strict=True):
+            assert source != target
+            self.kv[target] = self.kv[source]
+        self.num_copies += len(sources)
+        return len(sources)
 
     def run(self, step: m.Step) -> m.StepResult:
         take = self._take
@@ -67,11 +82,17 @@ class FakeExecutor:
             del self.rows[row]
         for add in step.adds:
             assert add.row not in self.rows, f"row {add.row} is taken"
-            self.rows[add.row] = _Row(add, take(add.ids, np.int32), take(add.blocks, np.int32))
+            ids = take(add.ids, np.int32).tolist()
+            if add.fork_of >= 0:
+                leader = self.rows[add.fork_of]
+                ids = [leader.ids[place] for place in range(add.num_prompt)] + ids
+            self.rows[add.row] = _Row(add, ids, take(add.blocks, np.int32))
         for row, block in zip(
             take(step.block_rows, np.int32).tolist(), take(step.block_ids, np.int32).tolist(), strict=True
         ):
             self.rows[row].table.append(block)
+        num_copies = self._copy(take(step.copy_sources, np.int32).tolist(), take(step.copy_targets, np.int32).tolist())
+        assert all(block < self.num_blocks for row in self.rows.values() for block in row.table), "a row in swap space"
         entries = list(
             zip(
                 take(step.rows, np.int32).tolist(),
@@ -90,14 +111,16 @@ class FakeExecutor:
                 assert slot not in written, f"two rows write slot {slot}"
                 written.add(slot)
                 self.kv[slot] = state.ids[position]
-        sampled, ids, finishes = [], [], []
+        sampled: list[int] = []
+        drawn_ids: list[int] = []
+        finishes: list[int] = []
         for row, start, count, samples in entries:
             if not samples:
                 continue
             sampled.append(row)
             state = self.rows[row]
             if state.dead:
-                ids.append(-1)
+                drawn_ids.append(-1)
                 finishes.append(int(Finish.NONE))
                 continue
             length = start + count
@@ -105,7 +128,7 @@ class FakeExecutor:
             assert EMPTY not in context, f"row {row} reads KV that nobody has written"
             drawn = next_id(context, state.sampling.seed, state.index)
             state.ids[length] = drawn
-            ids.append(drawn)
+            drawn_ids.append(drawn)
             state.dead = drawn in state.sampling.stop_token_ids
             finishes.append(int(Finish.STOP if state.dead else Finish.NONE))
         put = self._put
@@ -114,8 +137,9 @@ class FakeExecutor:
             step_id=step.step_id,
             rows=put(np.array(sampled, np.int32)),
             generations=put(np.array([self.rows[row].generation for row in sampled], np.uint32)),
-            ids=put(np.array(ids, np.int32)),
+            ids=put(np.array(drawn_ids, np.int32)),
             finishes=put(np.array(finishes, np.uint8)),
-            compute_s=0.0,
+            compute_s=0.001 + self._token_s * len(written) + self._copy_s * num_copies,
             wait_s=0.0,
+            copy_s=self._copy_s * num_copies,
         )

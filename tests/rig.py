@@ -82,6 +82,11 @@ class Rig:
             self._memories[name] = segment.attach(fd, size, writable=True)
             if name not in own:
                 self._arenas[name] = Arena(name, self._memories[name])
+        for name, size in topology.private_segments(self.settings, stage).items():
+            fd = segment.create(name, size)
+            self._fds.append(fd)
+            segments.append(m.Segment(name, fd, size, writable=True))
+            self._memories[name] = segment.attach(fd, size, writable=True)
         death_read, self._death_write = os.pipe()
         self._fds += [death_read, self._death_write]
         self.launch = m.Launch(
@@ -185,6 +190,10 @@ class Rig:
 
     def arena(self, name: str) -> Arena:
         return self._arenas[name]
+
+    def memory(self, name: str) -> memoryview:
+        """A segment, as the stage has it."""
+        return self._memories[name]
 
     def bytes_of(self, array: Array) -> bytes:
         """The bytes of an array that the stage sent."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Of `program.cpp`; raised with every change of its interface."""
 
 PANEL = 16
@@ -88,6 +88,18 @@ class LayerMemory(Structure):
     _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int))
 
 
+class Blocks(Structure):
+    """`Blocks` in copy.h."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        ("swap", c_void_p),
+        ("num_layers", c_int),
+        ("num_blocks", c_int),
+        ("layer_bytes", c_size_t),
+    )
+
+
 class HeadNorms(Structure):
     """`HeadNorms` in linear.h."""
 
@@ -131,6 +143,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
     "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p]),
     "clear": (None, [c_void_p, c_void_p, c_size_t]),
+    "copy_blocks": (None, [c_void_p, POINTER(Blocks), c_void_p, c_void_p, c_int]),
     "act_bytes": (c_int, []),
     "activation_bytes": (c_size_t, [c_int, c_int]),
     "program_new": (c_void_p, [c_void_p, POINTER(StepArrays)]),

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "copy.h"
 #include "embed.h"
 #include "linear.h"
 #include "norm.h"
@@ -149,7 +150,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 3; }
+int abi_version() { return 4; }
 
 // --- threads
 
@@ -171,6 +172,14 @@ void clear(Team* team, uint8_t* memory, size_t bytes) {
     team->each(int((bytes + part - 1) / part),
                [=](int i) { memset(memory + i * part, 0, std::min(part, bytes - i * part)); });
 }
+
+// --- KV memory
+
+void copy_blocks(Team* team, const Blocks* blocks, const int32_t* sources, const int32_t* targets, int count) {
+    copy_blocks_of(*team, *blocks, sources, targets, count);
+}
+
+// --- activations
 
 int act_bytes() { return sizeof(act); }
 size_t activation_bytes(int form, int width) { return row_bytes(Form(form), width); }

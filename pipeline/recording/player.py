@@ -8,6 +8,7 @@ the same bytes. What goes to the supervisor is not captured: that is about the p
 """
 
 import asyncio
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -59,7 +60,8 @@ class ReplayTape(Tape):
         self._last: dict[str, float] = {"monotonic": 0.0, "time": 0.0}
         self._begun = time.monotonic()
         self._is_over = False
-        self.memories = {one.name: memoryview(bytearray(one.num_bytes)) for one in header.segments}
+        # Of pages that nobody writes, none is taken: swap space may be large.
+        self.memories = {one.name: memoryview(mmap.mmap(-1, one.num_bytes)) for one in header.segments}
         self.num_wakes = self.num_messages = 0
         self._capture = FileWriter(replay.out)
         self._capture.put(f.MAGIC + f.frame(msgspec.structs.replace(header, has_sent=True)))

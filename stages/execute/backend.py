@@ -12,12 +12,18 @@ from pipeline.kernels.step_inputs import StepInputs
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.native_program import NativeProgram, unsupported
-from pipeline.stages.execute.program import Program
+from pipeline.stages.execute.program import Program, SwapArray
 from pipeline.stages.execute.torch_program import TorchProgram
 
 
 def make_program(
-    settings: Settings, config: ModelConfig, inputs: StepInputs, draws: DrawInputs, kv: KVPlan, num_threads: int
+    settings: Settings,
+    config: ModelConfig,
+    inputs: StepInputs,
+    draws: DrawInputs,
+    kv: KVPlan,
+    num_threads: int,
+    swap: SwapArray | None = None,
 ) -> Program:
     """An empty program of the back end that `execute.kernels` names, by default the fastest that this machine has.
 
@@ -25,9 +31,11 @@ def make_program(
     """
     library = _library(settings, config)
     if library is None:
-        return TorchProgram(settings, config, inputs, draws, kv.num_blocks)
+        return TorchProgram(settings, config, inputs, draws, kv.num_blocks, swap)
     level, path = library
-    return NativeProgram(native.load(path), level, num_threads, config, inputs, draws, kv.num_blocks, kv.max_model_len)
+    return NativeProgram(
+        native.load(path), level, num_threads, config, inputs, draws, kv.num_blocks, kv.max_model_len, swap
+    )
 
 
 def _library(settings: Settings, config: ModelConfig) -> tuple[Level, Path] | None:

@@ -29,7 +29,9 @@ def run(launch: m.Launch) -> None:
         max_model_len = min(settings.max_model_len or config.max_position, config.max_position)
         executor = Instant(settings.schedule.max_num_seqs, config)
         stage.log.warning("an instant executor answers with made-up ids: this is no model")
-        stage.ready(m.ExecuteFacts(NUM_BLOCKS, settings.schedule.block_size, max_model_len, config.vocab_size))
+        num_swap_blocks = NUM_BLOCKS if settings.execute.swap_bytes else 0
+        block_size, vocab_size = settings.schedule.block_size, config.vocab_size
+        stage.ready(m.ExecuteFacts(NUM_BLOCKS, block_size, max_model_len, vocab_size, num_swap_blocks))
         while True:
             messages: list[m.ExecuteInbox] = stage.inbox.wait_all(IDLE_S)
             for message in messages:
@@ -67,6 +69,8 @@ class Instant:
             arrays.done(add.ids)
             arrays.done(add.blocks)
         for array in (step.drops, step.block_rows, step.block_ids, step.starts, step.counts):
+            arrays.done(array)
+        for array in (step.copy_sources, step.copy_targets):
             arrays.done(array)
         rows = arrays.take(step.rows, np.int32)[arrays.take(step.samples, np.uint8) > 0]
         ids = (self._first + (rows * 131 + step.step_id * 17) % self._num_ids).astype(np.int32)

@@ -1,8 +1,9 @@
-"""The executor's KV memory: how many blocks it has, and how long a sequence can be in it."""
+"""The executor's KV memory: how many blocks it has, and swap space, and how long a sequence can be in it."""
 
 import logging
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
@@ -11,6 +12,7 @@ from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
+from pipeline.stages.execute.program import SwapArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,7 @@ class KVPlan:
 
 def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
     """Raises UserError where the memory doesn't hold one block, or the machine doesn't hold the memory."""
-    dtype: torch.dtype = getattr(torch, settings.execute.dtype)
-    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    num_bytes = _block_bytes(settings, config)
     num_blocks = settings.execute.kv_cache_bytes // num_bytes
     if num_blocks < 1:
         raise UserError(
@@ -47,3 +48,21 @@ def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
             -(-wanted // BLOCK_SIZE) * num_bytes,
         )
     return KVPlan(num_blocks, min(wanted, num_blocks * BLOCK_SIZE))
+
+
+def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview) -> SwapArray:
+    """Swap space as whole blocks. Raises UserError where the memory doesn't hold one."""
+    num_bytes = _block_bytes(settings, config)
+    num_blocks = len(memory) // num_bytes
+    if num_blocks < 1:
+        raise UserError(
+            f"execute.swap_bytes is {len(memory)}, but one block of {BLOCK_SIZE} tokens of this model takes "
+            f"{num_bytes} bytes: raise execute.swap_bytes, or set it to 0"
+        )
+    swap: SwapArray = np.frombuffer(memory, np.uint8)[: num_blocks * num_bytes].reshape(num_blocks, num_bytes)
+    return swap
+
+
+def _block_bytes(settings: Settings, config: ModelConfig) -> int:
+    dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+    return block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype)

@@ -17,7 +17,15 @@ from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.matrix import Matrix, join
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
-from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear, LogitArray, MlpWeights, Program
+from pipeline.stages.execute.program import (
+    AttentionWeights,
+    HeadNorms,
+    Linear,
+    LogitArray,
+    MlpWeights,
+    Program,
+    SwapArray,
+)
 from pipeline.stages.execute.rope import rope_frequencies
 
 PAIR = 8
@@ -54,6 +62,7 @@ class NativeProgram(Program):
         draws: DrawInputs,
         num_blocks: int,
         max_model_len: int,
+        swap: SwapArray | None = None,
     ) -> None:
         assert unsupported(config) is None
         self.name = f"cpu, {level}"
@@ -81,6 +90,9 @@ class NativeProgram(Program):
             native.LayerMemory(self._memory(layer_bytes(config, num_blocks)), config.num_kv_heads, config.head_dim)
             for _ in range(config.num_layers)
         ]
+        self._swap = swap
+        """Kept, for the library knows its address alone."""
+        self._blocks = self._block_places(num_blocks)
         self._plans: dict[int, int] = {}
 
     def embed(self, table: Matrix) -> None:
@@ -134,6 +146,13 @@ class NativeProgram(Program):
             raise MasksLate(f"masks did not come within {self._ticket.timeout_ms} ms")
         return self._draws.ids[: inputs.num_samples].copy()
 
+    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape
+        sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+        self._library.copy_blocks(
+            self._team.handle, ctypes.byref(self._blocks), sources.ctypes.data, targets.ctypes.data, len(sources)
+        )
+
     def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
         """Let the next steps wait, before they draw, until the uint32 at the address `word` is `wanted`; an address of
         0 ends that. A step whose masks are late raises `MasksLate` and leaves rows without ids."""
@@ -176,6 +195,7 @@ class NativeProgram(Program):
             self._handle = None
             self._team.close()
             self._kept.clear()
+            self._swap = None
 
     # What follows lays out memory. Addresses are plain numbers; `_kept` keeps what they point to.
 
@@ -226,6 +246,18 @@ class NativeProgram(Program):
             **{name: getattr(inputs, name).ctypes.data for name in names},
             **{name: getattr(inputs, name).data_ptr() for name in tensors},
             max_blocks=inputs.block_tables.shape[1],
+        )
+
+    def _block_places(self, num_blocks: int) -> native.Blocks:
+        """Where the blocks of all layers lie, and those of swap space."""
+        layers = np.array([layer.data for layer in self._kv], np.uint64)
+        self._kept.append(layers)
+        return native.Blocks(
+            layers=layers.ctypes.data,
+            swap=None if self._swap is None else self._swap.ctypes.data,
+            num_layers=len(layers),
+            num_blocks=num_blocks,
+            layer_bytes=layer_bytes(self._config, 1),
         )
 
     def _memory(self, num_bytes: int) -> int:

@@ -18,6 +18,9 @@ from pipeline.kernels.step_inputs import IntArray
 
 LogitArray = np.ndarray[Any, np.dtype[np.float32]]
 
+SwapArray = np.ndarray[Any, np.dtype[np.uint8]]
+"""Swap space: [num_swap_blocks, bytes of a block with all layers]. How a block lies there is the program's business."""
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -85,6 +88,11 @@ class Program(ABC):
     @abstractmethod
     def run(self) -> IntArray:
         """Compute the step that the inputs hold. Returns the ids drawn, int32 [samples]."""
+
+    @abstractmethod
+    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy whole KV blocks, with all layers, one after the other; int32. Ids from the number of KV blocks on are
+        blocks of swap space."""
 
     @abstractmethod
     def logits(self) -> LogitArray:

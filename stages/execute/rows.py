@@ -70,9 +70,14 @@ class RowTable:
         blocks: IntArray,
         sampling: Sampling,
         eos_ids: Collection[int],
+        fork_of: int = -1,
+        num_prompt: int = 0,
     ) -> None:
-        """A sequence with these known ids takes a row."""
+        """A sequence with these known ids takes a row; behind the first `num_prompt` ids of row `fork_of`, if that is
+        one."""
         assert not self.taken[row], f"row {row} is taken already"
+        if fork_of >= 0:
+            ids = np.concatenate((self._prompt_of(fork_of, num_prompt), ids))
         assert 0 < len(ids) <= self.max_model_len, f"{len(ids)} ids for row {row}, {self.max_model_len} at most"
         assert ids.min() >= 0 and ids.max() < self._vocab_size, f"row {row} has ids outside of the vocabulary"
         self.taken[row], self.ended[row] = True, False
@@ -88,6 +93,12 @@ class RowTable:
         self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.keys[row] = sequence_key(sampling.seed, index)
         self.stops[row] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
+
+    def _prompt_of(self, row: int, num_prompt: int) -> IntArray:
+        assert row < len(self.taken) and self.taken[row], f"a fork of row {row}, which is not taken"
+        known = int(self.num_ids[row])
+        assert 0 < num_prompt <= known, f"a fork of {num_prompt} ids of row {row}, which has {known}"
+        return self.ids[row, :num_prompt]
 
     def append_blocks(self, rows: IntArray, blocks: IntArray) -> None:
         """Parallel arrays; several blocks of one row come in order."""

@@ -1,6 +1,7 @@
 """One step, from the message to what was sampled: apply its changes, run the program, sample, end rows."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.shm.arrays import Array
 from pipeline.stages.execute.backend import make_program
-from pipeline.stages.execute.kv import plan_kv
+from pipeline.stages.execute.kv import divide_swap, plan_kv
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.weights import Weights
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 """Copies an array out of a message: (array, dtype) → one-dimensional."""
+
+Clock = Callable[[], float]
 
 NO_ID = -1
 """What a row that had ended already yields."""
@@ -40,23 +43,29 @@ class Sampled:
     num_rows: int = 0
     """Entries that were computed, those that had ended before left out; likewise"""
     num_tokens: int = 0
+    num_copies: int = 0
+    copy_s: float = 0.0
+    """What the step's copies took."""
 
 
 class Runner:
-    """The model, its memory and its rows. Raises UserError, in the user's words, where the model can't be run so."""
+    """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
+    words, where the model can't be run so."""
 
-    def __init__(self, settings: Settings, model_dir: Path) -> None:
+    def __init__(self, settings: Settings, model_dir: Path, swap: memoryview | None = None) -> None:
         config = ModelConfig.load(model_dir)
         kv = plan_kv(settings, config)
         max_num_seqs = settings.schedule.max_num_seqs
-        self.facts = ExecuteFacts(kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size)
+        swapped = None if swap is None else divide_swap(settings, config, swap)
+        num_swap_blocks = 0 if swapped is None else len(swapped)
+        self.facts = ExecuteFacts(kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks)
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
         self.inputs = StepInputs(
             settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
         )
         self.draws = DrawInputs(max_num_seqs)
         num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
-        self.program = make_program(settings, config, self.inputs, self.draws, kv, num_threads)
+        self.program = make_program(settings, config, self.inputs, self.draws, kv, num_threads, swapped)
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
         weights = Weights(model_dir, config, dtype)
         record_model(config, weights, self.program)
@@ -69,9 +78,11 @@ class Runner:
         """Give back threads and memory."""
         self.program.close()
 
-    def step(self, step: Step, take: Take) -> Sampled:
-        """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage."""
+    def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
+        """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage. Copies alone are
+        timed here, by `clock`."""
         self._change_rows(step, take)
+        num_copies, copy_s = self._copy(step, take, clock)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).astype(bool)
         assert len(rows) == len(starts) == len(counts) == len(samples)
@@ -83,7 +94,10 @@ class Runner:
         else:
             ids = np.empty(0, np.int32)
         sampled = self._result(rows[samples], running[samples], ids)
-        return replace(sampled, num_rows=int(running.sum()), num_tokens=int(counts[running].sum()))
+        num_tokens = int(counts[running].sum())
+        return replace(
+            sampled, num_rows=int(running.sum()), num_tokens=num_tokens, num_copies=num_copies, copy_s=copy_s
+        )
 
     def _change_rows(self, step: Step, take: Take) -> None:
         self.rows.drop(take(step.drops, np.int32))
@@ -96,8 +110,24 @@ class Runner:
                 take(add.blocks, np.int32),
                 self._samplings.decode(add.sampling),
                 self._eos_ids,
+                add.fork_of,
+                add.num_prompt,
             )
         self.rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
+
+    def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
+        """Make the step's copies. Returns how many and the seconds they took; a step without any asks no clock."""
+        sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
+        assert len(sources) == len(targets), f"{len(sources)} blocks to copy from, {len(targets)} to copy to"
+        if not len(sources):
+            return 0, 0.0
+        end = self.facts.num_blocks + self.facts.num_swap_blocks
+        for blocks in (sources, targets):
+            assert blocks.min() >= 0 and blocks.max() < end, f"blocks {blocks} are copied, of {end}"
+        assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
+        began = clock()
+        self.program.copy_blocks(sources, targets)
+        return len(sources), clock() - began
 
     def _compute(
         self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, np.dtype[np.bool_]]"

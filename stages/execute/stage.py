@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.execute.counting import Counting
 from pipeline.tracing import Args
@@ -33,13 +34,15 @@ def run(launch: m.Launch) -> None:
     """
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
-        runner = _load(launch)
-        fields = {
+        runner = _load(launch, stage.memory(topology.SWAP))
+        fields: dict[str, object] = {
             "model": launch.model_dir,
             "weights": runner.weight_formats,
             "blocks": runner.facts.num_blocks,
             "kernels": runner.program.name,
         }
+        if runner.facts.num_swap_blocks:
+            fields["swap_blocks"] = runner.facts.num_swap_blocks
         stage.log.info("loaded", extra={"fields": fields})
         stage.ready(runner.facts)
         try:
@@ -50,7 +53,7 @@ def run(launch: m.Launch) -> None:
         stage.close()
 
 
-def _load(launch: m.Launch) -> "Runner":
+def _load(launch: m.Launch, swap: memoryview | None) -> "Runner":
     # Libraries read these when they are loaded, so torch is imported below and not above.
     num_threads = launch.settings.execute.threads or len(os.sched_getaffinity(0))
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
@@ -62,7 +65,7 @@ def _load(launch: m.Launch) -> "Runner":
     from pipeline.stages.execute.runner import Runner
 
     torch.set_num_threads(num_threads)
-    runner = Runner(launch.settings, Path(launch.model_dir))
+    runner = Runner(launch.settings, Path(launch.model_dir), swap)
     gc.collect()
     gc.freeze()
     return runner
@@ -95,7 +98,7 @@ def _publish(
 ) -> float:
     """Compute a step and send its result. Returns when it was computed, by the stage's clock."""
     began = stage.tape.monotonic()
-    sampled = runner.step(step, stage.arrays.take)
+    sampled = runner.step(step, stage.arrays.take, stage.tape.monotonic)
     ended = stage.tape.monotonic()
     result = m.StepResult(
         incarnation=step.incarnation,
@@ -106,6 +109,7 @@ def _publish(
         finishes=stage.arrays.put(sampled.finishes),
         compute_s=ended - began,
         wait_s=began - idle_since,
+        copy_s=sampled.copy_s,
     )
     sent = stage.outbox("schedule").send(result)
     assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"
@@ -118,5 +122,7 @@ def _publish(
             "sampled": len(sampled.rows),
             "wait_ms": round((began - idle_since) * 1000, 3),
         }
+        if sampled.num_copies:
+            args |= {"copies": sampled.num_copies, "copy_ms": round(sampled.copy_s * 1000, 3)}
         stage.trace.span("step", began, ended, args, [add.request_id for add in step.adds])
     return ended

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import DrawInputs
-from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.paged_attention import AttentionPlan
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.calls import Calls, Extent
-from pipeline.stages.execute.program import AttentionWeights, Linear, LogitArray, MlpWeights, Program
+from pipeline.stages.execute.program import AttentionWeights, Linear, LogitArray, MlpWeights, Program, SwapArray
 from pipeline.stages.execute.rope import rope_frequencies
 from pipeline.stages.execute.sampler import Sampler
 
@@ -24,7 +24,13 @@ class TorchProgram(Program):
     """Raises ValueError for a device that we have no kernels for."""
 
     def __init__(
-        self, settings: Settings, config: ModelConfig, inputs: StepInputs, draws: DrawInputs, num_blocks: int
+        self,
+        settings: Settings,
+        config: ModelConfig,
+        inputs: StepInputs,
+        draws: DrawInputs,
+        num_blocks: int,
+        swap: SwapArray | None = None,
     ) -> None:
         self._ops = ops = select(settings.execute.device, getattr(torch, settings.execute.dtype))
         self.name = ops.name
@@ -32,9 +38,11 @@ class TorchProgram(Program):
         self._inputs = inputs
         self._num_layers = 0
         self._table: tuple[Matrix, Tensor] | None = None
-        self.kv: list[LayerKV] = ops.kv_allocate(
+        self._memory = ops.kv_allocate(
             config.num_layers, num_blocks, config.num_kv_heads, config.head_dim, ops.dtype, ops.device
         )
+        self.kv: list[LayerKV] = layers_of(self._memory)
+        self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
         self._sampler = Sampler(ops, draws)
         self._calls = calls = Calls(inputs, ops.dtype)
         self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
@@ -89,6 +97,9 @@ class TorchProgram(Program):
         with torch.inference_mode():
             self._calls.run()
             return self._sampler.sample(self._calls.view(self._logits))
+
+    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        self._ops.copy_blocks(self._memory, self._swapped, sources.tolist(), targets.tolist())
 
     def logits(self) -> LogitArray:
         array: LogitArray = self._calls.view(self._logits).numpy()

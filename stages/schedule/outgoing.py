@@ -11,8 +11,9 @@ import numpy as np
 
 from pipeline.messages import Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.request import Ids, Sequence
-from pipeline.stages.schedule.rows import Int64s, Rows
+from pipeline.stages.schedule.arrays import Ids, Int64s
+from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.rows import Rows
 from pipeline.topology import shard
 
 Put = Callable[["np.ndarray[Any, Any]"], Array]

@@ -1,30 +1,83 @@
-"""Who runs, and how much: pure functions over counts."""
+"""Who goes first, and who may be put back for whom. Pure functions over what is known of sequences.
 
-import numpy as np
+A policy gives each sequence a rank. Ranks are compared first: a sequence of a lower rank is computed, started and
+brought back before all of a higher one, and, where the policy preempts, instead of them. Within a rank, who came first
+goes first and is preempted last, and so always ends.
+"""
 
-from pipeline.stages.schedule.rows import Int64s
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Literal, Protocol
+
+from pipeline.stages.schedule.request import Request, Sequence
+
+Name = Literal["fcfs", "priority", "longest-prefix-match"]
+
+WINDOW = 32
+"""Waiting sequences, from the first on, among which the longest prefix is looked for."""
+MAX_PASSED = 64
+"""How often one of them may be passed over before it goes first."""
 
 
-def grant(need: Int64s, budget: int) -> Int64s:
-    """Divide a step's budget of tokens among rows.
+class Policy(Protocol):
+    """What the scheduler asks."""
 
-    Args:
-        need: int64 [rows], tokens each row could compute, oldest first.
-        budget: tokens to hand out.
+    preempts: bool
+    """Whether a waiting sequence may take the place of a running one of a higher rank."""
 
-    Returns:
-        int64 [rows], at most `need` each. Rows that need one token, the decoding ones, come first, so that a long
-        prompt never stalls running streams; then the others by age. Their sum is at most `budget`.
-    """
-    decoding = need == 1
-    if len(need) <= budget and decoding.all():
-        return need  # nearly every step
-    grants = decoding * (decoding.cumsum() <= budget)
-    left = budget - int(grants.sum())
-    chunks = need * ~decoding
-    before = chunks.cumsum() - chunks
-    grants = grants + (left - before).clip(0, chunks)
-    return np.asarray(grants, np.int64)
+    def rank(self, request: Request) -> int:
+        """Lower goes first."""
+        ...
+
+    def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
+        """The place of the one that starts next among those that wait, by order; there is one at least. `num_cached`
+        says how many blocks of a sequence's ids are in the prefix cache."""
+        ...
+
+    window: int
+    """How many of the waiting `choose` looks at."""
+
+
+class Fcfs:
+    """First come, first served."""
+
+    preempts = False
+    window = 1
+
+    def rank(self, request: Request) -> int:
+        return 0
+
+    def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
+        return 0
+
+
+class Priority(Fcfs):
+    """The lowest priority first, and instead of higher ones that run."""
+
+    preempts = True
+
+    def rank(self, request: Request) -> int:
+        return request.priority
+
+
+class LongestPrefixMatch(Fcfs):
+    """Who finds most of its ids in the cache starts first, so that a prefix is used while it is there. Proposed by
+    SGLang (Zheng et al., 2024, arXiv:2312.07104); here nobody is passed over for ever."""
+
+    window = WINDOW
+
+    def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
+        if waiting[0].num_passed >= MAX_PASSED:
+            return 0
+        lengths = [num_cached(sequence) for sequence in waiting]
+        return lengths.index(max(lengths))
+
+
+POLICIES: dict[Name, Callable[[], Policy]] = {
+    "fcfs": Fcfs,
+    "priority": Priority,
+    "longest-prefix-match": LongestPrefixMatch,
+}
 
 
 def may_start(num_available: int, num_needed: int, num_running: int) -> bool:

@@ -1,14 +1,15 @@
 """Requests and their sequences, as the scheduler keeps them."""
 
-from typing import Any
-
 import msgspec
-import numpy as np
 from msgspec import Raw
 
 from pipeline.messages import FirstTimes
+from pipeline.stages.schedule import prefix
+from pipeline.stages.schedule.arrays import Ids
+from pipeline.stages.schedule.swap import Swapped
 
-Ids = np.ndarray[Any, np.dtype[np.int32]]
+Order = tuple[int, float, int]
+"""Rank, arrival and number: a sequence's place among all."""
 
 NO_ROW = -1
 
@@ -29,6 +30,9 @@ class Request(msgspec.Struct, eq=False):
     """By index: those without a closing. A request whose last sequence closes stays as a log until `Closed`."""
     queued_s: float = 0.0
     """When it was taken in, by time.monotonic(); as below."""
+    priority: int = 0
+    root: bytes = prefix.ROOT
+    """What its prefix keys begin with."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -41,10 +45,16 @@ class Sequence(msgspec.Struct, eq=False):
     """int32, every settled id: the prompt, then outputs"""
     limit: int
     """Ids at which it ends by length."""
+    order: Order
+    """Its place among all sequences: who is first goes first, and is preempted last."""
     row: int = NO_ROW
     keys: list[bytes] = []
     """Prefix keys of its full blocks, as far as they were needed."""
+    swapped: Swapped | None = None
+    """Where its keys and values are while it waits, if they were kept."""
     num_preemptions: int = 0
+    num_passed: int = 0
+    """How often a later one started before it, while it waited."""
     started_s: float = 0.0
     """When its first step was planned; 0 before."""
     first_s: float = 0.0
@@ -53,11 +63,6 @@ class Sequence(msgspec.Struct, eq=False):
     """Ids it came with: its prompt, and outputs that the client had already."""
     num_cached: int = 0
     """Ids that it found in the prefix cache when it first started."""
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """Its place among all sequences: who came first goes first, and is preempted last."""
-        return self.request.arrival_s, self.seq
 
     @property
     def first_times(self) -> FirstTimes:

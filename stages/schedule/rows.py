@@ -7,14 +7,11 @@ and Python only touches rows that start, end, or cross a block boundary.
 """
 
 from bisect import bisect_left, insort
-from typing import Any
 
 import numpy as np
 
-from pipeline.stages.schedule.request import NO_ROW, Sequence
-
-Int32s = np.ndarray[Any, np.dtype[np.int32]]
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
+from pipeline.stages.schedule.arrays import Int32s, Int64s
+from pipeline.stages.schedule.request import NO_ROW, Order, Sequence
 
 
 class Rows:
@@ -25,6 +22,8 @@ class Rows:
         """Settled ids, prompt and outputs."""
         self.planned: Int64s = np.zeros(max_num_seqs, np.int64)
         """Positions whose KV is computed, or will be by steps in flight."""
+        self.ahead: Int64s = np.zeros(max_num_seqs, np.int64)
+        """The same, without what the plan that is being made adds: what its copies may read."""
         self.promised: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that steps in flight will sample."""
         self.limit: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -34,6 +33,10 @@ class Rows:
         self.num_blocks: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_keyed: Int64s = np.zeros(max_num_seqs, np.int64)
         """Blocks, from the first, that have been offered to the prefix cache."""
+        self.rank: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Of the sequence's order"""
+        self.is_long = np.zeros(max_num_seqs, np.bool_)
+        """Whether it began with a long prompt to compute."""
         self.seq = np.zeros(max_num_seqs, np.uint64)
         self.generation = np.zeros(max_num_seqs, np.uint32)
         self.active = np.zeros(max_num_seqs, np.bool_)
@@ -41,7 +44,7 @@ class Rows:
         self.table: Int32s = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._by_age: list[tuple[tuple[float, int], int]] = []
+        self._by_age: list[tuple[Order, int]] = []
         self._order: Int64s | None = None
 
     def __len__(self) -> int:
@@ -58,16 +61,16 @@ class Rows:
             self._order = np.fromiter((row for _, row in self._by_age), np.int64, len(self._by_age))
         return self._order
 
-    @property
-    def youngest(self) -> int:
-        return self._by_age[-1][1]
-
-    def start(self, sequence: Sequence, blocks: list[int], num_cached: int) -> int:
-        """Give a sequence a row; its ids move into it. Returns the row."""
+    def start(self, sequence: Sequence, blocks: list[int], num_computed: int, long_tokens: int) -> int:
+        """Give a sequence a row, with keys and values of its first positions in its blocks; its ids move into it. It is
+        long if it has more than `long_tokens` to compute. Returns the row."""
         row = self._free.pop()
         known = len(sequence.ids)
         self.known[row] = known
-        self.planned[row] = num_cached
+        self.planned[row] = num_computed
+        self.ahead[row] = 0
+        self.rank[row] = sequence.order[0]
+        self.is_long[row] = known - num_computed > long_tokens
         self.promised[row] = 0
         self.limit[row] = sequence.limit
         self.sent[row] = known  # whoever waits has said all it had to say

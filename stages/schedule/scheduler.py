@@ -1,15 +1,23 @@
 """The scheduler's core: plans steps by counts alone, and settles what they sampled.
 
 A step lets each sequence's computed ids catch up with its known ones, within a budget. Prefill, chunks of it, decode,
-prefix hits and resumption after preemption are that one rule with different numbers. With several steps in flight a row
-is planned ahead of the ids it will have: its length is known before its ids are.
+prefix hits, forks and resumption after preemption are that one rule with different numbers. With several steps in
+flight a row is planned ahead of the ids it will have: its length is known before its ids are.
+
+            admit                start                     finish
+      ────────────────► waiting ───────► running ──────────────────────►
+                           ▲     preempt │  ▲ │
+                           └─────────────┘  │ │ preempt, keys and values kept
+                                     resume │ ▼
+                                          swapped
 
 This module neither sends nor receives; stage.py does. It holds no tensor and imports no torch.
 """
 
-from bisect import insort
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,12 +26,20 @@ import numpy as np
 from pipeline import messages as m
 from pipeline.messages import Finish
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule import policy, prefix
+from pipeline.stages.schedule import prefix
+from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.blocks import BlockPool
+from pipeline.stages.schedule.budget import Bounds, Shape, StepBudget, grant_chunks, grant_decodes
 from pipeline.stages.schedule.counting import Counting
+from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.outgoing import Outgoing, Put
-from pipeline.stages.schedule.request import Ids, Request, Sequence
-from pipeline.stages.schedule.rows import Int64s, Rows
+from pipeline.stages.schedule.pace import StepTimes
+from pipeline.stages.schedule.policy import POLICIES, may_start
+from pipeline.stages.schedule.preemption import Preemption
+from pipeline.stages.schedule.queues import Queue
+from pipeline.stages.schedule.request import Request, Sequence
+from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.swap import Copies, Swapped, SwapSpace
 from pipeline.stats import ScheduleCounts
 
 MAX_TOMBSTONES = 65536
@@ -35,21 +51,17 @@ NEVER_KEYED = 2**31 - 1
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
 
+MAX_LOOKED_AT = 64
+"""Waiting sequences that are looked at for one that may start now: a sibling waits for its prompt to be computed, a
+long prompt for another long one."""
+
+LEARN_EVERY = 8
+"""Of the steps in which all rows decode, one in so many is learnt from: they are all alike."""
+
 NO_IDS: Ids = np.zeros(0, np.int32)
+NO_PLACES: Int64s = np.zeros(0, np.int64)
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What the scheduler may hand out."""
-
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int = 16
-    prefix_caching: bool = True
 
 
 class Flight(msgspec.Struct, frozen=True):
@@ -58,6 +70,22 @@ class Flight(msgspec.Struct, frozen=True):
     step_id: int
     num_samples: int
     num_tokens: int
+    num_copies: int
+    shape: Shape | None
+    """Where its time is to be learnt from"""
+
+
+class Start(msgspec.Struct):
+    """What a sequence that takes a row begins with."""
+
+    blocks: list[int]
+    """Held already, the table's first."""
+    num_computed: int
+    """Positions whose keys and values are in them, or will be by the step's copies."""
+    num_needed: int
+    """Blocks that are still to be taken, to come behind those."""
+    leader: int = -1
+    """The row that it is a fork of."""
 
 
 def inline(array: "np.ndarray[Any, Any]") -> Array:
@@ -70,7 +98,7 @@ def from_inline(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
 
 
 class Scheduler:
-    """Owns requests, the waiting and the running, the block pool and the settled ids.
+    """Owns requests, the waiting, the running and the swapped, the block pool, swap space and the settled ids.
 
     The verbs: `admit`, `abort` and `close` for requests, `plan` and `settle` for steps; `outgoing` has what detokenize
     is to be told. `put` and `take` carry arrays out of and into messages.
@@ -93,7 +121,15 @@ class Scheduler:
         self._incarnation = incarnation
         self._put = put
         self._take = take
-        self._waiting: list[tuple[tuple[float, int], Sequence]] = []
+        self._policy = POLICIES[limits.policy]()
+        self._bounds = Bounds(limits.max_num_batched_tokens, limits.max_step_s, limits.long_stretch)
+        self.times = StepTimes()
+        self.swap = SwapSpace(limits.num_swap_blocks, limits.num_blocks)
+        self._copies = Copies()
+        self._preemption = Preemption(limits.preemption, self.rows, self.times, self._copies, limits.block_size)
+        self._waiting = Queue()
+        self._swapped = Queue()
+        self._num_decode_steps = 0
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._drops: list[int] = []
         self._next_seq = 1
@@ -103,7 +139,7 @@ class Scheduler:
         self.counting = Counting()
         self.marked: list[int] = []
         """Requests that began or ended with the last result, for traces."""
-        self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0}
+        self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0, "out": 0, "in": 0, "forks": 0}
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -139,6 +175,8 @@ class Scheduler:
             message.sampling,
             message.text,
             queued_s=self.now_s,
+            priority=message.priority,
+            root=prefix.root(message.cache_salt) if message.cache_salt else prefix.ROOT,
         )
         self.requests[request.request_id] = request
         return [
@@ -152,13 +190,14 @@ class Scheduler:
         """Begin a sequence behind the outputs that are known, or end it at once where nothing may follow them."""
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} comes with more ids than it may have"
-        sequence = Sequence(self._next_seq, request, index, ids, limit, num_given=len(ids))
+        order = (self._policy.rank(request), request.arrival_s, self._next_seq)
+        sequence = Sequence(self._next_seq, request, index, ids, limit, order, num_given=len(ids))
         self._next_seq += 1
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
         if finish == Finish.NONE:
             request.open_sequences[index] = sequence
-            insort(self._waiting, (sequence.order, sequence))
+            self._waiting.add(sequence)
         else:
             self.outgoing.part(sequence, len(ids), finish)
         return m.Open(
@@ -226,6 +265,12 @@ class Scheduler:
             num_output_tokens=self._totals["output"],
             num_preemptions=self._totals["preemptions"],
             num_steps=self._last_step,
+            num_swapped=len(self._swapped),
+            num_swap_blocks_free=self.swap.num_free,
+            num_swap_blocks_total=self.swap.num_total,
+            num_blocks_swapped_out=self._totals["out"],
+            num_blocks_swapped_in=self._totals["in"],
+            num_forks=self._totals["forks"],
         )
 
     def counts(self) -> ScheduleCounts:
@@ -247,30 +292,52 @@ class Scheduler:
     def plan(self) -> m.Step | None:
         """What the next step computes, or None where there is nothing to compute now."""
         rows = self.rows
+        if self._waiting or self._swapped:
+            np.copyto(rows.ahead, rows.planned)
+            self._make_way()
         order = rows.order
         total = rows.known[order] + rows.promised[order]
         need = np.where(total < rows.limit[order], total - rows.planned[order], 0)
-        counts = policy.grant(need, self.limits.max_num_batched_tokens)
+        budget, counts = self._grant(order, need, total)
         running, counts = order[counts > 0], counts[counts > 0]
         running, counts, appended, preempted = self._cover(running, counts)
         samples = self._advance(running, counts)
         adds: list[m.RowAdd] = []
-        if not preempted:
-            started = self._start_waiting(self.limits.max_num_batched_tokens - int(counts.sum()), adds)
+        if not preempted and (self._waiting or self._swapped):
+            started = self._start_others(budget, adds)
             running = np.concatenate((running, np.array([row for row, _, _ in started], np.int64)))
             counts = np.concatenate((counts, np.array([count for _, count, _ in started], np.int64)))
             samples = np.concatenate((samples, np.array([sample for _, _, sample in started], np.bool_)))
-        if len(running) == 0:
-            assert self.in_flight or not (self.num_running or self._waiting), "there is work, but no step to do it"
+        if len(running) == 0 and not adds:
+            assert self.in_flight or not (self.num_running or self._waiting or self._swapped), (
+                "there is work, but no step to do it"
+            )
             return None
-        return self._step(running, counts, samples, appended, adds)
+        return self._step(running, counts, samples, appended, adds, budget.shape)
+
+    def _grant(self, order: Int64s, need: Int64s, total: Int64s) -> tuple[StepBudget, Int64s]:
+        """Divide a step's budget among rows that lack `need` of `total` ids. Returns what is left of it, and how many
+        tokens each row computes.
+
+        Decoding rows come first, then prompts by order, then long prompts, of which the first is left something."""
+        rows = self.rows
+        counts = grant_decodes(need, self.limits.max_num_batched_tokens)
+        num_decodes = int(counts.sum())
+        prompts = np.flatnonzero(need > 1) if num_decodes < len(need) else NO_PLACES
+        learns = self._learns(len(prompts) > 0)
+        context = int(total[counts > 0].sum()) if learns or len(prompts) or self._waiting or self._swapped else 0
+        budget = StepBudget(self._bounds, self.times, num_decodes, context)
+        if len(prompts):
+            chosen = order[prompts]
+            counts[prompts] = grant_chunks(budget, need[prompts], rows.planned[chosen], rows.is_long[chosen])
+        return budget, counts
 
     def _cover(self, running: Int64s, counts: Int64s) -> tuple[Int64s, Int64s, list[tuple[int, int]], bool]:
-        """Append the blocks that the granted positions fall into, preempting the youngest where there are none.
-        Returns who still runs and how much, the (row, block) pairs, and whether anyone was preempted.
+        """Append the blocks that the granted positions fall into, preempting others where there are none. Returns who
+        still runs and how much, the (row, block) pairs, and whether anyone was preempted.
 
         A row starts with blocks for all its ids and gains one id a step, so it lacks one block at most. Rows are
-        covered by age, so nobody who has just got a block is preempted for a later one."""
+        covered by order, so nobody who has just got a block is preempted for a later one."""
         rows, pool = self.rows, self.pool
         full = rows.planned[running] + counts > rows.num_blocks[running] * self.limits.block_size
         appended: list[tuple[int, int]] = []
@@ -279,7 +346,7 @@ class Scheduler:
         for place in np.flatnonzero(full).tolist():
             row = int(running[place])
             while rows.active[row] and pool.num_available == 0 and pool.num_retired == 0:
-                self._preempt(rows.youngest)
+                self._preempt(self._victim(row))
                 preempted = True
             if not rows.active[row]:
                 continue
@@ -289,75 +356,219 @@ class Scheduler:
                 appended.append((row, block))
             else:
                 skipped.append(place)  # a block comes back when the step in flight is settled
-        keep = rows.active[running]
-        keep[skipped] = False
-        return running[keep], counts[keep], appended, preempted
+        if preempted or skipped:
+            keep = rows.active[running]
+            keep[skipped] = False
+            running, counts = running[keep], counts[keep]
+        return running, counts, appended, preempted
+
+    # ------------------------------------------------------------------------------------------------ preemption
+
+    def _victim(self, row: int) -> int:
+        """Who gives its blocks for a row that lacks one: of those that come after it, the one that costs least to bring
+        back, or itself where it is the last. So the first of all always goes on, and everybody becomes the first."""
+        order = self.rows.order
+        after = order[int(np.flatnonzero(order == row)[0]) + 1 :]
+        return self._preemption.cheapest(after, self.swap.num_free) if len(after) else row
 
     def _preempt(self, row: int) -> None:
-        """Take a running sequence's blocks. It waits again, in its old place, and is computed again from its ids;
-        what steps in flight sample for it is dropped, and sampled again with the same noise."""
+        """Take a running sequence's blocks. It is swapped out, or waits again in its old place and is computed again
+        from its ids; what steps in flight sample for it is dropped, and sampled again with the same noise."""
+        kept: Swapped | None = None
+        if self._preemption.swaps(row, self.swap.num_free):
+            num_kept = self._preemption.num_kept(row)
+            num_blocks = self._blocks_for(num_kept)
+            kept = Swapped(self.swap.take(num_blocks), num_kept)
+            self._copies.add(self.rows.table[row, :num_blocks].tolist(), kept.blocks)
+            self._totals["out"] += num_blocks
         sequence = self._leave(row, Finish.NONE)
         sequence.num_preemptions += 1
+        sequence.swapped = kept
         self._totals["preemptions"] += 1
-        insort(self._waiting, (sequence.order, sequence))
+        (self._waiting if kept is None else self._swapped).add(sequence)
 
-    def _start_waiting(self, budget: int, adds: list[m.RowAdd]) -> list[tuple[int, int, bool]]:
-        """Start waiting sequences, the oldest first and none before it, while budget, rows and blocks last. Returns
-        (row, count, whether it samples), and appends to `adds`."""
+    def _make_way(self) -> None:
+        """Where the policy preempts: put back rows of a higher rank than who would start next, if that lets it start.
+        This happens before anything of the step is granted, so nobody is put back who has a part in it."""
+        if not self._policy.preempts or not self.num_running:
+            return
+        sequence = self._next(StepBudget(self._bounds, self.times, 0, 0))
+        if sequence is None:
+            return
+        rows, pool = self.rows, self.pool
+        worse = rows.order[rows.rank[rows.order] > sequence.order[0]]
+        if len(worse) == 0:
+            return
+        num_needed = self._blocks_for(len(sequence.ids)) + self.num_running
+        num_in_reach = pool.num_available + pool.num_retired + int(rows.num_blocks[worse].sum()) + len(worse)
+        if num_needed > num_in_reach:
+            return  # not even all of them would do
+        while len(worse) and (
+            not rows.num_free
+            or pool.num_available + pool.num_retired < self._blocks_for(len(sequence.ids)) + self.num_running
+        ):
+            victim = self._preemption.cheapest(worse, self.swap.num_free)
+            self._preempt(victim)
+            worse = worse[worse != victim]
+
+    # ----------------------------------------------------------------------------------------------------- start
+
+    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd]) -> list[tuple[int, int, bool]]:
+        """Bring swapped sequences back and start waiting ones, while budget, rows and blocks last. Returns (row, count,
+        whether it samples), and appends to `adds`."""
         started = []
-        while budget > 0 and self._waiting and self.rows.num_free:
-            add = self._start(self._waiting[0][1])
+        while budget.has_room(False) and self.rows.num_free and (sequence := self._next(budget)) is not None:
+            was_swapped = sequence.swapped is not None
+            add = self._start(sequence)
             if add is None:
                 break
-            self._waiting.pop(0)
+            (self._swapped if was_swapped else self._waiting).remove(sequence)
             adds.append(add)
-            count = min(budget, int(self.rows.known[add.row] - self.rows.planned[add.row]))
-            samples = self._advance(np.array([add.row]), np.array([count]))
-            started.append((add.row, count, bool(samples[0])))
-            budget -= count
+            row = add.row
+            planned = int(self.rows.planned[row])
+            need = int(self.rows.known[row]) - planned
+            count = budget.chunk(planned, need, bool(self.rows.is_long[row]))
+            if count == 0:
+                continue  # it has its row, and its turn in a later step
+            samples = self._advance(np.array([row]), np.array([count]))
+            started.append((row, count, bool(samples[0])))
         return started
+
+    def _next(self, budget: StepBudget) -> Sequence | None:
+        """Who starts next, if there were blocks: a swapped sequence before the waiting ones of its rank."""
+        waiting = self._chosen(budget)
+        if self._swapped:
+            swapped = self._swapped.first
+            if waiting is None or swapped.order[0] <= waiting.order[0]:
+                return swapped
+        return waiting
+
+    def _chosen(self, budget: StepBudget) -> Sequence | None:
+        """Whom of the waiting the policy chooses. Passed over are siblings of a sequence that still computes the
+        prompt, for they fork from it, and long prompts that the step has no room for."""
+        able: list[Sequence] = []
+        for sequence in islice(self._waiting, MAX_LOOKED_AT):
+            is_long = len(sequence.ids) > self.limits.long_tokens
+            if (is_long and not budget.has_room(True)) or self._awaits_sibling(sequence):
+                continue
+            able.append(sequence)
+            if len(able) == self._policy.window:
+                break
+        if not able:
+            return None
+        if len(able) == 1:
+            return able[0]
+        place = self._policy.choose(able, self._num_cached)
+        for sequence in able[:place]:
+            sequence.num_passed += 1
+        return able[place]
+
+    def _awaits_sibling(self, sequence: Sequence) -> bool:
+        """Whether one of its siblings computes their prompt, and none has it ready."""
+        if sequence.request.n == 1:
+            return False
+        num_prompt, ahead = len(sequence.request.prompt), self.rows.ahead
+        running = [other.row for other in sequence.request.open_sequences.values() if other.row >= 0]
+        return bool(running) and all(ahead[row] < num_prompt for row in running)
+
+    def _num_cached(self, sequence: Sequence) -> int:
+        """About how many blocks of its ids are in the prefix cache. Tails are evicted first, so a binary search finds
+        the end of what is there, unless somebody else's use has kept a tail alive."""
+        if not self.limits.prefix_caching:
+            return 0
+        keys, find = self._keys_of(sequence), self.pool.find
+        return bisect_left(keys, 1, key=lambda key: 0 if find(key) is not None else 1)
 
     def _start(self, sequence: Sequence) -> m.RowAdd | None:
         """Give a sequence a row and the blocks of all its ids, or return None where there are too few."""
+        start = self._fork(sequence) or self._found(sequence)
         pool = self.pool
-        ids = sequence.ids
-        hits = self._find_prefix(sequence)
-        num_needed = self._blocks_for(len(ids)) - len(hits)
-        num_unheld = sum(map(pool.is_cached, hits))
-        if not policy.may_start(pool.num_available, num_needed + num_unheld, self.num_running):
+        num_unheld = sum(map(pool.is_cached, start.blocks))
+        if not may_start(pool.num_available, start.num_needed + num_unheld, self.num_running):
             return None
-        for block in hits:
+        for block in start.blocks:
             pool.hold(block)
-        blocks = hits + [pool.take() for _ in range(num_needed)]
-        num_cached = len(hits) * self.limits.block_size
+        num_shared = len(start.blocks)
+        blocks = start.blocks + [pool.take() for _ in range(start.num_needed)]
+        if start.leader >= 0:
+            self._copy_fork(start, num_shared, blocks)
+        elif sequence.swapped is not None:
+            self._copy_in(sequence.swapped, num_shared, blocks)
+            sequence.swapped = None
+        return self._take_row(sequence, blocks, start)
+
+    def _found(self, sequence: Sequence) -> Start:
+        """What there is of a sequence's keys and values: in the prefix cache, and behind it in swap space."""
+        hits = self._find_prefix(sequence)
+        num_computed = len(hits) * self.limits.block_size
+        if sequence.swapped is not None:
+            num_computed = max(num_computed, sequence.swapped.num_computed)
+        return Start(hits, num_computed, self._blocks_for(len(sequence.ids)) - len(hits))
+
+    def _fork(self, sequence: Sequence) -> Start | None:
+        """What a sequence takes from a sibling that has computed their prompt, where that is more than it finds
+        otherwise: the prompt's full blocks, and a copy of the one that both write to."""
+        request, rows = sequence.request, self.rows
+        if request.n == 1 or sequence.swapped is not None:
+            return None
+        num_prompt = len(request.prompt)
+        ready = [other.row for other in request.open_sequences.values() if other.row >= 0]
+        ready = [row for row in ready if rows.ahead[row] >= num_prompt]
+        num_computed = min(num_prompt, len(sequence.ids) - 1)
+        if not ready or len(self._find_prefix(sequence)) * self.limits.block_size >= num_computed:
+            return None
+        num_full = num_computed // self.limits.block_size
+        blocks: list[int] = rows.table[ready[0], :num_full].tolist()
+        return Start(blocks, num_computed, self._blocks_for(len(sequence.ids)) - num_full, ready[0])
+
+    def _copy_fork(self, start: Start, num_shared: int, blocks: list[int]) -> None:
+        """Copy on write: the block that the prompt ends in."""
+        self._totals["forks"] += 1
+        if start.num_computed > num_shared * self.limits.block_size:
+            source = int(self.rows.table[start.leader, num_shared])
+            self._copies.add([source], [blocks[num_shared]])
+
+    def _copy_in(self, swapped: Swapped, num_shared: int, blocks: list[int]) -> None:
+        """Bring back what is not in the prefix cache still. The swap blocks are free when that is done."""
+        sources = swapped.blocks[num_shared:]
+        self._copies.add(sources, blocks[num_shared : num_shared + len(sources)])
+        self._totals["in"] += len(sources)
+        self.swap.retire(swapped.blocks, self._last_step + 1)
+
+    def _take_row(self, sequence: Sequence, blocks: list[int], start: Start) -> m.RowAdd:
+        request, ids = sequence.request, sequence.ids
+        num_prompt = len(request.prompt)
         if sequence.num_preemptions == 0:
             sequence.started_s = self.now_s
-            num_prompt = len(sequence.request.prompt)  # ids that a client received before are no prompt
-            sequence.num_cached = min(num_cached, num_prompt)
+            sequence.num_cached = min(start.num_computed, num_prompt)  # ids that a client received before are no prompt
             self._totals["prompt"] += num_prompt
             self._totals["cached"] += sequence.num_cached
-        row = self.rows.start(sequence, blocks, num_cached)
-        request = sequence.request
+        row = self.rows.start(sequence, blocks, start.num_computed, self.limits.long_tokens)
         return m.RowAdd(
             row=row,
             generation=int(self.rows.generation[row]),
             index=sequence.index,
-            ids=self._put(ids),
-            num_prompt=len(request.prompt),
+            ids=self._put(ids[num_prompt:] if start.leader >= 0 else ids),
+            num_prompt=num_prompt,
             blocks=self._put(np.array(blocks, np.int32)),
             sampling=request.sampling,
             request_id=request.request_id,
+            fork_of=start.leader,
         )
 
+    def _keys_of(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the full blocks that a sequence without a row may find. Its last id is computed in any case: the next
+        one is drawn from its logits."""
+        num_blocks = (len(sequence.ids) - 1) // self.limits.block_size
+        prefix.extend(sequence.keys, sequence.ids, num_blocks, self.limits.block_size, sequence.request.root)
+        return sequence.keys[:num_blocks]
+
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of blocks, from the first, that hold this sequence's ids already. Its last id is computed in
-        any case: the next one is drawn from its logits."""
+        """The longest run of blocks, from the first, that hold this sequence's ids already."""
         if not self.limits.prefix_caching:
             return []
-        num_blocks = (len(sequence.ids) - 1) // self.limits.block_size
-        prefix.extend(sequence.keys, sequence.ids, num_blocks, self.limits.block_size)
         hits: list[int] = []
-        for key in sequence.keys[:num_blocks]:
+        for key in self._keys_of(sequence):
             block = self.pool.find(key)
             if block is None:
                 break
@@ -376,17 +587,29 @@ class Scheduler:
         return caught_up
 
     def _step(
-        self, running: Int64s, counts: Int64s, samples: Bools, appended: list[tuple[int, int]], adds: list[m.RowAdd]
+        self,
+        running: Int64s,
+        counts: Int64s,
+        samples: Bools,
+        appended: list[tuple[int, int]],
+        adds: list[m.RowAdd],
+        shape: Shape,
     ) -> m.Step:
         """Put a plan into a message. Decode rows first."""
-        by_kind = np.argsort(counts > 1, kind="stable")
-        running, counts, samples = running[by_kind], counts[by_kind], samples[by_kind]
+        if shape.num_chunk_tokens:
+            by_kind = np.argsort(counts > 1, kind="stable")
+            running, counts, samples = running[by_kind], counts[by_kind], samples[by_kind]
         planned = self.rows.planned[running]
         drops, self._drops = self._drops, []
         num_tokens = int(counts.sum())
         self.counting.step_tokens.observe(num_tokens)
         self._last_step += 1
-        self.in_flight.append(Flight(self._last_step, int(samples.sum()), num_tokens))
+        sources, targets = self._copies.take()
+        # Where rows were put back, it is not what was granted that is computed.
+        learns = self._learns(shape.num_chunk_tokens > 0) and num_tokens == shape.num_decodes + shape.num_chunk_tokens
+        self._num_decode_steps += shape.num_chunk_tokens == 0
+        flight = Flight(self._last_step, int(samples.sum()), num_tokens, len(sources), shape if learns else None)
+        self.in_flight.append(flight)
         put = self._put
         return m.Step(
             incarnation=self._incarnation,
@@ -399,7 +622,13 @@ class Scheduler:
             starts=put((planned - counts).astype(np.int32)),
             counts=put(counts.astype(np.int32)),
             samples=put(samples.astype(np.uint8)),
+            copy_sources=put(sources),
+            copy_targets=put(targets),
         )
+
+    def _learns(self, has_chunks: bool) -> bool:
+        """Whether the time of a step is learnt from."""
+        return has_chunks or self._num_decode_steps % LEARN_EVERY == 0
 
     # -------------------------------------------------------------------------------------------------- settle
 
@@ -433,6 +662,16 @@ class Scheduler:
             self.marked.append(sequence.request.request_id)
             self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
         self.pool.settle(flight.step_id)
+        self.swap.settle(flight.step_id)
+        self._learn(flight, result)
+
+    def _learn(self, flight: Flight, result: m.StepResult) -> None:
+        """Take in how long a step took, for the budgets of later ones, and for what preemption costs."""
+        if flight.num_copies:
+            self._copies.observe(flight.num_copies, result.copy_s)
+        if (shape := flight.shape) is not None:
+            seconds = result.compute_s - result.copy_s
+            self.times.observe(shape.num_decodes, shape.context, shape.num_chunk_tokens, shape.pairs, seconds)
 
     def _has_begun(self, row: int) -> None:
         """A row's first output id is settled."""
@@ -454,7 +693,7 @@ class Scheduler:
         rows = self.rows
         sequence = rows.sequences[row]
         assert sequence is not None
-        prefix.extend(sequence.keys, rows.ids[row], num_full, self.limits.block_size)
+        prefix.extend(sequence.keys, rows.ids[row], num_full, self.limits.block_size, sequence.request.root)
         for place in range(int(rows.num_keyed[row]), num_full):
             self.pool.register(int(rows.table[row, place]), sequence.keys[place])
         rows.num_keyed[row] = num_full
@@ -464,10 +703,23 @@ class Scheduler:
         if sequence.row >= 0:
             self._leave(sequence.row, finish)
         else:
-            self._waiting.remove((sequence.order, sequence))
+            if sequence.swapped is None:
+                self._waiting.remove(sequence)
+            else:
+                self._swapped.remove(sequence)
+                self._give_up(sequence.swapped)
+                sequence.swapped = None
             self.outgoing.part(sequence, len(sequence.ids), finish)
         del sequence.request.open_sequences[sequence.index]
         self.counting.ended(sequence, finish, self.now_s)
+
+    def _give_up(self, swapped: Swapped) -> None:
+        """Free swap blocks that nobody comes back for. Copies into them may still be under way, and are made before any
+        later ones."""
+        if self.in_flight:
+            self.swap.retire(swapped.blocks, self._last_step)
+        else:
+            self.swap.release(swapped.blocks)
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks return when no step in flight names them."""
@@ -499,5 +751,8 @@ class Scheduler:
         )
         for request in self.requests.values():
             for sequence in request.open_sequences.values():
-                waits = any(other is sequence for _, other in self._waiting)
-                assert waits != (sequence.row >= 0), "a sequence is in two queues, or in none"
+                places = (sequence in self._waiting, sequence in self._swapped, sequence.row >= 0)
+                assert sum(places) == 1, "a sequence is in two queues, or in none"
+                assert (sequence.swapped is not None) == places[1], "what was swapped out belongs to nobody"
+        kept = [sequence.swapped for sequence in self._swapped]
+        self.swap.check([block for swapped in kept if swapped is not None for block in swapped.blocks])

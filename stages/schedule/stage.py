@@ -13,7 +13,8 @@ from typing import assert_never
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
-from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.tracing import Args
 
 IDLE_WAIT_S = 60.0
@@ -61,14 +62,7 @@ class ScheduleStage:
         self._execute = stage.outbox("execute")
         self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(
-            Limits(
-                num_blocks=facts.num_blocks,
-                max_model_len=facts.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                block_size=facts.block_size,
-                prefix_caching=settings.prefix_caching,
-            ),
+            Limits.of(settings, facts),
             incarnation=stage.launch.incarnation,
             put=stage.arrays.put,
             take=stage.arrays.take,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.kv_layout import LayerKV, allocate, block_bytes
+from pipeline.kernels.kv_layout import LayerKV, allocate, block_bytes, layers_of
 from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
 from pipeline.kernels.rms_norm import rms_norm_reference
 from pipeline.kernels.rotary import head_norm, rotary_angles, rotary_reference, rotary_write
@@ -138,6 +138,6 @@ def test_a_plan_is_used_for_one_step_and_then_another() -> None:
 
 
 def test_blocks_take_the_bytes_that_are_said_and_begin_as_zeros() -> None:
-    layers = allocate(3, 5, 2, HEAD_DIM, torch.bfloat16, "cpu")
+    layers = layers_of(allocate(3, 5, 2, HEAD_DIM, torch.bfloat16, "cpu"))
     assert sum(half.nbytes for layer in layers for half in layer) == 5 * block_bytes(3, 2, HEAD_DIM, torch.bfloat16)
     assert all(not half.any() for layer in layers for half in layer)

@@ -4,14 +4,17 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.channels import Outbox
-from pipeline.config.settings import Detokenize, Gateway, Settings
+from pipeline.config.settings import Detokenize, Execute, Gateway, Settings
 from pipeline.health import HealthRound
+from pipeline.manner import Manner
+from pipeline.shm import segment
 from pipeline.supervisor import Stopping, Supervisor, listen
 
 
@@ -169,3 +172,93 @@ def test_last_words_are_waited_for_though_their_speaker_has_ended(
         child.close()
         supervisor.close()
         listener.close()
+
+
+# --- swap space
+
+
+SWAP_BYTES = 2 * segment.PART_BYTES + 4096
+
+
+def supervisor_with(swap_bytes: int, listener: socket.socket, manner: Manner | None = None) -> Supervisor:
+    return Supervisor(Settings(execute=Execute(swap_bytes=swap_bytes)), [listener], logging.getLogger("test"), manner)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    (one,) = listen("127.0.0.1", 0)
+    yield one
+    one.close()
+
+
+def test_swap_space_is_the_executors_alone_and_is_given_back(listener: socket.socket) -> None:
+    supervisor = supervisor_with(SWAP_BYTES, listener)
+    supervisor._reserve()
+    for row in topology.TOPOLOGY:
+        supervisor._segments[f"{row.name}.0"] = m.Segment(f"{row.name}.0", os.dup(listener.fileno()), 65536, False)
+    for row in topology.TOPOLOGY:
+        given = [one for one in supervisor._launch(row.name, row.entry, []).segments if one.name == topology.SWAP]
+        assert [(one.num_bytes, one.writable) for one in given] == (
+            [(SWAP_BYTES, True)] if row.name == "execute" else []
+        )
+    supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+    fd = supervisor._segments[topology.SWAP].fd
+    assert os.fstat(fd).st_blocks * 512 >= SWAP_BYTES
+    assert supervisor._is_reserved(), "and it stays so"
+    supervisor.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_without_swap_bytes_there_is_no_segment_and_nothing_to_wait_for(listener: socket.socket) -> None:
+    supervisor = supervisor_with(0, listener)
+    supervisor._reserve()
+    assert supervisor._is_reserved() and topology.SWAP not in supervisor._segments
+    assert topology.private_segments(Settings(), "execute") == {}
+    supervisor.close()
+
+
+def test_a_server_waits_for_its_swap_space_and_says_for_what_when_that_is_too_long(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: go_on.wait(30))
+    supervisor = supervisor_with(SWAP_BYTES, listener)
+    supervisor._reserve()
+    with pytest.raises(Stopping) as stopping:
+        supervisor._turn_until(supervisor._is_reserved, 0.1, "swap space")
+    assert stopping.value.code == 1
+    assert "gave up waiting for swap space after 0.1 s" in caplog.text
+    go_on.set()
+    supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+    supervisor.close()
+
+
+@pytest.mark.parametrize("instant", [False, True])
+def test_swap_space_must_fit_beside_kv_memory(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, instant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which an executor without a model has not."""
+    kv_bytes = Execute().kv_cache_bytes
+    monkeypatch.setattr(segment, "available_bytes", lambda: kv_bytes + SWAP_BYTES - 1)
+    supervisor = supervisor_with(SWAP_BYTES, listener, Manner(instant=instant))
+    if instant:
+        supervisor._reserve()
+        supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+    else:
+        assert supervisor.run(0.0) == 1
+        assert "lower execute.swap_bytes" in caplog.text
+    supervisor.close()
+
+
+def test_memory_that_runs_out_later_ends_the_start(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = iter([1 << 40, 1 << 40, 4096])
+    monkeypatch.setattr(segment, "available_bytes", lambda: next(free))
+    supervisor = supervisor_with(SWAP_BYTES, listener)
+    monkeypatch.setattr(supervisor, "_prepare", lambda: None)
+    monkeypatch.setattr(supervisor, "_start", lambda _: supervisor._turn_until(supervisor._is_reserved, 30, "it"))
+    assert supervisor.run(0.0) == 1
+    assert "shared memory for swap, where 64 MiB are free: lower execute.swap_bytes" in caplog.text
+    supervisor.close()

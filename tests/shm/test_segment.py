@@ -1,10 +1,13 @@
 """Segments: what a child sees, what a reader may not do, and what is left behind."""
 
+import errno
 import gc
 import mmap
 import os
+import select
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -61,11 +64,73 @@ def test_a_descriptor_is_not_inherited_unless_asked_for(fd):
     assert not os.get_inheritable(fd)
 
 
+def until_over(reservation: segment.Reservation) -> None:
+    assert select.select([reservation], [], [], 30)[0], "it did not end"
+
+
+def test_a_reservation_reserves_all_beside_other_work_and_says_when():
+    num_bytes = 3 * segment.PART_BYTES // 2
+    reservation = segment.Reservation("swap", num_bytes, "execute.swap_bytes")
+    view = segment.attach(reservation.fd, num_bytes, writable=True)
+    view[-1] = 7  # it may be used meanwhile
+    until_over(reservation)
+    assert reservation.check()
+    assert os.fstat(reservation.fd).st_blocks * 512 >= num_bytes
+    assert view[-1] == 7 and view[0] == 0
+    reservation.close()
+    os.close(reservation.fd)
+
+
+def test_a_reservation_that_is_given_up_ends_and_leaves_no_thread(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def allocate(*_):
+        begun.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    reservation = segment.Reservation("swap", 2 * segment.PART_BYTES, "execute.swap_bytes")
+    assert begun.wait(30)
+    assert not reservation.check() and not select.select([reservation], [], [], 0)[0]
+    threading.Timer(0.05, go_on.set).start()
+    reservation.close()
+    assert "reserve-swap" not in [thread.name for thread in threading.enumerate()]
+    os.close(reservation.fd)
+
+
+@pytest.mark.parametrize("others_bytes", [0, 1 << 50])
+def test_a_reservation_for_which_there_is_no_memory_is_refused_at_once(others_bytes):
+    """Whatever others are still to take is not there."""
+    descriptors = sorted(Path("/proc/self/fd").iterdir())
+    num_bytes = 1 << 20 if others_bytes else 1 << 50
+    with pytest.raises(MemoryError, match=r"shared memory for swap.*lower execute\.swap_bytes, or free memory"):
+        segment.Reservation("swap", num_bytes, "execute.swap_bytes", others_bytes)
+    assert sorted(Path("/proc/self/fd").iterdir()) == descriptors
+
+
+@pytest.mark.parametrize("by", ["what is free", "the kernel"])
+def test_memory_that_runs_out_while_it_is_reserved_is_told(monkeypatch, by):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    free = iter([1 << 40, 1 << 40, 1 << 20])
+    monkeypatch.setattr(segment, "available_bytes", lambda: next(free))
+    if by == "the kernel":
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    reservation = segment.Reservation("swap", 2 * segment.PART_BYTES, "execute.swap_bytes")
+    until_over(reservation)
+    with pytest.raises(MemoryError, match=r"128 MiB of shared memory for swap, where (65|0) MiB are free.*swap_bytes"):
+        reservation.check()
+    reservation.close()
+    os.close(reservation.fd)
+
+
 @pytest.mark.parametrize("num_bytes", [1 << 50, 1 << 62])
 def test_too_large_a_segment_is_refused_in_words_and_reserves_nothing(num_bytes):
     descriptors = sorted(Path("/proc/self/fd").iterdir())
-    with pytest.raises(MemoryError, match=r"cannot reserve \d+ MiB of shared memory for ingest.*ingest\.arena_bytes"):
-        segment.create("ingest", num_bytes)
+    words = r"cannot reserve \d+ MiB of shared memory for ingest\.3.* lower ingest\.arena_bytes"
+    with pytest.raises(MemoryError, match=words):
+        segment.create("ingest.3", num_bytes)
     assert sorted(Path("/proc/self/fd").iterdir()) == descriptors
 
 

@@ -185,7 +185,8 @@ class ScheduleLoad(_NothingToClose):
         self._harness.send(result, "execute.0")
         self.num_tokens += len(rows)
         arrays = (step.drops, step.block_rows, step.block_ids, step.rows, step.starts, step.counts, step.samples)
-        for array in (*arrays, *(part for add in step.adds for part in (add.ids, add.blocks))):
+        copies = (step.copy_sources, step.copy_targets)
+        for array in (*arrays, *copies, *(part for add in step.adds for part in (add.ids, add.blocks))):
             self._harness.release(array, "execute.0")
 
     def _settled(self, settled: m.Settled) -> None:

@@ -43,16 +43,25 @@ def i32(values: Any) -> bytes:
 
 
 def row_add(
-    row: int, ids: list[int], blocks: list[int], sampling: m.Sampling = GREEDY, *, index: int = 0, generation: int = 1
+    row: int,
+    ids: list[int],
+    blocks: list[int],
+    sampling: m.Sampling = GREEDY,
+    *,
+    index: int = 0,
+    generation: int = 1,
+    fork_of: int = -1,
+    num_prompt: int | None = None,
 ) -> m.RowAdd:
     return m.RowAdd(
         row=row,
         generation=generation,
         index=index,
         ids=i32(ids),
-        num_prompt=len(ids),
+        num_prompt=len(ids) if num_prompt is None else num_prompt,
         blocks=i32(blocks),
         sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)),
+        fork_of=fork_of,
     )
 
 
@@ -62,9 +71,11 @@ def make_step(
     adds: list[m.RowAdd] = (),  # type: ignore[assignment]
     drops: list[int] = (),  # type: ignore[assignment]
     blocks: list[tuple[int, int]] = (),  # type: ignore[assignment]
+    copies: list[tuple[int, int]] = (),  # type: ignore[assignment]
     step_id: int = 0,
 ) -> m.Step:
-    """`entries` are (row, start, count, samples), `blocks` (row, block) pairs to append."""
+    """`entries` are (row, start, count, samples), `blocks` (row, block) pairs to append, `copies` (source, target)
+    pairs."""
     return m.Step(
         incarnation=1,
         step_id=step_id,
@@ -76,14 +87,16 @@ def make_step(
         starts=i32(entry[1] for entry in entries),
         counts=i32(entry[2] for entry in entries),
         samples=np.asarray([entry[3] for entry in entries], np.uint8).tobytes(),
+        copy_sources=i32(source for source, _ in copies),
+        copy_targets=i32(target for _, target in copies),
     )
 
 
 class Driver:
     """Plans for one runner: rows and blocks are handed out in order and given back by `clear`."""
 
-    def __init__(self, model_dir: str | Path, config: Settings) -> None:
-        self.runner = Runner(config, Path(model_dir))
+    def __init__(self, model_dir: str | Path, config: Settings, swap_bytes: int = 0) -> None:
+        self.runner = Runner(config, Path(model_dir), memoryview(bytearray(swap_bytes)) if swap_bytes else None)
         self.runner.program.keep_logits()
         self._budget = config.schedule.max_num_batched_tokens
         self.clear()

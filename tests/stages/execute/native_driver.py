@@ -58,10 +58,10 @@ def emulation(level: str) -> Iterator[str]:
 class Native(Driver):
     """A driver of the library, which keeps logits only where that is said."""
 
-    def __init__(self, folder: Path, level: str, keep_logits: bool = True, **how: Any) -> None:
+    def __init__(self, folder: Path, level: str, keep_logits: bool = True, *, swap_bytes: int = 0, **how: Any) -> None:
         with emulation(level) as kernels:
             config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, **how})
-            self.runner = Runner(config, folder)
+            self.runner = Runner(config, folder, memoryview(bytearray(swap_bytes)) if swap_bytes else None)
         assert isinstance(self.runner.program, NativeProgram)
         self.program = self.runner.program
         if keep_logits:

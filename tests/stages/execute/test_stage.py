@@ -10,6 +10,8 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.recording.compare import compare
+from pipeline.recording.replaying import replay
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
 from tests.stages.execute import checkpoints
@@ -142,3 +144,72 @@ def test_a_model_that_cannot_be_run_ends_the_stage_before_it_is_ready(tmp_path: 
     checkpoints.config_of(weight_files=[], num_layers=500, head_dim=64).save(tmp_path)
     with pytest.raises(ValueError, match="kv_cache_bytes"), Rig("execute", settings(kv_mib=1), tmp_path) as rig:
         rig.receive("supervisor", m.Ready)
+
+
+# --- swap space
+
+
+def swapping(swap_bytes: int) -> Settings:
+    plain = settings(kernels="torch", kv_mib=1)
+    return msgspec.structs.replace(plain, execute=msgspec.structs.replace(plain.execute, swap_bytes=swap_bytes))
+
+
+def test_swapped_blocks_lie_in_the_segment_and_come_back(tiny_dir: Path) -> None:
+    expected = Driver(tiny_dir, settings(kernels="torch")).generate([PROMPT], 4)[0]
+    with Rig("execute", swapping(3 * 12288 + 5), tiny_dir) as rig:
+        facts = begin(rig)
+        assert facts.num_swap_blocks == 3
+        swap = np.frombuffer(rig.memory("swap"), np.uint8)
+        slot = facts.num_blocks + 1
+        rig.send(make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3])], step_id=1), SCHEDULE)
+        first = rig.receive("schedule", m.StepResult)
+        assert first.copy_s == 0 and not swap.any()
+        rig.send(make_step(drops=[0], copies=[(3, slot)], step_id=2), SCHEDULE)
+        out = rig.receive("schedule", m.StepResult)
+        assert 0 < out.copy_s <= out.compute_s and len(rig.bytes_of(out.rows)) == 0
+        assert swap[12288 : 2 * 12288].any() and not swap[:12288].any() and not swap[2 * 12288 :].any()
+        ids = [*PROMPT, *ids_of(rig, first)]
+        add = row_add(2, ids, [8], num_prompt=5, generation=2)
+        rig.send(make_step([(2, 5, 1, True)], adds=[add], copies=[(slot, 8)], step_id=3), SCHEDULE)
+        made = ids_of(rig, first) + ids_of(rig, rig.receive("schedule", m.StepResult))
+        for place in (6, 7):
+            rig.send(make_step([(2, place, 1, True)], step_id=place), SCHEDULE)
+            made += ids_of(rig, rig.receive("schedule", m.StepResult))
+        assert made == expected
+        del swap
+    gc.unfreeze()
+
+
+def test_lists_of_copies_come_in_shared_memory_and_are_released(tiny_dir: Path) -> None:
+    with Rig("execute", swapping(3 * 12288), tiny_dir) as rig:
+        begin(rig)
+        arena = rig.arena(SCHEDULE)
+        sources, targets = (arena.put(np.full(1100, block, np.int32).data.cast("B")) for block in (4, 5))
+        step = msgspec.structs.replace(make_step(step_id=1), copy_sources=sources, copy_targets=targets)
+        rig.send(step, SCHEDULE)
+        assert rig.receive("schedule", m.StepResult).copy_s > 0
+        release = rig.receive("schedule", m.Release)
+        assert sorted(release.offsets) == sorted([sources.offset, targets.offset])
+    gc.unfreeze()
+
+
+def test_an_executor_with_swap_space_is_recorded_and_replayed(tiny_dir: Path, tmp_path: Path) -> None:
+    """The replayed one has swap space of its own; what it sends, the times of its copies among it, is the same."""
+    recording, out = tmp_path / "execute.rec", tmp_path / "out.rec"
+    with Rig("execute", swapping(3 * 12288), tiny_dir, record=recording) as rig:
+        slot = begin(rig).num_blocks
+        steps = [
+            make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3])], step_id=1),
+            make_step(drops=[0], copies=[(3, slot)], step_id=2),
+            make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT[::-1], [3])], step_id=3),
+            make_step([(1, 5, 1, True)], adds=[row_add(1, [*PROMPT, 9], [8])], copies=[(slot, 8)], step_id=4),
+        ]
+        for step in steps:
+            rig.send(step, SCHEDULE)
+        results = [rig.receive("schedule", m.StepResult) for _ in steps]
+        assert [result.copy_s > 0 for result in results] == [False, True, False, True]
+    gc.unfreeze()
+    replay("execute", recording, out, paced=False, inline=True)
+    gc.unfreeze()
+    found = compare(out, recording)
+    assert (found.difference, found.num_same) == ("", 4)

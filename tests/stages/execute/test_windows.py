@@ -12,7 +12,8 @@ import torch
 
 from pipeline import messages as m
 from pipeline.stages.execute.runner import Runner
-from pipeline.stages.schedule.scheduler import Limits, Scheduler
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler import Scheduler
 from tests.rig import raw
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, settings, take

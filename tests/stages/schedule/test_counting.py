@@ -5,7 +5,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.messages import Finish
-from pipeline.stages.schedule.scheduler import Limits
+from pipeline.stages.schedule.limits import Limits
 from pipeline.stats import HistogramCounts
 from tests.stages.schedule.test_scheduler import Bench
 

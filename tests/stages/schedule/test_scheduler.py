@@ -13,7 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pipeline import messages as m
 from pipeline.messages import Finish
-from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Limits, Scheduler
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.policy import Name
+from pipeline.stages.schedule.preemption import Means
+from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Scheduler
 from tests.fakes import FakeExecutor, expected, next_id
 from tests.rig import raw
 
@@ -23,10 +26,10 @@ MAX_STEPS = 20_000
 class Bench:
     """A scheduler and a fake executor, with what detokenize would have received."""
 
-    def __init__(self, limits: Limits, depth: int, num_detokenize: int = 1) -> None:
+    def __init__(self, limits: Limits, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
         self.num_detokenize = num_detokenize
         self.scheduler = Scheduler(limits, num_detokenize=num_detokenize)
-        self.executor = FakeExecutor(limits.num_blocks)
+        self.executor = FakeExecutor(limits.num_blocks, num_swap_blocks=limits.num_swap_blocks, copy_s=copy_s)
         self.depth = depth
         self.steps: deque[m.Step] = deque()
         self.tables: deque[set[int]] = deque()
@@ -53,6 +56,8 @@ class Bench:
         stop: Iterable[int] = (),
         request_id: int | None = None,
         arrival_s: float | None = None,
+        priority: int = 0,
+        salt: str = "",
     ) -> int:
         number = next(self._ids)
         sampling = m.Sampling(seed=seed, stop_token_ids=list(stop))
@@ -66,6 +71,8 @@ class Bench:
             max_tokens=max_tokens,
             sampling=raw(sampling),
             text=raw(m.TextOptions()),
+            priority=priority,
+            cache_salt=salt,
         )
         for told in self.scheduler.admit(message):
             if isinstance(told, m.Refuse):
@@ -274,13 +281,46 @@ def test_nothing_is_cached_where_prefix_caching_is_off() -> None:
     assert (load.num_cached_tokens, load.num_blocks_cached, load.num_blocks_free) == (0, 0, 64)
 
 
-def test_siblings_of_n_share_the_prompt_though_they_start_in_one_step() -> None:
-    bench = Bench(limits(max_num_batched_tokens=256), depth=1)
-    bench.admit(range(100), max_tokens=4, n=4)
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [97, 96, 100, 111, 15, 1])
+def test_siblings_of_n_fork_from_the_first_and_compute_one_position_of_the_prompt(
+    length: int, depth: int, caching: bool
+) -> None:
+    bench = Bench(limits(max_num_batched_tokens=256, prefix_caching=caching), depth)
+    bench.admit(range(length), max_tokens=4, n=4)
+    bench.fill()
+    assert bench.scheduler.num_running == min(4, depth**2), "the siblings wait until the prompt is computed"
+    assert bench.scheduler.pool.num_held <= -(-length // 16) + 4, "its full blocks are there once"
     bench.run()
     bench.check_outputs()
-    assert bench.scheduler.load().num_cached_tokens == 3 * 96
+    load = bench.scheduler.load()
+    assert load.num_cached_tokens == 3 * (length - 1)
+    found_anyway = (length - 1) % 16 == 0 and (caching or length == 1)
+    assert load.num_forks == (0 if found_anyway else 3)
+    assert bench.executor.num_copies == (3 if (length - 1) % 16 else 0), "the block that all of them write to"
     assert len({tuple(ids) for ids in bench.received.values()}) == 4, "each has noise of its own"
+
+
+def test_a_sibling_whose_leader_is_gone_computes_the_prompt_itself() -> None:
+    bench = Bench(limits(max_num_seqs=1, prefix_caching=False), depth=1)
+    bench.admit(range(40), max_tokens=3, n=3)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_forks == 0
+
+
+def test_siblings_wait_for_a_prompt_in_chunks_and_others_start_meanwhile() -> None:
+    bench = Bench(limits(max_num_batched_tokens=32), depth=1)
+    bench.admit(range(60), max_tokens=4, n=2)
+    bench.admit(range(500, 504), max_tokens=4)
+    bench.fill()
+    bench.answer()
+    bench.fill()
+    assert [add.request_id for add in bench.steps[0].adds] == [2], "28 of the prompt's ids are left, so there is room"
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_forks == 1
 
 
 def test_the_least_recently_used_prefix_is_evicted_first() -> None:
@@ -560,9 +600,27 @@ class Histories(RuleBasedStateMachine):
         budget=st.sampled_from([16, 24, 64, 200]),
         prefix_caching=st.booleans(),
         num_detokenize=st.integers(1, 3),
+        num_swap_blocks=st.sampled_from([0, 3, 30]),
+        preemption=st.sampled_from(["auto", "swap", "recompute"]),
+        policy=st.sampled_from(["fcfs", "priority", "longest-prefix-match"]),
+        copy_s=st.sampled_from([0.0001, 0.02]),
+        long_tokens=st.sampled_from([20, 1000]),
+        bounds_s=st.sampled_from([(float("inf"), float("inf")), (0.02, 2.0), (float("inf"), 1.2), (0.003, 1.2)]),
     )
     def start(
-        self, depth: int, num_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, num_detokenize: int
+        self,
+        depth: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        prefix_caching: bool,
+        num_detokenize: int,
+        num_swap_blocks: int,
+        preemption: Means,
+        policy: Name,
+        copy_s: float,
+        long_tokens: int,
+        bounds_s: tuple[float, float],
     ) -> None:
         self.bench = Bench(
             Limits(
@@ -571,9 +629,16 @@ class Histories(RuleBasedStateMachine):
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget,
                 prefix_caching=prefix_caching,
+                num_swap_blocks=num_swap_blocks,
+                preemption=preemption,
+                policy=policy,
+                max_step_s=bounds_s[0],
+                long_tokens=long_tokens,
+                long_stretch=bounds_s[1],
             ),
             depth,
             num_detokenize,
+            copy_s,
         )
         self.known: list[int] = []
 
@@ -584,10 +649,23 @@ class Histories(RuleBasedStateMachine):
         seed=st.integers(0, 1),
         stop=st.lists(st.integers(0, 996), max_size=150),
         late=st.booleans(),
+        priority=st.integers(-1, 2),
+        salt=st.sampled_from(["", "", "mine"]),
     )
-    def admit(self, prompt: list[int], max_tokens: int, n: int, seed: int, stop: list[int], late: bool) -> None:
+    def admit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        n: int,
+        seed: int,
+        stop: list[int],
+        late: bool,
+        priority: int,
+        salt: str,
+    ) -> None:
         arrival = None if not late else 0.5
-        self.known.append(self.bench.admit(prompt, max_tokens, n, seed, stop, arrival_s=arrival))
+        number = self.bench.admit(prompt, max_tokens, n, seed, stop, arrival_s=arrival, priority=priority, salt=salt)
+        self.known.append(number)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), index=st.sampled_from([-1, -1, 0, 1]))
@@ -605,6 +683,13 @@ class Histories(RuleBasedStateMachine):
         self.bench.scheduler.abort(m.Abort(request, 1))
         self.bench.admit(prompt, request_id=request)
         assert self.bench.refused[-1].request_id == request
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        pool = self.bench.scheduler.pool
+        num_cached = pool.num_cached
+        assert self.bench.scheduler.reset_prefix_cache() >= num_cached
+        assert pool.num_cached == 0
 
     @rule()
     def fill(self) -> None:
@@ -642,7 +727,8 @@ class Histories(RuleBasedStateMachine):
         bench.check_outputs()
         assert set(bench.finished) == set(bench.opened), "each opening has exactly one closing"
         load = bench.scheduler.load()
-        assert (load.num_running, load.num_waiting, load.num_blocks_held) == (0, 0, 0)
+        assert (load.num_running, load.num_waiting, load.num_swapped, load.num_blocks_held) == (0, 0, 0, 0)
+        assert load.num_swap_blocks_free == load.num_swap_blocks_total
         bench.scheduler.check()
         bench.close_all()
         assert not bench.scheduler.requests

@@ -1,0 +1,49 @@
+"""What the scheduler may hand out, and by which rules."""
+
+import msgspec
+
+from pipeline.config.settings import Schedule
+from pipeline.messages import ExecuteFacts
+from pipeline.stages.schedule.policy import Name
+from pipeline.stages.schedule.preemption import Means
+
+ENDLESS = float("inf")
+MAX_TOKENS = 2**31 - 1
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """As the settings have it, without their zeros for no bound."""
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int = 16
+    prefix_caching: bool = True
+    num_swap_blocks: int = 0
+    policy: Name = "fcfs"
+    preemption: Means = "auto"
+    max_step_s: float = ENDLESS
+    """While others decode"""
+    long_tokens: int = MAX_TOKENS
+    """Prompts with more to compute are long."""
+    long_stretch: float = ENDLESS
+    """How many times as long a step may take for a long prompt."""
+
+    @classmethod
+    def of(cls, settings: Schedule, facts: ExecuteFacts) -> "Limits":
+        """Those of a server with these settings, whose executor has found these facts."""
+        return cls(
+            num_blocks=facts.num_blocks,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            block_size=facts.block_size,
+            prefix_caching=settings.prefix_caching,
+            num_swap_blocks=facts.num_swap_blocks,
+            policy=settings.policy,
+            preemption=settings.preemption,
+            max_step_s=settings.max_step_ms / 1000 or ENDLESS,
+            long_tokens=settings.long_prompt_tokens or MAX_TOKENS,
+            long_stretch=settings.long_prompt_stretch,
+        )

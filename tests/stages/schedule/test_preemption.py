@@ -1,0 +1,161 @@
+"""What happens when KV blocks run out: who is put back, how, and that it comes back as if nothing had been."""
+
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.messages import Finish
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.preemption import Means
+from tests.stages.schedule.test_scheduler import Bench, limits
+
+SLOW_COPY_S = 10.0
+
+
+def short_of_memory(preemption: Means, num_swap_blocks: int = 40, **changes: object) -> Limits:
+    """Ten blocks, of which four sequences of `crowd` want seven each in the end."""
+    values = {"num_blocks": 10, "max_num_seqs": 4, "max_model_len": 160, "prefix_caching": False}
+    return limits(**(values | {"preemption": preemption, "num_swap_blocks": num_swap_blocks} | changes))
+
+
+def crowd(bench: Bench, num: int = 4) -> None:
+    for number in range(num):
+        bench.admit(range(number * 50, number * 50 + 20), max_tokens=90)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_swapped_come_back_with_the_same_ids_and_nothing_is_computed_twice(depth: int, caching: bool) -> None:
+    bench = Bench(short_of_memory("swap", prefix_caching=caching), depth)
+    crowd(bench)
+    num_tokens = 0
+    bench.fill()
+    while bench.steps:
+        num_tokens += int(np.frombuffer(bench.steps[0].counts, np.int32).sum())  # type: ignore[arg-type]
+        bench.answer()
+        bench.fill()
+        bench.report()
+    bench.check_outputs()
+    load = bench.scheduler.load()
+    assert load.num_preemptions > 0
+    assert 0 < load.num_blocks_swapped_in <= load.num_blocks_swapped_out
+    assert caching or load.num_blocks_swapped_in == load.num_blocks_swapped_out
+    assert len(bench.finished) == 4
+    # Each computes its prompt and all outputs but the last; who comes back, its last id again, and at greater depths
+    # what was sampled for it in vain.
+    assert num_tokens <= 4 * (20 + 89) + load.num_preemptions * depth
+    assert (load.num_blocks_held, load.num_swapped) == (0, 0)
+    assert load.num_swap_blocks_free == load.num_swap_blocks_total == 40
+
+
+def test_recompute_never_copies() -> None:
+    bench = Bench(short_of_memory("recompute"), depth=1)
+    crowd(bench)
+    bench.run()
+    bench.check_outputs()
+    load = bench.scheduler.load()
+    assert load.num_preemptions > 0
+    assert (load.num_blocks_swapped_out, bench.executor.num_copies) == (0, 0)
+
+
+def test_auto_swaps_where_copies_are_cheap() -> None:
+    bench = Bench(short_of_memory("auto"), depth=1, copy_s=0.0001)
+    crowd(bench)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_blocks_swapped_out > 10
+
+
+def test_auto_computes_again_once_it_has_seen_that_copies_are_dear() -> None:
+    bench = Bench(short_of_memory("auto"), depth=1, copy_s=SLOW_COPY_S)
+    crowd(bench)
+    bench.run()
+    bench.check_outputs()
+    load = bench.scheduler.load()
+    assert load.num_preemptions > 1
+    assert 0 < load.num_blocks_swapped_out < 10, "the first was to see what it costs"
+
+
+def test_without_room_in_swap_space_it_is_computed_again() -> None:
+    bench = Bench(short_of_memory("swap", num_swap_blocks=1), depth=2)
+    crowd(bench)
+    bench.run()
+    bench.check_outputs()
+    load = bench.scheduler.load()
+    assert load.num_preemptions > 0
+    assert load.num_blocks_swapped_out <= load.num_preemptions
+
+
+def test_the_swapped_come_back_before_new_ones_start() -> None:
+    bench = Bench(short_of_memory("swap"), depth=1)
+    crowd(bench, 3)
+    while bench.scheduler.load().num_swapped == 0:
+        bench.fill()
+        bench.answer()
+    bench.admit(range(500, 504), max_tokens=2)
+    late = 4
+    while bench.scheduler.load().num_swapped:
+        assert not bench.received.get(late), "it would have fitted, but others were there before"
+        bench.answer() if bench.steps else None
+        bench.fill()
+        bench.report()
+    bench.run()
+    bench.check_outputs()
+
+
+def test_the_cheapest_to_bring_back_is_put_back_and_the_first_never_is() -> None:
+    bench = Bench(limits(num_blocks=12, max_num_seqs=4, prefix_caching=False, max_num_batched_tokens=256), depth=1)
+    bench.admit(range(60), max_tokens=30)  # crosses into a fifth block after the others have taken the last two
+    bench.admit(range(100, 115), max_tokens=60)
+    bench.admit(range(200, 279), max_tokens=30)
+    while bench.scheduler.load().num_preemptions == 0:
+        bench.fill()
+        bench.answer()
+    running = {sequence.seq for sequence in bench.scheduler.rows.sequences if sequence is not None}
+    assert running == {1, 3}, "the second has least to compute again, though the third came later"
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_blocks_held == 0
+
+
+def test_an_abort_of_the_swapped_frees_its_swap_blocks() -> None:
+    bench = Bench(short_of_memory("swap"), depth=2)
+    crowd(bench)
+    while bench.scheduler.load().num_swapped == 0:
+        bench.fill()
+        bench.answer()
+    for request in list(bench.scheduler.requests):
+        bench.scheduler.abort(m.Abort(request, 1))
+    assert bench.scheduler.load().num_swapped == 0
+    while bench.steps:
+        bench.answer()
+    bench.report()
+    load = bench.scheduler.load()
+    assert load.num_swap_blocks_free == load.num_swap_blocks_total
+    assert set(bench.finished.values()) == {Finish.ABORT}
+    bench.scheduler.check()
+
+
+def test_a_half_computed_prompt_is_swapped_and_goes_on_where_it_was() -> None:
+    bench = Bench(
+        limits(
+            num_blocks=12,
+            max_num_batched_tokens=17,
+            prefix_caching=False,
+            preemption="swap",
+            num_swap_blocks=20,
+            policy="priority",
+        ),
+        depth=1,
+    )
+    bench.admit(range(150), max_tokens=4, priority=1)
+    for _ in range(5):
+        bench.fill()
+        bench.answer()
+    bench.admit(range(300, 340), max_tokens=4, priority=0)
+    bench.fill()
+    assert bench.scheduler.load().num_swapped == 1
+    assert bench.scheduler.load().num_blocks_swapped_out == 6, "85 positions were computed"
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_blocks_swapped_in == 6
