@@ -1,11 +1,16 @@
 """After a reset nothing that was computed before is found again, and nothing is lost."""
 
+import msgspec
+import pytest
+
 from pipeline import messages as m
 from pipeline.config.settings import Schedule, Settings
 from pipeline.stages.schedule.blocks import BlockPool
+from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.scheduler import Limits
 from tests.fakes import expected
 from tests.rig import Rig
+from tests.stages.schedule.test_preemption import crowd, short_of_memory
 from tests.stages.schedule.test_scheduler import Bench
 from tests.stages.schedule.test_stage import FACTS, Neighbours
 
@@ -46,6 +51,10 @@ def cached_by(bench: Bench, prompt: list[int]) -> int:
     return bench.scheduler.load().num_cached_tokens - before
 
 
+def all_open(bench: Bench) -> list[Sequence]:
+    return [one for request in bench.scheduler.requests.values() for one in request.open_sequences.values()]
+
+
 class TestTheScheduler:
     def test_finds_nothing_of_before_and_all_of_after(self) -> None:
         bench = Bench(LIMITS, depth=2)
@@ -75,6 +84,42 @@ class TestTheScheduler:
         assert bench.scheduler.load().num_blocks_free == LIMITS.num_blocks, "what it computed was kept to be found"
         assert cached_by(bench, prompt + whole) == 0
         assert cached_by(bench, prompt + whole) == 96
+
+    @pytest.mark.parametrize("num_steps", range(1, 8))
+    def test_a_sibling_that_forks_later_offers_nothing_either(self, num_steps: int) -> None:
+        bench = Bench(msgspec.structs.replace(LIMITS, max_num_batched_tokens=32), depth=1)
+        prompt = list(range(100))
+        bench.admit(prompt, max_tokens=30, n=2)
+        for _ in range(num_steps):
+            bench.fill()
+            bench.answer()
+        bench.scheduler.reset_prefix_cache()
+        run(bench)
+        bench.check_outputs()
+        assert bench.scheduler.load().num_forks == 1
+        assert cached_by(bench, prompt) == 0
+        assert cached_by(bench, prompt) == 96
+
+    def test_nor_does_one_that_comes_back_from_swap_space(self) -> None:
+        num_swapped = 0
+        for num_steps in range(30, 120, 5):
+            bench = Bench(short_of_memory("swap", prefix_caching=True), depth=2)
+            crowd(bench)
+            bench.fill()
+            for _ in range(num_steps):
+                bench.answer()
+                bench.fill()
+                bench.report()
+            swapped = [one.seq for one in all_open(bench) if one.swapped is not None]
+            num_swapped += len(swapped)
+            bench.scheduler.reset_prefix_cache()
+            bench.check()
+            run(bench)
+            bench.check_outputs()
+            for seq in swapped:
+                prompt = list(range((seq - 1) * 50, (seq - 1) * 50 + 20))
+                assert cached_by(bench, prompt + bench.received[seq][:60]) == 0
+        assert num_swapped > 3
 
 
 def test_the_stage_answers_the_gateway_that_asked_through_detokenize() -> None:
