@@ -174,8 +174,7 @@ class Memory:
             self._register_row(int(running[place]), int(num_full[place]))
 
     def forget(self) -> int:
-        """Let nothing that was computed up to now be found again, nor what running sequences will compute behind it.
-        Returns how many blocks could have been found."""
+        """Let nothing be found any more, nor what running rows will compute. Returns how many blocks could be."""
         self._rows.num_keyed[self._rows.order] = NEVER_KEYED
         return self.pool.forget_all()
 

@@ -219,8 +219,14 @@ class Scheduler:
             del self.requests[message.request_id]
 
     def reset_prefix_cache(self) -> int:
-        """Let nothing that was computed up to now be found again, nor what running sequences will compute behind it.
-        Returns how many blocks could have been found."""
+        """Let nothing that was computed up to now be found again, nor what begun sequences will compute behind it: at
+        most by their own siblings. Returns how many blocks could have been found."""
+        for request in self.requests.values():
+            sequences = request.open_sequences.values()
+            if any(sequence.row >= 0 or sequence.swapped is not None for sequence in sequences):
+                request.root = prefix.apart(request.root, request.request_id)
+                for sequence in sequences:
+                    sequence.keys.clear()
         return self.memory.forget()
 
     @property

@@ -373,6 +373,28 @@ def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Pa
     assert sum(b"abort" in one for one in sent) >= 2
 
 
+def test_the_gateway_ends_calls_at_their_deadlines_and_asks_for_resets_as_it_did(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    with Gate(tmp_path, record=recording) as gate:
+        for text in ("", "so far"):
+            stream = gate.post(CHAT | {"stream": True, "timeout_s": 0.2})
+            submit = gate.begin()
+            if text:
+                gate.delta(submit, text)
+            gate.rig.receive("schedule", m.Abort)
+            gate.finish(submit, finish=m.Finish.ABORT)
+            assert stream.result().status_code == (200 if text else 504)
+        reset = gate.do(gate.client.post, "/reset_prefix_cache")
+        question = gate.rig.receive("schedule", m.ResetPrefixCache)
+        gate.rig.send(m.PrefixCacheReset(0, question.nonce, 3), "detokenize.0")
+        assert reset.result().json() == {"num_blocks": 3}
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    replays_alike("gateway", recording)
+    sent = [one.body for one in entries(recording) if isinstance(one, f.Sent)]
+    assert sum(b"\xa5abort" in one for one in sent) >= 4
+    assert sum(b"reset_prefix_cache" in one for one in sent) == 1
+
+
 def test_timings_in_replies_are_the_same_again_also_if_a_trace_was_recorded_meanwhile(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     with Gate(tmp_path, record=recording) as gate:
