@@ -1,71 +1,177 @@
+#!/usr/bin/env python3
 """What planning and settling a step costs the scheduler, by the number of decoding rows. No other process takes part.
 
-python tools/schedule_bench.py [ROWS ...]
+    tools/schedule_bench.py                  1 to 1,024 rows, with prefix caching and without
+    tools/schedule_bench.py 32 256 1024 --check
+    tools/schedule_bench.py --depth 2 --json FILE
+
+Rows decode side by side, each with room for all its ids. Wall time of plan + settle in microseconds: median and 99th
+percentile of steps of rows whose lengths are spread evenly, so that each step a sixteenth of them gets a new block, and
+a sixteenth offers a full one to the prefix cache; that is what long decoding comes to. Then, in a run of its own, rows
+of which a tenth crosses a boundary in each of ten steps, and none in the six that follow: the medians of both kinds of
+steps. "report" is the message to detokenize that follows. Garbage is collected and frozen before, as in the stage.
+
+--check: exit with 1 where the median with prefix caching is above 100, 250 and 800 µs for 32, 256 and 1,024 rows.
 """
 
+import argparse
+import gc
 import sys
 import time
+from collections import deque
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from pipeline import messages as m
-from pipeline.stages.schedule.limits import Limits
-from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline import messages as m  # noqa: E402
+from pipeline import option_types as types  # noqa: E402
+from pipeline.config.load import ConfigError  # noqa: E402
+from pipeline.out_file import require_writable, writing  # noqa: E402
+from pipeline.stages.schedule.limits import Limits  # noqa: E402
+from pipeline.stages.schedule.scheduler import Scheduler  # noqa: E402
+from tools.figures.pairs import spread  # noqa: E402
+from tools.figures.scheduler_alone import admission, answer  # noqa: E402
 
-NUM_STEPS = 200
-WARMUP_STEPS = 20
+CURVE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+BOUNDS_US = {32: 100.0, 256: 250.0, 1024: 800.0}
+NUM_STEPS = 320
+WARMUP_STEPS = 32
+BLOCK_SIZE = 16
+SHORTEST = 20
+NUM_GROUPS = 10
+"""A tenth of the rows each; the rows of a group cross block boundaries together."""
 
 
-def measure(num_rows: int) -> tuple[float, float, float]:
-    """Median and 99th percentile of plan + settle, and median of a report, in seconds."""
+class Cost(msgspec.Struct, frozen=True):
+    """Of a step, in microseconds. NaN-free: 0 where there are too few rows."""
+
+    num_rows: int
+    prefix_caching: bool
+    p50: float
+    p99: float
+    none_cross: float
+    """Median of steps in which no row gets a block."""
+    tenth_crosses: float
+    """Median of steps in which a tenth of the rows does."""
+    report_p50: float
+
+
+class Times(msgspec.Struct):
+    """What was read of each step, in seconds."""
+
+    crossing: list[float] = []
+    """Plan + settle, of steps in which some row gets a block; `quiet` has the others."""
+    quiet: list[float] = []
+    reports: list[float] = []
+
+
+def measure(num_rows: int, prefix_caching: bool, depth: int = 1, num_steps: int = NUM_STEPS) -> Cost:
+    """Run schedulers with so many rows."""
+    evenly = times_of(num_rows, prefix_caching, depth, num_steps, BLOCK_SIZE)
+    tenths = times_of(num_rows, prefix_caching, depth, num_steps, NUM_GROUPS) if num_rows >= NUM_GROUPS else Times()
+    p50, p99 = spread(evenly.crossing + evenly.quiet)
+    none_cross, tenth_crosses, report_p50 = (
+        1e6 * median(times or [0.0]) for times in (tenths.quiet, tenths.crossing, evenly.reports)
+    )
+    return Cost(num_rows, prefix_caching, 1e6 * p50, 1e6 * p99, none_cross, tenth_crosses, report_p50)
+
+
+def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, num_groups: int) -> Times:
+    """Run a scheduler of its own, whose rows' lengths are of `num_groups` kinds that follow one another."""
+    num_output = WARMUP_STEPS + num_steps + 2 * depth
+    longest = SHORTEST + num_groups
     scheduler = Scheduler(
-        Limits(num_blocks=num_rows * 64, max_model_len=2048, max_num_seqs=num_rows, max_num_batched_tokens=4096)
+        Limits(
+            num_blocks=num_rows * (-(-(longest + num_output) // BLOCK_SIZE) + 1),
+            max_model_len=2048,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=max(4096, num_rows * longest),
+            block_size=BLOCK_SIZE,
+            prefix_caching=prefix_caching,
+        )
     )
-    sampling = msgspec.Raw(msgspec.msgpack.encode(m.Sampling()))
-    text = msgspec.Raw(msgspec.msgpack.encode(m.TextOptions()))
-    for i in range(num_rows):
-        prompt = np.arange(i, i + 20, dtype=np.int32).tobytes()
-        scheduler.admit(m.Admit(i + 1, 1, 0, float(i), prompt, 1, 1000, sampling, text))
-    steps, reports = [], []
-    for turn in range(WARMUP_STEPS + NUM_STEPS):
-        begun = time.perf_counter()
-        step = scheduler.plan()
-        planned = time.perf_counter()
-        assert step is not None
-        result = answer(scheduler, step)
-        answered = time.perf_counter()
-        scheduler.settle(result)
-        settled = time.perf_counter()
-        scheduler.outgoing.report()
-        scheduler.outgoing.reported()
-        if turn >= WARMUP_STEPS:
-            steps.append(planned - begun + settled - answered)
-            reports.append(time.perf_counter() - settled)
-    return float(np.median(steps)), float(np.percentile(steps, 99)), float(np.median(reports))
+    for row in range(num_rows):
+        prompt = np.arange(row, row + SHORTEST + row % num_groups, dtype=np.int32)
+        scheduler.admit(admission(row + 1, prompt, num_output))
+    flight: deque[m.Step] = deque()
+    times = Times()
+    gc.collect()
+    gc.freeze()
+    try:
+        for turn in range(WARMUP_STEPS + num_steps):
+            begun = time.perf_counter()
+            step = scheduler.plan()
+            planned = time.perf_counter()
+            assert step is not None, "there is work, but no step to do it"
+            flight.append(step)
+            if len(flight) < depth:
+                continue
+            result = answer(scheduler, flight.popleft())
+            answered = time.perf_counter()
+            scheduler.settle(result)
+            settled = time.perf_counter()
+            scheduler.outgoing.report()
+            scheduler.outgoing.reported()
+            if turn >= WARMUP_STEPS:
+                times.reports.append(time.perf_counter() - settled)
+                (times.crossing if step.block_rows else times.quiet).append(planned - begun + settled - answered)
+    finally:
+        gc.unfreeze()
+    assert scheduler.num_running == num_rows, "a row ended or was preempted"
+    return times
 
 
-def answer(scheduler: Scheduler, step: m.Step) -> m.StepResult:
-    """What an executor would answer that always draws id 5."""
-    assert isinstance(step.rows, bytes) and isinstance(step.samples, bytes)
-    rows = np.frombuffer(step.rows, np.int32)[np.frombuffer(step.samples, np.uint8) > 0]
-    return m.StepResult(
-        incarnation=step.incarnation,
-        step_id=step.step_id,
-        rows=rows.tobytes(),
-        generations=scheduler.rows.generation[rows].tobytes(),
-        ids=np.full(len(rows), 5, np.int32).tobytes(),
-        finishes=np.zeros(len(rows), np.uint8).tobytes(),
-        compute_s=0.0,
-        wait_s=0.0,
-    )
+def missed(costs: list[Cost]) -> list[str]:
+    """Bounds that are not kept; one line each."""
+    return [
+        f"{cost.num_rows} rows take {cost.p50:.0f} µs a step, which should be at most {BOUNDS_US[cost.num_rows]:.0f}"
+        for cost in costs
+        if cost.prefix_caching and cost.p50 > BOUNDS_US.get(cost.num_rows, float("inf"))
+    ]
+
+
+def shown(value: float) -> str:
+    return f"{value:.0f}" if value else "–"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", type=types.positive, default=[], metavar="ROWS")
+    parser.add_argument("--depth", type=int, choices=(1, 2), default=1, help="steps in flight; by default 1")
+    parser.add_argument("--steps", type=types.positive, default=NUM_STEPS, help="by default %(default)s")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
+    args = parser.parse_args(arguments)
+    try:
+        if args.json:
+            require_writable(Path(args.json), "--json")
+        costs = []
+        print("plan + settle, µs")
+        print(" rows  caching     p50     p99   none cross   10 % cross   report")
+        for num_rows in args.rows or CURVE:
+            for prefix_caching in (False, True):
+                cost = measure(num_rows, prefix_caching, args.depth, args.steps)
+                costs.append(cost)
+                print(
+                    f"{num_rows:5}  {'on' if prefix_caching else 'off':7} {cost.p50:7.0f} {cost.p99:7.0f} "
+                    f"{shown(cost.none_cross):>12} {shown(cost.tenth_crosses):>12} {cost.report_p50:8.0f}",
+                    flush=True,
+                )
+        if args.json:
+            with writing(Path(args.json), "--json"):
+                Path(args.json).write_bytes(msgspec.json.encode(costs))
+    except ConfigError as error:
+        print(f"schedule_bench: error: {error}", file=sys.stderr)
+        return 2
+    for words in missed(costs):
+        print(f"MISSED: {words}", file=sys.stderr)
+    return 1 if args.check and missed(costs) else 0
 
 
 if __name__ == "__main__":
-    print("rows  plan + settle p50  p99  report p50   (µs)")
-    for num_rows in map(int, sys.argv[1:] or ("32", "256", "1024")):
-        p50, p99, report = (1e6 * value for value in measure(num_rows))
-        print(f"{num_rows:5} {p50:17.0f} {p99:5.0f} {report:10.0f}")
+    sys.exit(main())

@@ -57,10 +57,11 @@ class Client:
                 return num_tokens
         raise ServerError(f"{self._url} reports no usage, so that prompts can't be sized in tokens; give words")
 
-    async def generate(self, prompt: str, options: dict[str, Any]) -> Record:
-        """Stream one answer to its end. Errors of server and connection are in the record."""
+    async def generate(self, prompt: str, options: dict[str, Any], tally: Tally | None = None) -> Record:
+        """Stream one answer to its end. Errors of server and connection are in the record. Whoever gives the tally,
+        which has to be a new one, sees what has come before the end."""
         data = self._body(prompt, options | {"stream": True, "stream_options": {"include_usage": True}})
-        tally = Tally(self._endpoint)
+        tally = tally or Tally(self._endpoint)
         sent_s = perf_counter()
         try:
             async with self._session.post(self._url, data=data) as response:

@@ -1,0 +1,108 @@
+"""The loads of tools/figures before a fake server, their servers that can't start, and the command."""
+
+import argparse
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from tests.pipeline.fake_server import FakeServer
+from tools import scheduling_figures, soak
+from tools.figures import long_prompt, no_hits, overload
+from tools.figures.loads import Load, Span, closed_loop
+from tools.figures.served import Served
+
+NO_SUCH = "no.such=1"
+
+
+def test_a_closed_loop_asks_for_what_the_load_says() -> None:
+    with FakeServer() as server:
+        load = Load(4, Span(60, 80), Span(5, 9), 0.3, "seed")
+        summary = asyncio.run(closed_loop(server.url, load))
+        streamed = [body for body in server.bodies if body.get("stream")]
+    assert summary.num_errors == 0 and summary.num_requests > 4
+    assert server.max_open == 4
+    # 20 tokens of each prompt are the fake's own, which sizing has to find out.
+    assert all(58 <= 20 + len(body["prompt"].split()) <= 82 for body in streamed)
+    assert len({body["prompt"].split()[0] for body in streamed}) > 2
+    assert {body["max_tokens"] for body in streamed[4:]} <= set(range(1, 10))
+    assert all(body["ignore_eos"] and body["temperature"] == 0 for body in streamed)
+
+
+def test_errors_of_a_closed_loop_are_counted() -> None:
+    with FakeServer(lambda body, number: "cut" if body.get("stream") and number % 3 == 0 else None) as server:
+        summary = asyncio.run(closed_loop(server.url, Load(2, Span(60, 60), Span(5, 5), 0.3, "seed")))
+    assert summary.errors["the stream ended early"] == summary.num_errors > 0
+
+
+def test_long_prompts_come_one_at_a_time_while_the_streams_run() -> None:
+    args = argparse.Namespace(streams=3, output_tokens=400, long_tokens=500, longs=2, seconds=0.05)
+    with FakeServer() as server:
+        seen = asyncio.run(long_prompt._drive(server.url, args, "seed"))
+        streamed = [body for body in server.bodies if body.get("stream")]
+    assert [len(seen.streams), len(seen.longs)] == [3, 2]
+    assert server.max_open == 4
+    assert [body["max_tokens"] for body in streamed] == [400] * 3 + [1] * 2
+    assert all(abs(record.prompt_tokens - 500) <= 2 for record in seen.longs)
+    assert seen.longs[0].ended_s < seen.longs[1].sent_s
+    assert seen.begun_s < seen.longs[0].sent_s and seen.longs[1].ended_s < min(one.ended_s for one in seen.streams)
+    assert long_prompt.reading_of(seen)["tokens"] == sum(
+        record.prompt_tokens + record.completion_tokens for record in (*seen.streams, *seen.longs)
+    )
+
+
+def test_streams_that_end_too_soon_are_no_measurement() -> None:
+    args = argparse.Namespace(streams=2, output_tokens=3, long_tokens=60, longs=1, seconds=0.5)
+    with FakeServer() as server, pytest.raises(UserError, match=r"output-tokens|before the others"):
+        asyncio.run(long_prompt._drive(server.url, args, "seed"))
+
+
+def test_a_flood_waits_for_nobody() -> None:
+    rng = random.Random(1)
+    with FakeServer(lambda body, number: "refuse" if body.get("stream") and rng.random() < 0.8 else None) as server:
+        load = Load(1, Span(60, 60), Span(300, 300), 0.5, "seed")  # each takes 0.3 s at least
+        records, lates = asyncio.run(overload._flood(server.url, load, 100.0))
+    refused, admitted, failed = overload.divide(records)
+    assert len(records) == len(lates) == len(overload.arrivals_of("seed", 100.0, 0.5)) > 30
+    assert len(refused) > len(admitted) > 0 and not failed
+    assert server.max_open > 3
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with pytest.raises(UserError, match=r"no\.such"):
+        Served(NO_SUCH)
+
+
+@pytest.mark.parametrize("subject", ["memory", "overload", "shared"])
+def test_a_setting_that_there_is_not_ends_the_command(subject: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scheduling_figures.main([subject, "--set", NO_SUCH]) == 2
+    assert "no.such" in capsys.readouterr().err
+
+
+def test_and_so_it_ends_a_soak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--set", NO_SUCH, "--minutes", "0.01"]) == 2
+    assert "no.such" in capsys.readouterr().err
+
+
+def test_a_file_that_can_not_be_written_is_said_before_anything_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (scheduling_figures.main, soak.main):
+        arguments = ["shared"] if main is scheduling_figures.main else []
+        assert main([*arguments, "--json", "/no/such/folder/x.json"]) == 2
+        assert "--json /no/such/folder/x.json" in capsys.readouterr().err
+
+
+def test_the_scheduler_alone_is_judged_by_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(no_hits, "request_cost", lambda caching, *rest: 250e-6 if caching else 100e-6)
+    path = tmp_path / "no_hits.json"
+    arguments = ["no-hits", "--json", str(path), "--check", "--scheduler-only"]
+    assert scheduling_figures.main([*arguments, "60"]) == 0
+    loss = json.loads(path.read_bytes())["loss"]
+    assert (loss["added_us"], loss["percent"]) == (pytest.approx(150), pytest.approx(0.9))
+    assert "met: loss in the scheduler" in capsys.readouterr().out
+    assert scheduling_figures.main([*arguments, "70"]) == 1
+    assert "MISSED: loss in the scheduler" in capsys.readouterr().out

@@ -1,0 +1,306 @@
+"""The pure parts of tools/soak.py, its clients before servers that misbehave, and a short run of it."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from pipeline.bench.client import ServerError
+from pipeline.client import AsyncClient
+from pipeline.sampling_params import SamplingParams
+from pipeline.stats import ScheduleCounts, ServerStats, StageCounts, StageStats
+from tools import soak
+from tools.soaking import clients, probes
+from tools.soaking.after import leftovers
+from tools.soaking.asks import EXTRAS, Ask, draw
+from tools.soaking.clients import Outcome, known_extras, of_status, over_http
+from tools.soaking.endings import Endings
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ALL = frozenset(EXTRAS)
+PATIENCE_S = 20.0
+SMOKE_MINUTES = "0.05"
+
+
+def ask(**given: Any) -> Ask:
+    fields: dict[str, Any] = {
+        "door": "http",
+        "streams": True,
+        "prompt": "Once",
+        "params": {"n": 1, "max_tokens": 4},
+        "extras": {},
+        "leave_after_s": None,
+        "says_so": False,
+    }
+    return Ask(**(fields | given))
+
+
+# ------------------------------------------------------------------------------------------------------------ asks
+
+
+def test_what_is_asked_follows_from_the_seed() -> None:
+    one, other = random.Random(5), random.Random(5)
+    assert [draw(one, ALL) for _ in range(50)] == [draw(other, ALL) for _ in range(50)]
+    assert draw(random.Random(6), ALL) != draw(random.Random(5), ALL)
+
+
+def test_everything_is_asked_for_at_some_time() -> None:
+    rng = random.Random(1)
+    asks = [draw(rng, ALL) for _ in range(500)]
+    assert {one.n for one in asks} == {1, 2, 3, 4}
+    assert {(one.door, one.streams) for one in asks} == {("http", True), ("http", False), ("zmq", True)}
+    assert {name for one in asks for name in one.extras} == ALL
+    for has in (
+        lambda one: "stop" in one.params,
+        lambda one: one.leave_after_s is not None and one.door == "zmq" and one.says_so,
+        lambda one: one.leave_after_s is not None and one.door == "http",
+        lambda one: one.params["temperature"] == 0,
+        lambda one: len(one.prompt.split()) >= 500,
+        lambda one: len(one.prompt.split()) <= 30,
+    ):
+        assert 10 < sum(map(has, asks)) < 450
+    beginnings = [tuple(one.prompt.split()[:100]) for one in asks if len(one.prompt.split()) >= 100]
+    assert len(set(beginnings)) < 0.8 * len(beginnings)
+
+
+def test_every_request_is_one_that_a_server_takes() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        SamplingParams(**draw(rng, ALL).params)  # raises where it is not
+
+
+def test_a_server_is_asked_for_what_it_knows() -> None:
+    rng = random.Random(1)
+    assert all(set(draw(rng, frozenset({"priority"})).extras) == {"priority"} for _ in range(20))
+    assert all(not draw(rng, frozenset()).extras for _ in range(20))
+
+
+# --------------------------------------------------------------------------------------------------------- endings
+
+
+def fed(n: int, *events: tuple[int, bool, str | None]) -> list[str]:
+    endings = Endings(n)
+    for event in events:
+        endings.feed(*event)
+    return endings.end()
+
+
+def test_each_sequence_ends_once() -> None:
+    assert fed(2, (0, True, None), (1, True, "stop"), (0, False, "length")) == []
+    assert fed(1, (0, False, "stop"), (0, False, None)) == []  # nothing said
+
+
+@pytest.mark.parametrize(
+    ("n", "events", "complaint"),
+    [
+        (1, [(0, True, None)], "1 of 1 sequences never ended"),
+        (2, [(0, True, "stop")], "1 of 2 sequences never ended"),
+        (1, [(0, True, "stop"), (0, False, "stop")], "ended again by stop"),
+        (1, [(0, True, "stop"), (0, True, None)], "went on"),
+        (1, [(1, True, None), (0, True, "stop")], "sequence 1 of an answer with 1"),
+    ],
+)
+def test_endings_that_are_wrong(n: int, events: list[tuple[int, bool, str | None]], complaint: str) -> None:
+    (found,) = fed(n, *events)
+    assert complaint in found
+
+
+# ---------------------------------------------------------------------------------------------------------- probes
+
+
+def test_where_two_answers_part() -> None:
+    expected = ((1, 2, 3), "abc")
+    assert probes.difference(expected, ((1, 2, 3), "abc")) == ""
+    assert "first other one at 2" in probes.difference(expected, ((1, 2, 4), "abd"))
+    assert "2 ids instead of 3, the first other one at 2" in probes.difference(expected, ((1, 2), "ab"))
+    assert "the same ids, but the text" in probes.difference(expected, ((1, 2, 3), "abd"))
+
+
+# --------------------------------------------------------------------------------------------------------- clients
+
+
+def chunk(**choice: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "text": "", "finish_reason": None} | choice]}).encode()
+
+
+GOOD = [chunk(text="a"), chunk(finish_reason="length"), b"data: [DONE]"]
+
+
+async def said_of(answer: list[bytes] | web.Response | Callable[[], Any], one: Ask) -> Outcome:
+    """What the client makes of an answer."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if isinstance(answer, web.Response):
+            return answer
+        if not isinstance(answer, list):
+            await answer()
+            return web.Response()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"\n\n".join(answer) + b"\n\n")
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    async with TestServer(app) as server, ClientSession() as session, asyncio.timeout(PATIENCE_S):
+        return await over_http(session, str(server.make_url("")).rstrip("/"), "model", one)
+
+
+async def test_a_good_stream() -> None:
+    assert await said_of(GOOD, ask()) == Outcome("ended")
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        (GOOD[:2], "without [DONE]"),
+        ([GOOD[0], GOOD[2]], "never ended"),
+        ([*GOOD[:2], GOOD[1], GOOD[2]], "ended again"),
+        ([*GOOD, GOOD[0]], "after [DONE]"),
+        ([chunk(finish_reason="abort"), GOOD[2]], "finish_reason abort"),
+        ([GOOD[0], b'data: {"error": {"message": "lost"}}'], "error in the stream: lost"),
+        ([b"data: {"], "can't be read"),
+    ],
+)
+async def test_streams_that_are_wrong(events: list[bytes], words: str) -> None:
+    outcome = await said_of(events, ask())
+    assert outcome.kind == "wrong" and words in outcome.words
+
+
+async def test_whole_answers() -> None:
+    both = [{"index": place, "finish_reason": "stop"} for place in range(2)]
+    two = ask(streams=False, params={"n": 2})
+    assert await said_of(web.json_response({"choices": both}), two) == Outcome("ended")
+    assert (await said_of(web.json_response({"choices": both[:1]}), two)).kind == "wrong"
+    assert (await said_of(web.json_response({}), two)).kind == "wrong"
+
+
+async def test_statuses() -> None:
+    assert await said_of(web.json_response({"error": {"message": "full"}}, status=503), ask()) == Outcome("refused")
+    outcome = await said_of(web.json_response({"error": {"message": "oh"}}, status=500), ask())
+    assert outcome == Outcome("wrong", "500: oh")
+    assert of_status(504, "late", ask(extras={"timeout_s": 1.0})).kind == "timed out"
+    assert of_status(504, "late", ask()).kind == "wrong"
+    assert of_status(400, "no", ask(extras={"timeout_s": 1.0})).kind == "wrong"
+
+
+async def test_a_client_that_leaves_and_one_that_waits_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    forever = asyncio.Event().wait
+    assert await said_of(forever, ask(leave_after_s=0.05)) == Outcome("left")
+    monkeypatch.setattr(clients, "PATIENCE_S", 0.05)
+    outcome = await said_of(forever, ask())
+    assert outcome.kind == "wrong" and "no end within" in outcome.words
+
+
+async def test_fields_are_known_by_trying_them() -> None:
+    def answer(status: int, message: str = "") -> web.Response:
+        return web.json_response({"error": {"message": message}}, status=status)
+
+    async def found(handle: Callable[[dict[str, Any]], web.Response]) -> frozenset[str]:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            return handle(await request.json())
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", serve)
+        async with TestServer(app) as server, ClientSession() as session:
+            return await known_extras(session, str(server.make_url("")).rstrip("/"), "model")
+
+    assert await found(lambda body: answer(200)) == ALL
+    assert await found(
+        lambda body: answer(200) if "cache_salt" in body else answer(400, "priority, timeout_s: not supported")
+    ) == {"cache_salt"}
+    for wrong in (answer(500), answer(400, "'model' is required")):
+        with pytest.raises(ServerError):
+            await found(lambda body, wrong=wrong: wrong)
+
+
+def test_an_extra_goes_where_the_zmq_client_has_a_place_for_it() -> None:
+    import inspect
+
+    params, beside = clients._for_zmq(ask(door="zmq", extras={"priority": 2, "cache_salt": "red", "timeout_s": 1.0}))
+    places = {*SamplingParams.__struct_fields__, *inspect.signature(AsyncClient.generate).parameters}
+    taken = {*beside, *(name for name in EXTRAS if getattr(params, name, None) is not None)}
+    assert taken == ALL & places
+
+
+# ----------------------------------------------------------------------------------------------------------- after
+
+
+def stats_of(**schedule: int) -> ServerStats:
+    """Of a server with ten blocks, of which what is not said is free."""
+    counts: dict[str, Any] = {
+        name: 0 if kind in ("int", int) else 0.0 if kind in ("float", float) else soak_histogram()
+        for name, kind in ScheduleCounts.__annotations__.items()
+    }
+    counts |= {"num_blocks_total": 10, "num_blocks_free": 10} | schedule
+    own = ScheduleCounts(**counts)
+    stage = StageStats("schedule.0", 1, "ready", 0, 1.0, 1, 1.0, 1, StageCounts(0, 0, [], own, 0, 0.0, 0, 0, 0))
+    return ServerStats("1-a", 1, "0", "m", "http://x", "serving", 1.0, 1.0, [stage])
+
+
+def soak_histogram() -> Any:
+    from pipeline.stats import HistogramCounts
+
+    return HistogramCounts([], 0.0)
+
+
+def test_a_server_with_nothing_left() -> None:
+    assert leftovers(stats_of()) == []
+    assert leftovers(stats_of(num_blocks_cached=4, num_blocks_free=6)) == []
+    assert leftovers(stats_of(num_swap_blocks_total=5, num_swap_blocks_free=5)) == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"num_running": 1}, "1 running"),
+        ({"num_waiting": 2}, "2 waiting"),
+        ({"num_swapped": 3}, "3 swapped"),
+        ({"num_blocks_held": 4, "num_blocks_free": 6}, "4 KV blocks held"),
+        ({"num_blocks_free": 9}, "1 KV blocks lost"),
+        ({"num_swap_blocks_total": 5, "num_swap_blocks_free": 3}, "2 swap blocks not free"),
+    ],
+)
+def test_a_server_with_something_left(counts: dict[str, int], words: str) -> None:
+    assert leftovers(stats_of(**counts)) == [words]
+
+
+def test_errors_in_the_log_are_seen() -> None:
+    log = "10:31:07.120 I gateway.0 ready\n10:31:07.121 E schedule.0 oh no=1\nTraceback (most recent call last):\n  x"
+    assert len(soak.complaints_of(log)) == 2
+    assert soak.complaints_of("10:31:07.120 W gateway.0 E is a letter\n") == []
+
+
+# ------------------------------------------------------------------------------------------------------- a real run
+
+
+@pytest.fixture(scope="module")
+def short_run(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What some seconds of it found, in a process of its own."""
+    path = tmp_path_factory.mktemp("soak") / "soak.json"
+    command = [sys.executable, "tools/soak.py", "--minutes", SMOKE_MINUTES, "--seed", "3", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert path.exists(), done.stdout + done.stderr
+    yield msgspec.json.decode(path.read_bytes()) | {"code": done.returncode, "said": done.stdout}
+
+
+def test_a_short_soak_finds_no_fault(short_run: dict[str, Any]) -> None:
+    assert short_run["faults"] == {}
+    assert (short_run["code"], short_run["outcomes"].get("wrong")) == (0, None)
+    assert "all is well" in short_run["said"]
+
+
+def test_a_short_soak_did_something(short_run: dict[str, Any]) -> None:
+    assert short_run["outcomes"]["ended"] >= 5
+    assert short_run["counts"]["probes"] >= 2 * len(probes.PROMPTS)
+    assert short_run["counts"]["preemptions"] > 0
+    assert len(short_run["samples"]) >= 4

@@ -1,0 +1,108 @@
+"""Prompts of drawn lengths, sized in the server's tokens, and a closed loop of streams that send them.
+
+Requests go to /v1/completions: a chat template begins every prompt alike, and where a load says that nothing is shared
+that has to be true.
+"""
+
+import argparse
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pipeline import option_types as types
+from pipeline.bench import words
+from pipeline.bench.client import Client, Record, open_session
+from pipeline.bench.loop import ClosedLoop, Level, Plan
+from pipeline.bench.measure import Summary, summarize
+
+ENDPOINT = "completions"
+TIMEOUT_S = 600.0
+CALIBRATION_WORDS = (16, 116)
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Whole numbers from `least` to `most`, each as likely."""
+
+    least: int
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.least, self.most)
+
+    @property
+    def mean(self) -> float:
+        return (self.least + self.most) / 2
+
+
+def span(text: str) -> Span:
+    """An option's value, as 700-1200. Raises ArgumentTypeError."""
+    least, dash, most = text.partition("-")
+    found = Span(types.positive(least), types.positive(most if dash else least))
+    if found.least > found.most:
+        raise argparse.ArgumentTypeError(f"needs the smaller number first, got {text!r}")
+    return found
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What each request of a closed loop looks like, in tokens. No two prompts begin alike."""
+
+    num_streams: int
+    prompt: Span
+    output: Span
+    seconds: float
+    seed: str
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of one request when it ends."""
+        return self.prompt.mean + self.output.mean
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request."""
+
+    prompt: str
+    max_tokens: int
+
+    def options(self) -> dict[str, Any]:
+        return {"temperature": 0, "ignore_eos": True, "max_tokens": self.max_tokens}
+
+
+def ask_of(load: Load, name: str, calibration: words.Calibration, part: float = 1.0) -> Ask:
+    """The request of this name: the same for the same load and name. `part` (0 to 1] shortens its output."""
+    rng = random.Random(f"{load.seed}/{name}")
+    num_words = calibration.words_for(load.prompt.draw(rng))
+    num_output = load.output.draw(rng)
+    return Ask(words.text(f"{load.seed}/{name}/words", num_words), max(1, round(part * num_output)))
+
+
+async def calibrate(client: Client, seed: str) -> words.Calibration:
+    """How this server counts our words. Raises ServerError."""
+    tokens = [
+        await client.count_tokens(words.text(f"{seed}/calibration/{count}", count), {"temperature": 0})
+        for count in CALIBRATION_WORDS
+    ]
+    return words.Calibration.between(CALIBRATION_WORDS, (tokens[0], tokens[1]))
+
+
+async def closed_loop(url: str, load: Load, begun: Callable[[], None] = lambda: None) -> Summary:
+    """Run a load, and measure it as `pipeline bench` does; see pipeline.bench for how its window is cut. `begun` is
+    called when the sizing requests are over. Raises ServerError."""
+    return summarize(await closed_loop_level(url, load, begun))
+
+
+async def closed_loop_level(url: str, load: Load, begun: Callable[[], None] = lambda: None) -> Level:
+    """The same, before it is summed up."""
+    async with open_session(None, TIMEOUT_S) as session:
+        client = Client(session, url, "auto", ENDPOINT)
+        await client.find_model()
+        calibration = await calibrate(client, load.seed)
+        begun()
+
+        async def generate(name: str, part: float) -> Record:
+            ask = ask_of(load, name, calibration, part)
+            return await client.generate(ask.prompt, ask.options())
+
+        return await ClosedLoop(Plan(load.num_streams, load.seconds), generate, lambda loop: None).run()

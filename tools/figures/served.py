@@ -1,0 +1,148 @@
+"""A real server for one measurement: started by exec, stopped whatever happens."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from pipeline.admin_client import Admin, find_servers
+from pipeline.errors import UserError
+from pipeline.stats import ExecuteCounts, OwnCounts, ScheduleCounts, ServerStats
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+START_S = 180.0
+"""The first start on a machine fetches and converts the model."""
+STOP_S = 60.0
+"""To drain and end; after that it is killed."""
+POLL_S = 0.05
+NUM_LAST_LINES = 30
+
+T = TypeVar("T", bound=OwnCounts)
+
+
+class Served:
+    """`pipeline serve` on a free port, as a context manager. Its log goes to a file: a pipe that nobody reads would
+    fill up and stop it. Raises UserError, with the end of the log, where it does not start."""
+
+    def __init__(self, *sets: str, options: tuple[str, ...] = ()) -> None:
+        command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0", *options]
+        for one in sets:
+            command += ["--set", one]
+        self.sets = sets
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed at exit
+        self._admin: Admin | None = None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stderr=self._log,
+                stdout=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                process_group=0,  # a terminal's Ctrl-C is for this program, which stops it then
+            )
+        except BaseException:
+            self._log.close()
+            raise
+        try:
+            line = self._wait_until_ready()
+            self.url = _found(r"ready on (http://[^\s\"]+)", line)
+            self.zmq = _found(r"zmq\"?[=:]\"?([^\s\",]+)", line)
+            (self.name,) = [name for name in find_servers() if name.startswith(f"{self._process.pid}-")]
+            self._admin = Admin(self.name)
+            stats = self._admin.stats()
+            self.pids = {stage.name: stage.pid for stage in stats.stages}
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def stats(self) -> ServerStats:
+        """What the server counts. Blocks, and is for the thread that made this. Raises UserError."""
+        assert self._admin is not None
+        return self._admin.stats()
+
+    def schedule(self) -> ScheduleCounts:
+        return _counts(self.stats(), ScheduleCounts)
+
+    def execute(self) -> ExecuteCounts:
+        return _counts(self.stats(), ExecuteCounts)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def log(self) -> str:
+        """All that it has logged."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
+
+    def stop(self) -> int:
+        """End it and wait. Returns its exit code. Raises TimeoutExpired where it had to be killed."""
+        if self._admin is not None:
+            self._admin.__exit__()
+            self._admin = None
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+            return self._process.wait(STOP_S)
+        finally:
+            self._process.kill()  # harmless where it has ended; its children go with it
+            self._process.wait()
+
+    def _wait_until_ready(self) -> str:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            for line in self.log().splitlines():
+                if "ready on http" in line:
+                    return line
+            if not self.is_alive:
+                break
+            time.sleep(POLL_S)
+        last = "\n".join(self.log().splitlines()[-NUM_LAST_LINES:])
+        raise UserError(f"the server did not start within {START_S:g} s; the end of its log:\n{last}")
+
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+        finally:
+            self._log.close()
+
+
+def _counts(stats: ServerStats, kind: type[T]) -> T:
+    for stage in stats.stages:
+        if stage.counts is not None and isinstance(stage.counts.own, kind):
+            return stage.counts.own
+    raise UserError(f"the server gives no {kind.__name__}")
+
+
+def _found(pattern: str, line: str) -> str:
+    match = re.search(pattern, line)
+    if match is None:
+        raise UserError(f"the server's last line of start reads otherwise than expected: {line}")
+    return match[1]
+
+
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end this program as Ctrl-C does, so that its servers are stopped."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

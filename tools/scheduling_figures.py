@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Figures of scheduling and KV memory, each against servers that it starts itself.
+
+    tools/scheduling_figures.py memory        KV memory for a quarter of the load: preemption auto against recompute
+    tools/scheduling_figures.py long-prompt   a prompt of 4,000 tokens beside 16 running streams
+    tools/scheduling_figures.py no-hits       what prefix caching costs where nothing is ever found
+    tools/scheduling_figures.py overload      ten times as many requests as can be served
+    tools/scheduling_figures.py shared        a shared prefix of 600 words
+
+`tools/scheduling_figures.py SUBJECT --help` says what is measured, and how. All have --rounds or --seconds, --set
+KEY=VALUE for settings of every server, --json FILE and --check, with which a bound that is missed, or a request that
+failed, makes the exit code 1. Run from anywhere with the project's Python; paths in --set are relative to its root.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.bench.client import ServerError  # noqa: E402
+from pipeline.config.load import ConfigError  # noqa: E402
+from pipeline.errors import UserError  # noqa: E402
+from tools.figures import long_prompt, memory, no_hits, overload, shared  # noqa: E402
+from tools.figures.report import with_seed  # noqa: E402
+from tools.figures.served import ending_in_order  # noqa: E402
+
+SUBJECTS = {
+    "memory": memory,
+    "long-prompt": long_prompt,
+    "no-hits": no_hits,
+    "overload": overload,
+    "shared": shared,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    for name, subject in SUBJECTS.items():
+        assert subject.__doc__ is not None
+        one = subjects.add_parser(
+            name,
+            help=subject.__doc__.partition(": ")[2].partition("\n")[0],
+            description=subject.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        subject.add(one)
+        one.set_defaults(run=subject.run)
+    args = with_seed(parser.parse_args(arguments))
+    try:
+        with ending_in_order():
+            code: int = args.run(args)
+            return code
+    except (UserError, ServerError, ConfigError) as error:
+        print(f"scheduling_figures: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Random load against a real server for a long time, and whether it stays true to itself.
+
+    tools/soak.py                         20 minutes
+    tools/soak.py --minutes 0.2           a quick look; too short to judge memory
+    tools/soak.py --set schedule.depth=1 --seed 7 --json soak.json
+
+Requests come over HTTP, streaming or not, and over ZeroMQ: prompts short, long, and with shared beginnings, n of 1 to
+4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 48 at once, which changes
+all the time; one client in five leaves before its answer is there. KV memory is so small that sequences are preempted
+constantly, and swap space so small that some are swapped and some computed again.
+
+On the way: each sequence of each answer ends exactly once; no answer but 200, 503 for want of room, and 408 or 504 for
+a request with a deadline; fixed greedy probes give the same ids every time. Afterwards, when all clients are gone:
+nothing open, running, waiting, swapped or held; descriptors and shared-memory arenas as before the load; the resident
+memory of each process flat, which is that the median of the run's last quarter is at most 3 % + 8 MB above that of its
+second (judged from 3 minutes on); no error in the server's log; exit code 0, and no process left.
+
+The exit code is 1 where anything of this is not so. The seed fixes what is asked, not when.
+"""
+
+import argparse
+import asyncio
+import random
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline import option_types as types  # noqa: E402
+from pipeline.bench.client import ServerError, open_session  # noqa: E402
+from pipeline.client import AsyncClient, ConnectionLost, RequestError  # noqa: E402
+from pipeline.config.load import ConfigError  # noqa: E402
+from pipeline.errors import UserError  # noqa: E402
+from pipeline.out_file import require_writable, writing  # noqa: E402
+from tools.figures.report import with_seed  # noqa: E402
+from tools.figures.served import Served, ending_in_order  # noqa: E402
+from tools.figures.watch import Watch, memory_of  # noqa: E402
+from tools.soaking import probes  # noqa: E402
+from tools.soaking.after import Idle, settle  # noqa: E402
+from tools.soaking.asks import Ask, draw  # noqa: E402
+from tools.soaking.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras, over_http, over_zmq  # noqa: E402
+
+SETTINGS = (
+    "execute.kv_cache_bytes=60MiB",
+    "execute.swap_bytes=24MiB",
+    "schedule.depth=2",
+    "schedule.policy=priority",
+    "schedule.max_num_seqs=24",
+    "gateway.max_open_requests=56",
+)
+CONCURRENCIES = (1, 4, 12, 24, 48)
+PHASE_S = (2.0, 12.0)
+PROBE_EVERY_S = 1.0
+AFTER_REFUSAL_S = 0.1
+MIN_JUDGED_S = 180.0
+MAX_SHOWN = 20
+REPORT_EVERY_S = 30.0
+
+
+class Soak:
+    """One run: what it has seen so far."""
+
+    def __init__(self, server: Served, seconds: float, seed: int) -> None:
+        self._server = server
+        self._rng = random.Random(seed)
+        self._seconds = seconds
+        self._known: frozenset[str] = frozenset()
+        self.outcomes: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.num_probes = 0
+
+    async def run(self) -> None:
+        async with open_session(None, PATIENCE_S) as session, await AsyncClient.connect(self._server.zmq) as client:
+            self._known = await known_extras(session, self._server.url, client.info.model)
+            print(f"the server takes {', '.join(sorted(self._known)) or 'no extra fields'}", flush=True)
+            expected = [await probes.answer(client, place) for place in range(len(probes.PROMPTS))]
+            end = time.monotonic() + self._seconds
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._probe(client, expected, end))
+                group.create_task(self._load(session, client, end))
+            for place, answer in enumerate(expected):  # once more, alone
+                self._compare(place, answer, await probes.answer(client, place))
+
+    async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
+        """Keep a changing number of requests under way; at the end all are read."""
+        rng, tasks = self._rng, set[asyncio.Task[None]]()
+        phase_end, target, told = 0.0, 1, time.monotonic()
+        while (now := time.monotonic()) < end:
+            if now >= phase_end:
+                target, phase_end = rng.choice(CONCURRENCIES), now + rng.uniform(*PHASE_S)
+            if now >= told + REPORT_EVERY_S:
+                told = now
+                print(f"{end - now:5.0f} s to go: {dict(self.outcomes)}", flush=True)
+            while len(tasks) < target:
+                tasks.add(asyncio.create_task(self._one(session, client, draw(rng, self._known))))
+            done, tasks = await asyncio.wait(
+                tasks, timeout=min(phase_end, end) - now, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+        if tasks:
+            await asyncio.gather(*tasks)
+
+    async def _one(self, session: aiohttp.ClientSession, client: AsyncClient, ask: Ask) -> None:
+        if ask.door == "http":
+            outcome = await over_http(session, self._server.url, client.info.model, ask)
+        else:
+            outcome = await over_zmq(client, ask)
+        self._note(outcome)
+        if outcome.kind == "refused":
+            await asyncio.sleep(AFTER_REFUSAL_S)
+
+    def _note(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.kind] += 1
+        if outcome.kind == "wrong":
+            self.faults[outcome.words] += 1
+
+    async def _probe(self, client: AsyncClient, expected: list[probes.Answer], end: float) -> None:
+        while time.monotonic() < end:
+            for place, answer in enumerate(expected):
+                try:
+                    async with asyncio.timeout(PATIENCE_S):
+                        self._compare(place, answer, await probes.answer(client, place))
+                except RequestError as error:
+                    if error.status != OVERLOADED:
+                        self.faults[f"probe {place}: {error.status}: {error.message}"] += 1
+                except (TimeoutError, ConnectionLost) as error:
+                    self.faults[f"probe {place}: {error or 'no end in time'}"] += 1
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    def _compare(self, place: int, expected: probes.Answer, found: probes.Answer) -> None:
+        self.num_probes += 1
+        if words := probes.difference(expected, found):
+            self.faults[f"probe {place}: {words}"] += 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of load; by default %(default)g")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
+    parser.add_argument("--seed", type=types.natural, default=None, help="by default drawn anew")
+    parser.add_argument("--json", metavar="FILE", help="write what was found, with every sample of memory, there")
+    args = with_seed(parser.parse_args(arguments))
+    try:
+        if args.json:
+            require_writable(Path(args.json), "--json")
+        with ending_in_order():
+            found = soak(args)
+        if args.json:
+            with writing(Path(args.json), "--json"):
+                Path(args.json).write_bytes(msgspec.json.encode(found))
+    except (UserError, ServerError, ConfigError, ConnectionLost) as error:
+        print(f"soak: error: {error}", file=sys.stderr)
+        return 2
+    return 1 if found["faults"] else 0
+
+
+def soak(args: argparse.Namespace) -> dict[str, Any]:
+    """Run it, print what was found and return it for JSON: `faults` is empty where all is well."""
+    seconds = 60 * args.minutes
+    print(f"{args.minutes:g} minutes of load, seed {args.seed}", flush=True)
+    with Served(*SETTINGS, *args.set) as server:
+        before = Idle(server)
+        load = Soak(server, seconds, args.seed)
+        with Watch(server.pids) as watch:
+            asyncio.run(load.run())
+        faults = load.faults
+        faults.update(f"after the load: {words}" for words in settle(server))
+        faults.update(f"after the load: {words}" for words in Idle(server).grown_since(before))
+        memory = memory_of(watch.samples) if len(watch.samples) >= 4 else []
+        is_judged = seconds >= MIN_JUDGED_S
+        for one in memory:
+            words = f"{one.name}: {one.second / 1e6:.1f} MB in the second quarter, {one.last / 1e6:.1f} in the last"
+            print(f"memory of {words}, at most {one.most / 1e6:.1f}")
+            if is_judged and not one.is_flat:
+                faults[f"memory grows: {words}"] += 1
+        if not is_judged:
+            print(f"memory is not judged: the run was shorter than {MIN_JUDGED_S / 60:g} minutes")
+        counts = server.schedule()
+        if (code := server.stop()) != 0:
+            faults[f"the server ended with exit code {code}"] += 1
+        faults.update(complaints_of(server.log()))
+    faults.update(f"{name} is still there" for name, pid in server.pids.items() if Path(f"/proc/{pid}").exists())
+    seen = {
+        "probes": load.num_probes,
+        "preemptions": counts.num_preemptions,
+        "blocks swapped out": counts.num_blocks_swapped_out,
+        "blocks swapped in": counts.num_blocks_swapped_in,
+        "forks": counts.num_forks,
+        "cached prompt tokens": counts.num_cached_tokens,
+        "prompt tokens": counts.num_prompt_tokens,
+        "output tokens": counts.num_output_tokens,
+        "steps": counts.num_steps,
+    }
+    print(f"requests: {dict(load.outcomes)}")
+    print(", ".join(f"{value:,} {name}" for name, value in seen.items()))
+    for words, count in faults.most_common(MAX_SHOWN):
+        print(f"FAULT: {count} × {words}")
+    print("all is well" if not faults else f"{faults.total()} faults of {len(faults)} kinds")
+    return {
+        "minutes": args.minutes,
+        "seed": args.seed,
+        "set": args.set,
+        "outcomes": dict(load.outcomes),
+        "faults": dict(faults),
+        "counts": seen,
+        "memory": msgspec.to_builtins(memory),
+        "samples": msgspec.to_builtins(watch.samples),
+    }
+
+
+def complaints_of(log: str) -> list[str]:
+    """Lines of a server's log that tell of an error: `10:31:07.120 E schedule.0 …`, or the head of a traceback."""
+    return [f"log: {line}" for line in log.splitlines() if re.match(r"[\d:.]+ [EC] |Traceback ", line)]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,42 @@
+"""A few fixed requests, greedy, whose output ids are the same whatever else the server does."""
+
+from pipeline.bench import words
+from pipeline.client import AsyncClient
+from pipeline.sampling_params import SamplingParams
+from tools.soaking.asks import NUM_PREFIX_WORDS
+
+Answer = tuple[tuple[int, ...], str]
+"""The ids of all outputs, and their text."""
+
+PROMPTS = (
+    "The capital of France is",
+    words.text("probe/middle", 90),
+    words.text("probe/long", 700),
+    f"{words.text('prefix/0', NUM_PREFIX_WORDS)} {words.text('probe/shared', 20)}",
+)
+"""The last begins as many of the load's do."""
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+async def answer(client: AsyncClient, place: int) -> Answer:
+    """What the server makes of a probe now. Raises RequestError, ConnectionLost."""
+    ids: list[int] = []
+    text = ""
+    async for output in client.generate(PROMPTS[place], PARAMS):
+        ids += output.token_ids
+        text += output.text
+    return tuple(ids), text
+
+
+def difference(expected: Answer, found: Answer) -> str:
+    """Where two answers part, in words; empty where they don't."""
+    if expected == found:
+        return ""
+    (ids, text), (other_ids, other_text) = expected, found
+    if ids == other_ids:
+        return f"the same ids, but the text {other_text!r} instead of {text!r}"
+    place = next(
+        (place for place, (one, other) in enumerate(zip(ids, other_ids, strict=False)) if one != other),
+        min(len(ids), len(other_ids)),
+    )
+    return f"{len(other_ids)} ids instead of {len(ids)}, the first other one at {place}"
