@@ -47,7 +47,7 @@ class Tree:
         return list(zip(self.starts, self.counts, strict=True))
 
     def apart(self) -> tuple[IntArray, IntArray]:
-        """The same rows with blocks that nobody shares: their tables, and which block each of all blocks is a copy of."""
+        """The same rows with blocks that nobody shares: their tables, and of which block each block is a copy."""
         tables, originals = np.zeros_like(self.tables), [0]
         for i, (start, count) in enumerate(self.entries):
             num = -(-(start + count) // BLOCK_SIZE)
@@ -79,18 +79,18 @@ class Attention:
         num = sum(len(queries) for queries in given)
         self.queries[:num] = np.concatenate(given)
         assert self.r.run() == 0
-        made = read_floats(self.out, num, self.width).copy()
+        made: np.ndarray = read_floats(self.out, num, self.width).copy()
         return np.split(made, np.cumsum([len(queries) for queries in given])[:-1])
 
     def bytes_read(self, num_tokens: int, num_rows: int) -> float:
         cost = (ctypes.c_double * 3)()
         self.r.library.program_cost(self.r.program, 1, num_tokens, num_rows, num_rows, cost)
-        return cost[0]
+        return float(cost[0])
 
 
 def grow(seed: int) -> Tree:
-    """Each row goes on from some blocks of an earlier one, from the first on, or from none; what it shares ends within a
-    stretch as often as at its end. Some rows have shared all that they have but for what they compute."""
+    """Each row goes on from some blocks of an earlier one, from the first on, or from none; what it shares ends within
+    a stretch as often as at its end. Some rows have shared all that they have but for what they compute."""
     rng = np.random.default_rng(seed)
     num = int(rng.integers(2, NUM_ROWS))
     tree = Tree([], [], np.zeros((num, MOST_BLOCKS), np.int32))
@@ -173,7 +173,7 @@ def test_rows_yield_the_same_bits_with_blocks_in_common_and_with_copies_of_them(
 @pytest.mark.parametrize("num", [2, 3, 16, 40])
 @pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_rows_shares_a_prefix(library: ctypes.CDLL, num: int, count: int) -> None:
-    """More than one item holds them, and lengths differ so that the last stretch that is shared is not the same for all."""
+    """More than one item holds them, and they begin at different places behind it."""
     shape = (3, 3, 64, 0)
     tree = fan([(7 * i) % 90 for i in range(num)], count)
     memory, queries = memory_of(shape, 3), queries_of(shape, 4)
@@ -184,7 +184,7 @@ def test_any_number_of_rows_shares_a_prefix(library: ctypes.CDLL, num: int, coun
 
 
 def test_what_lies_behind_a_shared_prefix_is_not_mixed_up(library: ctypes.CDLL) -> None:
-    """Rows with the same prefix and the same queries differ if their own keys do, and are the same if those are copies."""
+    """Rows with the same prefix and queries differ if their own keys do, and are the same if those are copies."""
     shape = (2, 3, 32, 0)
     tree = fan([70, 70, 70])
     memory, queries = memory_of(shape, 5), queries_of(shape, 6)
