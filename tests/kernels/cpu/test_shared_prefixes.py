@@ -79,7 +79,7 @@ class Attention:
         num = sum(len(queries) for queries in given)
         self.queries[:num] = np.concatenate(given)
         assert self.r.run() == 0
-        made: np.ndarray = read_floats(self.out, num, self.width).copy()
+        made = read_floats(self.out, num, self.width).copy()
         return np.split(made, np.cumsum([len(queries) for queries in given])[:-1])
 
     def bytes_read(self, num_tokens: int, num_rows: int) -> float:
@@ -132,12 +132,14 @@ def memory_of(shape: tuple[int, int, int, int], seed: int) -> np.ndarray:
     """Keys and values of NUM_BLOCKS blocks as bfloat16, [blocks, numbers of a block]: any numbers of such a size do."""
     kv_heads, _, head_dim, _ = shape
     values = random(seed, NUM_BLOCKS, 2 * kv_heads * head_dim * BLOCK_SIZE)
-    return (values.view(np.uint32) >> 16).astype(np.uint16)
+    made: np.ndarray = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return made
 
 
 def queries_of(shape: tuple[int, int, int, int], seed: int) -> np.ndarray:
     kv_heads, group, head_dim, _ = shape
-    return random(seed, NUM_TOKENS, kv_heads * group * head_dim, scale=2.5 / head_dim**0.5)
+    made: np.ndarray = random(seed, NUM_TOKENS, kv_heads * group * head_dim, scale=2.5 / head_dim**0.5)
+    return made
 
 
 def assert_same(made: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
