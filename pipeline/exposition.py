@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.samples import Sample
 
 from pipeline.histogram import (
+    PLAN_WAIT_S,
     REQUEST_S,
     STEP_TOKENS,
     TIME_TO_FIRST_TOKEN_S,
@@ -328,6 +329,11 @@ def _parts(stats: ServerStats) -> Iterator[Metric]:
     yield _named("pipeline_schedule_steps", "Steps planned.", schedule, lambda c: c.num_steps)
     yield _named("pipeline_schedule_plan_seconds", "Time spent on plans.", schedule, lambda c: c.plan_s)
     yield _named("pipeline_schedule_settle_seconds", "Time spent on results.", schedule, lambda c: c.settle_s)
+    for name, counts in schedule:
+        words = "Time without a step to compute although there was work to plan, for each step that followed a result."
+        waits = counts.plan_wait_s
+        yield _histogram("pipeline_schedule_plan_wait_seconds", words, {"stage": name}, waits, PLAN_WAIT_S)
+        yield _gauge("pipeline_schedule_depth", "Steps in flight at most, as it is now.", {"stage": name}, counts.depth)
     yield _named("pipeline_schedule_forks", "Sequences begun from a sibling's.", schedule, lambda c: c.num_forks)
     yield _named(
         "pipeline_schedule_blocks_swapped_out",

@@ -24,6 +24,9 @@ REQUEST_S: Bounds = (
     1920.0, 7680.0,
 )  # fmt: skip
 STEP_TOKENS: Bounds = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+PLAN_WAIT_S: Bounds = (
+    0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0,
+)  # fmt: skip
 TOKENS: Bounds = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 N: Bounds = (1.0, 2.0, 5.0, 10.0, 20.0)
 

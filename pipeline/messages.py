@@ -279,6 +279,8 @@ class ScheduleLoad(msgspec.Struct, array_like=True, frozen=True, tag="schedule")
     num_blocks_swapped_in: int = 0
     num_forks: int = 0
     """Sequences that began with the keys and values of a sibling's prompt."""
+    depth: int = 1
+    """Steps in flight at most, as it is now."""
 
 
 class GatewayLoad(msgspec.Struct, array_like=True, frozen=True, tag="gateway"):

@@ -107,6 +107,10 @@ class ScheduleCounts(Part, frozen=True, tag="schedule"):
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
     num_forks: int = 0
+    depth: int = 1
+    """As in `ScheduleLoad`"""
+    plan_wait_s: HistogramCounts = HistogramCounts([], 0.0)
+    """One value for each step that was planned without a wait for requests: how long the executor waited for it."""
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):

@@ -189,7 +189,7 @@ class Supervisor:
         num_bytes = self._settings.execute.swap_bytes
         if num_bytes:
             kv_bytes = 0 if self._manner.instant else self._settings.execute.kv_cache_bytes
-            self._reservation = segment.Reservation(topology.SWAP, num_bytes, "execute.swap_bytes", kv_bytes)
+            self._reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
             self._segments[topology.SWAP] = m.Segment(topology.SWAP, self._reservation.fd, num_bytes, True)
             self._poller.register(self._reservation.fileno(), zmq.POLLIN)
 
@@ -236,7 +236,7 @@ class Supervisor:
         self._turn_until(
             self._is_reserved,
             self._manner.patience_s(settings.supervisor.start_timeout_s),
-            f"{settings.execute.swap_bytes} bytes of swap space (execute.swap_bytes)",
+            f"{settings.execute.swap_bytes} bytes of swap space ({topology.SWAP_KEY})",
         )
         assert self._facts is not None, "the executor was ready without facts"
         for name in reversed(self._flow()):  # the gateways last: what they let in finds everybody at work

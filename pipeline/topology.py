@@ -52,6 +52,7 @@ INSTANT = "pipeline.stages.execute.instant"
 
 SWAP = "swap"
 """The segment of preempted sequences' KV blocks: the supervisor's, written and read by the executor."""
+SWAP_KEY = "execute.swap_bytes"
 
 MESSAGES_PER_REQUEST = 4
 """The most that one open request has on one edge: submit, abort, closed, release."""

@@ -22,12 +22,13 @@ PART_BYTES = 64 * 1024**2
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
-def create(name: str, num_bytes: int) -> int:
-    """Create a stage's segment of `num_bytes` and reserve its memory now. Returns its descriptor, closed on exec.
+def create(name: str, num_bytes: int, key: str = "") -> int:
+    """Create a segment of `num_bytes` and reserve its memory now. Returns its descriptor, closed on exec. `key` is the
+    setting that says how large it is; that of a stage's arena needs not be given.
 
     Raises MemoryError, in words for the user, where the machine can't hold it.
     """
-    key = f"{name.partition('.')[0]}.arena_bytes"
+    key = key or f"{name.partition('.')[0]}.arena_bytes"
     # The kernel does not refuse an anonymous file that is too large: it fills the memory until it has to kill somebody.
     available = available_bytes()
     if num_bytes > available:

@@ -83,7 +83,7 @@ class Rig:
             if name not in own:
                 self._arenas[name] = Arena(name, self._memories[name])
         for name, size in topology.private_segments(self.settings, stage).items():
-            fd = segment.create(name, size)
+            fd = segment.create(name, size, topology.SWAP_KEY)
             self._fds.append(fd)
             segments.append(m.Segment(name, fd, size, writable=True))
             self._memories[name] = segment.attach(fd, size, writable=True)

@@ -63,6 +63,8 @@ def _counts(view: View) -> Table:
                   "done", str(view.requests_finished), "preempted", str(view.preemptions))  # fmt: skip
     table.add_row("swapped", str(view.swapped), "open tokens", f"{view.open_tokens:,}",
                   "of", f"{view.max_open_tokens:,}", "forks", str(view.forks))  # fmt: skip
+    depth = NONE if view.depth is None else str(view.depth)
+    table.add_row("depth", depth, "", "", "", "", "plan wait", percent(view.plan_wait_percent))  # fmt: skip
     return table
 
 

@@ -58,6 +58,10 @@ class View(msgspec.Struct):
     inter_token_ms: float | None
     cached_percent: float | None
     """Of prompt tokens since start."""
+    depth: int | None
+    """Steps in flight at most; None before the scheduler has said."""
+    plan_wait_percent: float | None
+    """Share of the time in which the executor waited for a plan."""
     preemptions: int
     requests_finished: int
     swapped: int
@@ -83,7 +87,7 @@ def view_of(history: Sequence[ServerStats]) -> View:
     gateways = _counts(now, GatewayCounts)
     prompts = sum(c.num_prompt_tokens for c in schedule)
 
-    def rate(of: Callable[[ScheduleCounts], int]) -> float | None:
+    def rate(of: Callable[[ScheduleCounts], float]) -> float | None:
         if before is None or elapsed_s <= 0:
             return None
         gained = sum(map(of, schedule)) - sum(map(of, _counts(before, ScheduleCounts)))
@@ -91,6 +95,7 @@ def view_of(history: Sequence[ServerStats]) -> View:
 
     steps_per_s = rate(lambda c: c.num_steps)
     computed_per_s = rate(lambda c: round(c.step_tokens.total))
+    plan_wait = rate(lambda c: c.plan_wait_s.total)
     return View(
         pid=now.pid,
         model=now.model,
@@ -111,6 +116,8 @@ def view_of(history: Sequence[ServerStats]) -> View:
         time_to_first_token_ms=_median_ms(first, now, lambda c: c.time_to_first_token_s, TIME_TO_FIRST_TOKEN_S),
         inter_token_ms=_median_ms(first, now, lambda c: c.inter_token_s, TOKEN_S),
         cached_percent=100 * sum(c.num_cached_tokens for c in schedule) / prompts if prompts else None,
+        depth=next((c.depth for c in schedule), None),
+        plan_wait_percent=None if plan_wait is None else 100 * plan_wait,
         preemptions=sum(c.num_preemptions for c in schedule),
         requests_finished=sum(sum(c.num_finished) for c in gateways),
         swapped=sum(c.num_swapped for c in schedule),

@@ -6,9 +6,12 @@
 
 Sequences that end by stop or length are counted, when they end. Prefill includes what a preemption costs before the
 first id, decode what one costs after it.
+
+A step's plan wait is how long the executor had nothing to do before it although there was something to plan: of steps
+planned in the wake that handled the result before them, or earlier. What an idle server waits for is requests.
 """
 
-from pipeline.histogram import REQUEST_S, STEP_TOKENS, Histogram
+from pipeline.histogram import PLAN_WAIT_S, REQUEST_S, STEP_TOKENS, Histogram
 from pipeline.messages import Finish
 from pipeline.stages.schedule.request import Sequence
 
@@ -20,6 +23,7 @@ class Counting:
         self.decode_s = Histogram(REQUEST_S)
         self.inference_s = Histogram(REQUEST_S)
         self.step_tokens = Histogram(STEP_TOKENS)
+        self.plan_wait_s = Histogram(PLAN_WAIT_S)
         self.plan_s = 0.0
         self.settle_s = 0.0
 

@@ -1,11 +1,14 @@
 """What the scheduler may hand out, and by which rules."""
 
+from typing import Literal
+
 import msgspec
 
 from pipeline.config.settings import Schedule
 from pipeline.messages import ExecuteFacts
 from pipeline.stages.schedule.policy import Name
-from pipeline.stages.schedule.preemption import Means
+
+Means = Literal["auto", "swap", "recompute"]
 
 ENDLESS = float("inf")
 MAX_TOKENS = 2**31 - 1

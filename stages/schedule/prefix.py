@@ -27,6 +27,11 @@ def root(salt: str = "", adapter: str = "") -> bytes:
 ROOT = root()
 
 
+def apart(root: bytes, request_id: int) -> bytes:
+    """A root that no other request has."""
+    return blake2b(root + request_id.to_bytes(8, "little"), digest_size=16, person=b"prefix apart").digest()
+
+
 def extend(
     keys: list[bytes],
     ids: Ids,

@@ -14,7 +14,6 @@ flight a row is planned ahead of the ids it will have: its length is known befor
 This module neither sends nor receives; stage.py does. It holds no tensor and imports no torch.
 """
 
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from itertools import islice
@@ -28,25 +27,22 @@ from pipeline.messages import Finish
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule import prefix
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
-from pipeline.stages.schedule.blocks import BlockPool
 from pipeline.stages.schedule.budget import Bounds, Shape, StepBudget, grant_chunks, grant_decodes
 from pipeline.stages.schedule.counting import Counting
 from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.memory import Memory
 from pipeline.stages.schedule.outgoing import Outgoing, Put
 from pipeline.stages.schedule.pace import StepTimes
-from pipeline.stages.schedule.policy import POLICIES, may_start
+from pipeline.stages.schedule.policy import POLICIES
 from pipeline.stages.schedule.preemption import Preemption
 from pipeline.stages.schedule.queues import Queue
 from pipeline.stages.schedule.request import Request, Sequence
 from pipeline.stages.schedule.rows import Rows
-from pipeline.stages.schedule.swap import Copies, Swapped, SwapSpace
+from pipeline.stages.schedule.swap import Swapped
 from pipeline.stats import ScheduleCounts
 
 MAX_TOMBSTONES = 65536
 """Aborts remembered that came before their request; as many as there can be open requests."""
-
-NEVER_KEYED = 2**31 - 1
-"""More blocks than any row has."""
 
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
@@ -75,19 +71,6 @@ class Flight(msgspec.Struct, frozen=True):
     """Where its time is to be learnt from"""
 
 
-class Start(msgspec.Struct):
-    """What a sequence that takes a row begins with."""
-
-    blocks: list[int]
-    """Held already, the table's first."""
-    num_computed: int
-    """Positions whose keys and values are in them, or will be by the step's copies."""
-    num_needed: int
-    """Blocks that are still to be taken, to come behind those."""
-    leader: int = -1
-    """The row that it is a fork of."""
-
-
 def inline(array: "np.ndarray[Any, Any]") -> Array:
     return array.tobytes()
 
@@ -113,8 +96,9 @@ class Scheduler:
         num_detokenize: int = 1,
     ) -> None:
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        self.memory = Memory(limits, self.rows)
+        self.pool = self.memory.pool
         self.outgoing = Outgoing(self.rows, put, num_detokenize)
         self.requests: dict[int, Request] = {}
         self.in_flight: deque[Flight] = deque()
@@ -124,9 +108,7 @@ class Scheduler:
         self._policy = POLICIES[limits.policy]()
         self._bounds = Bounds(limits.max_num_batched_tokens, limits.max_step_s, limits.long_stretch)
         self.times = StepTimes()
-        self.swap = SwapSpace(limits.num_swap_blocks, limits.num_blocks)
-        self._copies = Copies()
-        self._preemption = Preemption(limits.preemption, self.rows, self.times, self._copies, limits.block_size)
+        self._preemption = Preemption(limits.preemption, self.rows, self.times, self.memory, limits.block_size)
         self._waiting = Queue()
         self._swapped = Queue()
         self._num_decode_steps = 0
@@ -139,7 +121,7 @@ class Scheduler:
         self.counting = Counting()
         self.marked: list[int] = []
         """Requests that began or ended with the last result, for traces."""
-        self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0, "out": 0, "in": 0, "forks": 0}
+        self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0}
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -151,7 +133,7 @@ class Scheduler:
         failure = None
         if self._tombstones.pop((message.request_id, message.attempt), self) is None:
             failure = m.Failure(499, "the request was aborted", code="aborted")
-        elif (num_blocks := self._blocks_for(limit - 1)) > self.limits.num_blocks:
+        elif (num_blocks := self.memory.blocks_for(limit - 1)) > self.limits.num_blocks:
             failure = m.Failure(
                 400,
                 f"prompt and output need {num_blocks} KV blocks, but this server has {self.limits.num_blocks}: "
@@ -237,10 +219,15 @@ class Scheduler:
             del self.requests[message.request_id]
 
     def reset_prefix_cache(self) -> int:
-        """Let nothing that was computed up to now be found again, nor what running sequences will compute behind it.
-        Returns how many blocks could have been found."""
-        self.rows.num_keyed[self.rows.order] = NEVER_KEYED
-        return self.pool.forget_all()
+        """Let nothing that was computed up to now be found again, nor what begun sequences will compute behind it: at
+        most by their own siblings. Returns how many blocks could have been found."""
+        for request in self.requests.values():
+            sequences = request.open_sequences.values()
+            if any(sequence.row >= 0 or sequence.swapped is not None for sequence in sequences):
+                request.root = prefix.apart(request.root, request.request_id)
+                for sequence in sequences:
+                    sequence.keys.clear()
+        return self.memory.forget()
 
     @property
     def num_running(self) -> int:
@@ -266,11 +253,11 @@ class Scheduler:
             num_preemptions=self._totals["preemptions"],
             num_steps=self._last_step,
             num_swapped=len(self._swapped),
-            num_swap_blocks_free=self.swap.num_free,
-            num_swap_blocks_total=self.swap.num_total,
-            num_blocks_swapped_out=self._totals["out"],
-            num_blocks_swapped_in=self._totals["in"],
-            num_forks=self._totals["forks"],
+            num_swap_blocks_free=self.memory.swap.num_free,
+            num_swap_blocks_total=self.memory.swap.num_total,
+            num_blocks_swapped_out=self.memory.num_swapped_out,
+            num_blocks_swapped_in=self.memory.num_swapped_in,
+            num_forks=self.memory.num_forks,
         )
 
     def counts(self) -> ScheduleCounts:
@@ -369,23 +356,19 @@ class Scheduler:
         back, or itself where it is the last. So the first of all always goes on, and everybody becomes the first."""
         order = self.rows.order
         after = order[int(np.flatnonzero(order == row)[0]) + 1 :]
-        return self._preemption.cheapest(after, self.swap.num_free) if len(after) else row
+        return self._preemption.cheapest(after) if len(after) else row
 
     def _preempt(self, row: int) -> None:
         """Take a running sequence's blocks. It is swapped out, or waits again in its old place and is computed again
         from its ids; what steps in flight sample for it is dropped, and sampled again with the same noise."""
-        kept: Swapped | None = None
-        if self._preemption.swaps(row, self.swap.num_free):
-            num_kept = self._preemption.num_kept(row)
-            num_blocks = self._blocks_for(num_kept)
-            kept = Swapped(self.swap.take(num_blocks), num_kept)
-            self._copies.add(self.rows.table[row, :num_blocks].tolist(), kept.blocks)
-            self._totals["out"] += num_blocks
+        swapped: Swapped | None = None
+        if self._preemption.swaps(row):
+            swapped = self.memory.swap_out(row, self._preemption.num_kept(row))
         sequence = self._leave(row, Finish.NONE)
         sequence.num_preemptions += 1
-        sequence.swapped = kept
+        sequence.swapped = swapped
         self._totals["preemptions"] += 1
-        (self._waiting if kept is None else self._swapped).add(sequence)
+        (self._waiting if swapped is None else self._swapped).add(sequence)
 
     def _make_way(self) -> None:
         """Where the policy preempts: put back rows of a higher rank than who would start next, if that lets it start.
@@ -399,15 +382,15 @@ class Scheduler:
         worse = rows.order[rows.rank[rows.order] > sequence.order[0]]
         if len(worse) == 0:
             return
-        num_needed = self._blocks_for(len(sequence.ids)) + self.num_running
+        num_needed = self.memory.blocks_for(len(sequence.ids)) + self.num_running
         num_in_reach = pool.num_available + pool.num_retired + int(rows.num_blocks[worse].sum()) + len(worse)
         if num_needed > num_in_reach:
             return  # not even all of them would do
         while len(worse) and (
             not rows.num_free
-            or pool.num_available + pool.num_retired < self._blocks_for(len(sequence.ids)) + self.num_running
+            or pool.num_available + pool.num_retired < self.memory.blocks_for(len(sequence.ids)) + self.num_running
         ):
-            victim = self._preemption.cheapest(worse, self.swap.num_free)
+            victim = self._preemption.cheapest(worse)
             self._preempt(victim)
             worse = worse[worse != victim]
 
@@ -449,7 +432,7 @@ class Scheduler:
         able: list[Sequence] = []
         for sequence in islice(self._waiting, MAX_LOOKED_AT):
             is_long = len(sequence.ids) > self.limits.long_tokens
-            if (is_long and not budget.has_room(True)) or self._awaits_sibling(sequence):
+            if (is_long and not budget.has_room(True)) or self.memory.awaits_sibling(sequence):
                 continue
             able.append(sequence)
             if len(able) == self._policy.window:
@@ -458,84 +441,17 @@ class Scheduler:
             return None
         if len(able) == 1:
             return able[0]
-        place = self._policy.choose(able, self._num_cached)
+        place = self._policy.choose(able, self.memory.num_cached)
         for sequence in able[:place]:
             sequence.num_passed += 1
         return able[place]
 
-    def _awaits_sibling(self, sequence: Sequence) -> bool:
-        """Whether one of its siblings computes their prompt, and none has it ready."""
-        if sequence.request.n == 1:
-            return False
-        num_prompt, ahead = len(sequence.request.prompt), self.rows.ahead
-        running = [other.row for other in sequence.request.open_sequences.values() if other.row >= 0]
-        return bool(running) and all(ahead[row] < num_prompt for row in running)
-
-    def _num_cached(self, sequence: Sequence) -> int:
-        """About how many blocks of its ids are in the prefix cache. Tails are evicted first, so a binary search finds
-        the end of what is there, unless somebody else's use has kept a tail alive."""
-        if not self.limits.prefix_caching:
-            return 0
-        keys, find = self._keys_of(sequence), self.pool.find
-        return bisect_left(keys, 1, key=lambda key: 0 if find(key) is not None else 1)
-
     def _start(self, sequence: Sequence) -> m.RowAdd | None:
         """Give a sequence a row and the blocks of all its ids, or return None where there are too few."""
-        start = self._fork(sequence) or self._found(sequence)
-        pool = self.pool
-        num_unheld = sum(map(pool.is_cached, start.blocks))
-        if not may_start(pool.num_available, start.num_needed + num_unheld, self.num_running):
+        given = self.memory.start(sequence, self.num_running, self._last_step + 1)
+        if given is None:
             return None
-        for block in start.blocks:
-            pool.hold(block)
-        num_shared = len(start.blocks)
-        blocks = start.blocks + [pool.take() for _ in range(start.num_needed)]
-        if start.leader >= 0:
-            self._copy_fork(start, num_shared, blocks)
-        elif sequence.swapped is not None:
-            self._copy_in(sequence.swapped, num_shared, blocks)
-            sequence.swapped = None
-        return self._take_row(sequence, blocks, start)
-
-    def _found(self, sequence: Sequence) -> Start:
-        """What there is of a sequence's keys and values: in the prefix cache, and behind it in swap space."""
-        hits = self._find_prefix(sequence)
-        num_computed = len(hits) * self.limits.block_size
-        if sequence.swapped is not None:
-            num_computed = max(num_computed, sequence.swapped.num_computed)
-        return Start(hits, num_computed, self._blocks_for(len(sequence.ids)) - len(hits))
-
-    def _fork(self, sequence: Sequence) -> Start | None:
-        """What a sequence takes from a sibling that has computed their prompt, where that is more than it finds
-        otherwise: the prompt's full blocks, and a copy of the one that both write to."""
-        request, rows = sequence.request, self.rows
-        if request.n == 1 or sequence.swapped is not None:
-            return None
-        num_prompt = len(request.prompt)
-        ready = [other.row for other in request.open_sequences.values() if other.row >= 0]
-        ready = [row for row in ready if rows.ahead[row] >= num_prompt]
-        num_computed = min(num_prompt, len(sequence.ids) - 1)
-        if not ready or len(self._find_prefix(sequence)) * self.limits.block_size >= num_computed:
-            return None
-        num_full = num_computed // self.limits.block_size
-        blocks: list[int] = rows.table[ready[0], :num_full].tolist()
-        return Start(blocks, num_computed, self._blocks_for(len(sequence.ids)) - num_full, ready[0])
-
-    def _copy_fork(self, start: Start, num_shared: int, blocks: list[int]) -> None:
-        """Copy on write: the block that the prompt ends in."""
-        self._totals["forks"] += 1
-        if start.num_computed > num_shared * self.limits.block_size:
-            source = int(self.rows.table[start.leader, num_shared])
-            self._copies.add([source], [blocks[num_shared]])
-
-    def _copy_in(self, swapped: Swapped, num_shared: int, blocks: list[int]) -> None:
-        """Bring back what is not in the prefix cache still. The swap blocks are free when that is done."""
-        sources = swapped.blocks[num_shared:]
-        self._copies.add(sources, blocks[num_shared : num_shared + len(sources)])
-        self._totals["in"] += len(sources)
-        self.swap.retire(swapped.blocks, self._last_step + 1)
-
-    def _take_row(self, sequence: Sequence, blocks: list[int], start: Start) -> m.RowAdd:
+        start, blocks = given
         request, ids = sequence.request, sequence.ids
         num_prompt = len(request.prompt)
         if sequence.num_preemptions == 0:
@@ -556,34 +472,14 @@ class Scheduler:
             fork_of=start.leader,
         )
 
-    def _keys_of(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the full blocks that a sequence without a row may find. Its last id is computed in any case: the next
-        one is drawn from its logits."""
-        num_blocks = (len(sequence.ids) - 1) // self.limits.block_size
-        prefix.extend(sequence.keys, sequence.ids, num_blocks, self.limits.block_size, sequence.request.root)
-        return sequence.keys[:num_blocks]
-
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of blocks, from the first, that hold this sequence's ids already."""
-        if not self.limits.prefix_caching:
-            return []
-        hits: list[int] = []
-        for key in self._keys_of(sequence):
-            block = self.pool.find(key)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
     def _advance(self, running: Int64s, counts: Int64s) -> Bools:
-        """Note that a step computes these positions, and offer the blocks they fill to others: a later step, or a later
-        row of this one, may read them, since steps run in order and a step writes KV before it reads.
+        """Note that a step computes these positions, and offer the blocks they fill to others.
         Returns which rows have caught up with what they have, and so sample an id."""
         rows = self.rows
         rows.planned[running] += counts
         caught_up: Bools = rows.planned[running] == rows.known[running] + rows.promised[running]
         rows.promised[running] += caught_up
-        self._register(running)
+        self.memory.register(running)
         return caught_up
 
     def _step(
@@ -604,7 +500,7 @@ class Scheduler:
         num_tokens = int(counts.sum())
         self.counting.step_tokens.observe(num_tokens)
         self._last_step += 1
-        sources, targets = self._copies.take()
+        sources, targets = self.memory.copies.take()
         # Where rows were put back, it is not what was granted that is computed.
         learns = self._learns(shape.num_chunk_tokens > 0) and num_tokens == shape.num_decodes + shape.num_chunk_tokens
         self._num_decode_steps += shape.num_chunk_tokens == 0
@@ -655,20 +551,19 @@ class Scheduler:
             self._has_begun(row)
         stopped = finishes == Finish.STOP
         ended = stopped | (known + 1 >= rows.limit[sampled])
-        self._register(sampled[~ended])
+        self.memory.register(sampled[~ended])
         for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
             sequence = rows.sequences[row]
             assert sequence is not None
             self.marked.append(sequence.request.request_id)
             self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
-        self.pool.settle(flight.step_id)
-        self.swap.settle(flight.step_id)
+        self.memory.settle(flight.step_id)
         self._learn(flight, result)
 
     def _learn(self, flight: Flight, result: m.StepResult) -> None:
         """Take in how long a step took, for the budgets of later ones, and for what preemption costs."""
         if flight.num_copies:
-            self._copies.observe(flight.num_copies, result.copy_s)
+            self.memory.copies.observe(flight.num_copies, result.copy_s)
         if (shape := flight.shape) is not None:
             seconds = result.compute_s - result.copy_s
             self.times.observe(shape.num_decodes, shape.context, shape.num_chunk_tokens, shape.pairs, seconds)
@@ -680,24 +575,6 @@ class Scheduler:
         sequence.first_s = self.now_s
         self.marked.append(sequence.request.request_id)
 
-    def _register(self, running: Int64s) -> None:
-        """Offer full blocks to the prefix cache: those whose ids are settled and whose KV is planned."""
-        if not self.limits.prefix_caching:
-            return
-        rows = self.rows
-        num_full = np.minimum(rows.known[running], rows.planned[running]) // self.limits.block_size
-        for place in np.flatnonzero(num_full > rows.num_keyed[running]).tolist():
-            self._register_row(int(running[place]), int(num_full[place]))
-
-    def _register_row(self, row: int, num_full: int) -> None:
-        rows = self.rows
-        sequence = rows.sequences[row]
-        assert sequence is not None
-        prefix.extend(sequence.keys, rows.ids[row], num_full, self.limits.block_size, sequence.request.root)
-        for place in range(int(rows.num_keyed[row]), num_full):
-            self.pool.register(int(rows.table[row, place]), sequence.keys[place])
-        rows.num_keyed[row] = num_full
-
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
         """End a sequence, wherever it is, with its one closing."""
         if sequence.row >= 0:
@@ -707,19 +584,11 @@ class Scheduler:
                 self._waiting.remove(sequence)
             else:
                 self._swapped.remove(sequence)
-                self._give_up(sequence.swapped)
+                self.memory.give_up(sequence.swapped, self._last_in_flight)
                 sequence.swapped = None
             self.outgoing.part(sequence, len(sequence.ids), finish)
         del sequence.request.open_sequences[sequence.index]
         self.counting.ended(sequence, finish, self.now_s)
-
-    def _give_up(self, swapped: Swapped) -> None:
-        """Free swap blocks that nobody comes back for. Copies into them may still be under way, and are made before any
-        later ones."""
-        if self.in_flight:
-            self.swap.retire(swapped.blocks, self._last_step)
-        else:
-            self.swap.release(swapped.blocks)
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks return when no step in flight names them."""
@@ -727,32 +596,26 @@ class Scheduler:
         sequence, blocks = self.rows.end(row)
         self.outgoing.part(sequence, num_sent, finish)
         self._drops.append(row)
-        if self.in_flight:
-            self.pool.retire(blocks, self._last_step)
-        else:
-            self.pool.release(blocks)
+        self.memory.release(blocks, self._last_in_flight)
         return sequence
+
+    @property
+    def _last_in_flight(self) -> int | None:
+        return self._last_step if self.in_flight else None
 
     def _blocks_for(self, num_ids: int) -> int:
         return -(-num_ids // self.limits.block_size)
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
-        pool, rows = self.pool, self.rows
-        pool.check()
-        held: dict[int, int] = {}
+        rows = self.rows
+        self.memory.check()
         for row in rows.order.tolist():
-            assert rows.num_blocks[row] * self.limits.block_size >= rows.planned[row]
             assert rows.planned[row] <= rows.known[row] + rows.promised[row] <= rows.limit[row]
-            for block in rows.table[row, : rows.num_blocks[row]].tolist():
-                held[block] = held.get(block, 0) + 1
-        assert sum(held.values()) + pool.num_retired == sum(map(pool.num_refs, range(pool.num_total))), (
-            "a reference belongs to nobody"
-        )
         for request in self.requests.values():
             for sequence in request.open_sequences.values():
                 places = (sequence in self._waiting, sequence in self._swapped, sequence.row >= 0)
                 assert sum(places) == 1, "a sequence is in two queues, or in none"
                 assert (sequence.swapped is not None) == places[1], "what was swapped out belongs to nobody"
         kept = [sequence.swapped for sequence in self._swapped]
-        self.swap.check([block for swapped in kept if swapped is not None for block in swapped.blocks])
+        self.memory.swap.check([block for swapped in kept if swapped is not None for block in swapped.blocks])

@@ -10,11 +10,15 @@ import time
 from collections import deque
 from typing import assert_never
 
+import msgspec
+
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
+from pipeline.stages.schedule.depth import AutoDepth
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stats import ScheduleCounts
 from pipeline.tracing import Args
 
 IDLE_WAIT_S = 60.0
@@ -28,15 +32,19 @@ def run(launch: m.Launch) -> None:
     stage: Stage[m.ScheduleInbox]
     with Stage(launch, m.ScheduleInbox) as stage:
         stage.ready()
-        facts = _wait_for_start(stage)
+        early: list[m.ScheduleInbox] = []
+        facts = _wait_for_start(stage, early)
         if facts is not None:
             gc.collect()
             gc.freeze()
-            ScheduleStage(stage, facts).loop()
+            ScheduleStage(stage, facts).loop(early)
 
 
-def _wait_for_start(stage: "Stage[m.ScheduleInbox]") -> m.ExecuteFacts | None:
-    """The executor's facts, or None where `Stop` comes first. The supervisor has the deadline."""
+def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox]) -> m.ExecuteFacts | None:
+    """The executor's facts, or None where `Stop` comes first. The supervisor has the deadline.
+
+    Nothing is sent before `Start`, but nothing orders what comes from two neighbours: `early` gets what was faster, to
+    be handled after it. The gateways' credits bound it."""
     while True:
         stage.inbox.wait(IDLE_WAIT_S)
         match stage.inbox.receive():
@@ -48,8 +56,10 @@ def _wait_for_start(stage: "Stage[m.ScheduleInbox]") -> m.ExecuteFacts | None:
                 stage.supervisor.send(m.Pong(nonce, m.PlainLoad()))
             case None:
                 continue
+            case m.StepResult():
+                raise AssertionError("a result came before any step")
             case message:
-                raise AssertionError(f"{type(message).__name__} came before Start")
+                early.append(message)
 
 
 class ScheduleStage:
@@ -58,7 +68,13 @@ class ScheduleStage:
     def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
         self._stage = stage
         settings = stage.settings.schedule
-        self._depth = 1 if settings.depth == "auto" else settings.depth
+        self._auto_depth = AutoDepth() if settings.depth == "auto" else None
+        self._depth: int = 1 if settings.depth == "auto" else settings.depth
+        self._has_settled = False
+        """Whether a result came with this wake."""
+        self._were_due: deque[bool] = deque()
+        """For each step in flight: whether it was planned as soon as the executor could have taken it, and not when a
+        request came to an idle server."""
         self._execute = stage.outbox("execute")
         self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(
@@ -68,17 +84,19 @@ class ScheduleStage:
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
         )
-        stage.asides.own_counts = self._scheduler.counts
+        stage.asides.own_counts = self._counts
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """For each replica of detokenize."""
         self._stopped = False
 
-    def loop(self) -> None:
-        report_is_due = False
+    def loop(self, early: list[m.ScheduleInbox]) -> None:
+        """Handle what came before `Start`, then what comes, until `Stop`."""
+        messages, report_is_due = early, False
         while not self._stopped:
-            messages = self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
+            messages = messages or self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
             begin_s = time.monotonic()
             self._scheduler.now_s = self._stage.tape.monotonic()
+            self._has_settled = False
             for message in messages:
                 self._handle(message)
             self._feed()
@@ -86,6 +104,7 @@ class ScheduleStage:
             self._stage.release()
             if (trace := self._stage.trace).on:
                 trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
+            messages = []
 
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler
@@ -106,7 +125,7 @@ class ScheduleStage:
             case m.Release():
                 self._stage.arrays.released(message)
             case m.Ping(nonce):
-                self._stage.supervisor.send(m.Pong(nonce, scheduler.load()))
+                self._stage.supervisor.send(m.Pong(nonce, self._load()))
             case m.Stop():
                 self._stopped = True
             case m.Start():
@@ -116,7 +135,9 @@ class ScheduleStage:
 
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more than those."""
-        while len(self._scheduler.in_flight) < self._depth and (step := self._plan()) is not None:
+        in_flight = self._scheduler.in_flight
+        while len(in_flight) < self._depth and (step := self._plan()) is not None:
+            self._were_due.append(self._has_settled or len(in_flight) > 1)
             sent = self._execute.send(step)
             assert sent, "the edge to the executor is full, though few steps are in flight"
 
@@ -134,15 +155,39 @@ class ScheduleStage:
 
     def _settle(self, result: m.StepResult) -> None:
         scheduler, begin_s = self._scheduler, time.monotonic()
+        flight, was_due = scheduler.in_flight[0], self._were_due.popleft()
         scheduler.settle(result)
         end_s = time.monotonic()
         scheduler.counting.settle_s += end_s - begin_s
+        self._has_settled = True
+        if was_due:
+            scheduler.counting.plan_wait_s.observe(result.wait_s)
+            if flight.num_tokens == flight.num_samples:  # all rows decode
+                # From the end of the step before to the end of this; a replay gets the same times, and plans the same.
+                self._choose_depth(flight.num_tokens, result.wait_s + result.compute_s - result.copy_s)
         if (trace := self._stage.trace).on:
             args: Args = {"step": result.step_id, "compute_ms": round(result.compute_s * 1000, 3)}
+            if was_due:
+                args["plan_wait_ms"] = round(result.wait_s * 1000, 3)
             trace.span("settle", begin_s, end_s, args, scheduler.marked)
             trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
             pool = scheduler.pool
             trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
+
+    def _choose_depth(self, num_rows: int, seconds: float) -> None:
+        """Let a step that decoded `num_rows` rows in so long have its say, where the depth is chosen by measurement."""
+        if self._auto_depth is None:
+            return
+        decision = self._auto_depth.observe(num_rows, seconds)
+        self._depth = self._auto_depth.depth
+        if decision is not None:
+            fields = {
+                "rows": decision.num_rows,
+                "depth": decision.depth,
+                "slower_at_2_percent": round(100 * decision.difference, 1),
+                "error_percent": round(100 * decision.error, 1),
+            }
+            self._stage.log.info("depth", extra={"fields": fields})
 
     def _plan(self) -> m.Step | None:
         scheduler, begin_s = self._scheduler, time.monotonic()
@@ -153,6 +198,16 @@ class ScheduleStage:
             args: Args = {"step": step.step_id, "tokens": scheduler.in_flight[-1].num_tokens, "starts": len(step.adds)}
             trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
         return step
+
+    # --------------------------------------------------------------------------------------------------- counts
+
+    def _load(self) -> m.ScheduleLoad:
+        return msgspec.structs.replace(self._scheduler.load(), depth=self._depth)
+
+    def _counts(self) -> ScheduleCounts:
+        scheduler = self._scheduler
+        waits = scheduler.counting.plan_wait_s.counts()
+        return msgspec.structs.replace(scheduler.counts(), depth=self._depth, plan_wait_s=waits)
 
     # --------------------------------------------------------------------------------------------------- report
 

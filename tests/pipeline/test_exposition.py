@@ -25,6 +25,7 @@ def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float =
 def schedule(**more: int) -> ScheduleCounts:
     counting = ScheduleCounting()
     counting.step_tokens.observe(20)
+    counting.plan_wait_s.observe(0.0003)
     empty = counting.queue_s.counts()
     totals = {"num_prompt_tokens": 100, "num_cached_tokens": 30, "num_output_tokens": 50, "num_preemptions": 2} | more
     return ScheduleCounts(
@@ -42,6 +43,8 @@ def schedule(**more: int) -> ScheduleCounts:
         step_tokens=counting.step_tokens.counts(),
         plan_s=0.5,
         settle_s=0.25,
+        depth=2,
+        plan_wait_s=counting.plan_wait_s.counts(),
         **totals,
     )
 
@@ -100,6 +103,16 @@ def test_the_schedulers_counts_have_vllms_names_and_meanings() -> None:
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="16.0") == 0
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="32.0") == 1
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="+Inf") == 1
+
+
+def test_waits_for_plans_and_the_depth_are_there() -> None:
+    samples = read(server(stage("schedule.0", schedule())))
+    name = "pipeline_schedule_plan_wait_seconds"
+    assert value(samples, f"{name}_bucket", stage="schedule.0", le="0.0002") == 0
+    assert value(samples, f"{name}_bucket", stage="schedule.0", le="0.0005") == 1
+    assert value(samples, f"{name}_count", stage="schedule.0") == 1
+    assert value(samples, f"{name}_sum", stage="schedule.0") == 0.0003
+    assert value(samples, "pipeline_schedule_depth", stage="schedule.0") == 2
 
 
 def test_swapping_and_forks_are_counted() -> None:

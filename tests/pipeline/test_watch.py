@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pipeline.stats import ExecuteCounts, ServerStats, StageCounts
+from pipeline.stats import ExecuteCounts, HistogramCounts, ScheduleCounts, ServerStats, StageCounts
 from pipeline.watch import draw
 from pipeline.watch.view import View, view_of
 from tests.pipeline.test_exposition import gateway, schedule, server, stage
@@ -37,6 +37,18 @@ def test_rates_are_over_the_last_interval() -> None:
     [running] = [one for one in view.stages if one.name == "schedule.0"]
     assert running.cpu_percent == 50.0
     assert running.busy_percent == 75.0
+
+
+def test_the_share_of_time_that_went_into_waits_for_plans_is_shown() -> None:
+    looks = [at(0.0), at(10.0)]
+    assert view_of(looks).plan_wait_percent == 0.0
+    [running] = [one for one in looks[1].stages if one.name == "schedule.0"]
+    assert running.counts is not None and isinstance(running.counts.own, ScheduleCounts)
+    own = msgspec.structs.replace(running.counts.own, plan_wait_s=HistogramCounts([], 0.5003))
+    running = msgspec.structs.replace(running, counts=msgspec.structs.replace(running.counts, own=own))
+    view = view_of([looks[0], msgspec.structs.replace(looks[1], stages=[running])])
+    assert view.plan_wait_percent == pytest.approx(5.0)
+    assert view.depth == 2
 
 
 def test_a_single_look_has_no_rates_but_medians_since_the_start() -> None:
@@ -84,7 +96,15 @@ def test_everything_fits_the_terminal(width: int) -> None:
     lines = drawn(view, width)
     assert all(len(line) <= width for line in lines)
     text = "\n".join(lines)
-    for words in ("tokens in/s", "TTFT", "schedule.0", "65536 running", "1234567 held", "500 GiB"):
+    for words in (
+        "tokens in/s",
+        "TTFT",
+        "plan wait",
+        "schedule.0",
+        "65536 running",
+        "1234567 held",
+        "500 GiB",
+    ):
         assert words in text, f"{words!r} does not fit {width} columns"
 
 

@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -179,9 +179,9 @@ def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: int) -> None:
+def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: Literal[1, 2]) -> None:
     recording = tmp_path / "schedule.rec"
-    limits = Schedule(depth=depth, max_num_batched_tokens=64)  # type: ignore[arg-type]
+    limits = Schedule(depth=depth, max_num_batched_tokens=64)
     with Rig("schedule", Settings(schedule=limits), record=recording) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -200,6 +200,24 @@ def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: int) -> None
     comparison = replays_alike("schedule", recording)
     assert {"execute.0", "detokenize.0", "ingest.0"} == set(comparison.sent)
     assert any(len(array) > 4096 for one in entries(recording) if isinstance(one, f.Sent) for array in one.arrays)
+
+
+def test_schedule_tries_the_same_depths_again(tmp_path: Path) -> None:
+    recording = tmp_path / "auto.rec"
+    with Rig("schedule", Settings(schedule=Schedule(depth="auto")), record=recording) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        for request_id in (1, 2, 3, 4):
+            around.admit(request_id, [request_id, 2, 3], max_tokens=320)
+        rig.until(lambda load: load.num_running + load.num_waiting == 4)
+        used = [1]
+        while (load := rig.load()).num_running:
+            used += [load.depth] if load.depth != used[-1] else []
+            around.compute_s, around.wait_s = (0.010, 0.002) if load.depth == 1 else (0.011, 0.0)
+            around.step()
+        around.until_finished(4)
+        assert used == [1, 2, 1, 2, 1, 2, 1, 2]
+    replays_alike("schedule", recording)
 
 
 def test_a_scheduler_recorded_from_the_middle_is_answered_by_a_stand_in(tmp_path: Path) -> None:
@@ -353,6 +371,28 @@ def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Pa
     replays_alike("gateway", recording)
     sent = [one.body for one in entries(recording) if isinstance(one, f.Sent)]
     assert sum(b"abort" in one for one in sent) >= 2
+
+
+def test_the_gateway_ends_calls_at_their_deadlines_and_asks_for_resets_as_it_did(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    with Gate(tmp_path, record=recording) as gate:
+        for text in ("", "so far"):
+            stream = gate.post(CHAT | {"stream": True, "timeout_s": 0.2})
+            submit = gate.begin()
+            if text:
+                gate.delta(submit, text)
+            gate.rig.receive("schedule", m.Abort)
+            gate.finish(submit, finish=m.Finish.ABORT)
+            assert stream.result().status_code == (200 if text else 504)
+        reset = gate.do(gate.client.post, "/reset_prefix_cache")
+        question = gate.rig.receive("schedule", m.ResetPrefixCache)
+        gate.rig.send(m.PrefixCacheReset(0, question.nonce, 3), "detokenize.0")
+        assert reset.result().json() == {"num_blocks": 3}
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    replays_alike("gateway", recording)
+    sent = [one.body for one in entries(recording) if isinstance(one, f.Sent)]
+    assert sum(b"\xa5abort" in one for one in sent) >= 4
+    assert sum(b"reset_prefix_cache" in one for one in sent) == 1
 
 
 def test_timings_in_replies_are_the_same_again_also_if_a_trace_was_recorded_meanwhile(tmp_path: Path) -> None:

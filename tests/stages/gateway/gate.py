@@ -4,13 +4,13 @@ import json
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
 
 from pipeline import messages as m
-from pipeline.config.settings import Gateway, Settings
+from pipeline.config.settings import Gateway, Schedule, Settings
 from pipeline.model_folder import ModelConfig
 from tests.rig import PATIENCE_S, Rig
 
@@ -36,6 +36,7 @@ class Gate:
         record: Path | None = None,
         rig: type[Rig] = Rig,
         send_buffer_bytes: int = 0,
+        policy: Literal["fcfs", "priority"] = "fcfs",
         **gateway: Any,
     ) -> None:
         ModelConfig(
@@ -63,7 +64,7 @@ class Gate:
         self._start = start
         self.rig = rig(
             "gateway",
-            Settings(gateway=Gateway(**gateway)),
+            Settings(gateway=Gateway(**gateway), schedule=Schedule(policy=policy)),
             folder,
             listen_fd=listener.detach(),
             siblings=siblings,
@@ -139,9 +140,11 @@ class Gate:
         finish: m.Finish = m.Finish.NONE,
         stop_reason: str | int | None = None,
         back: int = 0,
+        num_cached: int | None = None,
     ) -> None:
         """Text and ids of a sequence. With `back`, the text begins that many characters, and ids, before the end of
-        what was sent: a repetition."""
+        what was sent: a repetition. With `num_cached`, these are its first ids, and so many of its prompt were in the
+        prefix cache."""
         key = submit.request_id, index
         chars, ids = self._chars.get(key, 0) - back, self._ids.get(key, 0) - back
         self._chars[key], self._ids[key] = chars + len(text), ids + num_ids
@@ -157,6 +160,7 @@ class Gate:
                 [num_ids],
                 [int(finish)],
                 [stop_reason],
+                [] if num_cached is None else [m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)],
             ),
             "detokenize.0",
         )

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from pipeline import AsyncLLM, RequestOutput, SamplingParams
+from pipeline import messages as m
 from pipeline import protocol as p
 from pipeline.call_options import CallOptions
 from pipeline.errors import UserError
@@ -70,3 +72,37 @@ async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: G
     assert output.finished
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("Hello", [0, 1, 2])
     assert output.outputs[0].finish_reason == "stop"
+
+
+async def test_options_reach_the_server_and_cached_ids_the_last_output(gate: Gate, llm: AsyncLLM) -> None:
+    task = asyncio.create_task(last_of(llm.generate({"prompt": "Hi", "cache_salt": "own"}, cache_salt="for all")))
+    submit = await do(gate.begin)
+    assert submit.cache_salt == "own"
+    gate.delta(submit, "x", num_cached=2)
+    gate.finish(submit, "y")
+    output = await task
+    assert (output.outputs[0].text, output.num_cached_tokens) == ("xy", 2)
+    chat = asyncio.create_task(last_of(llm.chat([{"role": "user", "content": "Hi"}], cache_salt="for all")))
+    assert (await do(gate.serve)).cache_salt == "for all"
+    assert (await chat).finished
+
+
+@pytest.mark.parametrize("where", ["ingest", "schedule"])
+async def test_one_whose_time_is_up_before_any_output_is_aborted(gate: Gate, llm: AsyncLLM, where: str) -> None:
+    task = asyncio.create_task(last_of(llm.generate("Hi", SamplingParams(n=2), timeout_s=0.1)))
+    submit = await do(gate.submit if where == "ingest" else gate.begin)
+    output = await task
+    assert output.finished
+    assert [(one.text, one.finish_reason) for one in output.outputs] == [("", "abort")] * 2
+    assert output.num_cached_tokens is None
+    for index in range(2):
+        gate.finish(submit, index=index, finish=m.Finish.ABORT)
+    again = asyncio.create_task(last_of(llm.generate("Hi")))
+    await do(gate.serve)
+    assert (await again).outputs[0].text == "Hello"
+
+
+@pytest.mark.parametrize("options", [{"priority": "x"}, {"cache_salt": 5}, {"timeout_s": 0}])
+async def test_options_that_are_none_are_named(llm: AsyncLLM, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^{next(iter(options))} must"):
+        llm.generate("Hi", **options)

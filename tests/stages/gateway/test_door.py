@@ -122,6 +122,35 @@ async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, clien
         assert getattr(over_zmq, name) == getattr(over_http, name), name
 
 
+async def test_priority_and_salt_reach_the_stages_and_cached_ids_the_client(tmp_path: Path) -> None:
+    with Gate(tmp_path, policy="priority") as gate:
+        async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
+            stream = client.generate("Hi", SamplingParams(n=2), priority=-5, cache_salt="tenant é")
+            submit = await do(gate.begin)
+            assert (submit.priority, submit.cache_salt) == (-5, "tenant é")
+            for index, num_cached in enumerate((16, 32)):
+                gate.delta(submit, "x", index=index, num_cached=num_cached)
+                gate.finish(submit, index=index)
+            await all_of(stream)
+            assert stream.num_cached_tokens == 16
+            response = gate.complete({"model": MODEL, "prompt": "Hi", "priority": 7, "cache_salt": "a"})
+            submit = await do(gate.serve)
+            assert (submit.priority, submit.cache_salt) == (7, "a")
+            assert (await asyncio.wrap_future(response)).status_code == 200
+
+
+async def test_a_priority_is_refused_where_the_server_has_none(gate: Gate, client: AsyncClient) -> None:
+    with pytest.raises(RequestError) as raised:
+        await all_of(client.generate("Hi", priority=1))
+    assert (raised.value.status, raised.value.param) == (400, "priority")
+    for options in ({"priority": 2**31}, {"cache_salt": ""}, {"timeout_s": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            client.generate("Hi", **options)  # type: ignore[arg-type]
+    again = client.generate("Hi")
+    await do(gate.serve)
+    assert [output.text for output in await all_of(again)] == ["Hello"]
+
+
 async def test_sequences_of_n_come_in_any_order_and_end_once_each(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate("Hi", SamplingParams(n=2))
     submit = await do(gate.begin)

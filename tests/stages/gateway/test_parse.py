@@ -76,6 +76,45 @@ class TestFields:
     def test_usage_is_included_where_it_is_asked_for(self) -> None:
         assert chat(stream=True, stream_options={"include_usage": True}).include_usage
 
+    def test_salts_and_deadlines_go_with_the_request(self) -> None:
+        for ask in (chat, completion):
+            asked = ask(cache_salt="é" * 1024, timeout_s=0.5)
+            assert (asked.cache_salt, asked.timeout_s, asked.priority) == ("é" * 1024, 0.5, 0)
+            assert (ask().cache_salt, ask().timeout_s) == ("", None)
+
+    @pytest.mark.parametrize("priority", [-(2**31), -1, 5, 2**31 - 1])
+    def test_priorities_are_taken_where_the_server_has_them(self, priority: int) -> None:
+        limits = Limits("tiny", 64, has_priorities=True)
+        for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
+            assert parse(json.dumps(body | {"priority": priority}).encode(), limits).priority == priority
+            assert refused(body | {"priority": priority}, parse).message == (
+                f"got priority {priority}, but this server has no priorities: that takes schedule.policy = priority"
+            )
+            assert parse(json.dumps(body | {"priority": 0}).encode(), LIMITS).priority == 0
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("priority", 2**31),
+            ("priority", -(2**31) - 1),
+            ("priority", 1.5),
+            ("priority", "high"),
+            ("cache_salt", ""),
+            ("cache_salt", "x" * 1025),
+            ("cache_salt", 5),
+            ("timeout_s", 0),
+            ("timeout_s", -1),
+            ("timeout_s", 1_000_001),
+            ("timeout_s", "soon"),
+            ("timeout_s", math.nan),
+            ("timeout_s", math.inf),
+        ],
+    )
+    def test_what_is_no_priority_salt_or_deadline_is_named(self, field: str, value: Any) -> None:
+        for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
+            error = refused(body | {field: value}, parse)
+            assert (error.status, error.param) == (400, field)
+
     def test_unknown_fields_are_ignored(self) -> None:
         assert chat(user="me", metadata={"a": "b"}, invented=[1, {"x": None}]) == chat()
 

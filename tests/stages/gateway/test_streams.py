@@ -298,3 +298,21 @@ def test_many_streams_at_once_get_each_their_own(gate: Gate) -> None:
     for i, response in enumerate(responses):
         text = "".join(e["choices"][0]["delta"].get("content", "") for e in events_of(response.result().text))
         assert text == "".join(f"{i}-{step} " for step in range(20))
+
+
+def test_usage_says_what_was_found_in_the_prefix_cache(gate: Gate) -> None:
+    """By the sequence of each prompt that found least: the others find what that one has computed."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    response = gate.complete(COMPLETION | usage | {"prompt": ["a", "b"], "n": 2})
+    for num_cached in ((32, 48), (16, 0)):
+        submit = gate.begin()
+        for index in range(2):
+            gate.delta(submit, "x", index=index, num_cached=num_cached[index])
+            gate.finish(submit, index=index)
+    usage = events_of(response.result().text)[-1]["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
+    whole = gate.complete(COMPLETION)
+    submit = gate.begin()
+    gate.delta(submit, "x", num_cached=2)
+    gate.finish(submit)
+    assert whole.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}

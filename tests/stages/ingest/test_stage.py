@@ -60,6 +60,12 @@ def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
     assert msgspec.msgpack.decode(admit.text, type=m.TextOptions) == m.TextOptions(stop=["x"])
 
 
+def test_priority_and_salt_go_on_to_schedule(rig: Rig) -> None:
+    rig.send(msgspec.structs.replace(tiny.submit("hi"), priority=-7, cache_salt="tenant é"), "gateway.0")
+    admit = rig.receive("schedule", m.Admit)
+    assert (admit.priority, admit.cache_salt) == (-7, "tenant é")
+
+
 def test_a_refused_request_is_answered_to_the_gateway_alone(rig: Rig) -> None:
     rig.send(tiny.submit("x" * 64), "gateway.0")
     rejected = rig.receive("gateway")

@@ -5,8 +5,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.messages import Finish
-from pipeline.stages.schedule.limits import Limits
-from pipeline.stages.schedule.preemption import Means
+from pipeline.stages.schedule.limits import Limits, Means
 from tests.stages.schedule.test_scheduler import Bench, limits
 
 SLOW_COPY_S = 10.0

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pipeline import messages as m
 from pipeline.messages import Finish
-from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.limits import Limits, Means
 from pipeline.stages.schedule.policy import Name
-from pipeline.stages.schedule.preemption import Means
 from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Scheduler
 from tests.fakes import FakeExecutor, expected, next_id
 from tests.rig import raw

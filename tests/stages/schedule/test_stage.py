@@ -2,7 +2,9 @@
 
 import time
 from collections import defaultdict
+from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from pipeline.config.settings import Schedule, Settings
 from pipeline.messages import Finish
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.outgoing import Outgoing
+from pipeline.stats import ScheduleCounts, StageCounts
 from tests.fakes import FakeExecutor, expected
 from tests.rig import PATIENCE_S, Rig, raw
 
@@ -30,6 +33,8 @@ class Neighbours:
         self.opened: dict[int, m.Open] = {}
         self.received: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, int] = {}
+        self.compute_s = self.wait_s = 0.0
+        """What the executor says of its steps."""
 
     def _bytes(self, array: m.Array) -> bytes:
         if isinstance(array, ShmRef):
@@ -44,7 +49,8 @@ class Neighbours:
 
     def step(self) -> m.Step:
         step: m.Step = self.rig.receive("execute", m.Step)
-        self.rig.send(self.executor.run(step), "execute.0")
+        result = msgspec.structs.replace(self.executor.run(step), compute_s=self.compute_s, wait_s=self.wait_s)
+        self.rig.send(result, "execute.0")
         return step
 
     def until_finished(self, num_sequences: int) -> None:
@@ -91,6 +97,81 @@ def test_requests_come_in_and_exactly_their_ids_go_out(depth: int) -> None:
             assert tail == prompts[number][-8:]
         load = rig.load()
         assert (load.num_running, load.num_waiting, load.num_blocks_held) == (0, 0, 0)
+
+
+def test_what_overtakes_the_start_is_handled_after_it() -> None:
+    with Rig("schedule") as rig:
+        rig.receive("supervisor", m.Ready)
+        around = Neighbours(rig)
+        around.admit(1, list(range(2000)), max_tokens=3)  # by shared memory, which must not be released before
+        around.admit(2, [1, 2, 3], max_tokens=3)
+        around.admit(3, [1, 2, 4], max_tokens=3)
+        rig.load()  # all this has been taken from the inbox
+        rig.send(m.Abort(2, 1), "gateway.0")
+        rig.load()
+        assert rig.nothing("execute") and rig.nothing("ingest", 0) and rig.nothing("detokenize", 0)
+        rig.send(m.Start(FACTS))
+        around.until_finished(3)
+        requests = {opening.request_id: seq for seq, opening in around.opened.items()}
+        assert around.finished == {
+            requests[1]: Finish.LENGTH,
+            requests[2]: Finish.ABORT,
+            requests[3]: Finish.LENGTH,
+        }
+        assert around.received[requests[1]] == expected(list(range(2000)), m.Sampling(), 0, 3)[0]
+        rig.receive("ingest", m.Release)
+
+
+def test_an_idle_stage_can_be_stopped_before_the_start_whatever_came() -> None:
+    with Rig("schedule") as rig:
+        rig.receive("supervisor", m.Ready)
+        Neighbours(rig).admit(1, [1, 2, 3])
+        rig.load()
+
+
+def counts_of(rig: Rig) -> ScheduleCounts:
+    rig.send(m.Count(1))
+    counts = msgspec.msgpack.decode(rig.receive("supervisor", m.Answer).body, type=StageCounts)
+    assert isinstance(counts.own, ScheduleCounts)
+    return counts.own
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Literal[1, 2]) -> None:
+    with Rig("schedule", Settings(schedule=Schedule(depth=depth))) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.wait_s = 0.25
+        for request_id in (1, 2, 3):  # each comes to an idle server
+            around.admit(request_id, [request_id, 2, 3], max_tokens=5)
+            around.until_finished(request_id)
+            rig.until(lambda load: load.num_running == 0)
+        counts = counts_of(rig)
+        assert (counts.num_steps, counts.depth) == (15, depth)
+        assert sum(counts.plan_wait_s.counts) == 3 * 4, "the first step of each waited for its request"
+        assert counts.plan_wait_s.total == pytest.approx(3 * 4 * 0.25)
+
+
+@pytest.mark.parametrize("better", [1, 2])
+def test_depth_auto_finds_the_better_and_every_id_is_right(better: int) -> None:
+    with Rig("schedule", Settings(schedule=Schedule(depth="auto"))) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        prompts = {number: list(range(number, number + 10)) for number in (1, 2, 3, 4)}
+        for number, prompt in prompts.items():
+            around.admit(number, prompt, max_tokens=330)
+        rig.until(lambda load: load.num_running + load.num_waiting == 4)
+        used = set()
+        while (load := rig.load()).num_running:
+            used.add(load.depth)
+            around.compute_s = 0.010 if load.depth == better else 0.011
+            around.step()
+        assert used == {1, 2}, "both were tried"
+        assert rig.load().depth == better
+        around.until_finished(4)
+        for seq, opening in around.opened.items():
+            number = opening.request_id
+            assert around.received[seq] == expected(prompts[number], m.Sampling(), 0, 330)[0]
 
 
 def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -> None:

@@ -1,0 +1,161 @@
+"""A scheduler and a runner in one process: what schedule and execute do together, without messages in between."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.messages import Finish
+from pipeline.stages.execute.runner import Runner
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler import Scheduler
+from tests.rig import raw
+from tests.stages.execute.driver import take
+
+MAX_STEPS = 20_000
+GREEDY = -1
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A request."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = GREEDY
+    n: int = 1
+    at_step: int = 0
+    """Steps that are planned before it comes."""
+    priority: int = 0
+
+    @property
+    def sampling(self) -> m.Sampling:
+        temperature = 0.0 if self.seed == GREEDY else 1.3
+        return m.Sampling(temperature=temperature, seed=max(0, self.seed), ignore_eos=True)
+
+
+def make_runner(
+    folder: Path, block_bytes: int, num_blocks: int, *, num_swap_blocks: int = 0, threads: int = 2, **how: Any
+) -> Runner:
+    """With memory for just so many blocks."""
+    settings = Settings(
+        execute=Execute(
+            kv_cache_bytes=num_blocks * block_bytes, threads=threads, **{"dtype": "bfloat16", "kernels": "auto", **how}
+        ),
+        schedule=Schedule(max_num_seqs=16, max_num_batched_tokens=256),
+    )
+    swap = memoryview(bytearray(num_swap_blocks * block_bytes)) if num_swap_blocks else None
+    runner = Runner(settings, folder, swap)
+    assert (runner.facts.num_blocks, runner.facts.num_swap_blocks) == (num_blocks, num_swap_blocks)
+    return runner
+
+
+class Pair:
+    """Computes requests, and collects what detokenize would be told. `limits` are the scheduler's besides what the
+    runner has learnt."""
+
+    def __init__(self, runner: Runner, depth: int = 1, **limits: Any) -> None:
+        facts = runner.facts
+        known = {
+            "num_blocks": facts.num_blocks,
+            "num_swap_blocks": facts.num_swap_blocks,
+            "max_model_len": facts.max_model_len,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,
+        }
+        self.scheduler = Scheduler(Limits(**known | limits))
+        self._runner = runner
+        self._depth = depth
+        self._steps: deque[m.Step] = deque()
+        self._next_id = 1
+        self._opened: dict[int, tuple[int, int]] = {}
+        self._texts: dict[tuple[int, int], list[int]] = {}
+        self._finished: dict[tuple[int, int], Finish] = {}
+        # Rows that end with a scheduler's last step would be dropped by its next one.
+        runner.rows.drop(np.flatnonzero(runner.rows.taken).astype(np.int32))
+
+    def run(self, asks: Sequence[Ask]) -> list[list[list[int]]]:
+        """The texts of each request: [requests][n] ids. Everything is closed afterwards."""
+        begin_id, begin_step = self._next_id, self.scheduler.load().num_steps
+        waiting = deque(sorted(enumerate(asks), key=lambda one: one[1].at_step))
+        self._next_id += len(asks)
+        for _ in range(MAX_STEPS):
+            idle = not self._steps
+            while waiting and (idle or begin_step + waiting[0][1].at_step <= self.scheduler.load().num_steps):
+                place, ask = waiting.popleft()
+                self._admit(begin_id + place, ask)
+                idle = False
+            self.scheduler.now_s = time.monotonic()
+            while len(self.scheduler.in_flight) < self._depth and (step := self.scheduler.plan()) is not None:
+                self._steps.append(step)
+            self._report()
+            if self._steps:
+                self._compute(self._steps.popleft())
+                self.scheduler.check()
+            elif not waiting:
+                break
+        else:
+            raise AssertionError("it never ends")
+        texts = [[self._texts[begin_id + i, index] for index in range(ask.n)] for i, ask in enumerate(asks)]
+        for i, ask in enumerate(asks):
+            for index in range(ask.n):
+                assert self._finished[begin_id + i, index] in (Finish.LENGTH, Finish.STOP)
+            self.scheduler.close(m.Closed(begin_id + i, 1))
+        return texts
+
+    def _admit(self, request_id: int, ask: Ask) -> None:
+        admit = m.Admit(
+            request_id=request_id,
+            attempt=1,
+            gateway=0,
+            arrival_s=float(request_id),
+            prompt_ids=np.array(ask.prompt, np.int32).tobytes(),
+            n=ask.n,
+            max_tokens=ask.max_tokens,
+            sampling=raw(ask.sampling),
+            text=raw(m.TextOptions()),
+            priority=ask.priority,
+        )
+        for told in self.scheduler.admit(admit):
+            assert isinstance(told, m.Open), told
+            self._opened[told.seq] = request_id, told.index
+            self._texts[request_id, told.index] = []
+
+    def _compute(self, step: m.Step) -> None:
+        began_s = time.monotonic()
+        sampled = self._runner.step(step, take)
+        result = m.StepResult(
+            incarnation=step.incarnation,
+            step_id=step.step_id,
+            rows=sampled.rows.tobytes(),
+            generations=sampled.generations.tobytes(),
+            ids=sampled.ids.tobytes(),
+            finishes=sampled.finishes.tobytes(),
+            compute_s=time.monotonic() - began_s,
+            wait_s=0.0,
+            copy_s=sampled.copy_s,
+        )
+        self.scheduler.settle(result)
+
+    def _report(self) -> None:
+        settled = self.scheduler.outgoing.report()
+        if settled is None:
+            return
+        self.scheduler.outgoing.reported()
+        seqs, starts, counts = (
+            take(array, dtype).tolist()
+            for array, dtype in ((settled.seqs, np.uint64), (settled.starts, np.int32), (settled.counts, np.int32))
+        )
+        ids, finishes = take(settled.ids, np.int32).tolist(), take(settled.finishes, np.uint8).tolist()
+        for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
+            text = self._texts[self._opened[seq]]
+            assert start == len(text), "ids were lost or repeated"
+            text += ids[:count]
+            ids = ids[count:]
+            if finish:
+                self._finished[self._opened[seq]] = Finish(finish)

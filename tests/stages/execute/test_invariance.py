@@ -1,0 +1,221 @@
+"""A request's text is the same, id by id, whatever the scheduler does with it: alone, in a batch, in chunks, behind a
+prefix that others computed, forked, preempted by either means. With the real scheduler, and the CPU program that this
+machine has."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.stages.execute.native_program import NativeProgram
+from pipeline.stages.execute.runner import Runner
+from tests.stages.execute import checkpoints
+from tests.stages.execute.native_driver import random_ids, write
+from tests.stages.execute.pair import GREEDY, Ask, Pair, make_runner
+
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 2
+"""Layers x halves x tokens x heads x dimensions x bytes of a number."""
+MANY, FEW, ALONE = 160, 22, 16
+"""KV blocks: for all requests at once, for a few of them, and for one."""
+
+PREFIX = random_ids(53, 99)
+LENGTHS = (1, 2, 15, 16, 17, 31, 40, 64, 97, 120)
+
+
+def asks() -> list[Ask]:
+    """Prompts of all lengths; some begin with the same three blocks, two are the same; greedy, and some drawn."""
+    prompts = [random_ids(num, num) for num in LENGTHS]
+    prompts += [PREFIX + random_ids(num, num) for num in (3, 30, 11)] + [PREFIX + random_ids(3, 3)]
+    return [Ask(tuple(prompt), 20 + 7 * (i % 5), seed=GREEDY if i % 4 else i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write(folder, checkpoints.config_of())
+    return folder
+
+
+class Machine:
+    """Runners with more and with less memory, each loaded once: what earlier tests left in their blocks is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runners: list[Runner] = []
+        self.alone = cache(self._alone)
+
+    @cache  # noqa: B019 - as long as the tests
+    def runner(self, num_blocks: int, num_swap_blocks: int = 0) -> Runner:
+        runner = make_runner(self._folder, BLOCK_BYTES, num_blocks, num_swap_blocks=num_swap_blocks)
+        assert isinstance(runner.program, NativeProgram)
+        self._runners.append(runner)
+        return runner
+
+    def _alone(self, prompt: tuple[int, ...], max_tokens: int, seed: int, n: int) -> list[list[int]]:
+        """The texts of a request that has everything for itself: one sequence after the other, each prompt in one
+        chunk, nothing cached, nothing ahead."""
+        pair = Pair(self.runner(ALONE), prefix_caching=False, max_num_seqs=1)
+        (texts,) = pair.run([Ask(prompt, max_tokens, seed, n)])
+        assert pair.scheduler.load().num_preemptions == 0
+        return texts
+
+    def close(self) -> None:
+        for runner in self._runners:
+            runner.close()
+
+
+@pytest.fixture(scope="module")
+def machine(folder: Path) -> Iterator[Machine]:
+    machine = Machine(folder)
+    yield machine
+    machine.close()
+
+
+def alone(machine: Machine, ask: Ask) -> list[list[int]]:
+    return machine.alone(ask.prompt, ask.max_tokens, ask.seed, ask.n)
+
+
+def run(machine: Machine, pair: Pair, requests: list[Ask]) -> m.ScheduleLoad:
+    """Compare all texts with those of each request alone. Returns the scheduler's counts."""
+    texts = pair.run(requests)
+    for ask, found in zip(requests, texts, strict=True):
+        assert [len(text) for text in found] == [ask.max_tokens] * ask.n
+        assert found == alone(machine, ask), f"behind {len(ask.prompt)} ids"
+    return pair.scheduler.load()
+
+
+def test_what_is_compared_differs(machine: Machine) -> None:
+    texts = {tuple(alone(machine, ask)[0]) for ask in asks()}
+    assert len(texts) == len(asks())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("max_num_batched_tokens", [16, 33, 96, 256])
+def test_batched_in_chunks_of_any_size(
+    machine: Machine, depth: int, prefix_caching: bool, max_num_batched_tokens: int
+) -> None:
+    limits = {"prefix_caching": prefix_caching, "max_num_batched_tokens": max_num_batched_tokens}
+    pair = Pair(machine.runner(MANY), depth, **limits)
+    load = run(machine, pair, asks())
+    assert load.num_preemptions == 0
+    assert (load.num_cached_tokens > 0) == prefix_caching
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_behind_prefixes_that_earlier_requests_left(machine: Machine, depth: int) -> None:
+    """The second time every prompt is found; the third time the prompts go on with what was generated."""
+    pair = Pair(machine.runner(MANY), depth)
+    first = run(machine, pair, asks())
+    second = run(machine, pair, asks())
+    whole_blocks = sum((len(ask.prompt) - 1) // 16 * 16 for ask in asks())
+    assert second.num_cached_tokens - first.num_cached_tokens == whole_blocks
+    longer = [Ask((*ask.prompt, *alone(machine, ask)[0], 7), 12) for ask in asks()]
+    third = run(machine, pair, longer)
+    assert third.num_cached_tokens - second.num_cached_tokens > whole_blocks, "what was generated is found too"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_in_whichever_company_a_request_comes(machine: Machine, depth: int) -> None:
+    """They come one after the other, some while others run, in several orders."""
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        requests = [
+            Ask(ask.prompt, ask.max_tokens, ask.seed, at_step=int(random.integers(0, 120)))
+            for ask in (asks()[i] for i in random.permutation(len(asks())))
+        ]
+        run(machine, Pair(machine.runner(MANY), depth, max_num_batched_tokens=48, max_num_seqs=5), requests)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("max_num_batched_tokens", [33, 256])
+def test_preempted_and_computed_again(
+    machine: Machine, depth: int, prefix_caching: bool, max_num_batched_tokens: int
+) -> None:
+    limits: dict[str, Any] = {
+        "prefix_caching": prefix_caching,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
+    load = run(machine, Pair(machine.runner(FEW), depth, **limits), asks())
+    assert load.num_preemptions > 0 and load.num_blocks_swapped_out == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("max_num_batched_tokens", [33, 256])
+@pytest.mark.parametrize("num_swap_blocks", [60, 6])
+def test_preempted_and_brought_back_from_swap_space(
+    machine: Machine, depth: int, prefix_caching: bool, max_num_batched_tokens: int, num_swap_blocks: int
+) -> None:
+    """With room for every sequence in swap space, and with so little that most are computed again."""
+    limits: dict[str, Any] = {
+        "prefix_caching": prefix_caching,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "preemption": "swap",
+    }
+    load = run(machine, Pair(machine.runner(FEW, num_swap_blocks), depth, **limits), asks())
+    assert load.num_preemptions > 0 and load.num_blocks_swapped_out > 0
+    if prefix_caching:
+        assert load.num_blocks_swapped_in <= load.num_blocks_swapped_out, "some are in the prefix cache still"
+    else:
+        assert load.num_blocks_swapped_in == load.num_blocks_swapped_out
+    assert load.num_swap_blocks_free == load.num_swap_blocks_total == num_swap_blocks
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 0), (FEW, 60)], ids=["enough", "recomputed", "swapped"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_samples_that_fork_from_one_prompt(
+    machine: Machine, depth: int, memory: tuple[int, int], prefix_caching: bool
+) -> None:
+    """Each is what it is where every sample computes its prompt by itself; a drawn one has noise of its own."""
+    requests = [
+        Ask(ask.prompt, ask.max_tokens, seed=i if i % 3 else GREEDY, n=2 + i % 3, at_step=3 * i)
+        for i, ask in enumerate(asks())
+    ]
+    drawn = {tuple(text) for ask in requests if ask.seed != GREEDY for text in alone(machine, ask)}
+    assert len(drawn) == sum(ask.n for ask in requests if ask.seed != GREEDY)
+    limits: dict[str, Any] = {"prefix_caching": prefix_caching, "max_num_batched_tokens": 96, "preemption": "swap"}
+    if not memory[1]:
+        limits["preemption"] = "recompute"
+    load = run(machine, Pair(machine.runner(*memory), depth, **limits), requests)
+    assert load.num_forks > 0
+    assert (load.num_preemptions > 0) == (memory[0] == FEW)
+    assert (load.num_blocks_swapped_in > 0) == (memory[1] > 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"policy": "priority", "preemption": "swap"},
+        {"policy": "priority", "preemption": "recompute"},
+        {"policy": "longest-prefix-match", "preemption": "auto"},
+        {"preemption": "auto", "long_tokens": 50, "long_stretch": 1.5},
+        {"preemption": "swap", "max_step_s": 1e-6},
+    ],
+    ids=lambda rules: ", ".join(map(str, rules.values())),
+)
+def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> None:
+    """Priorities that preempt, chunks by predicted time, any order: who goes first changes no text."""
+    random = np.random.default_rng(depth)
+    requests = [
+        Ask(
+            ask.prompt,
+            ask.max_tokens,
+            ask.seed,
+            n=1 + i % 2,
+            at_step=int(random.integers(0, 60)),
+            priority=int(random.integers(0, 4)),
+        )
+        for i, ask in enumerate(asks())
+    ]
+    load = run(machine, Pair(machine.runner(FEW, 30), depth, **rules), requests)
+    assert load.num_preemptions > 0
+    assert rules["preemption"] != "swap" or load.num_blocks_swapped_in > 0
+    assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0

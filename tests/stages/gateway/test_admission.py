@@ -1,0 +1,233 @@
+"""What is open is bounded in sequences and in tokens, and who does not fit is told at once, and when to come again."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline import protocol as p
+from pipeline import topology
+from pipeline.config.settings import Gateway, Settings
+from pipeline.messages import Finish
+from pipeline.stages.gateway.admission import MAX_RETRY_S, Admission
+from pipeline.stages.gateway.errors import ApiError
+from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
+from tests.stages.gateway.peers import RawPeer
+
+PROMPT_SOON_S = 1.0
+"""What a refusal may take in a test, on a machine that has other things to do; it is to take less than 0.05 s."""
+
+
+def refusal(admission: Admission, num_sequences: int, num_tokens: int, now_s: float = 0.0) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        admission.admit(num_sequences, num_tokens, now_s)
+    assert (raised.value.status, raised.value.code) == (503, "overloaded")
+    return raised.value
+
+
+class TestTheLimits:
+    def test_sequences_and_tokens_are_bounded_each(self) -> None:
+        admission = Admission(4, 100)
+        admission.admit(2, 60, 0.0)
+        admission.take(2, 60, 0.0)
+        admission.admit(2, 40, 0.0)
+        refusal(admission, 3, 1)
+        assert "of the 100 prompt tokens that may be open at once, 40 are left" in refusal(admission, 1, 41).message
+        admission.give(2, 60, 1.0)
+        admission.admit(4, 100, 1.0)
+
+    def test_one_that_is_alone_is_let_in_whatever_its_length(self) -> None:
+        admission = Admission(4, 100)
+        admission.admit(1, 5000, 0.0)
+        admission.take(1, 5000, 0.0)
+        refusal(admission, 1, 1)
+        with pytest.raises(ApiError):
+            admission.check_room(0.0)
+        admission.give(1, 5000, 0.0)
+        admission.check_room(0.0)
+
+    def test_replicas_have_equal_shares(self) -> None:
+        settings = Settings(gateway=Gateway(replicas=3, max_open_requests=10, max_open_tokens=100))
+        assert topology.max_open_tokens_of_one(settings) == 33
+        assert topology.max_open_tokens_of_one(Settings(gateway=Gateway(replicas=2, max_open_tokens=1))) == 1
+
+    @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 60), st.integers(1, 60), st.booleans())))
+    def test_what_was_taken_is_given_back(self, calls: list[tuple[int, int, int, bool]]) -> None:
+        admission = Admission(8, 100)
+        open_calls: list[tuple[int, int]] = []
+        for num_sequences, guess, num_tokens, ends in calls:
+            try:
+                admission.admit(num_sequences, guess, 0.0)
+            except ApiError:
+                assert admission.num_sequences + num_sequences > 8 or admission.num_tokens + guess > 100
+            else:
+                admission.take(num_sequences, guess, 0.0)
+                admission.correct(guess, num_tokens)
+                open_calls.append((num_sequences, num_tokens))
+            if ends and open_calls:
+                admission.give(*open_calls.pop(0), 0.0)
+            assert admission.num_sequences == sum(one for one, _ in open_calls) <= 8
+            assert admission.num_tokens == sum(one for _, one in open_calls)
+
+
+class TestTheEstimate:
+    @pytest.mark.parametrize(
+        ("prompt", "num_tokens"),
+        [
+            (m.IdsPrompt(bytes(4 * 17)), 17),
+            (m.TextPrompt("x" * 400), 100),
+            (m.TextPrompt("é" * 400), 200),
+            (m.TextPrompt(""), 1),
+            (m.ChatPrompt([m.ChatMessage("user", "x" * 40), m.ChatMessage("user", "é" * 20)]), 20),
+        ],
+    )
+    def test_is_exact_for_ids_and_goes_by_bytes_for_texts(self, prompt: Any, num_tokens: int) -> None:
+        assert Admission(4, 100).estimate(prompt, is_computed=True) == num_tokens
+
+    def test_is_no_more_than_the_model_takes(self) -> None:
+        admission = Admission(4, 100)
+        admission.max_prompt_tokens = 512
+        assert admission.estimate(m.TextPrompt("x" * 40_000), is_computed=True) == 512
+        assert admission.estimate(m.TextPrompt("x" * 40_000), is_computed=False) == 10_000
+
+
+class TestRetryAfter:
+    def test_is_when_there_will_be_room_at_the_rate_of_late(self) -> None:
+        admission = Admission(10, 10_000)
+        admission.take(10, 5000, 0.0)
+        for second in range(10):  # a sequence and 100 tokens a second
+            admission.give(1, 100, float(second))
+            admission.take(1, 100, float(second))
+        assert refusal(admission, 1, 1, 10.0).retry_after_s == 1
+        assert refusal(admission, 7, 1, 10.0).retry_after_s == 7
+        admission.max_tokens = 5000
+        admission.num_sequences = 5
+        assert refusal(admission, 1, 800, 10.0).retry_after_s == 8
+
+    def test_is_as_long_again_as_nothing_has_ended(self) -> None:
+        admission = Admission(1, 100)
+        admission.take(1, 5, 100.0)
+        assert [refusal(admission, 1, 1, now_s).retry_after_s for now_s in (100.0, 104.5, 120.0)] == [1, 5, 20]
+
+    def test_looks_back_no_further_than_the_server_has_been_busy(self) -> None:
+        admission = Admission(1, 100)
+        admission.take(1, 5, 0.0)
+        admission.give(1, 5, 1.0)
+        admission.take(1, 5, 10.0)
+        assert refusal(admission, 1, 1, 12.0).retry_after_s == 2
+
+    def test_is_bounded(self) -> None:
+        admission = Admission(1000, 100)
+        admission.take(1000, 5, 0.0)
+        admission.give(1, 1, 20.0)
+        assert refusal(admission, 1000, 1, 20.0).retry_after_s == MAX_RETRY_S
+
+
+def open_tokens(gate: Gate) -> int:
+    num: int = gate.client.get("/load").json()["open_tokens"]
+    return num
+
+
+class TestTheGateway:
+    def test_counts_what_ingest_has_made_of_a_prompt(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, max_open_tokens=500) as gate:
+            response = gate.complete(COMPLETION | {"prompt": "x" * 400, "n": 2})
+            submit = gate.submit()
+            assert open_tokens(gate) == 100
+            gate.accept(submit, 450)
+            gate.rig.load()
+            assert gate.client.get("/load").json() == {
+                "server_load": 1,
+                "open_sequences": 2,
+                "max_open_sequences": 1024,
+                "open_tokens": 450,
+                "max_open_tokens": 500,
+            }
+            refused = gate.complete(COMPLETION | {"prompt": list(range(51))}).result()
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            assert "50 are left, and this request has about 51" in refused.json()["error"]["message"]
+            assert 1 <= int(refused.headers["Retry-After"]) <= MAX_RETRY_S
+            assert gate.rig.nothing("ingest", 0), "ingest has heard of it"
+            fits = gate.complete(COMPLETION | {"prompt": list(range(50))})
+            gate.accept(gate.submit(), 50)
+            for index in range(2):
+                gate.finish(submit, index=index)
+            assert response.result().status_code == 200
+            gate.rig.until(lambda load: load.num_open_requests == 1)
+            assert open_tokens(gate) == 50
+            assert not fits.done()
+
+    @pytest.mark.parametrize("ending", ["rejected", "aborted", "gone"])
+    def test_has_all_back_whatever_the_end(self, tmp_path: Path, ending: str) -> None:
+        with Gate(tmp_path, max_open_tokens=500) as gate:
+            connection = gate.raw(CHAT | {"stream": True})
+            submit = gate.submit()
+            if ending == "rejected":
+                gate.reject(submit, m.Failure(400, "no"))
+                assert connection.recv(100)
+            else:
+                gate.accept(submit, 400)
+                connection.close()
+                gate.rig.receive("schedule", m.Abort)
+                if ending == "aborted":
+                    gate.finish(submit, finish=Finish.ABORT)
+                else:
+                    gate.reject(submit, m.Failure(499, "the request was aborted", code="aborted"), "detokenize.0")
+            connection.close()
+            gate.rig.until(lambda load: load.num_open_requests == 0)
+            assert open_tokens(gate) == 0
+
+    def test_lets_in_one_that_is_alone(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, max_open_tokens=10) as gate:
+            responses = [gate.complete(COMPLETION | {"prompt": [[1] * 300, [2] * 100]})]
+            submits = [gate.submit(), gate.submit()]
+            assert gate.complete(COMPLETION).result().status_code == 503
+            for submit, num_ids in zip(submits, (300, 100), strict=True):
+                gate.accept(submit, num_ids)
+            for submit in submits:
+                gate.finish(submit)
+            assert responses[0].result().status_code == 200
+
+    def test_says_when_to_come_again_at_the_other_door_too(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, max_open_requests=1) as gate, RawPeer(gate) as peer:
+            peer.generate(1)
+            gate.begin()
+            peer.hear(p.Accepted)
+            peer.generate(2)
+            failure = peer.hear(p.Failed).failure
+            assert (failure.status, failure.code, failure.retry_after_s) == (503, "overloaded", 1)
+
+    def test_counts_those_it_turns_away_before_it_reads_their_bodies(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, max_open_requests=1) as gate:
+            response = gate.post(CHAT)
+            submit = gate.begin()
+            assert gate.client.post("/v1/chat/completions", content=b"not JSON").status_code == 503
+            gate.finish(submit)
+            assert response.result().status_code == 200
+            gate.rig.until(lambda load: load.num_open_requests == 0)
+            assert gate.client.post("/v1/chat/completions", content=b"not JSON").status_code == 400
+
+    def test_answers_at_once_while_many_streams_run(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, max_open_requests=64) as gate:
+            streams = [gate.raw(CHAT | {"stream": True}) for _ in range(64)]
+            try:
+                submits = [gate.begin() for _ in streams]
+                took_s = []
+                for _ in range(20):
+                    for submit in submits:
+                        gate.delta(submit, "word ")
+                    begin_s = time.monotonic()
+                    refused = gate.client.post("/v1/chat/completions", json=CHAT)
+                    took_s.append(time.monotonic() - begin_s)
+                    assert refused.status_code == 503
+                assert sorted(took_s)[len(took_s) // 2] < PROMPT_SOON_S
+            finally:
+                for stream in streams:
+                    stream.close()
+            for submit in submits:
+                gate.finish(submit, finish=Finish.ABORT)
+            gate.rig.until(lambda load: load.num_open_requests == 0)

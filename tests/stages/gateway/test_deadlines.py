@@ -1,0 +1,319 @@
+"""A request ends at its deadline wherever it is, and nothing that its client has seen is lost."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import messages as m
+from pipeline import protocol as p
+from pipeline.client import AsyncClient, RequestError
+from pipeline.messages import Finish
+from pipeline.sampling_params import SamplingParams
+from pipeline.stages.gateway import deadlines
+from pipeline.stages.gateway.deadlines import Deadlines
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, events_of, read_until
+from tests.stages.gateway.peers import RawPeer
+from tests.stages.gateway.test_door import address_of, all_of, do
+
+SOON = {"timeout_s": 0.05}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+TIMED_OUT = "the request was not done within 0.05 s, and has no token yet"
+REFUSED = m.Failure(499, "the request was aborted", code="aborted")
+
+
+def was_ended(gate: Gate, *submits: m.Submit) -> None:
+    """Both stages were asked to end these requests, once."""
+    for stage in ("ingest", "schedule") if submits[0].max_tokens != 0 else ("ingest",):
+        ids = [gate.rig.receive(stage, m.Abort).request_id for _ in submits]
+        assert sorted(ids) == sorted(submit.request_id for submit in submits)
+
+
+def nothing_is_left(gate: Gate) -> None:
+    """No request, no credit and no token is held, and nobody is told anything more."""
+    gate.rig.until(lambda load: load.num_open_requests == 0)
+    while not gate.rig.nothing("schedule", 0):
+        assert isinstance(gate.rig.receive("schedule"), m.Closed)
+    assert gate.rig.nothing("ingest", 0)
+    load = gate.client.get("/load").json()
+    assert (load["server_load"], load["open_sequences"], load["open_tokens"]) == (0, 0, 0)
+
+
+def error_of(response: Any) -> tuple[int, str, str]:
+    error = response.json()["error"]
+    assert error["type"] == "server_error"
+    return response.status_code, error["code"], error["message"]
+
+
+class TestWithoutAnyToken:
+    @pytest.mark.parametrize("body", [CHAT, CHAT | STREAM, COMPLETION | {"echo": True}, COMPLETION | {"n": 3}])
+    @pytest.mark.parametrize("where", ["ingest", "schedule"])
+    def test_it_is_an_error(self, gate: Gate, body: Any, where: str) -> None:
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        response = gate.post(body | SOON, path)
+        submit = gate.submit()
+        if where == "schedule":
+            gate.accept(submit)
+        was_ended(gate, submit)
+        assert error_of(response.result()) == (504, "timeout", TIMED_OUT)
+        if where == "ingest":
+            gate.reject(submit, REFUSED)
+        else:
+            for index in range(submit.n):
+                gate.finish(submit, index=index, finish=Finish.ABORT)
+        nothing_is_left(gate)
+
+    def test_so_it_is_for_every_prompt_of_a_batch(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | SOON | {"prompt": ["a", "b", "c"], "n": 2})
+        submits = [gate.submit() for _ in range(3)]
+        gate.accept(submits[0])
+        was_ended(gate, *submits)
+        assert error_of(response.result()) == (504, "timeout", TIMED_OUT)
+        for index in range(2):
+            gate.finish(submits[0], index=index, finish=Finish.ABORT)
+        gate.reject(submits[1], REFUSED)
+        gate.reject(submits[2], REFUSED, "detokenize.0")
+        nothing_is_left(gate)
+
+    def test_in_a_stream_that_has_begun_it_is_an_event(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pipeline.stages.gateway.writing.HEADERS_AFTER_S", 0.01)
+        with gate.raw(CHAT | STREAM | SOON) as connection:
+            submit = gate.begin()
+            read_until(connection, b"text/event-stream")
+            assert ends_with_an_error(read_until(connection, END), TIMED_OUT)
+        was_ended(gate, submit)
+        gate.finish(submit, finish=Finish.ABORT)
+        nothing_is_left(gate)
+
+    def test_a_prompt_that_was_echoed_is_no_token(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pipeline.stages.gateway.writing.HEADERS_AFTER_S", 0.01)
+        with gate.raw(COMPLETION | STREAM | SOON | {"echo": True}, "/v1/completions") as connection:
+            submit = gate.begin()
+            data = read_until(connection, END)
+        assert b'"text":"Hi"' in data and ends_with_an_error(data, TIMED_OUT)
+        was_ended(gate, submit)
+        gate.finish(submit, finish=Finish.ABORT)
+        nothing_is_left(gate)
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/tokenize", {"prompt": "x"}),
+            ("/v1/completions", COMPLETION | {"echo": True, "max_tokens": 0}),
+        ],
+    )
+    def test_lookups_have_the_servers_deadline(self, tmp_path: Path, path: str, body: Any) -> None:
+        with Gate(tmp_path, request_timeout_s=0.05) as gate:
+            response = gate.post(body, path)
+            submit = gate.submit()
+            was_ended(gate, submit)
+            assert error_of(response.result()) == (504, "timeout", TIMED_OUT)
+            gate.reject(submit, REFUSED)
+            nothing_is_left(gate)
+            assert gate.rig.nothing("schedule", 0)
+
+    def test_what_comes_after_the_end_is_nobodys(self, gate: Gate) -> None:
+        """Ids that were on their way, and the prompt's."""
+        response = gate.post(CHAT | SOON)
+        submit = gate.submit()
+        assert response.result().status_code == 504
+        was_ended(gate, submit)
+        gate.accept(submit)
+        gate.delta(submit, "late")
+        gate.finish(submit, finish=Finish.ABORT)
+        nothing_is_left(gate)
+
+
+class TestWithTokens:
+    def test_what_is_open_is_aborted_and_all_of_it_is_given_out(self, gate: Gate) -> None:
+        response = gate.post(CHAT | {"timeout_s": 0.3, "n": 3})
+        submit = gate.begin()
+        gate.finish(submit, "done")
+        gate.delta(submit, "so f", 2, index=1)
+        was_ended(gate, submit)
+        assert not response.done(), "its closings have not come"
+        gate.finish(submit, "ar", 1, Finish.ABORT)
+        gate.delta(submit, num_ids=0, index=2, finish=Finish.ABORT)
+        result = response.result()
+        assert result.status_code == 200
+        choices = [(one["message"]["content"], one["finish_reason"]) for one in result.json()["choices"]]
+        assert choices == [("done", "stop"), ("so far", "abort"), ("", "abort")]
+        assert result.json()["usage"]["completion_tokens"] == 4
+        nothing_is_left(gate)
+
+    def test_a_stream_ends_as_if_somebody_had_aborted_it(self, gate: Gate) -> None:
+        response = gate.post(CHAT | STREAM | {"timeout_s": 0.3})
+        submit = gate.begin()
+        gate.delta(submit, "so f", 2)
+        was_ended(gate, submit)
+        gate.finish(submit, "ar", finish=Finish.ABORT)
+        *events, last, usage = events_of(response.result().text)
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "so far"
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert usage["usage"]["completion_tokens"] == 3
+        nothing_is_left(gate)
+
+    def test_prompts_of_a_batch_that_have_none_are_aborted_too(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"timeout_s": 0.3, "prompt": ["a", "b", "c"]})
+        submits = [gate.submit() for _ in range(3)]
+        for submit in submits[:2]:
+            gate.accept(submit)
+        gate.finish(submits[0], "A")
+        was_ended(gate, *submits[1:])
+        gate.finish(submits[1], finish=Finish.ABORT)
+        gate.reject(submits[2], REFUSED)
+        result = response.result()
+        assert [(one["text"], one["finish_reason"]) for one in result.json()["choices"]] == [
+            ("A", "stop"),
+            ("", "abort"),
+            ("", "abort"),
+        ]
+        nothing_is_left(gate)
+
+    def test_one_that_ends_in_time_is_left_alone(self, gate: Gate) -> None:
+        response = gate.post(CHAT | {"timeout_s": 0.2})
+        gate.serve()
+        assert response.result().json()["choices"][0]["finish_reason"] == "stop"
+        late = gate.post(CHAT | {"timeout_s": 0.25})  # fires after the first would have
+        submit = gate.begin()
+        assert late.result().status_code == 504
+        was_ended(gate, submit)
+        gate.finish(submit, finish=Finish.ABORT)
+        nothing_is_left(gate)
+
+    def test_a_client_that_reads_slowly_gets_what_was_done_in_time(self, gate: Gate) -> None:
+        with gate.raw(CHAT | STREAM | {"timeout_s": 0.3}) as connection:
+            submit = gate.begin()
+            for _ in range(40):
+                gate.delta(submit, "x" * 100_000)
+            gate.finish(submit, "the end")
+            gate.closed()
+            time.sleep(0.4)  # until its deadline has passed, which must change nothing
+            data = read_until(connection, END)
+        assert b"the end" in data and b'"finish_reason":"stop"' in data
+        nothing_is_left(gate)
+
+
+class TestWhoseDeadline:
+    def test_the_servers_holds_where_the_request_says_nothing(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, request_timeout_s=0.05) as gate:
+            long, short = gate.post(CHAT | {"timeout_s": 100}), gate.post(CHAT)
+            submits = [gate.begin(), gate.begin()]
+            assert short.result().status_code == 504
+            ended = gate.rig.receive("schedule", m.Abort).request_id
+            for submit in submits:
+                gate.finish(submit, "x", finish=Finish.ABORT if submit.request_id == ended else Finish.STOP)
+            assert long.result().json()["choices"][0]["finish_reason"] == "stop"
+
+    def test_there_is_none_by_default(self, gate: Gate) -> None:
+        response = gate.post(CHAT)
+        submit = gate.begin()
+        assert gate.rig.nothing("schedule", 0.2)
+        gate.finish(submit)
+        assert response.result().status_code == 200
+
+    def test_it_counts_from_the_requests_arrival(self, gate: Gate) -> None:
+        """A body that comes slowly has used its time up."""
+        content = json.dumps(CHAT | {"timeout_s": 0.2}).encode()
+        with gate.raw({}, "/version") as connection:
+            read_until(connection, b"}")
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            connection.sendall(head.encode() + content[:-1])
+            time.sleep(0.3)
+            connection.sendall(content[-1:])
+            begin_s = time.monotonic()
+            assert b" 504 " in read_until(connection, b"}")
+            assert time.monotonic() - begin_s < 5
+        submit = gate.submit()
+        was_ended(gate, submit)
+        gate.reject(submit, REFUSED)
+        nothing_is_left(gate)
+
+
+class TestAtTheZeroMQDoor:
+    async def test_without_any_token_it_fails(self, gate: Gate) -> None:
+        async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
+            stream = client.generate("Hi", SamplingParams(n=2), timeout_s=0.05)
+            submit = await do(gate.submit)
+            with pytest.raises(RequestError) as raised:
+                await all_of(stream)
+            assert (raised.value.status, raised.value.code, raised.value.message) == (504, "timeout", TIMED_OUT)
+            await do(was_ended, gate, submit)
+            gate.reject(submit, REFUSED)
+            await do(nothing_is_left, gate)
+
+    async def test_with_tokens_it_is_aborted(self, gate: Gate) -> None:
+        async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
+            stream = client.generate("Hi", timeout_s=0.3)
+            submit = await do(gate.begin)
+            gate.delta(submit, "so f", 2, num_cached=2)
+            await do(was_ended, gate, submit)
+            gate.finish(submit, "ar", finish=Finish.ABORT)
+            outputs = await all_of(stream)
+            assert "".join(output.text for output in outputs) == "so far"
+            assert outputs[-1].finish_reason == "abort"
+            assert (stream.num_output_tokens, stream.num_cached_tokens) == (3, 2)
+            await do(nothing_is_left, gate)
+
+    def test_one_that_is_resumed_fails_where_nothing_new_came(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            received = [bytes(4)]
+            peer.say(p.Generate(1, "", p.TextPrompt("x"), p.Params(), 10, received, timeout_s=0.05))
+            submit = gate.begin()
+            assert peer.hear(p.Accepted)
+            assert peer.hear(p.Failed).failure.code == "timeout"
+            was_ended(gate, submit)
+            gate.finish(submit, finish=Finish.ABORT)
+            nothing_is_left(gate)
+
+    def test_what_is_no_deadline_is_named(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            for number, timeout_s in enumerate((0.0, -1.0, float("nan"), float("inf"), 2e6)):
+                peer.say(p.Generate(number, "", p.TextPrompt("x"), p.Params(), 1, timeout_s=timeout_s))
+                failure = peer.hear(p.Failed).failure
+                assert (failure.status, failure.param) == (400, "timeout_s")
+            assert peer.is_still_served()
+
+
+class TestTheHeap:
+    async def test_each_expires_once_in_order_and_those_removed_never(self) -> None:
+        expired: list[int] = []
+        done = asyncio.Event()
+
+        def expire(number: int) -> None:
+            expired.append(number)
+            if number == 9:
+                done.set()
+
+        heap = Deadlines(expire)
+        now_s = time.monotonic()
+        for number in (9, 3, 7, 5, 1):
+            heap.add(number, now_s + number / 100)
+        heap.remove(3)
+        heap.remove(77)
+        async with asyncio.timeout(PATIENCE_S):
+            await done.wait()
+        assert expired == [1, 5, 7, 9]
+        assert len(heap) == 0 and heap._timer is None
+
+    async def test_one_that_has_passed_expires_at_once(self) -> None:
+        expired = asyncio.Event()
+        heap = Deadlines(lambda _: expired.set())
+        heap.add(1, time.monotonic() - 5)
+        async with asyncio.timeout(PATIENCE_S):
+            await expired.wait()
+
+    async def test_what_was_removed_takes_no_room(self) -> None:
+        heap = Deadlines(lambda _: None)
+        far_s = time.monotonic() + 1e6
+        heap.add(0, far_s)
+        for number in range(1, 10_000):
+            heap.add(number, far_s)
+            heap.remove(number)
+        assert len(heap._heap) <= 2 + deadlines.SLACK
+        heap.remove(0)
+        assert heap._heap == [] and heap._timer is None
