@@ -57,7 +57,9 @@ SETTINGS = (
     "schedule.max_num_seqs=24",
     "gateway.max_open_requests=56",
 )
-CONCURRENCIES = (1, 4, 12, 24, 48)
+MOST = 48
+CONCURRENCIES = (1.0, 0.5, 0.25, 0.08, 0.0)
+"""Parts of the most requests at once, at least one; the first comes first, then any."""
 PHASE_S = (2.0, 12.0)
 PROBE_EVERY_S = 1.0
 AFTER_REFUSAL_S = 0.1
@@ -69,10 +71,11 @@ REPORT_EVERY_S = 30.0
 class Soak:
     """One run: what it has seen so far."""
 
-    def __init__(self, server: Served, seconds: float, seed: int) -> None:
+    def __init__(self, server: Served, seconds: float, most: int, seed: int) -> None:
         self._server = server
         self._rng = random.Random(seed)
         self._seconds = seconds
+        self._most = most
         self._known: frozenset[str] = frozenset()
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -93,10 +96,12 @@ class Soak:
     async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
         """Keep a changing number of requests under way; at the end all are read."""
         rng, tasks = self._rng, set[asyncio.Task[None]]()
-        phase_end, target, told = 0.0, 1, time.monotonic()
+        target, told = self._most, time.monotonic()
+        phase_end = told + PHASE_S[0]
         while (now := time.monotonic()) < end:
             if now >= phase_end:
-                target, phase_end = rng.choice(CONCURRENCIES), now + rng.uniform(*PHASE_S)
+                target = max(1, round(rng.choice(CONCURRENCIES) * self._most))
+                phase_end = now + rng.uniform(*PHASE_S)
             if now >= told + REPORT_EVERY_S:
                 told = now
                 print(f"{end - now:5.0f} s to go: {dict(self.outcomes)}", flush=True)
@@ -146,6 +151,9 @@ class Soak:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="of load; by default %(default)g")
+    parser.add_argument(
+        "--most", type=types.positive, default=MOST, metavar="N", help="requests at once; by default %(default)s"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--seed", type=types.natural, default=None, help="by default drawn anew")
     parser.add_argument("--json", metavar="FILE", help="write what was found, with every sample of memory, there")
@@ -170,7 +178,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{args.minutes:g} minutes of load, seed {args.seed}", flush=True)
     with Served(*SETTINGS, *args.set) as server:
         before = Idle(server)
-        load = Soak(server, seconds, args.seed)
+        load = Soak(server, seconds, args.most, args.seed)
         with Watch(server.pids) as watch:
             asyncio.run(load.run())
         faults = load.faults
