@@ -6,7 +6,7 @@
     tools/soak.py --set schedule.depth=1 --seed 7 --json soak.json
 
 Requests come over HTTP, streaming or not, and over ZeroMQ: prompts short, long, and with shared beginnings, n of 1 to
-4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 48 at once, which changes
+4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 40 at once, which changes
 all the time; one client in five leaves before its answer is there. KV memory is so small that sequences are preempted
 constantly, and swap space so small that some are swapped and some computed again.
 
@@ -55,14 +55,14 @@ SETTINGS = (
     "schedule.depth=2",
     "schedule.policy=priority",
     "schedule.max_num_seqs=24",
-    "gateway.max_open_requests=56",
+    "gateway.max_open_requests=96",
 )
-MOST = 48
+MOST = 40
 CONCURRENCIES = (1.0, 0.5, 0.25, 0.08, 0.0)
 """Parts of the most requests at once, at least one; the first comes first, then any."""
 PHASE_S = (2.0, 12.0)
 PROBE_EVERY_S = 1.0
-AFTER_REFUSAL_S = 0.1
+AFTER_REFUSAL_S = 0.3
 MIN_JUDGED_S = 180.0
 MAX_SHOWN = 20
 REPORT_EVERY_S = 30.0
@@ -88,7 +88,8 @@ class Soak:
             expected = [await probes.answer(client, place) for place in range(len(probes.PROMPTS))]
             end = time.monotonic() + self._seconds
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._probe(client, expected, end))
+                for place, answer in enumerate(expected):
+                    group.create_task(self._probe(client, place, answer, end))
                 group.create_task(self._load(session, client, end))
             for place, answer in enumerate(expected):  # once more, alone
                 self._compare(place, answer, await probes.answer(client, place))
@@ -129,18 +130,22 @@ class Soak:
         if outcome.kind == "wrong":
             self.faults[outcome.words] += 1
 
-    async def _probe(self, client: AsyncClient, expected: list[probes.Answer], end: float) -> None:
+    async def _probe(self, client: AsyncClient, place: int, expected: probes.Answer, end: float) -> None:
+        """Ask one probe again and again, with any priority: it goes first at times, and is preempted at others."""
+        rng = random.Random(place)
         while time.monotonic() < end:
-            for place, answer in enumerate(expected):
-                try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        self._compare(place, answer, await probes.answer(client, place))
-                except RequestError as error:
-                    if error.status != OVERLOADED:
-                        self.faults[f"probe {place}: {error.status}: {error.message}"] += 1
-                except (TimeoutError, ConnectionLost) as error:
-                    self.faults[f"probe {place}: {error or 'no end in time'}"] += 1
-            await asyncio.sleep(PROBE_EVERY_S)
+            priority = rng.randint(-3, 3) if "priority" in self._known else 0
+            pause_s = PROBE_EVERY_S
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    self._compare(place, expected, await probes.answer(client, place, priority))
+            except RequestError as error:
+                pause_s = AFTER_REFUSAL_S
+                if error.status != OVERLOADED:
+                    self.faults[f"probe {place}: {error.status}: {error.message}"] += 1
+            except (TimeoutError, ConnectionLost) as error:
+                self.faults[f"probe {place}: {error or 'no end in time'}"] += 1
+            await asyncio.sleep(pause_s)
 
     def _compare(self, place: int, expected: probes.Answer, found: probes.Answer) -> None:
         self.num_probes += 1

@@ -302,6 +302,6 @@ def test_a_short_soak_finds_no_fault(short_run: dict[str, Any]) -> None:
 
 def test_a_short_soak_did_something(short_run: dict[str, Any]) -> None:
     assert short_run["outcomes"]["ended"] >= 5
-    assert short_run["counts"]["probes"] >= 2 * len(probes.PROMPTS)
+    assert short_run["counts"]["probes"] > len(probes.PROMPTS)  # those at the end are alone again
     assert short_run["counts"]["preemptions"] > 0
     assert len(short_run["samples"]) >= 4
