@@ -12,7 +12,7 @@ step in flight names are not released at once but retired: they stay held until 
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class BlockPool:
@@ -99,6 +99,10 @@ class BlockPool:
         assert not self._retired or self._retired[-1][0] <= step_id
         self._retired.append((step_id, blocks))
         self.num_retired += len(blocks)
+
+    def retired(self) -> Iterator[list[int]]:
+        """References that return when steps in flight are settled."""
+        return (blocks for _, blocks in self._retired)
 
     def settle(self, step_id: int) -> None:
         """All steps up to `step_id` have run: what they alone still named is released."""

@@ -76,13 +76,11 @@ class Memory:
             sequence.swapped = None
         return start, blocks
 
-    def awaits_sibling(self, sequence: Sequence) -> bool:
-        """Whether one of its siblings computes their prompt, and none has it ready."""
-        request = sequence.request
-        if request.n == 1:
-            return False
-        running = [other.row for other in request.open_sequences.values() if other.row >= 0]
-        return bool(running) and all(self._rows.ahead[row] < len(request.prompt) for row in running)
+    def reach(self, sequence: Sequence) -> "Reach":
+        """For asking which rows would have to be put back to let a sequence start."""
+        start = self._fork(sequence) or self._found(sequence)
+        num_lacking = start.num_needed + sum(map(self.pool.is_cached, start.blocks))
+        return Reach(self.pool, num_lacking, set(start.blocks))
 
     def num_cached(self, sequence: Sequence) -> int:
         """About how many blocks of its ids are in the prefix cache. Tails are evicted first, so a binary search finds
@@ -119,7 +117,8 @@ class Memory:
         self.num_forks += 1
         num_shared = len(start.blocks)
         if start.num_computed > num_shared * self._block_size:
-            self.copies.add([int(self._rows.table[start.leader, num_shared])], [blocks[num_shared]])
+            source = int(self._rows.table[start.leader, num_shared])
+            self.copies.add([source], [blocks[num_shared]], is_fork=True)
 
     # ----------------------------------------------------------------------------------------------------- swap
 
@@ -198,7 +197,12 @@ class Memory:
     def _keys_of(self, sequence: Sequence) -> list[bytes]:
         """Keys of the full blocks that a sequence without a row may find. Its last id is computed in any case: the next
         one is drawn from its logits."""
-        num_blocks = (len(sequence.ids) - 1) // self._block_size
+        request, num_blocks = sequence.request, (len(sequence.ids) - 1) // self._block_size
+        if request.n > 1 and not sequence.keys:  # hashed once for all
+            prefix.extend(
+                request.keys, request.prompt, len(request.prompt) // self._block_size, self._block_size, request.root
+            )
+            sequence.keys = list(request.keys)
         prefix.extend(sequence.keys, sequence.ids, num_blocks, self._block_size, sequence.request.root)
         return sequence.keys[:num_blocks]
 
@@ -227,3 +231,28 @@ class Memory:
         assert num_held + pool.num_retired == sum(map(pool.num_refs, range(pool.num_total))), (
             "a reference belongs to nobody"
         )
+
+
+class Reach:
+    """How many blocks are available to one sequence if some rows are put back, once steps in flight are settled."""
+
+    def __init__(self, pool: BlockPool, num_lacking: int, shared: set[int]) -> None:
+        """`shared` are blocks that it holds itself in any case."""
+        self._pool = pool
+        self._num_lacking = num_lacking
+        self._shared = shared
+        self._num = pool.num_available
+        self._returning: dict[int, int] = {}
+        for blocks in pool.retired():
+            self.add(blocks)
+
+    def add(self, blocks: list[int]) -> None:
+        """One more reference of each of these goes."""
+        for block in blocks:
+            count = self._returning[block] = self._returning.get(block, 0) + 1
+            if count == self._pool.num_refs(block) and block not in self._shared:
+                self._num += 1
+
+    def suffices(self, num_running: int) -> bool:
+        """Whether it may start then beside so many."""
+        return may_start(self._num, self._num_lacking, num_running)

@@ -26,6 +26,10 @@ remembered is then scaled by how much, what was not computed lately too.
 
 from math import sqrt
 
+import numpy as np
+
+from pipeline.stages.schedule.arrays import Float64s, Int64s
+
 WINDOW = 128
 """Steps that the short memory averages over."""
 KIND_WINDOW = 16
@@ -100,6 +104,11 @@ class StepTimes:
         """Seconds that a chunk of `count` positions from `start` on adds to a step that happens anyway."""
         _, _, _, d, e = self.coefficients
         return d * count + e * count * (start + count / 2)
+
+    def prefill_times_s(self, counts: Int64s) -> Float64s:
+        """`prefill_s` of each of these counts, from position 0 on."""
+        _, _, _, d, e = self.coefficients
+        return np.asarray(d * counts + e * counts * (counts / 2), np.float64)
 
     def max_chunk(self, budget_s: float, num_decodes: int, context: int, start: int, most: int) -> int:
         """The largest chunk at `start`, of at most `most` positions, with which a step of these decodes is predicted to

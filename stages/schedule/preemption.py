@@ -3,7 +3,7 @@ the sequence back, from measured rates."""
 
 import numpy as np
 
-from pipeline.stages.schedule.arrays import Int64s
+from pipeline.stages.schedule.arrays import Bools, Float64s, Int64s
 from pipeline.stages.schedule.limits import Means
 from pipeline.stages.schedule.memory import Memory
 from pipeline.stages.schedule.pace import StepTimes
@@ -11,7 +11,7 @@ from pipeline.stages.schedule.rows import Rows
 
 
 class Preemption:
-    """Chooses; it changes nothing."""
+    """Knows costs; it changes nothing."""
 
     def __init__(self, means: Means, rows: Rows, times: StepTimes, memory: Memory, block_size: int) -> None:
         self._means = means
@@ -20,39 +20,51 @@ class Preemption:
         self._memory = memory
         self._block_size = block_size
 
-    def num_kept(self, row: int) -> int:
-        """Positions of a row whose keys and values hold for its settled ids. The last id is computed in any case, for
+    def num_kept(self, rows: Int64s) -> Int64s:
+        """Positions of rows whose keys and values hold for their settled ids. The last id is computed in any case, for
         the next one is drawn from its logits."""
-        return max(0, min(int(self._rows.planned[row]), int(self._rows.known[row]) - 1))
+        return np.minimum(self._rows.planned[rows], self._rows.known[rows] - 1).clip(0)
 
     def swaps(self, row: int) -> bool:
         """Whether a row's blocks are copied to swap space, where there is room for them, rather than computed again."""
-        num_kept = self.num_kept(row)
+        _, swaps = self.costs_s(np.array([row]))
+        return bool(swaps[0])
+
+    def costs_s(self, rows: Int64s) -> tuple[Float64s, Bools]:
+        """Seconds that it takes to bring each of these rows back, and whether that is from swap space."""
+        num_kept = self.num_kept(rows)
         num_blocks = -(-num_kept // self._block_size)
-        if self._means == "recompute" or not 0 < num_blocks <= self._memory.swap.num_free:
-            return False
-        return self._means == "swap" or self._swap_s(num_blocks) <= self._times.prefill_s(0, num_kept)
+        compute_s = self._times.prefill_times_s(num_kept)
+        # Nothing, until a copy was measured: so one will be.
+        swap_s = 2 * num_blocks * self._memory.copies.block_s
+        swaps: Bools = (num_blocks > 0) & (num_blocks <= self._memory.swap.num_free)
+        if self._means == "recompute":
+            swaps[:] = False
+        elif self._means == "auto":
+            swaps &= swap_s <= compute_s
+        return np.where(swaps, swap_s, compute_s), swaps
 
-    def cheapest(self, candidates: Int64s) -> int:
-        """Among rows of the highest rank of these, the one that costs least to bring back; of equals, the last.
 
-        Args:
-            candidates: int64, rows by order, one at least.
-        """
-        rows = self._rows
-        ranks = rows.rank[candidates]
-        candidates = candidates[ranks == ranks.max()]
-        if len(candidates) == 1:
-            return int(candidates[0])
-        costs = [self._cost_s(row) for row in candidates.tolist()]
-        return int(candidates[len(costs) - 1 - int(np.argmin(costs[::-1]))])
+class Victims:
+    """Rows that may be put back in one plan, by order."""
 
-    def _cost_s(self, row: int) -> float:
-        num_kept = self.num_kept(row)
-        if self.swaps(row):
-            return self._swap_s(-(-num_kept // self._block_size))
-        return self._times.prefill_s(0, num_kept)
+    def __init__(self, preemption: Preemption, rows: Rows, candidates: Int64s) -> None:
+        self._candidates = candidates
+        self._costs_s, _ = preemption.costs_s(candidates)
+        self._ranks = rows.rank[candidates]
+        self._left = np.ones(len(candidates), np.bool_)
 
-    def _swap_s(self, num_blocks: int) -> float:
-        """Out and in again. Nothing, until a copy was measured: so one will be."""
-        return 2 * num_blocks * self._memory.copies.block_s
+    def take(self, behind: int = -1) -> int | None:
+        """Of the highest rank among those behind a place, the one that costs least to bring back; of equals, the last.
+        It is taken out. None where there are none."""
+        places = self._left[behind + 1 :].nonzero()[0] + behind + 1
+        if len(places) == 0:
+            return None
+        places = places[self._ranks[places] == self._ranks[places[-1]]]
+        place = int(places[len(places) - 1 - int(np.argmin(self._costs_s[places][::-1]))])
+        self._left[place] = False
+        return int(self._candidates[place])
+
+    def drop(self, places: Int64s) -> None:
+        """Those at these places are not to be put back."""
+        self._left[places] = False

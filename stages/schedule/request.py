@@ -33,6 +33,8 @@ class Request(msgspec.Struct, eq=False):
     priority: int = 0
     root: bytes = prefix.ROOT
     """What its prefix keys begin with."""
+    keys: list[bytes] = []
+    """Those of its prompt's full blocks, where siblings share them."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -53,6 +55,8 @@ class Sequence(msgspec.Struct, eq=False):
     swapped: Swapped | None = None
     """Where its keys and values are while it waits, if they were kept."""
     num_preemptions: int = 0
+    waits_long: bool = False
+    """Whether it waits among those with many ids."""
     num_passed: int = 0
     """How often a later one started before it, while it waited."""
     started_s: float = 0.0

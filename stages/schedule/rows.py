@@ -46,6 +46,8 @@ class Rows:
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._by_age: list[tuple[Order, int]] = []
         self._order: Int64s | None = None
+        self.num_changes = 0
+        """Sequences that have started and left."""
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -61,9 +63,10 @@ class Rows:
             self._order = np.fromiter((row for _, row in self._by_age), np.int64, len(self._by_age))
         return self._order
 
-    def start(self, sequence: Sequence, blocks: list[int], num_computed: int, long_tokens: int) -> int:
-        """Give a sequence a row, with keys and values of its first positions in its blocks; its ids move into it. It is
-        long if it has more than `long_tokens` to compute. Returns the row."""
+    def start(self, sequence: Sequence, blocks: list[int], num_computed: int, num_keyed: int, long_tokens: int) -> int:
+        """Give a sequence a row, with keys and values of its first positions in its blocks, of which the first
+        `num_keyed` are not to be offered; its ids move into it. It is long if it has more than `long_tokens` to
+        compute. Returns the row."""
         row = self._free.pop()
         known = len(sequence.ids)
         self.known[row] = known
@@ -77,7 +80,7 @@ class Rows:
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_given[row] = sequence.num_given
         self.num_blocks[row] = len(blocks)
-        self.num_keyed[row] = 0
+        self.num_keyed[row] = num_keyed
         self.seq[row] = sequence.seq
         self.generation[row] += 1
         self.active[row] = True
@@ -88,6 +91,7 @@ class Rows:
         sequence.ids = sequence.ids[:0]
         insort(self._by_age, (sequence.order, row))
         self._order = None
+        self.num_changes += 1
         return row
 
     def end(self, row: int) -> tuple[Sequence, list[int]]:
@@ -100,7 +104,9 @@ class Rows:
         self.sequences[row] = None
         self.active[row] = False
         del self._by_age[bisect_left(self._by_age, (sequence.order, row))]
-        self._order = None
+        if self._order is not None:
+            self._order = self._order[self._order != row]
+        self.num_changes += 1
         self._free.append(row)
         return sequence, blocks
 

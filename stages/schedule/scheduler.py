@@ -16,7 +16,6 @@ This module neither sends nor receives; stage.py does. It holds no tensor and im
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,11 +32,12 @@ from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.memory import Memory
 from pipeline.stages.schedule.outgoing import Outgoing, Put
 from pipeline.stages.schedule.pace import StepTimes
-from pipeline.stages.schedule.policy import POLICIES
-from pipeline.stages.schedule.preemption import Preemption
-from pipeline.stages.schedule.queues import Queue
+from pipeline.stages.schedule.policy import MAX_PASSED, POLICIES
+from pipeline.stages.schedule.preemption import Preemption, Victims
+from pipeline.stages.schedule.queues import Queue, Waiting
 from pipeline.stages.schedule.request import Request, Sequence
 from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.siblings import Siblings
 from pipeline.stages.schedule.swap import Swapped
 from pipeline.stats import ScheduleCounts
 
@@ -46,10 +46,6 @@ MAX_TOMBSTONES = 65536
 
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
-
-MAX_LOOKED_AT = 64
-"""Waiting sequences that are looked at for one that may start now: a sibling waits for its prompt to be computed, a
-long prompt for another long one."""
 
 LEARN_EVERY = 8
 """Of the steps in which all rows decode, one in so many is learnt from: they are all alike."""
@@ -67,6 +63,7 @@ class Flight(msgspec.Struct, frozen=True):
     num_samples: int
     num_tokens: int
     num_copies: int
+    """To and from swap space; 0 where there are others too"""
     shape: Shape | None
     """Where its time is to be learnt from"""
 
@@ -126,8 +123,13 @@ class Scheduler:
         self._bounds = Bounds(limits.max_num_batched_tokens, limits.max_step_s, limits.long_stretch)
         self.times = StepTimes()
         self._preemption = Preemption(limits.preemption, self.rows, self.times, self.memory, limits.block_size)
-        self._waiting = Queue()
+        self._waiting = Waiting(self._policy, limits.long_tokens)
+        self._siblings = Siblings()
         self._swapped = Queue()
+        self._way_for: Sequence | None = None
+        """For whom others were put back, until it starts"""
+        self._no_way = (0, 0)
+        """For whom nobody could be put back with any use, and `Rows.num_changes` then"""
         self._num_decode_steps = 0
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._drops: list[int] = []
@@ -195,8 +197,11 @@ class Scheduler:
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
         if finish == Finish.NONE:
+            if request.open_sequences:
+                self._siblings.park(sequence)
+            else:
+                self._waiting.add(sequence)
             request.open_sequences[index] = sequence
-            self._waiting.add(sequence)
         else:
             self.outgoing.part(sequence, len(ids), finish)
         return m.Open(
@@ -242,6 +247,7 @@ class Scheduler:
             sequences = request.open_sequences.values()
             if any(sequence.row >= 0 or sequence.swapped is not None for sequence in sequences):
                 request.root = prefix.apart(request.root, request.request_id)
+                request.keys.clear()
                 for sequence in sequences:
                     sequence.keys.clear()
         return self.memory.forget()
@@ -252,7 +258,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._siblings)
 
     def load(self) -> m.ScheduleLoad:
         """The counts of now and since start."""
@@ -296,51 +302,73 @@ class Scheduler:
     def plan(self) -> m.Step | None:
         """What the next step computes, or None where there is nothing to compute now."""
         rows = self.rows
-        if self._waiting or self._swapped:
+        if self._waiting or self._swapped or self._siblings.any_led:
             np.copyto(rows.ahead, rows.planned)
-            self._make_way()
+            for sequence in self._siblings.take_ready(rows):
+                self._waiting.add(sequence)
         order, planned = rows.order, rows.planned[rows.order]
         total = rows.known[order] + rows.promised[order]
         need = (total - planned) * (total < rows.limit[order])
-        budget, counts = self._grant(order, planned, need, total)
-        running, appended, preempted = self._cover(order, planned, counts)
+        budget, counts, later = self._grant(order, planned, need, total)
+        has_made_way = self._make_way(budget)
+        running, appended, preempted = self._cover(order, planned, counts, total)
         if running is not order:
             kept = np.flatnonzero(np.isin(order, running))
             planned, total, counts = planned[kept], total[kept], counts[kept]
         entries = [self._advance(running, planned, counts, total)]
         adds: list[m.RowAdd] = []
         if not preempted and (self._waiting or self._swapped):
-            entries += self._start_others(budget, adds)
-        if len(running) == 0 and not adds:
+            entries += self._start_others(budget, adds, has_made_way)
+        if len(later):
+            entries += self._go_on(budget, later)
+        if not any(len(part.rows) for part in entries) and not adds:
             assert self.in_flight or not (self.num_running or self._waiting or self._swapped), (
                 "there is work, but no step to do it"
             )
             return None
         return self._step(entries, appended, adds, budget.shape)
 
-    def _grant(self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s) -> tuple[StepBudget, Int64s]:
-        """Divide a step's budget among rows that lack `need` of `total` ids. Returns what is left of it, and how many
-        tokens each row computes.
+    def _grant(self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s) -> tuple[StepBudget, Int64s, Int64s]:
+        """Divide a step's budget among rows that lack `need` of `total` ids. Returns what is left of it, how many
+        tokens each row computes, and the rows of prompts that are to get what others leave.
 
-        Decoding rows come first, then prompts by order, then long prompts, of which the first is left something."""
-        prompts = NO_PLACES
+        Decoding rows come first, then prompts by order, then long prompts, of which the first is left something. Where
+        the policy preempts, prompts of a higher rank than somebody who waits come after whoever starts."""
+        prompts = later = NO_PLACES
         if len(need) <= self.limits.max_num_batched_tokens and (need == 1).all():
             counts, num_decodes = need, len(need)  # nearly every step
         else:
             counts = grant_decodes(need, self.limits.max_num_batched_tokens)
             num_decodes = int(counts.sum())
-            prompts = np.flatnonzero(need > 1)
-        matters = len(prompts) > 0 or self._waiting or self._swapped or self._learns(False)
+            prompts = (need > 1).nonzero()[0]
+            if len(prompts) and self._policy.preempts and (self._waiting or self._swapped):
+                firsts = [queue.first_rank for queue in (self._waiting, self._swapped) if queue]
+                yields = self.rows.rank[order[prompts]] > min(firsts)
+                prompts, later = prompts[~yields], order[prompts[yields]]
+        matters = len(prompts) > 0 or len(later) > 0 or self._waiting or self._swapped or self._learns(False)
         context = int((total * counts).sum()) if matters else 0
         budget = StepBudget(self._bounds, self.times, num_decodes, context)
         if len(prompts):
             is_long = self.rows.is_long[order[prompts]]
             counts[prompts] = grant_chunks(budget, need[prompts], planned[prompts], is_long)
-        return budget, counts
+        return budget, counts, later
 
-    def _cover(self, order: Int64s, planned: Int64s, counts: Int64s) -> tuple[Int64s, list[tuple[int, int]], bool]:
-        """Append the blocks that the granted positions fall into, preempting others where there are none. Returns the
-        rows that run (`order` itself where all do), the (row, block) pairs, and whether anyone was preempted.
+    def _go_on(self, budget: StepBudget, prompts: Int64s) -> list[Entries]:
+        """Divide what is left of a budget among these rows' prompts, of those that were not put back meanwhile."""
+        rows = self.rows
+        prompts = prompts[rows.active[prompts]]
+        planned, known = rows.planned[prompts], rows.known[prompts]
+        counts = grant_chunks(budget, known - planned, planned, rows.is_long[prompts])
+        some = counts > 0
+        return [self._advance(prompts[some], planned[some], counts[some], known[some])]
+
+    def _cover(
+        self, order: Int64s, planned: Int64s, counts: Int64s, total: Int64s
+    ) -> tuple[Int64s, list[tuple[int, int]], bool]:
+        """Append the blocks that the granted positions fall into, preempting others where there are none: those that
+        come later, and of them who costs least to bring back; itself where it is the last. So the first of all always
+        goes on, and everybody becomes the first. Returns the rows that run (`order` itself where all do), the (row,
+        block) pairs, and whether anyone was preempted.
 
         A row starts with blocks for all its ids and gains one id a step, so it lacks one block at most. Rows are
         covered by order, so nobody who has just got a block is preempted for a later one."""
@@ -348,11 +376,20 @@ class Scheduler:
         full = planned + counts > rows.num_blocks[order] * self.limits.block_size
         appended: list[tuple[int, int]] = []
         preempted = False
-        runs: Bools = counts > 0
+        victims: Victims | None = None
+        ending = NO_PLACES
+        runs: Bools = (counts > 0) & rows.active[order]
         for place in full.nonzero()[0].tolist():
             row = int(order[place])
-            while rows.active[row] and pool.num_available == 0 and pool.num_retired == 0:
-                self._preempt(self._victim(row))
+            if pool.num_available == 0 and victims is None:
+                # Rows that have all their ids leave when the step in flight is settled, and give their blocks back.
+                ending = (total >= rows.limit[order]).nonzero()[0]
+                victims = Victims(self._preemption, rows, order)
+                victims.drop(np.concatenate((ending, (~rows.active[order]).nonzero()[0])))
+            while rows.active[row] and not (pool.num_available or pool.num_retired or len(ending)):
+                assert victims is not None
+                victim = victims.take(behind=place)
+                self._preempt(row if victim is None else victim)
                 preempted = True
             if not rows.active[row]:
                 continue
@@ -368,97 +405,86 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------ preemption
 
-    def _victim(self, row: int) -> int:
-        """Who gives its blocks for a row that lacks one: of those that come after it, the one that costs least to bring
-        back, or itself where it is the last. So the first of all always goes on, and everybody becomes the first."""
-        order = self.rows.order
-        after = order[int(np.flatnonzero(order == row)[0]) + 1 :]
-        return self._preemption.cheapest(after) if len(after) else row
-
     def _preempt(self, row: int) -> None:
         """Take a running sequence's blocks. It is swapped out, or waits again in its old place and is computed again
         from its ids; what steps in flight sample for it is dropped, and sampled again with the same noise."""
         swapped: Swapped | None = None
         if self._preemption.swaps(row):
-            swapped = self.memory.swap_out(row, self._preemption.num_kept(row))
+            swapped = self.memory.swap_out(row, int(self._preemption.num_kept(np.array([row]))[0]))
         sequence = self._leave(row, Finish.NONE)
         sequence.num_preemptions += 1
         sequence.swapped = swapped
         self._totals["preemptions"] += 1
         (self._waiting if swapped is None else self._swapped).add(sequence)
 
-    def _make_way(self) -> None:
-        """Where the policy preempts: put back rows of a higher rank than who would start next, if that lets it start.
-        This happens before anything of the step is granted, so nobody is put back who has a part in it."""
-        if not self._policy.preempts or not self.num_running:
-            return
-        sequence = self._next(StepBudget(self._bounds, self.times, 0, 0))
-        if sequence is None:
-            return
-        rows, pool = self.rows, self.pool
+    def _make_way(self, budget: StepBudget) -> bool:
+        """Where the policy preempts: put back rows of a higher rank than who would start next, if that lets it start,
+        and no more of them than that takes. What was granted to them is nobody's in this step.
+        Returns whether anyone was put back: then nobody else than who it was for may start now."""
+        if not self._policy.preempts or not self.num_running or self._way_for or not budget.has_room(False):
+            return False
+        sequence = self._next(budget)
+        rows = self.rows
+        if sequence is None or self._no_way == (sequence.seq, rows.num_changes):
+            return False
         worse = rows.order[rows.rank[rows.order] > sequence.order[0]]
         if len(worse) == 0:
-            return
-        num_needed = self.memory.blocks_for(len(sequence.ids)) + self.num_running
-        num_in_reach = pool.num_available + pool.num_retired + int(rows.num_blocks[worse].sum()) + len(worse)
-        if num_needed > num_in_reach:
-            return  # not even all of them would do
-        while len(worse) and (
-            not rows.num_free
-            or pool.num_available + pool.num_retired < self.memory.blocks_for(len(sequence.ids)) + self.num_running
-        ):
-            victim = self._preemption.cheapest(worse)
-            self._preempt(victim)
-            worse = worse[worse != victim]
+            return False
+        reach = self.memory.reach(sequence)
+        chosen: list[int] = []
+        victims = Victims(self._preemption, rows, worse)
+        while rows.num_free + len(chosen) == 0 or not reach.suffices(self.num_running - len(chosen)):
+            victim = victims.take()
+            if victim is None:
+                self._no_way = sequence.seq, rows.num_changes
+                return False  # not even all of them would do
+            chosen.append(victim)
+            reach.add(rows.table[victim, : rows.num_blocks[victim]].tolist())
+        for row in chosen:
+            self._preempt(row)
+        self._way_for = sequence if chosen else None
+        return bool(chosen)
 
     # ----------------------------------------------------------------------------------------------------- start
 
-    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd]) -> list[Entries]:
+    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd], only_one: bool) -> list[Entries]:
         """Bring swapped sequences back and start waiting ones, while budget, rows and blocks last. Returns what of them
         is computed, and appends to `adds`."""
         started: list[Entries] = []
         while budget.has_room(False) and self.rows.num_free and (sequence := self._next(budget)) is not None:
-            was_swapped = sequence.swapped is not None
+            queue = self._waiting if sequence.swapped is None else self._swapped
+            is_sure = sequence is self._way_for or sequence.num_passed >= MAX_PASSED
             add = self._start(sequence)
             if add is None:
                 break
-            (self._swapped if was_swapped else self._waiting).remove(sequence)
+            queue.remove(sequence)
+            self._waiting.started()
+            self._siblings.started(sequence)
             adds.append(add)
             row = add.row
             planned, known = int(self.rows.planned[row]), int(self.rows.known[row])
-            count = budget.chunk(planned, known - planned, bool(self.rows.is_long[row]))
+            count = budget.chunk(planned, known - planned, bool(self.rows.is_long[row]), is_sure=is_sure)
             if count:  # else it has its row, and its turn in a later step
                 started.append(self._advance(*(np.array([value]) for value in (row, planned, count, known))))
+            if sequence is self._way_for:
+                self._way_for = None
+            if only_one:
+                break
         return started
 
     def _next(self, budget: StepBudget) -> Sequence | None:
-        """Who starts next, if there were blocks: a swapped sequence before the waiting ones of its rank."""
-        waiting = self._chosen(budget)
+        """Who starts next, if there were blocks: for whom others were put back, then a swapped sequence before the
+        waiting ones of its rank."""
+        if self._way_for is not None:
+            return self._way_for
+        block_size = self.limits.block_size
+        waiting = self._waiting.choose(budget.has_room(True), self.memory.num_cached, block_size)
         if self._swapped:
             swapped = self._swapped.first
             if waiting is None or swapped.order[0] <= waiting.order[0]:
+                self._waiting.choose_none()
                 return swapped
         return waiting
-
-    def _chosen(self, budget: StepBudget) -> Sequence | None:
-        """Whom of the waiting the policy chooses. Passed over are siblings of a sequence that still computes the
-        prompt, for they fork from it, and long prompts that the step has no room for."""
-        able: list[Sequence] = []
-        for sequence in islice(self._waiting, MAX_LOOKED_AT):
-            is_long = len(sequence.ids) > self.limits.long_tokens
-            if (is_long and not budget.has_room(True)) or self.memory.awaits_sibling(sequence):
-                continue
-            able.append(sequence)
-            if len(able) == self._policy.window:
-                break
-        if not able:
-            return None
-        if len(able) == 1:
-            return able[0]
-        place = self._policy.choose(able, self.memory.num_cached)
-        for sequence in able[:place]:
-            sequence.num_passed += 1
-        return able[place]
 
     def _start(self, sequence: Sequence) -> m.RowAdd | None:
         """Give a sequence a row and the blocks of all its ids, or return None where there are too few."""
@@ -473,7 +499,8 @@ class Scheduler:
             sequence.num_cached = min(start.num_computed, num_prompt)  # ids that a client received before are no prompt
             self._totals["prompt"] += num_prompt
             self._totals["cached"] += sequence.num_cached
-        row = self.rows.start(sequence, blocks, start.num_computed, self.limits.long_tokens)
+        num_keyed = len(start.blocks)  # what is shared, others have offered
+        row = self.rows.start(sequence, blocks, start.num_computed, num_keyed, self.limits.long_tokens)
         return m.RowAdd(
             row=row,
             generation=int(self.rows.generation[row]),
@@ -509,12 +536,14 @@ class Scheduler:
         num_tokens = int(computed.counts.sum())
         self.counting.step_tokens.observe(num_tokens)
         self._last_step += 1
-        sources, targets = self.memory.copies.take()
         # Where rows were put back, it is not what was granted that is computed.
         learns = self._learns(shape.num_chunk_tokens > 0) and num_tokens == shape.num_decodes + shape.num_chunk_tokens
         self._num_decode_steps += shape.num_chunk_tokens == 0
         num_samples = int(np.count_nonzero(computed.samples))
-        flight = Flight(self._last_step, num_samples, num_tokens, len(sources), shape if learns else None)
+        has_forks = self.memory.copies.has_forks
+        sources, targets = self.memory.copies.take()
+        num_copies = 0 if has_forks else len(sources)
+        flight = Flight(self._last_step, num_samples, num_tokens, num_copies, shape if learns else None)
         self.in_flight.append(flight)
         put = self._put
         return m.Step(
@@ -598,14 +627,20 @@ class Scheduler:
         if sequence.row >= 0:
             self._leave(sequence.row, finish)
         else:
-            if sequence.swapped is None:
+            if self._siblings.holds(sequence):
+                self._siblings.remove(sequence)
+            elif sequence.swapped is None:
                 self._waiting.remove(sequence)
             else:
                 self._swapped.remove(sequence)
                 self.memory.give_up(sequence.swapped, self._last_in_flight)
                 sequence.swapped = None
             self.outgoing.part(sequence, len(sequence.ids), finish)
+        if sequence is self._way_for:
+            self._way_for = None
         del sequence.request.open_sequences[sequence.index]
+        if (leader := self._siblings.take_next(sequence.request)) is not None:
+            self._waiting.add(leader)
         self.counting.ended(sequence, finish, self.now_s)
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
@@ -633,8 +668,14 @@ class Scheduler:
             assert rows.planned[row] <= rows.known[row] + rows.promised[row] <= rows.limit[row]
         for request in self.requests.values():
             for sequence in request.open_sequences.values():
-                places = (sequence in self._waiting, sequence in self._swapped, sequence.row >= 0)
-                assert sum(places) == 1, "a sequence is in two queues, or in none"
+                places = (
+                    sequence.row >= 0,
+                    sequence in self._swapped,
+                    sequence in self._waiting,
+                    sequence in self._siblings,
+                )
+                assert sum(places) == 1, "a sequence is in two places, or in none"
                 assert (sequence.swapped is not None) == places[1], "what was swapped out belongs to nobody"
+                assert self._siblings.holds(sequence) == places[3]
         kept = [sequence.swapped for sequence in self._swapped]
         self.memory.swap.check([block for swapped in kept if swapped is not None for block in swapped.blocks])

@@ -38,6 +38,11 @@ class SwapSpace:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def free(self) -> frozenset[int]:
+        """Those that `take` may give; for tests."""
+        return frozenset(self._free)
+
     def take(self, num_blocks: int) -> list[int]:
         """Free swap blocks; the caller has made sure that there are so many."""
         return [self._free.pop() for _ in range(num_blocks)]
@@ -70,10 +75,13 @@ class Copies:
     def __init__(self) -> None:
         self._sources: list[int] = []
         self._targets: list[int] = []
+        self.has_forks = False
+        """Whether some of them are within the KV memory."""
         self.block_s = 0.0
-        """Mean time of a copy, 0 until one was measured."""
+        """Mean time of a copy to or from swap space, 0 until one was measured."""
 
-    def add(self, sources: list[int], targets: list[int]) -> None:
+    def add(self, sources: list[int], targets: list[int], is_fork: bool = False) -> None:
+        self.has_forks |= is_fork
         assert len(sources) == len(targets)
         self._sources += sources
         self._targets += targets
@@ -81,7 +89,7 @@ class Copies:
     def take(self) -> tuple[list[int], list[int]]:
         """All that were added since the last call: sources and targets."""
         pairs = self._sources, self._targets
-        self._sources, self._targets = [], []
+        self._sources, self._targets, self.has_forks = [], [], False
         return pairs
 
     def observe(self, num_blocks: int, seconds: float) -> None:

@@ -37,6 +37,8 @@ class Bench:
         self.finished: dict[int, Finish] = {}
         self.wanted: dict[int, tuple[m.Admit, m.Sampling]] = {}
         self.refused: list[m.Refuse] = []
+        self.in_rows: dict[int, int] = {}
+        """Row → sequence, as far as the executor was told."""
         self.begun: set[int] = set()
         """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
@@ -83,7 +85,16 @@ class Bench:
         return message.request_id
 
     def fill(self) -> None:
-        while len(self.steps) < self.depth and (step := self.scheduler.plan()) is not None:
+        while len(self.steps) < self.depth:
+            num_preemptions = self.scheduler.load().num_preemptions
+            step = self.scheduler.plan()
+            if step is None:
+                return
+            dropped = {self.in_rows.pop(row) for row in np.frombuffer(_bytes(step.drops), np.int32).tolist()}
+            added = {add.row: self.scheduler.rows.sequences[add.row] for add in step.adds}
+            self.in_rows |= {row: sequence.seq for row, sequence in added.items() if sequence is not None}
+            if self.scheduler.load().num_preemptions > num_preemptions:
+                assert dropped.isdisjoint(self.in_rows[row] for row in added), "put back and started by one plan"
             self.steps.append(step)
             self.tables.append(self._tables(step))
 
@@ -106,6 +117,11 @@ class Bench:
         pool = self.scheduler.pool
         for blocks in self.tables:
             assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
+        swap = self.scheduler.memory.swap
+        for step in self.steps:
+            assert swap.free.isdisjoint(np.frombuffer(_bytes(step.copy_sources), np.int32).tolist()), (
+                "a step in flight copies from a swap block that is free"
+            )
 
     def report(self, sent: bool = True) -> None:
         """Tell every replica of detokenize, or find each of their edges full."""
