@@ -30,8 +30,8 @@ class AttentionPlan final : public Op {
     struct Member {
         int entry, row, rows, at, own;
     };
-    // Members begin .. end go through the stretch at `key` together: for all of them it lies in the same blocks, and before
-    // their first token.
+    // Members begin .. end go through the stretch at `key` together: for all of them it lies in the same blocks, and
+    // before their first token.
     struct Run {
         int key, begin, end;
     };
@@ -97,7 +97,8 @@ class AttentionPlan final : public Op {
             const int order = std::memcmp(first, second, std::min(num[0], num[1]) * STRETCH_BLOCKS * sizeof *first);
             return order ? order < 0 : num[0] != num[1] ? num[0] < num[1] : a < b;
         });
-        for (size_t i = 0; i < order_.size(); i++) common_.push_back(i ? in_common(step, order_[i - 1], order_[i]) : 0);
+        for (size_t i = 0; i < order_.size(); i++)
+            common_.push_back(i ? in_common(step, order_[i - 1], order_[i]) : 0);
     }
 
     // Whole stretches before the first token of an entry.
@@ -239,12 +240,13 @@ class Attention final : public Op {
             const Member& member = members[i];
             const int last = position(step, member, member.rows - 1);
             for (int key = member.own; key <= last; key += STRETCH)
-                stretch(step, item, member, member.rows, key, std::min(STRETCH_BLOCKS, (last - key) / BLOCK + 1), state);
+                stretch(step, item, member, member.rows, key, std::min(STRETCH_BLOCKS, (last - key) / BLOCK + 1),
+                        state);
         }
         for (int i = 0; i < item.num_members; i++) write(step, item, members[i], state);
     }
 
-    // Keys and values of a block count once, however many entries read them: of each block as many as one reads at most.
+    // Keys and values of a block count once, however many entries read them: as many as one of them reads at most.
     Cost cost(const Step& step) const override {
         Cost cost;
         std::unordered_map<int32_t, int> read;
@@ -454,7 +456,8 @@ class Attention final : public Op {
         for (; b + AT_ONCE<R> <= num_blocks; b += AT_ONCE<R>)
             keys_product<R, AT_ONCE<R>>(part.queries, keys + b, kv_.head_dim, part.scores + b * BLOCK);
         if constexpr (AT_ONCE<R> > 1)
-            for (; b < num_blocks; b++) keys_product<R, 1>(part.queries, keys + b, kv_.head_dim, part.scores + b * BLOCK);
+            for (; b < num_blocks; b++)
+                keys_product<R, 1>(part.queries, keys + b, kv_.head_dim, part.scores + b * BLOCK);
     }
 
     // out [R][head_dim] += weights [R][64] x values, of which a block has head_dim / 16 panels
