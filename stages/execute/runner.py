@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Sampled:
     num_copies: int = 0
     copy_s: float = 0.0
     """What the step's copies took."""
-    logprobs: FloatArray = NO_LOGPROBS
+    logprobs: FloatArray = field(default_factory=lambda: NO_LOGPROBS)
     """Those of `ids`, 0 for rows that don't ask; empty where none does"""
 
 
