@@ -6,7 +6,7 @@
     tools/soak.py --set schedule.depth=1 --seed 7 --json soak.json
 
 Requests come over HTTP, streaming or not, and over ZeroMQ: prompts short, long, and with shared beginnings, n of 1 to
-4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 48 at once, which changes
+4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 40 at once, which changes
 all the time; one client in five leaves before its answer is there. KV memory is so small that sequences are preempted
 constantly, and swap space so small that some are swapped and some computed again.
 
@@ -55,12 +55,14 @@ SETTINGS = (
     "schedule.depth=2",
     "schedule.policy=priority",
     "schedule.max_num_seqs=24",
-    "gateway.max_open_requests=56",
+    "gateway.max_open_requests=96",
 )
-CONCURRENCIES = (1, 4, 12, 24, 48)
+MOST = 40
+CONCURRENCIES = (1.0, 0.5, 0.25, 0.08, 0.0)
+"""Parts of the most requests at once, at least one; the first comes first, then any."""
 PHASE_S = (2.0, 12.0)
 PROBE_EVERY_S = 1.0
-AFTER_REFUSAL_S = 0.1
+AFTER_REFUSAL_S = 0.3
 MIN_JUDGED_S = 180.0
 MAX_SHOWN = 20
 REPORT_EVERY_S = 30.0
@@ -69,10 +71,11 @@ REPORT_EVERY_S = 30.0
 class Soak:
     """One run: what it has seen so far."""
 
-    def __init__(self, server: Served, seconds: float, seed: int) -> None:
+    def __init__(self, server: Served, seconds: float, most: int, seed: int) -> None:
         self._server = server
         self._rng = random.Random(seed)
         self._seconds = seconds
+        self._most = most
         self._known: frozenset[str] = frozenset()
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -85,7 +88,8 @@ class Soak:
             expected = [await probes.answer(client, place) for place in range(len(probes.PROMPTS))]
             end = time.monotonic() + self._seconds
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._probe(client, expected, end))
+                for place, answer in enumerate(expected):
+                    group.create_task(self._probe(client, place, answer, end))
                 group.create_task(self._load(session, client, end))
             for place, answer in enumerate(expected):  # once more, alone
                 self._compare(place, answer, await probes.answer(client, place))
@@ -93,10 +97,12 @@ class Soak:
     async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
         """Keep a changing number of requests under way; at the end all are read."""
         rng, tasks = self._rng, set[asyncio.Task[None]]()
-        phase_end, target, told = 0.0, 1, time.monotonic()
+        target, told = self._most, time.monotonic()
+        phase_end = told + PHASE_S[0]
         while (now := time.monotonic()) < end:
             if now >= phase_end:
-                target, phase_end = rng.choice(CONCURRENCIES), now + rng.uniform(*PHASE_S)
+                target = max(1, round(rng.choice(CONCURRENCIES) * self._most))
+                phase_end = now + rng.uniform(*PHASE_S)
             if now >= told + REPORT_EVERY_S:
                 told = now
                 print(f"{end - now:5.0f} s to go: {dict(self.outcomes)}", flush=True)
@@ -124,18 +130,22 @@ class Soak:
         if outcome.kind == "wrong":
             self.faults[outcome.words] += 1
 
-    async def _probe(self, client: AsyncClient, expected: list[probes.Answer], end: float) -> None:
+    async def _probe(self, client: AsyncClient, place: int, expected: probes.Answer, end: float) -> None:
+        """Ask one probe again and again, with any priority: it goes first at times, and is preempted at others."""
+        rng = random.Random(place)
         while time.monotonic() < end:
-            for place, answer in enumerate(expected):
-                try:
-                    async with asyncio.timeout(PATIENCE_S):
-                        self._compare(place, answer, await probes.answer(client, place))
-                except RequestError as error:
-                    if error.status != OVERLOADED:
-                        self.faults[f"probe {place}: {error.status}: {error.message}"] += 1
-                except (TimeoutError, ConnectionLost) as error:
-                    self.faults[f"probe {place}: {error or 'no end in time'}"] += 1
-            await asyncio.sleep(PROBE_EVERY_S)
+            priority = rng.randint(-3, 3) if "priority" in self._known else 0
+            pause_s = PROBE_EVERY_S
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    self._compare(place, expected, await probes.answer(client, place, priority))
+            except RequestError as error:
+                pause_s = AFTER_REFUSAL_S
+                if error.status != OVERLOADED:
+                    self.faults[f"probe {place}: {error.status}: {error.message}"] += 1
+            except (TimeoutError, ConnectionLost) as error:
+                self.faults[f"probe {place}: {error or 'no end in time'}"] += 1
+            await asyncio.sleep(pause_s)
 
     def _compare(self, place: int, expected: probes.Answer, found: probes.Answer) -> None:
         self.num_probes += 1
@@ -146,6 +156,9 @@ class Soak:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="of load; by default %(default)g")
+    parser.add_argument(
+        "--most", type=types.positive, default=MOST, metavar="N", help="requests at once; by default %(default)s"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--seed", type=types.natural, default=None, help="by default drawn anew")
     parser.add_argument("--json", metavar="FILE", help="write what was found, with every sample of memory, there")
@@ -170,7 +183,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{args.minutes:g} minutes of load, seed {args.seed}", flush=True)
     with Served(*SETTINGS, *args.set) as server:
         before = Idle(server)
-        load = Soak(server, seconds, args.seed)
+        load = Soak(server, seconds, args.most, args.seed)
         with Watch(server.pids) as watch:
             asyncio.run(load.run())
         faults = load.faults

@@ -10,7 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
+#include <unordered_map>
 #include <vector>
 
 #include "linear.h"
@@ -124,7 +124,8 @@ class AttentionPlan final : public Op {
         }
     }
 
-    // Into how many parts sharers are cut: more of them occupy all threads, fewer read less.
+    // Into how many parts sharers are cut: more of them occupy all threads, fewer read less. As many as there are
+    // sharers where little is shared: alone, a row reads what is its own in the order in which it lies, all heads at once.
     int num_parts(const Step& step, int first, int num) const {
         if (num == 1) return 1;
         int64_t shared = 0, own = 0, rows = 0;
@@ -137,8 +138,8 @@ class AttentionPlan final : public Op {
         }
         shared /= num, own /= num;
         int best = num;
-        int64_t least = INT64_MAX;
-        for (int parts = 1; parts <= num; parts++) {
+        int64_t least = ceil_div(num * num_kv_heads, threads_) * (shared + own) * (FETCH + rows) * 3 / 4;
+        for (int parts = 1; parts < num; parts++) {
             const int64_t count = ceil_div(num, parts);
             if (count * rows > ITEM_STATES) continue;
             const int64_t cost = shared * (FETCH + count * rows) + count * own * (FETCH + rows);
@@ -243,20 +244,23 @@ class Attention final : public Op {
         for (int i = 0; i < item.num_members; i++) write(step, item, members[i], state);
     }
 
-    // Keys and values that entries share are counted once, as far as the plan lets them be read together.
+    // Keys and values of a block count once, however many entries read them: of each block as many as one reads at most.
     Cost cost(const Step& step) const override {
         Cost cost;
+        std::unordered_map<int32_t, int> read;
         for (int entry = 0; entry < step.rows; entry++) {
-            const double last = step.starts[entry] + step.counts[entry] - 1;
-            const double first = plan_.first_key(step.starts[entry]);
-            double pairs = 0;
-            for (int t = 0; t < step.counts[entry]; t++) {
-                const int position = step.starts[entry] + t;
-                pairs += position - plan_.first_key(position) + 1;
+            const int start = step.starts[entry], end = start + step.counts[entry];
+            const int first = plan_.first_key(start);
+            for (int block = first / BLOCK; block * BLOCK < end; block++) {
+                const int keys = std::min(end, (block + 1) * BLOCK) - std::max(first, block * BLOCK);
+                int& most = read[step.blocks(entry)[block]];
+                most = std::max(most, keys);
             }
-            cost.bytes += (last - first + 1) * kv_.heads * kv_.head_dim * 4;
+            double pairs = 0;
+            for (int position = start; position < end; position++) pairs += position - plan_.first_key(position) + 1;
             cost.flops += 4 * pairs * kv_.heads * plan_.group * kv_.head_dim;
         }
+        for (const auto& [block, keys] : read) cost.bytes += double(keys) * kv_.heads * kv_.head_dim * 4;
         return cost;
     }
 
@@ -362,7 +366,7 @@ class Attention final : public Op {
             }
     }
 
-    // Even parts of a stretch's rows: MOST_ROWS at most.
+    // Rows row .. row + count of a head; MOST_ROWS at most.
     void some_rows(const Item& item, int head, int row, int count, const int32_t* blocks, int num_blocks, int key,
                    State& state) const {
         const uint16_t *keys[STRETCH_BLOCKS], *values[STRETCH_BLOCKS];

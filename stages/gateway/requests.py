@@ -355,7 +355,7 @@ class Requests:
             self._table[request.id] = request
             self._idle.clear()
             if request.generates:
-                self.counting.opened(ask.num_sequences, ask.max_tokens)
+                self.counting.opened(ask.num_sequences, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         self._set_deadline(call)
         return call

@@ -93,6 +93,7 @@ class Rows:
         if sequence.request.with_logprobs:
             self.num_scored += 1
             self.logprobs[row, :known] = sequence.logprobs
+            sequence.logprobs = sequence.logprobs[:0]
         self.sequences[row] = sequence
         sequence.row = row
         sequence.ids = sequence.ids[:0]

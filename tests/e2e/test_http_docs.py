@@ -33,7 +33,7 @@ EXAMPLES = EXAMPLE.findall(TEXT)
 def asked(command: str, url: str) -> httpx.Request:
     """What curl sends for a command of the document."""
     words = iter(shlex.split(command)[1:])
-    target, headers, data = "", {}, None
+    target, headers, data, method = "", {}, None, ""
     for word in words:
         match word:
             case "-H":
@@ -44,10 +44,12 @@ def asked(command: str, url: str) -> httpx.Request:
                 headers.setdefault("Content-Type", "application/x-www-form-urlencoded")  # as curl has it
             case "-N":
                 pass
+            case "-X":
+                method = next(words)
             case _:
                 assert word.startswith("http://127.0.0.1:8000/"), word
                 target = url + word.removeprefix("http://127.0.0.1:8000")
-    return httpx.Request("GET" if data is None else "POST", target, headers=headers, content=data)
+    return httpx.Request(method or ("GET" if data is None else "POST"), target, headers=headers, content=data)
 
 
 def shape(value: Any) -> Any:
@@ -122,7 +124,7 @@ def test_every_field_is_told_or_refused_by_name() -> None:
 def test_every_route_is_told() -> None:
     settings = Settings()
     none: Any = None
-    app = Api(Doors(), none, none, none, none, Limits("x", 1), settings.gateway).app()
+    app = Api(Doors(), none, none, none, none, none, Limits("x", 1), settings.gateway).app()
     for route in app.router.routes():
         if route.method != "HEAD":
             path = route.resource.canonical if route.resource is not None else ""

@@ -39,6 +39,18 @@ def test_the_model_answers_a_question(client: OpenAI) -> None:
     assert 0 < reply.usage.completion_tokens < 40
 
 
+def test_the_client_reads_how_much_of_a_prompt_was_cached(client: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "messages": question("Tell me of the sea. " * 20), "max_tokens": 1}
+    client.chat.completions.create(**ask)
+    again = client.chat.completions.create(**ask)
+    assert again.usage is not None and again.usage.prompt_tokens_details is not None
+    num_full = (again.usage.prompt_tokens - 1) // 16 * 16
+    assert again.usage.prompt_tokens_details.cached_tokens == num_full > 64
+    *_, last = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    assert last.usage is not None and last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens == num_full
+
+
 def test_a_stream_says_what_the_whole_reply_says(client: OpenAI) -> None:
     ask: dict[str, Any] = {
         "model": MODEL,

@@ -28,7 +28,7 @@ from tools.soaking.endings import Endings
 ROOT = Path(__file__).resolve().parent.parent.parent
 ALL = frozenset(EXTRAS)
 PATIENCE_S = 20.0
-SMOKE_MINUTES = "0.05"
+SMOKE_MINUTES = "0.06"
 
 
 def ask(**given: Any) -> Ask:
@@ -288,6 +288,7 @@ def short_run(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """What some seconds of it found, in a process of its own."""
     path = tmp_path_factory.mktemp("soak") / "soak.json"
     command = [sys.executable, "tools/soak.py", "--minutes", SMOKE_MINUTES, "--seed", "3", "--json", str(path)]
+    command += ["--most", "16", "--set", "execute.kv_cache_bytes=40MiB"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert path.exists(), done.stdout + done.stderr
     yield msgspec.json.decode(path.read_bytes()) | {"code": done.returncode, "said": done.stdout}
@@ -301,6 +302,6 @@ def test_a_short_soak_finds_no_fault(short_run: dict[str, Any]) -> None:
 
 def test_a_short_soak_did_something(short_run: dict[str, Any]) -> None:
     assert short_run["outcomes"]["ended"] >= 5
-    assert short_run["counts"]["probes"] >= 2 * len(probes.PROMPTS)
+    assert short_run["counts"]["probes"] > len(probes.PROMPTS)  # those at the end are alone again
     assert short_run["counts"]["preemptions"] > 0
     assert len(short_run["samples"]) >= 4

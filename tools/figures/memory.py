@@ -3,9 +3,9 @@
 16 streams in a closed loop, prompts of 700 to 1,200 tokens that share nothing, 512 to 1,024 tokens out. The KV memory
 is a quarter of what all streams would need at their ends, so that six or seven of them start and grow until someone has
 to go. Outputs have to be long for that: a sequence starts only where its prompt fits, and outputs of 128 to 256 tokens
-grow by so little that one in ten is ever preempted. A round starts a new server for each arm, with the same prompts for
-both. Preemptions and blocks are counted from the first request to the last, warm-up included; tokens/s and TTFT as
-`pipeline bench` does.
+grow by so little that few are ever preempted; --output 128-256 shows that. A round starts a new server for each arm,
+with the same prompts for both. Preemptions and blocks are counted from the first request to the last, warm-up included;
+tokens/s and TTFT as `pipeline bench` does.
 
 "work" is positions computed for each token of prompts and outputs: what exceeds 1 was computed again, and what the
 prefix cache found is missing from it.

@@ -18,12 +18,14 @@ const LINGER_MS = 200;
 
 /** The server refuses a request, or could not finish it. */
 export class RequestError extends Error {
-  constructor({ status, message, param, code }) {
+  constructor({ status, message, param, code, retry_after_s }) {
     super(message);
     this.name = "RequestError";
     this.status = status;
     this.param = param;
     this.code = code;
+    /** At status 503: in how many seconds there may be room, as the server expects; else null. */
+    this.retryAfterS = retry_after_s;
   }
 }
 
@@ -51,7 +53,8 @@ export class Stream {
     this.promptTokenIds = null;
     /** BigInt; null until accepted. A resumed request needs it. */
     this.seed = null;
-    /** {num_prompt_tokens, num_output_tokens}; null until the end. */
+    /** {num_prompt_tokens, num_output_tokens, num_cached_tokens}; null until the end. The last are those of the prompt
+     * that were found in the prefix cache, and null where no sequence got an id. */
     this.usage = null;
     /** The server's name for it, as "cmpl-…"; null until accepted. */
     this.id = null;
@@ -96,7 +99,11 @@ export class Stream {
         this.#deltas.push(message);
         break;
       case "finished":
-        this.usage = { num_prompt_tokens: message.num_prompt_tokens, num_output_tokens: message.num_output_tokens };
+        this.usage = {
+          num_prompt_tokens: message.num_prompt_tokens,
+          num_output_tokens: message.num_output_tokens,
+          num_cached_tokens: message.num_cached_tokens.length ? Math.min(...message.num_cached_tokens) : null,
+        };
         if (message.timings !== null) this.timings = JSON.parse(message.timings);
         this.#isClosed = true;
         break;
@@ -169,15 +176,19 @@ export class Client {
    * `params` has the names of docs/protocol.md. With `received`, for each of the n sequences its output ids so far, the
    * request goes on behind them; `params.seed` must then be that of the first stream. `name` is the caller's own for it:
    * it ends `stream.id`, and POST /abort_requests takes it. With `timings`, `stream.timings` says where the time went.
+   * `priority`, `cacheSalt` and `timeoutS` are those of `generate` in docs/protocol.md.
    *
    * Throws TypeError for what is no request, and RangeError for one that is larger than the server reads.
    */
-  generate(prompt, params = {}, { received = [], model = "", name = null, timings = false } = {}) {
+  generate(prompt, params = {}, options = {}) {
+    const { received = [], model = "", name = null, timings = false } = options;
+    const { priority = 0, cacheSalt = null, timeoutS = null } = options;
     if (this.#lost) throw this.#lost;
     if (name !== null && typeof name !== "string") throw new TypeError("name must be a string");
     const stream = new Stream(this, this.#nextId++);
     const message = { kind: "generate", request_id: stream.requestId, model, prompt: promptOf(prompt), params };
-    const data = encode({ ...message, credits: WINDOW, received, name, timings: Boolean(timings) });
+    const more = { received, name, timings: Boolean(timings), priority, cache_salt: cacheSalt, timeout_s: timeoutS };
+    const data = encode({ ...message, credits: WINDOW, ...more });
     if (data.length > this.info.max_message_bytes) {
       const most = `the server reads at most ${this.info.max_message_bytes}`;
       throw new RangeError(`the request takes ${data.length} bytes, and ${most}`);

@@ -22,7 +22,13 @@ const prompt = {
 
 // Each field: its name, how it is written, and its default where it has one.
 const PARTS = {
-  failure: [["status", plain], ["message", plain], ["param", plain, null], ["code", plain, null]],
+  failure: [
+    ["status", plain],
+    ["message", plain],
+    ["param", plain, null],
+    ["code", plain, null],
+    ["retry_after_s", plain, null],
+  ],
   chatMessage: [["role", plain], ["content", plain], ["name", plain, null]],
   params: [
     ["n", plain, 1],
@@ -64,6 +70,9 @@ const MESSAGES = {
     ["received", list(ids), []],
     ["name", plain, null],
     ["timings", plain, false],
+    ["priority", plain, 0],
+    ["cache_salt", plain, null],
+    ["timeout_s", plain, null],
   ],
   abort: [["request_id", u64]],
   credit: [["request_id", u64], ["num_deltas", plain]],
@@ -88,6 +97,7 @@ const MESSAGES = {
     ["num_prompt_tokens", plain],
     ["num_output_tokens", plain],
     ["timings", plain, null],
+    ["num_cached_tokens", plain, []],
   ],
   failed: [["request_id", u64], ["failure", part("failure")]],
   pong: [["nonce", u64, 0n]],

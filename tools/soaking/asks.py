@@ -9,7 +9,7 @@ from pipeline.bench import words
 
 NUM_PREFIXES = 6
 NUM_PREFIX_WORDS = 120
-SHORT_WORDS, MIDDLE_WORDS, LONG_WORDS = (2, 30), (40, 250), (500, 1000)
+SHORT_WORDS, MIDDLE_WORDS, LONG_WORDS = (2, 30), (40, 250), (500, 900)
 STOPS = (".", "\n", " the", "e", " and", "ing ")
 SALTS = ("", "red", "blue")
 MAX_LEAVE_S = 4.0
@@ -42,10 +42,10 @@ def draw(rng: random.Random, known: frozenset[str]) -> Ask:
     """One request; `known` are the EXTRAS that the server takes."""
     params: dict[str, Any] = {
         "n": rng.choice((1, 1, 1, 1, 2, 3, 4)),
-        "max_tokens": rng.choice((1, 2, 8, 24, 48, 96)),
+        "max_tokens": rng.choice((1, 8, 48, 96, 160, 256)),
         "temperature": rng.choice((0.0, 0.0, 0.7, 1.3)),
         "seed": rng.randrange(2**32),
-        "ignore_eos": rng.random() < 0.5,
+        "ignore_eos": rng.random() < 0.7,
     }
     if rng.random() < 0.25:
         params["stop"] = rng.sample(STOPS, rng.randint(1, 3))
@@ -64,7 +64,7 @@ def draw(rng: random.Random, known: frozenset[str]) -> Ask:
 
 
 def _prompt(rng: random.Random) -> str:
-    num_words = rng.randint(*rng.choice((SHORT_WORDS, SHORT_WORDS, MIDDLE_WORDS, MIDDLE_WORDS, LONG_WORDS)))
+    num_words = rng.randint(*rng.choice((SHORT_WORDS,) * 5 + (MIDDLE_WORDS,) * 4 + (LONG_WORDS,)))
     own = words.text(str(rng.random()), num_words)
     if rng.random() < 0.4:
         return f"{words.text(f'prefix/{rng.randrange(NUM_PREFIXES)}', NUM_PREFIX_WORDS)} {own}"

@@ -18,11 +18,11 @@ PROMPTS = (
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-async def answer(client: AsyncClient, place: int) -> Answer:
+async def answer(client: AsyncClient, place: int, priority: int = 0) -> Answer:
     """What the server makes of a probe now. Raises RequestError, ConnectionLost."""
     ids: list[int] = []
     text = ""
-    async for output in client.generate(PROMPTS[place], PARAMS):
+    async for output in client.generate(PROMPTS[place], PARAMS, priority=priority):
         ids += output.token_ids
         text += output.text
     return tuple(ids), text

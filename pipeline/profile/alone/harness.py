@@ -73,10 +73,6 @@ class Harness:
                 self._memories[name] = segment.attach(fd, size, writable=True)
                 if name not in own:
                     self._arenas[name] = Arena(name, self._memories[name])
-            for name, size in topology.private_segments(settings, stage).items():
-                fd = segment.create(name, size, topology.SWAP_KEY)
-                self._fds.append(fd)
-                segments.append(m.Segment(name, fd, size, writable=True))
             death_read, death_write = os.pipe()
             self._fds += [death_read, death_write]
             listen_fd = -1

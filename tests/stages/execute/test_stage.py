@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline import messages as m
+from pipeline import topology
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.recording.compare import compare
 from pipeline.recording.replaying import replay
@@ -213,3 +214,16 @@ def test_an_executor_with_swap_space_is_recorded_and_replayed(tiny_dir: Path, tm
     gc.unfreeze()
     found = compare(out, recording)
     assert (found.difference, found.num_same) == ("", 4)
+
+
+def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> None:
+    """And has swap blocks where there is swap space, though it has no memory for them."""
+    rig = Rig("execute", swapping(100), tiny_dir)
+    rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
+    with rig:
+        assert begin(rig).num_swap_blocks > 0
+        sources, targets = (rig.arena(SCHEDULE).put(np.full(1100, block, np.int32).data.cast("B")) for block in (4, 5))
+        rig.send(msgspec.structs.replace(make_step(), copy_sources=sources, copy_targets=targets), SCHEDULE)
+        assert rig.receive("schedule", m.StepResult).copy_s == 0
+        assert sorted(rig.receive("schedule", m.Release).offsets) == sorted([sources.offset, targets.offset])
+    gc.unfreeze()

@@ -65,6 +65,7 @@ class TestWithoutAnyToken:
         else:
             for index in range(submit.n):
                 gate.finish(submit, index=index, finish=Finish.ABORT)
+        assert gate.closed() == (submit.request_id, 1), "else schedule keeps a tombstone"
         nothing_is_left(gate)
 
     def test_so_it_is_for_every_prompt_of_a_batch(self, gate: Gate) -> None:
