@@ -222,7 +222,7 @@ class Sequences:
             sequence.first = first_of.get(place, sequence.first)
             if sequence.finish:
                 continue  # judged; its gateway was told so
-            num_before = sequence.id_offset + len(sequence.ids) - start
+            num_before = sequence.id_offset + len(sequence.ids) - start if logprobs else 0
             sequence.settle(start, ids[begin:end], finish)
             if logprobs and sequence.with_logprobs:
                 sequence.score(num_before, logprobs[begin:end])

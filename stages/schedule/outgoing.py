@@ -91,7 +91,8 @@ class Outgoing:
             logprobs = np.where(rows.is_scored[fresh], rows.logprobs[fresh, starts], 0)
         else:
             ends = zip(fresh.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
-            logprobs = np.concatenate([rows.logprobs[row, start:end] * rows.is_scored[row] for row, start, end in ends])
+            each = [np.where(rows.is_scored[row], rows.logprobs[row, start:end], 0) for row, start, end in ends]
+            logprobs = np.concatenate(each)
         before = [p.logprobs if len(p.logprobs) else np.zeros(len(p.ids), np.float32) for p in parted]
         return self._put(np.concatenate((*before, logprobs)).astype(np.float32))
 
