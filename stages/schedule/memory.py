@@ -170,8 +170,16 @@ class Memory:
             return
         rows = self._rows
         num_full = np.minimum(rows.known[running], rows.planned[running]) // self._block_size
-        for place in np.flatnonzero(num_full > rows.num_keyed[running]).tolist():
-            self._register_row(int(running[place]), int(num_full[place]))
+        fresh = num_full > rows.num_keyed[running]
+        if fresh.any():
+            for place in fresh.nonzero()[0].tolist():
+                self._register_row(int(running[place]), int(num_full[place]))
+
+    def register_last(self, row: int) -> None:
+        """Offer what a row has that leaves. Of the id that it may have stopped at, nothing is computed."""
+        num_full = int(min(self._rows.known[row] - 1, self._rows.planned[row])) // self._block_size
+        if self._prefix_caching and num_full > self._rows.num_keyed[row]:
+            self._register_row(row, num_full)
 
     def forget(self) -> int:
         """Let nothing be found any more, nor what running rows will compute. Returns how many blocks could be."""

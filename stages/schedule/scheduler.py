@@ -17,7 +17,7 @@ This module neither sends nor receives; stage.py does. It holds no tensor and im
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -69,6 +69,23 @@ class Flight(msgspec.Struct, frozen=True):
     num_copies: int
     shape: Shape | None
     """Where its time is to be learnt from"""
+
+
+class Entries(NamedTuple):
+    """Rows that a step computes; parallel arrays."""
+
+    rows: Int64s
+    starts: Int64s
+    counts: Int64s
+    samples: Bools
+
+    def taken(self, places: Int64s) -> "Entries":
+        """Those at these places, in their order."""
+        return Entries(self.rows[places], self.starts[places], self.counts[places], self.samples[places])
+
+
+def joined(entries: list[Entries]) -> Entries:
+    return Entries(*(np.concatenate(arrays) for arrays in zip(*entries, strict=True)))
 
 
 def inline(array: "np.ndarray[Any, Any]") -> Array:
@@ -285,56 +302,58 @@ class Scheduler:
         if self._waiting or self._swapped:
             np.copyto(rows.ahead, rows.planned)
             self._make_way()
-        order = rows.order
+        order, planned = rows.order, rows.planned[rows.order]
         total = rows.known[order] + rows.promised[order]
-        need = np.where(total < rows.limit[order], total - rows.planned[order], 0)
-        budget, counts = self._grant(order, need, total)
-        running, counts = order[counts > 0], counts[counts > 0]
-        running, counts, appended, preempted = self._cover(running, counts)
-        samples = self._advance(running, counts)
+        need = (total - planned) * (total < rows.limit[order])
+        budget, counts = self._grant(order, planned, need, total)
+        running, appended, preempted = self._cover(order, planned, counts)
+        if running is not order:
+            kept = np.flatnonzero(np.isin(order, running))
+            planned, total, counts = planned[kept], total[kept], counts[kept]
+        entries = [self._advance(running, planned, counts, total)]
         adds: list[m.RowAdd] = []
         if not preempted and (self._waiting or self._swapped):
-            started = self._start_others(budget, adds)
-            running = np.concatenate((running, np.array([row for row, _, _ in started], np.int64)))
-            counts = np.concatenate((counts, np.array([count for _, count, _ in started], np.int64)))
-            samples = np.concatenate((samples, np.array([sample for _, _, sample in started], np.bool_)))
+            entries += self._start_others(budget, adds)
         if len(running) == 0 and not adds:
             assert self.in_flight or not (self.num_running or self._waiting or self._swapped), (
                 "there is work, but no step to do it"
             )
             return None
-        return self._step(running, counts, samples, appended, adds, budget.shape)
+        return self._step(entries, appended, adds, budget.shape)
 
-    def _grant(self, order: Int64s, need: Int64s, total: Int64s) -> tuple[StepBudget, Int64s]:
+    def _grant(self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s) -> tuple[StepBudget, Int64s]:
         """Divide a step's budget among rows that lack `need` of `total` ids. Returns what is left of it, and how many
         tokens each row computes.
 
         Decoding rows come first, then prompts by order, then long prompts, of which the first is left something."""
-        rows = self.rows
-        counts = grant_decodes(need, self.limits.max_num_batched_tokens)
-        num_decodes = int(counts.sum())
-        prompts = np.flatnonzero(need > 1) if num_decodes < len(need) else NO_PLACES
-        learns = self._learns(len(prompts) > 0)
-        context = int(total[counts > 0].sum()) if learns or len(prompts) or self._waiting or self._swapped else 0
+        prompts = NO_PLACES
+        if len(need) <= self.limits.max_num_batched_tokens and (need == 1).all():
+            counts, num_decodes = need, len(need)  # nearly every step
+        else:
+            counts = grant_decodes(need, self.limits.max_num_batched_tokens)
+            num_decodes = int(counts.sum())
+            prompts = np.flatnonzero(need > 1)
+        matters = len(prompts) > 0 or self._waiting or self._swapped or self._learns(False)
+        context = int((total * counts).sum()) if matters else 0
         budget = StepBudget(self._bounds, self.times, num_decodes, context)
         if len(prompts):
-            chosen = order[prompts]
-            counts[prompts] = grant_chunks(budget, need[prompts], rows.planned[chosen], rows.is_long[chosen])
+            is_long = self.rows.is_long[order[prompts]]
+            counts[prompts] = grant_chunks(budget, need[prompts], planned[prompts], is_long)
         return budget, counts
 
-    def _cover(self, running: Int64s, counts: Int64s) -> tuple[Int64s, Int64s, list[tuple[int, int]], bool]:
-        """Append the blocks that the granted positions fall into, preempting others where there are none. Returns who
-        still runs and how much, the (row, block) pairs, and whether anyone was preempted.
+    def _cover(self, order: Int64s, planned: Int64s, counts: Int64s) -> tuple[Int64s, list[tuple[int, int]], bool]:
+        """Append the blocks that the granted positions fall into, preempting others where there are none. Returns the
+        rows that run (`order` itself where all do), the (row, block) pairs, and whether anyone was preempted.
 
         A row starts with blocks for all its ids and gains one id a step, so it lacks one block at most. Rows are
         covered by order, so nobody who has just got a block is preempted for a later one."""
         rows, pool = self.rows, self.pool
-        full = rows.planned[running] + counts > rows.num_blocks[running] * self.limits.block_size
+        full = planned + counts > rows.num_blocks[order] * self.limits.block_size
         appended: list[tuple[int, int]] = []
-        skipped: list[int] = []
         preempted = False
-        for place in np.flatnonzero(full).tolist():
-            row = int(running[place])
+        runs: Bools = counts > 0
+        for place in full.nonzero()[0].tolist():
+            row = int(order[place])
             while rows.active[row] and pool.num_available == 0 and pool.num_retired == 0:
                 self._preempt(self._victim(row))
                 preempted = True
@@ -345,12 +364,10 @@ class Scheduler:
                 rows.append_block(row, block)
                 appended.append((row, block))
             else:
-                skipped.append(place)  # a block comes back when the step in flight is settled
-        if preempted or skipped:
-            keep = rows.active[running]
-            keep[skipped] = False
-            running, counts = running[keep], counts[keep]
-        return running, counts, appended, preempted
+                runs[place] = False  # a block comes back when the step in flight is settled
+        if preempted:
+            runs &= rows.active[order]
+        return order if runs.all() else order[runs], appended, preempted
 
     # ------------------------------------------------------------------------------------------------ preemption
 
@@ -399,10 +416,10 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------- start
 
-    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd]) -> list[tuple[int, int, bool]]:
-        """Bring swapped sequences back and start waiting ones, while budget, rows and blocks last. Returns (row, count,
-        whether it samples), and appends to `adds`."""
-        started = []
+    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd]) -> list[Entries]:
+        """Bring swapped sequences back and start waiting ones, while budget, rows and blocks last. Returns what of them
+        is computed, and appends to `adds`."""
+        started: list[Entries] = []
         while budget.has_room(False) and self.rows.num_free and (sequence := self._next(budget)) is not None:
             was_swapped = sequence.swapped is not None
             add = self._start(sequence)
@@ -411,13 +428,10 @@ class Scheduler:
             (self._swapped if was_swapped else self._waiting).remove(sequence)
             adds.append(add)
             row = add.row
-            planned = int(self.rows.planned[row])
-            need = int(self.rows.known[row]) - planned
-            count = budget.chunk(planned, need, bool(self.rows.is_long[row]))
-            if count == 0:
-                continue  # it has its row, and its turn in a later step
-            samples = self._advance(np.array([row]), np.array([count]))
-            started.append((row, count, bool(samples[0])))
+            planned, known = int(self.rows.planned[row]), int(self.rows.known[row])
+            count = budget.chunk(planned, known - planned, bool(self.rows.is_long[row]))
+            if count:  # else it has its row, and its turn in a later step
+                started.append(self._advance(*(np.array([value]) for value in (row, planned, count, known))))
         return started
 
     def _next(self, budget: StepBudget) -> Sequence | None:
@@ -475,55 +489,55 @@ class Scheduler:
             fork_of=start.leader,
         )
 
-    def _advance(self, running: Int64s, counts: Int64s) -> Bools:
-        """Note that a step computes these positions, and offer the blocks they fill to others.
-        Returns which rows have caught up with what they have, and so sample an id."""
+    def _advance(self, running: Int64s, planned: Int64s, counts: Int64s, total: Int64s) -> Entries:
+        """Note that a step computes `counts` positions of these rows behind those planned, and offer the blocks that
+        they fill to others. Rows that have caught up with what they have, `total` ids, sample one."""
         rows = self.rows
-        rows.planned[running] += counts
-        caught_up: Bools = rows.planned[running] == rows.known[running] + rows.promised[running]
-        rows.promised[running] += caught_up
+        ends = planned + counts
+        samples: Bools = ends == total
+        rows.planned[running] = ends
+        rows.promised[running] += samples
         self.memory.register(running)
-        return caught_up
+        return Entries(running, planned, counts, samples)
 
     def _step(
-        self,
-        running: Int64s,
-        counts: Int64s,
-        samples: Bools,
-        appended: list[tuple[int, int]],
-        adds: list[m.RowAdd],
-        shape: Shape,
+        self, entries: list[Entries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: Shape
     ) -> m.Step:
         """Put a plan into a message. Decode rows first."""
+        computed = entries[0] if len(entries) == 1 else joined(entries)
         if shape.num_chunk_tokens:
-            by_kind = np.argsort(counts > 1, kind="stable")
-            running, counts, samples = running[by_kind], counts[by_kind], samples[by_kind]
-        planned = self.rows.planned[running]
+            by_kind = np.argsort(computed.counts > 1, kind="stable")
+            computed = computed.taken(by_kind)
         drops, self._drops = self._drops, []
-        num_tokens = int(counts.sum())
+        num_tokens = int(computed.counts.sum())
         self.counting.step_tokens.observe(num_tokens)
         self._last_step += 1
         sources, targets = self.memory.copies.take()
         # Where rows were put back, it is not what was granted that is computed.
         learns = self._learns(shape.num_chunk_tokens > 0) and num_tokens == shape.num_decodes + shape.num_chunk_tokens
         self._num_decode_steps += shape.num_chunk_tokens == 0
-        flight = Flight(self._last_step, int(samples.sum()), num_tokens, len(sources), shape if learns else None)
+        num_samples = int(np.count_nonzero(computed.samples))
+        flight = Flight(self._last_step, num_samples, num_tokens, len(sources), shape if learns else None)
         self.in_flight.append(flight)
         put = self._put
         return m.Step(
             incarnation=self._incarnation,
             step_id=self._last_step,
-            drops=put(np.array(drops, np.int32)),
+            drops=self._put_list(drops),
             adds=adds,
-            block_rows=put(np.array([row for row, _ in appended], np.int32)),
-            block_ids=put(np.array([block for _, block in appended], np.int32)),
-            rows=put(running.astype(np.int32)),
-            starts=put((planned - counts).astype(np.int32)),
-            counts=put(counts.astype(np.int32)),
-            samples=put(samples.astype(np.uint8)),
-            copy_sources=put(sources),
-            copy_targets=put(targets),
+            block_rows=self._put_list([row for row, _ in appended]),
+            block_ids=self._put_list([block for _, block in appended]),
+            rows=put(computed.rows.astype(np.int32)),
+            starts=put(computed.starts.astype(np.int32)),
+            counts=put(computed.counts.astype(np.int32)),
+            samples=put(computed.samples.astype(np.uint8)),
+            copy_sources=self._put_list(sources),
+            copy_targets=self._put_list(targets),
         )
+
+    def _put_list(self, values: list[int]) -> Array:
+        """int32; nearly always there are none."""
+        return self._put(np.array(values, np.int32)) if values else b""
 
     def _learns(self, has_chunks: bool) -> bool:
         """Whether the time of a step is learnt from."""
@@ -542,26 +556,30 @@ class Scheduler:
         finishes = take(result.finishes, np.uint8)
         assert len(sampled) == flight.num_samples, f"step {flight.step_id} sampled {len(sampled)} rows"
         current = rows.active[sampled] & (rows.generation[sampled] == generations)
-        sampled, ids, finishes = sampled[current], ids[current], finishes[current]
+        if not current.all():
+            sampled, ids, finishes = sampled[current], ids[current], finishes[current]
         assert (ids >= 0).all(), f"step {flight.step_id} has no id for a running row"
         known = rows.known[sampled]
         rows.ids[sampled, known] = ids
         if result.logprobs:
             rows.logprobs[sampled, known] = take(result.logprobs, np.float32)[current]
-        rows.known[sampled] = known + 1
+        following = known + 1
+        rows.known[sampled] = following
         rows.promised[sampled] -= 1
         self._totals["output"] += len(sampled)
         self.marked = []
-        for row in sampled[known == rows.num_given[sampled]].tolist():
-            self._has_begun(row)
+        begun = known == rows.num_given[sampled]
+        if begun.any():
+            for row in sampled[begun].tolist():
+                self._has_begun(row)
         stopped = finishes == Finish.STOP
-        ended = stopped | (known + 1 >= rows.limit[sampled])
-        self.memory.register(sampled[~ended])
-        for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
-            sequence = rows.sequences[row]
-            assert sequence is not None
-            self.marked.append(sequence.request.request_id)
-            self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
+        ended = stopped | (following >= rows.limit[sampled])
+        if ended.any():
+            for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
+                sequence = rows.sequences[row]
+                assert sequence is not None
+                self.marked.append(sequence.request.request_id)
+                self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
         self.memory.settle(flight.step_id)
         self._learn(flight, result)
 
@@ -597,6 +615,7 @@ class Scheduler:
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks return when no step in flight names them."""
+        self.memory.register_last(row)
         num_sent = int(self.rows.sent[row])
         sequence, blocks = self.rows.end(row)
         self.outgoing.part(sequence, num_sent, finish)

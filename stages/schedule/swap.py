@@ -12,9 +12,6 @@ earlier steps compute: what leaves goes first, so a block may be given away by t
 from collections import deque
 
 import msgspec
-import numpy as np
-
-from pipeline.stages.schedule.arrays import Int32s
 
 COPY_WEIGHT = 0.2
 """Of the newest measurement in the mean time of a copy."""
@@ -81,9 +78,9 @@ class Copies:
         self._sources += sources
         self._targets += targets
 
-    def take(self) -> tuple[Int32s, Int32s]:
-        """All that were added since the last call: int32 sources and targets."""
-        pairs = np.array(self._sources, np.int32), np.array(self._targets, np.int32)
+    def take(self) -> tuple[list[int], list[int]]:
+        """All that were added since the last call: sources and targets."""
+        pairs = self._sources, self._targets
         self._sources, self._targets = [], []
         return pairs
 
