@@ -39,3 +39,9 @@ class DrawInputs:
         """Address of the bits of allowed ids, uint32 words, lowest bit first; 0 where all are."""
         self.ids: IntArray = np.zeros(max_num_rows, np.int32)
         """Where a step leaves what it drew."""
+        self.scored: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max_num_rows, np.uint8)
+        """1 where the log probability of what is drawn is asked for."""
+        self.any_scored = False
+        """Whether it is for any of the step's."""
+        self.logprobs: FloatArray = np.zeros(max_num_rows, np.float32)
+        """Where a step leaves those that were asked for."""

@@ -71,6 +71,8 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     """u64, always set by the gateway. Sequence i of n draws with a key derived from (seed, i)."""
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    with_logprobs: bool = False
+    """Results have the log probability of each id: by the model's own distribution, before temperature and filters."""
 
 
 class TextOptions(msgspec.Struct, array_like=True, frozen=True):
@@ -82,6 +84,8 @@ class TextOptions(msgspec.Struct, array_like=True, frozen=True):
     skip_special_tokens: bool = True
     stop_token_ids: list[int] = []
     """To tell the client which id stopped it (`stop_reason`); the executor is who stops."""
+    with_logprobs: bool = False
+    """As in `Sampling`: the gateway is told those of the ids that count."""
 
 
 class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -405,6 +409,8 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """When schedule sent the newest ids in here."""
     sent_s: float = 0.0
     """When detokenize sent this."""
+    logprobs: bytes = b""
+    """float32, parallel to `ids`: their log probabilities, 0 for sequences that don't ask; empty where none does"""
 
 
 class StageHealth(msgspec.Struct, array_like=True, frozen=True):
@@ -569,6 +575,8 @@ class Admit(Message, frozen=True, tag="admit"):
     priority: int = 0
     """As in `Submit`; likewise"""
     cache_salt: str = ""
+    with_logprobs: bool = False
+    """What `sampling` says."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -590,6 +598,10 @@ class StepResult(Message, frozen=True, tag="step_result"):
     """How long the executor had nothing to do before this step."""
     copy_s: float = 0.0
     """The part of `compute_s` that went into the step's copies."""
+    logprobs: Array = b""
+    """float32, parallel to `ids`: the natural logarithm of each id's probability by the softmax of the model's logits
+    as they are, without temperature, filter, penalty or mask; 0 for rows that don't ask; empty where none of the
+    step's does"""
 
 
 class Closed(Message, frozen=True, tag="closed"):
@@ -711,6 +723,8 @@ class Settled(Message, frozen=True, tag="settled"):
     """Of the entries that have the first id sampled for their sequence."""
     settled_s: float = 0.0
     """When this was sent, by time.monotonic()."""
+    logprobs: Array = b""
+    """float32, parallel to `ids`: their log probabilities, 0 for sequences that don't ask; empty where none does"""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):

@@ -70,8 +70,8 @@ class OpenRequest:
         async with self._in_words():
             try:
                 async with self._abortable():
-                    await self._slots.take(self._params.n)
-                    self._num_slots = self._params.n
+                    await self._slots.take(self._params.num_sequences)
+                    self._num_slots = self._params.num_sequences
                 await self._let_in()
             except _Aborted:
                 pass

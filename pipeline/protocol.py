@@ -104,6 +104,13 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     ignore_eos: Annotated[bool, Meta(description="Go on where the model would end.")] = False
     skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] = True
     include_stop_str_in_output: Annotated[bool, Meta(description="The text ends behind the stop string.")] = False
+    best_of: Annotated[
+        int | None,
+        Meta(
+            description="n to 128: sequences to generate, of which the n with the highest log probability per output "
+            "id are sent, the best first, when all have ended. Null, and n, send all as they come."
+        ),
+    ] = None
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
@@ -252,7 +259,10 @@ class Finished(Message, frozen=True, tag="finished"):
 
     request_id: RequestId
     num_prompt_tokens: Annotated[int, Meta(description="Ids of the prompt.")]
-    num_output_tokens: Annotated[int, Meta(description="Output ids of all sequences, with those received before.")]
+    num_output_tokens: Annotated[
+        int,
+        Meta(description="Output ids of all sequences, with those received before, and those that `best_of` left out."),
+    ]
     timings: Annotated[
         str | None,
         Meta(

@@ -17,7 +17,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Checked when it is made: raises TypeError or ValueError that names the field and says what would be right."""
 
     n: int = 1
-    """Sequences to generate from one prompt."""
+    """Sequences to return for one prompt."""
+    best_of: int | None = None
+    """Sequences to generate, of which the n with the highest log probability per output id are returned, the best first
+    and all at the end; None: n."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -36,8 +39,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated."""
+        return self.best_of or self.n
+
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_N)
         _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:

@@ -25,6 +25,11 @@ def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> i
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % VOCAB
 
 
+def logprob(drawn: int) -> float:
+    """What the fake executor says of an id."""
+    return -1 - drawn / 8
+
+
 def expected(prompt: list[int], sampling: m.Sampling, index: int, max_tokens: int) -> tuple[list[int], Finish]:
     """What a sequence must generate, whatever happens around it."""
     ids = list(prompt)
@@ -114,12 +119,17 @@ class FakeExecutor:
         sampled: list[int] = []
         drawn_ids: list[int] = []
         finishes: list[int] = []
+        asks = [
+            self.rows[row].sampling.with_logprobs and not self.rows[row].dead for row, *_, samples in entries if samples
+        ]
+        logprobs: list[float] = []
         for row, start, count, samples in entries:
             if not samples:
                 continue
             sampled.append(row)
             state = self.rows[row]
             if state.dead:
+                logprobs.append(0)
                 drawn_ids.append(-1)
                 finishes.append(int(Finish.NONE))
                 continue
@@ -129,6 +139,7 @@ class FakeExecutor:
             drawn = next_id(context, state.sampling.seed, state.index)
             state.ids[length] = drawn
             drawn_ids.append(drawn)
+            logprobs.append(logprob(drawn) if state.sampling.with_logprobs else 0)
             state.dead = drawn in state.sampling.stop_token_ids
             finishes.append(int(Finish.STOP if state.dead else Finish.NONE))
         put = self._put
@@ -142,4 +153,5 @@ class FakeExecutor:
             compute_s=0.001 + self._token_s * len(written) + self._copy_s * num_copies,
             wait_s=0.0,
             copy_s=self._copy_s * num_copies,
+            logprobs=put(np.array(logprobs if any(asks) else [], np.float32)),
         )

@@ -207,6 +207,7 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "ping": p.Ping(2**53 + 1),
     "bye": p.Bye(),
     "welcome": p.Welcome(1, "pipeline/0.1.0", "SmolLM2-135M-Instruct", 8192, 49152, 1024, 4194304, 1024, 5.0, 30.0),
+    "generate the best": p.Generate(8, "", p.TextPrompt("x"), p.Params(n=2, best_of=4), 1),
     "generate with a name and timings": p.Generate(6, "", p.TextPrompt("x"), p.Params(), 1, [], "user-7/story.3", True),
     "generate with priority, salt and timeout": p.Generate(
         7, "", p.TextPrompt("x"), p.Params(), 1, [], None, False, -(2**31), "tenant é", 2.5

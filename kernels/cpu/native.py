@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Of `program.cpp`; raised with every change of its interface."""
 
 PANEL = 16
@@ -127,6 +127,8 @@ DRAW_ARRAYS = (
     "num_known",
     "masks",
     "ids",
+    "scored",
+    "logprobs",
 )
 
 

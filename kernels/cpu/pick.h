@@ -66,6 +66,8 @@ struct Draws {
     const int32_t *num_prompt, *num_known;
     const uint32_t* const* masks;  // bit v of word v / 32: whether id v is allowed; or null
     int32_t* ids;
+    const uint8_t* scored;  // whether the id's log probability is asked for; not where `greedy` is set
+    float* logprobs;
 };
 
 class Pick final : public Op {
@@ -76,7 +78,7 @@ class Pick final : public Op {
 
     int tiles(const Step& step) const override { return step.samples; }
 
-    size_t scratch_bytes() const override { return sample_scratch_bytes(vocab_size_); }
+    size_t scratch_bytes() const override { return sample_scratch_bytes(vocab_size_) + size_t(vocab_size_) * 4; }
 
     void tile(const Step&, int row, const Scratch& scratch) override {
         if (draws_.greedy[row]) {
@@ -84,6 +86,12 @@ class Pick final : public Op {
             return;
         }
         float* logits = logits_ + size_t(row) * vocab_size_;
+        const float* model = logits;  // its own distribution, which is what ids are scored by
+        if (draws_.scored[row] && (draws_.history[row] || draws_.masks[row])) {
+            float* const copy = reinterpret_cast<float*>(scratch.memory + sample_scratch_bytes(vocab_size_));
+            memcpy(copy, logits, size_t(vocab_size_) * 4);
+            model = copy;
+        }
         if (draws_.history[row])
             penalize(logits, vocab_size_, draws_.history[row], draws_.num_prompt[row], draws_.num_known[row],
                      draws_.repetition[row], draws_.presence[row], draws_.frequency[row], scratch.memory);
@@ -92,6 +100,8 @@ class Pick final : public Op {
                               ? greedy(logits, vocab_size_)
                               : draw(logits, vocab_size_, draws_.temperature[row], draws_.top_k[row],
                                      draws_.top_p[row], draws_.min_p[row], draws_.keys[row], scratch.memory);
+        if (draws_.scored[row])
+            draws_.logprobs[row] = log_probability(model, vocab_size_, draws_.ids[row], scratch.memory);
     }
 
    private:

@@ -346,3 +346,14 @@ static inline int32_t draw(const float* logits, int vocab, float temperature, in
     const Softmax softmax(row.top, temperature);
     return pick(row, softmax, floor_of(row, softmax, top_k, top_p, min_p, memory), key, memory.sums);
 }
+
+// The natural logarithm of an id's probability by the softmax of logits [vocab] as they are. Summed up as draws are, so
+// it is the same at every level. Where the largest logit is infinite, 0 for its ids and -inf for others; never NaN.
+static inline float log_probability(const float* logits, int vocab, int32_t id, uint8_t* scratch) {
+    using namespace sampling;
+    const Memory memory(scratch, vocab);
+    const Row row(logits, vocab, memory);
+    if (!std::isfinite(row.top)) return logits[id] == row.top ? 0 : -INFINITY;
+    const double total = weigh(row, Softmax(row.top, 1), LOWEST, memory.sums);
+    return float(double(logits[id]) - row.top - std::log(total));
+}

@@ -39,10 +39,12 @@ class Sequence:
         "id_offset",
         "ids",
         "index",
+        "logprobs",
         "request_id",
         "stop_reason",
         "text_offset",
         "texts",
+        "with_logprobs",
     )
 
     def __init__(
@@ -69,6 +71,9 @@ class Sequence:
         self.text_offset = 0
         self.ids: list[int] = []
         self.id_offset = 0
+        self.with_logprobs = options.with_logprobs
+        self.logprobs: list[float] = []
+        """Of `ids`, where they are asked for"""
         self.finish: int = m.Finish.NONE
         self.stop_reason: str | int | None = None
         self._stop_id: int | None = None
@@ -137,12 +142,18 @@ class Sequence:
         self.finish = m.Finish.STOP
         self.stop_reason = self._judge.found
 
+    def score(self, num_before: int, logprobs: list[float]) -> None:
+        """Take the log probabilities of settled ids, of which the first `num_before` are scored already: those of ids
+        that don't count, behind a stop string, are left out."""
+        self.logprobs += logprobs[num_before : num_before + len(self.ids) - len(self.logprobs)]
+
     def sent(self) -> None:
         """The gateway has been told everything up to now."""
         self.text_offset += sum(map(len, self.texts))
         self.texts.clear()
         self.id_offset += len(self.ids)
         self.ids.clear()
+        self.logprobs.clear()
         self.first = None
 
 
@@ -157,6 +168,8 @@ class Sequences:
         self._live: dict[int, Sequence] = {}
         self._unsent: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)
         """By gateway, then by `seq`."""
+        self._scored: set[int] = set()
+        """Gateways that have to be told log probabilities."""
         self._settled_s = 0.0
         """When schedule sent the newest that was taken."""
 
@@ -195,6 +208,7 @@ class Sequences:
         finishes: list[int],
         firsts: Iterable[m.FirstTimes] = (),
         settled_s: float = 0.0,
+        logprobs: list[float] | None = None,
     ) -> list[m.Abort]:
         """Take what is in a `Settled`. Returns what schedule has to end because a stop string was found."""
         aborts: list[m.Abort] = []
@@ -208,7 +222,11 @@ class Sequences:
             sequence.first = first_of.get(place, sequence.first)
             if sequence.finish:
                 continue  # judged; its gateway was told so
+            num_before = sequence.id_offset + len(sequence.ids) - start if logprobs else 0
             sequence.settle(start, ids[begin:end], finish)
+            if logprobs and sequence.with_logprobs:
+                sequence.score(num_before, logprobs[begin:end])
+                self._scored.add(sequence.gateway)
             if sequence.finish and not finish:
                 aborts.append(_end_of(sequence))
             if sequence.ids or sequence.finish:
@@ -241,6 +259,7 @@ class Sequences:
             ],
             settled_s=self._settled_s,
             sent_s=now_s,
+            logprobs=_logprobs(sequences) if gateway in self._scored else b"",
         )
 
     def sent(self, gateway: int) -> None:
@@ -248,6 +267,12 @@ class Sequences:
         for sequence in self._unsent[gateway].values():
             sequence.sent()
         self._unsent[gateway].clear()
+        self._scored.discard(gateway)
+
+
+def _logprobs(sequences: Iterable[Sequence]) -> bytes:
+    each = [one.logprobs if one.with_logprobs else [0.0] * len(one.ids) for one in sequences]
+    return np.array([logprob for logprobs in each for logprob in logprobs], "<f4").tobytes()
 
 
 def _end_of(sequence: Sequence) -> m.Abort:

@@ -107,6 +107,7 @@ class Detokenize:
             finishes,
             message.firsts,
             message.settled_s,
+            take(message.logprobs, "<f4").tolist() if message.logprobs else None,
         )
         end_s = time.monotonic()
         self._num_tokens += len(ids)

@@ -141,6 +141,9 @@ class NativeProgram(Program):
         inputs = self._inputs
         if self._keep_logits:
             self._draws.greedy[: inputs.num_samples] = 0
+        elif self._draws.any_scored:
+            # The same id is found among logits that are kept.
+            self._draws.greedy[self._draws.scored != 0] = 0
         status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
         if status == MASKS_LATE:
             raise MasksLate(f"masks did not come within {self._ticket.timeout_ms} ms")

@@ -49,6 +49,10 @@ class RowTable:
         self.keys: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
         """Noise keys, see kernels/noise.py."""
         self.stops: list[frozenset[int]] = [frozenset()] * max_num_seqs
+        self.scored: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_num_seqs, np.bool_)
+        """Whether the log probabilities of its ids are asked for."""
+        self._num_scored = 0
+        """Of the rows that are taken."""
 
     @property
     def num_live(self) -> int:
@@ -60,6 +64,8 @@ class RowTable:
         assert self.taken[rows].all(), f"rows dropped that are not taken: {rows[~self.taken[rows]]}"
         assert len(set(rows.tolist())) == len(rows), f"rows dropped twice: {rows}"
         self.taken[rows] = False
+        if self._num_scored:
+            self._num_scored -= int(np.count_nonzero(self.scored[rows]))
 
     def add(
         self,
@@ -93,6 +99,8 @@ class RowTable:
         self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.keys[row] = sequence_key(sampling.seed, index)
         self.stops[row] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
+        self.scored[row] = sampling.with_logprobs
+        self._num_scored += sampling.with_logprobs
 
     def _prompt_of(self, row: int, num_prompt: int) -> IntArray:
         assert row < len(self.taken) and self.taken[row], f"a fork of row {row}, which is not taken"
@@ -136,6 +144,10 @@ class RowTable:
         and batch the draw is in.
         """
         num = len(rows)
+        if self._num_scored or draws.any_scored:
+            draws.scored[:] = 0
+            draws.scored[:num] = self.scored[rows]
+            draws.any_scored = bool(draws.scored.any())
         draws.temperature[:num] = self.temperature[rows]
         draws.greedy[:num] = draws.temperature[:num] < GREEDY_BELOW
         if draws.greedy[:num].all():

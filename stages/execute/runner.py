@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 
 Clock = Callable[[], float]
 
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+NO_LOGPROBS: FloatArray = np.zeros(0, np.float32)
+
 NO_ID = -1
 """What a row that had ended already yields."""
 
@@ -46,6 +49,8 @@ class Sampled:
     num_copies: int = 0
     copy_s: float = 0.0
     """What the step's copies took."""
+    logprobs: FloatArray = field(default_factory=lambda: NO_LOGPROBS)
+    """Those of `ids`, 0 for rows that don't ask; empty where none does"""
 
 
 class Runner:
@@ -152,4 +157,12 @@ class Runner:
         finishes = np.full(len(rows), Finish.NONE, np.uint8)
         ids[running] = sampled
         finishes[running] = self.rows.append_ids(rows[running], sampled)
-        return Sampled(rows, self.rows.generations[rows], ids, finishes)
+        return Sampled(rows, self.rows.generations[rows], ids, finishes, logprobs=self._logprobs(running, len(sampled)))
+
+    def _logprobs(self, running: "np.ndarray[Any, np.dtype[np.bool_]]", num_drawn: int) -> FloatArray:
+        draws = self.draws
+        if not (draws.any_scored and num_drawn):
+            return NO_LOGPROBS
+        logprobs: FloatArray = np.zeros(len(running), np.float32)
+        logprobs[running] = np.where(draws.scored[:num_drawn], draws.logprobs[:num_drawn], 0)
+        return logprobs

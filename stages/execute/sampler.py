@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.noise import halves
+from pipeline.kernels.sample import log_probabilities
 from pipeline.kernels.select import Ops
 from pipeline.kernels.step_inputs import IntArray
 
@@ -15,11 +16,11 @@ class Sampler:
 
     def __init__(self, ops: Ops, draws: DrawInputs) -> None:
         self._ops = ops
-        self._draws = draws
+        self.draws = draws
 
     def sample(self, logits: Tensor) -> IntArray:
         """The ids that `draws` asks for: logits [N, V], one row for each. Returns [N] int32."""
-        draws, num = self._draws, len(logits)
+        draws, num = self.draws, len(logits)
         random = np.flatnonzero(draws.greedy[:num] == 0)
         if not len(random):
             return self._ops.argmax(logits).numpy().astype(np.int32)
@@ -37,3 +38,9 @@ class Sampler:
             halves(draws.keys[random]),
         ).numpy()
         return ids
+
+    def score(self, logits: Tensor, ids: IntArray) -> None:
+        """Leave the log probabilities that `draws` asks for there: logits [N, V], ids [N]."""
+        scored = np.flatnonzero(self.draws.scored[: len(ids)])
+        drawn = torch.from_numpy(ids[scored]).long().to(logits.device)
+        self.draws.logprobs[scored] = log_probabilities(logits[torch.from_numpy(scored)], drawn).cpu().numpy()

@@ -110,6 +110,7 @@ def _publish(
         compute_s=ended - began,
         wait_s=began - idle_since,
         copy_s=sampled.copy_s,
+        logprobs=stage.arrays.put(sampled.logprobs),
     )
     sent = stage.outbox("schedule").send(result)
     assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"

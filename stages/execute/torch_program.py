@@ -96,7 +96,11 @@ class TorchProgram(Program):
     def run(self) -> IntArray:
         with torch.inference_mode():
             self._calls.run()
-            return self._sampler.sample(self._calls.view(self._logits))
+            logits = self._calls.view(self._logits)
+            ids = self._sampler.sample(logits)
+            if self._sampler.draws.any_scored:
+                self._sampler.score(logits, ids)
+            return ids
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         self._ops.copy_blocks(self._memory, self._swapped, sources.tolist(), targets.tolist())

@@ -54,7 +54,7 @@ class Admission:
         if num_sequences > num_left:
             raise overloaded(
                 f"of the {self.max_sequences} sequences that may be open at once, {num_left} are left, and this "
-                f"request opens {num_sequences}: n for each prompt",
+                f"request opens {num_sequences}: n, or best_of, for each prompt",
                 self._retry_after_s(num_sequences - num_left, 0, now_s),
             )
         num_left = max(0, self.max_tokens - self.num_tokens)

@@ -21,6 +21,7 @@ MAX_STOP_IDS = 128
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
+BestOf = Annotated[int, Meta(ge=1, le=MAX_N)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -94,9 +95,15 @@ class CompletionBody(Body, kw_only=True):
     """A text, texts, ids, or lists of ids; not a mixture."""
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """0 only together with echo"""
-    best_of: int | None = None
-    """Must equal n: nothing is generated to be thrown away."""
+    best_of: BestOf | None = None
+    """Sequences that are generated, of which the n best are returned; by default n"""
     echo: bool | None = None
+
+
+class ParamsBody(Body, kw_only=True):
+    """A request that comes over ZeroMQ"""
+
+    best_of: BestOf | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -25,9 +25,9 @@ class Counting:
         self._n = Histogram(N)
         self._longest = Histogram(TOKENS)
 
-    def opened(self, n: int, max_tokens: int | None) -> None:
-        """One prompt, for which n sequences are to be generated."""
-        self._num_opened += n
+    def opened(self, num_sequences: int, n: int, max_tokens: int | None) -> None:
+        """One prompt, for which so many sequences are to be generated, and n returned."""
+        self._num_opened += num_sequences
         self._n.observe(n)
         if max_tokens is not None:
             self._max_tokens.observe(max_tokens)

@@ -43,12 +43,25 @@ class DoorStream:
         self._num_credits = min(num_credits, p.MAX_CREDITS)
         self._call = call
         self._requests = requests
-        self._unfinished = [_Unsent(index, sequence) for index, sequence in enumerate(call.sequences)]
-        """Sequences whose end has not been sent."""
+        self._unfinished: list[_Unsent] = []
+        """Sequences whose end has not been sent. Where the best are to be chosen, none before all have ended."""
+        self._is_choosing = call.ask.best_of is not None
+        if not self._is_choosing:
+            self._take(call.sequences)
         self._is_aborted = False
         self._failure: ApiError | None = None
         self._stalled_s: float | None = None
         """Since when something is there that the client does not take."""
+
+    def _take(self, sequences: list[Sequence]) -> None:
+        """These are sent."""
+        self._unfinished = [_Unsent(index, sequence) for index, sequence in enumerate(sequences)]
+
+    def _choose(self) -> None:
+        """The best of what there is are sent, if none were chosen before."""
+        if self._is_choosing:
+            self._is_choosing = False
+            self._take(self._call.choices)
 
     def grant(self, num_deltas: int) -> None:
         self._num_credits = min(self._num_credits + num_deltas, p.MAX_CREDITS)
@@ -83,6 +96,7 @@ class DoorStream:
                 way.post(self._accepted())
             await self._write(way)
             if self._is_aborted:
+                self._choose()
                 self._requests.leave(call)
                 way.post(p.Delta(self.request_id, [one.output(is_last=True) for one in self._unfinished]))
             way.post(self._finished())
@@ -99,6 +113,8 @@ class DoorStream:
         while not self._is_aborted:
             if self._failure is not None:
                 raise self._failure
+            if call.is_finished:
+                self._choose()
             if not self._send_due(way):
                 if call.is_finished and not self._is_due:
                     return
@@ -164,7 +180,7 @@ class _Unsent:
         self._sequence = sequence
         self._text = ""
         """Taken from the sequence, and refused by the connection."""
-        self._num_ids = sequence.num_ids
+        self._num_ids = sequence.num_received
         """Output ids that the client has."""
         self.is_over = False
         """Its end has been sent."""

@@ -26,6 +26,7 @@ from pipeline.stages.gateway.bodies import (
     CompletionBody,
     DetokenizeBody,
     Message,
+    ParamsBody,
     StreamOptions,
     TokenizeBody,
     is_neutral,
@@ -54,6 +55,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompts: list[m.Prompt]
     n: int
+    """Sequences that are returned for each prompt."""
     max_tokens: int | None
     max_tokens_param: str
     """The field that said so."""
@@ -80,6 +82,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     timeout_s: float | None = None
     """From then to its end; None where it does not say."""
+    best_of: int | None = None
+    """Sequences that are generated for each prompt, of which the n best are returned; None: n, and all are."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated for each prompt."""
+        return self.best_of or self.n
 
     @property
     def is_lookup(self) -> bool:
@@ -108,11 +117,9 @@ def parse_chat(body: bytes, limits: Limits) -> Ask:
 def parse_completion(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/completions. Raises ApiError."""
     completion = decode(_completions, body, COMPLETION_NEUTRAL)
-    if completion.best_of not in (None, completion.n or 1):
-        raise unsupported("best_of", "it must equal n")
     max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
     prompts = _prompts(completion.prompt)
-    ask = _ask(completion, prompts, max_tokens, limits, is_chat=False)
+    ask = _ask(completion, prompts, max_tokens, limits, is_chat=False, best_of=completion.best_of)
     if completion.echo:
         is_ids = isinstance(prompts[0], m.IdsPrompt)
         return msgspec.structs.replace(ask, echo=True, prompt_options=m.PromptOptions(with_text=is_ids))
@@ -177,7 +184,7 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
     fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
     try:
-        body = msgspec.convert({"model": generate.model or limits.model, **fields}, Body)
+        body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error) from error
     match generate.prompt:
@@ -190,7 +197,12 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
             prompt = m.ChatPrompt(chat, add_generation_prompt)
         case _:
             assert_never(generate.prompt)
-    ask = _ask(body, [prompt], params.max_tokens, limits, is_chat=isinstance(prompt, m.ChatPrompt))
+    ask = _ask(
+        body, [prompt], params.max_tokens, limits, is_chat=isinstance(prompt, m.ChatPrompt), best_of=body.best_of
+    )
+    if generate.received and ask.num_sequences > ask.n:
+        message = f"'received' is not allowed with best_of above n: none of its {ask.num_sequences} sequences is sent"
+        raise invalid("received", message, "invalid_value")
     if generate.received and len(generate.received) != ask.n:
         message = f"'received' must have the ids of each of n = {ask.n} sequences, not of {len(generate.received)}"
         raise invalid("received", message, "invalid_value")
@@ -231,12 +243,18 @@ def _ask(
     *,
     is_chat: bool,
     max_tokens_param: str = "max_tokens",
+    best_of: int | None = None,
 ) -> Ask:
     _check_model(body.model, limits)
     n = body.n or 1
-    if n * len(prompts) > limits.max_sequences:
-        what = f"{len(prompts)} prompts × n = {n} sequences" if len(prompts) > 1 else f"n = {n}"
-        param = "n" if n > limits.max_sequences else "prompt"
+    num_sequences = _num_sequences(n, best_of, stream=bool(body.stream))
+    is_scored = num_sequences > n
+    if num_sequences * len(prompts) > limits.max_sequences:
+        each = "best_of" if is_scored else "n"
+        what = f"{each} = {num_sequences}"
+        if len(prompts) > 1:
+            what = f"{len(prompts)} prompts × {what} sequences"
+        param = each if num_sequences > limits.max_sequences else "prompt"
         raise invalid(param, f"{what} is more than this server takes at once ({limits.max_sequences})")
     options = _stream_options(body)
     stop_ids = body.stop_token_ids or []
@@ -245,6 +263,7 @@ def _ask(
         model=body.model,
         prompts=prompts,
         n=n,
+        best_of=num_sequences if is_scored else None,
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
         seed=_seed(body.seed),
@@ -255,12 +274,14 @@ def _ask(
             min_p=body.min_p or 0.0,
             stop_token_ids=stop_ids,
             ignore_eos=bool(body.ignore_eos),
+            with_logprobs=is_scored,
         ),
         text=m.TextOptions(
             stop=_stop(body.stop),
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             stop_token_ids=stop_ids,
+            with_logprobs=is_scored,
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
@@ -270,6 +291,18 @@ def _ask(
         cache_salt=body.cache_salt or "",
         timeout_s=body.timeout_s,
     )
+
+
+def _num_sequences(n: int, best_of: int | None, *, stream: bool) -> int:
+    """How many are generated for each prompt."""
+    if best_of is None or best_of == n:
+        return n
+    if best_of < n:
+        raise invalid("best_of", f"'best_of' must be at least n = {n}, not {best_of}", "invalid_value")
+    if stream:
+        message = f"with stream = true 'best_of' must equal n = {n}: the best of {best_of} are known at their end"
+        raise invalid("best_of", message, "invalid_value")
+    return best_of
 
 
 def _priority(priority: int | None, limits: Limits) -> int:

@@ -27,6 +27,7 @@ from pipeline import topology
 from pipeline.stage import Stage
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
+from pipeline.stages.gateway.best_of import best
 from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded
@@ -48,6 +49,8 @@ class Sequence(msgspec.Struct, eq=False):
     """Characters of its text that have come."""
     ids: bytearray = msgspec.field(default_factory=bytearray)
     """int32, every output id that has come"""
+    logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    """float32, of these, where its request is scored"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
     num_received: int = 0
@@ -81,7 +84,7 @@ class Sequence(msgspec.Struct, eq=False):
         self.pending.clear()
         return text
 
-    def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int) -> None:
+    def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int, logprobs: bytes = b"") -> None:
         """Append what is new: a request that was driven again repeats itself from some earlier place."""
         if self.is_resumed:
             self.num_chars, self.is_resumed = text_offset, False
@@ -89,7 +92,9 @@ class Sequence(msgspec.Struct, eq=False):
         if new := text[self.num_chars - text_offset :]:
             self.pending.append(new)
             self.num_chars += len(new)
-        self.ids += ids[(self.num_ids - id_offset) * ID_BYTES :]
+        num_known = (self.num_ids - id_offset) * ID_BYTES
+        self.ids += ids[num_known:]
+        self.logprobs += logprobs[num_known:]
 
 
 class Request(msgspec.Struct, eq=False):
@@ -201,7 +206,15 @@ class Call:
         return sum(request.num_cached for request in self.requests)
 
     @property
+    def choices(self) -> list[Sequence]:
+        """What it is answered with: all its sequences, or of each request the best."""
+        if self.ask.best_of is None:
+            return self.sequences
+        return [one for request in self.requests for one in best(request.sequences, self.ask.n)]
+
+    @property
     def num_output_tokens(self) -> int:
+        """Of all that was generated, whether it is returned or not."""
         return sum(sequence.num_ids for sequence in self.sequences)
 
     def told(self, what: str, data: bytes) -> bytes:
@@ -311,7 +324,7 @@ class Requests:
             raise overloaded("its stages take no more messages")
         estimates = [self.admission.estimate(prompt, is_computed=not ask.is_lookup) for prompt in ask.prompts]
         now_s = time.monotonic()
-        self.admission.admit(len(ask.prompts) * ask.n, sum(estimates), now_s)
+        self.admission.admit(len(ask.prompts) * ask.num_sequences, sum(estimates), now_s)
         call = Call(ask, self._stage, self.num_opened)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
@@ -322,7 +335,7 @@ class Requests:
                 gateway=self._stage.replica,
                 arrival_s=tape.time(),
                 prompt=prompt,
-                n=ask.n,
+                n=ask.num_sequences,
                 max_tokens=ask.max_tokens,
                 sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
                 text=ask.text,
@@ -338,11 +351,11 @@ class Requests:
             call.requests.append(request)
             call.sequences += request.sequences
             call.num_open += 1
-            self.admission.take(ask.n, estimates[i], now_s)
+            self.admission.take(ask.num_sequences, estimates[i], now_s)
             self._table[request.id] = request
             self._idle.clear()
             if request.generates:
-                self.counting.opened(ask.n, ask.max_tokens)
+                self.counting.opened(ask.num_sequences, ask.n, ask.max_tokens)
             self._stage.log.debug("opened", extra=_fields(request, call=call.id))
         self._set_deadline(call)
         return call
@@ -474,7 +487,7 @@ class Requests:
         """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
             end = begin + message.num_ids[i] * ID_BYTES
-            ids, begin = message.ids[begin:end], end
+            ids, logprobs, begin = message.ids[begin:end], message.logprobs[begin:end], end
             finish = message.finishes[i]
             request = self._find(request_id, message.attempts[i], is_open=finish == m.Finish.NONE)
             if request is None:
@@ -484,7 +497,10 @@ class Requests:
                 continue
             call = request.call
             if not call.is_over:
-                sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i])
+                offset = message.id_offsets[i]
+                sequence.extend(
+                    message.texts[i], message.text_offsets[i], ids, offset, logprobs if call.ask.best_of else b""
+                )
                 call.has_begun = True
                 if sequence.last_s:
                     gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
@@ -622,7 +638,7 @@ class Requests:
 
 def _sequences(ask: Ask) -> list[Sequence]:
     if not ask.outputs:
-        return [Sequence() for _ in range(ask.n)]
+        return [Sequence() for _ in range(ask.num_sequences)]
     return [Sequence(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in ask.outputs]
 
 

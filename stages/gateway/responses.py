@@ -94,12 +94,10 @@ def whole(call: Call) -> bytes:
     if call.ask.is_chat:
         choices = [
             _ChatChoice(i, _Message(s.take_text()), _finish_reason(s), s.stop_reason)
-            for i, s in enumerate(call.sequences)
+            for i, s in enumerate(call.choices)
         ]
     else:
-        choices = [
-            _TextChoice(i, s.take_text(), _finish_reason(s), s.stop_reason) for i, s in enumerate(call.sequences)
-        ]
+        choices = [_TextChoice(i, s.take_text(), _finish_reason(s), s.stop_reason) for i, s in enumerate(call.choices)]
     kind = "chat.completion" if call.ask.is_chat else "text_completion"
     response = _Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call))
     begin_s = time.monotonic()

@@ -47,9 +47,12 @@ class Timings(msgspec.Struct):
 
 def times_of(call: "Call", now_s: float = 0.0) -> CallTimes:
     """A call that has finished. `now_s`: when its response was out, if it is."""
-    sequences = [
-        _sequence_times(call, request, sequence, now_s) for request in call.requests for sequence in request.sequences
-    ]
+    pairs = [(request, sequence) for request in call.requests for sequence in request.sequences]
+    if call.ask.best_of is not None:
+        # Those that are returned come first, and their index is their choice's.
+        places = {id(sequence): place for place, sequence in enumerate(call.choices)}
+        pairs.sort(key=lambda pair: places.get(id(pair[1]), len(places)))
+    sequences = [_sequence_times(call, request, sequence, now_s) for request, sequence in pairs]
     for index, sequence in enumerate(sequences):
         sequences[index] = msgspec.structs.replace(sequence, index=index)
     return CallTimes(call.id, call.requests[0].submit.arrival_s if call.requests else 0.0, sequences)

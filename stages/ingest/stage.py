@@ -226,6 +226,7 @@ class Ingest:
             finishes=finishes,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
+            with_logprobs=submit.sampling.with_logprobs,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.messages import Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.arrays import Ids, Int64s
+from pipeline.stages.schedule.arrays import Float32s, Ids, Int64s
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import Rows
 from pipeline.topology import shard
@@ -30,6 +30,8 @@ class Parting(msgspec.Struct, frozen=True):
     """`Finish`; NONE where it was preempted"""
     first: FirstTimes | None
     """Where `ids` has the first that was sampled for it"""
+    logprobs: Float32s
+    """Of `ids`; empty where its request does not ask"""
 
 
 class Outgoing:
@@ -49,7 +51,7 @@ class Outgoing:
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
             first = sequence.first_times if num_sent == sequence.num_given and len(fresh) else None
-            parting = Parting(sequence.seq, start, fresh, finish, first)
+            parting = Parting(sequence.seq, start, fresh, finish, first, sequence.logprobs[num_sent:])
             self._partings[shard(sequence.seq, self._num_replicas)].append(parting)
 
     def report(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
@@ -77,7 +79,22 @@ class Outgoing:
             finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
             firsts=self._firsts(parted, fresh, starts),
             settled_s=now_s,
+            logprobs=self._logprobs(parted, fresh, starts, counts),
         )
+
+    def _logprobs(self, parted: list[Parting], fresh: Int64s, starts: Int64s, counts: Int64s) -> Array:
+        """Those of a report's ids, or nothing where nobody asks."""
+        rows = self._rows
+        if not (rows.num_scored or any(len(parting.logprobs) for parting in parted)):
+            return b""
+        if (counts == 1).all():
+            logprobs = np.where(rows.is_scored[fresh], rows.logprobs[fresh, starts], 0)
+        else:
+            ends = zip(fresh.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
+            each = [np.where(rows.is_scored[row], rows.logprobs[row, start:end], 0) for row, start, end in ends]
+            logprobs = np.concatenate(each)
+        before = [p.logprobs if len(p.logprobs) else np.zeros(len(p.ids), np.float32) for p in parted]
+        return self._put(np.concatenate((*before, logprobs)).astype(np.float32))
 
     def _firsts(self, parted: list[Parting], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:
         found = [(place, parting.first) for place, parting in enumerate(parted) if parting.first is not None]

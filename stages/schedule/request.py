@@ -1,17 +1,19 @@
 """Requests and their sequences, as the scheduler keeps them."""
 
 import msgspec
+import numpy as np
 from msgspec import Raw
 
 from pipeline.messages import FirstTimes
 from pipeline.stages.schedule import prefix
-from pipeline.stages.schedule.arrays import Ids
+from pipeline.stages.schedule.arrays import Float32s, Ids
 from pipeline.stages.schedule.swap import Swapped
 
 Order = tuple[int, float, int]
 """Rank, arrival and number: a sequence's place among all."""
 
 NO_ROW = -1
+NO_LOGPROBS: Float32s = np.zeros(0, np.float32)
 
 
 class Request(msgspec.Struct, eq=False):
@@ -35,6 +37,8 @@ class Request(msgspec.Struct, eq=False):
     """What its prefix keys begin with."""
     keys: list[bytes] = []
     """Those of its prompt's full blocks, where siblings share them."""
+    with_logprobs: bool = False
+    """The executor tells the log probabilities of its ids."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -65,6 +69,8 @@ class Sequence(msgspec.Struct, eq=False):
     """When its first output id was settled; 0 before."""
     num_given: int = 0
     """Ids it came with: its prompt, and outputs that the client had already."""
+    logprobs: Float32s = NO_LOGPROBS
+    """Parallel to `ids`, where the request has them: 0 for ids it came with. Like them in its row while it runs."""
     num_cached: int = 0
     """Ids that it found in the prefix cache when it first started."""
 

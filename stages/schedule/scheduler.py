@@ -178,6 +178,7 @@ class Scheduler:
             queued_s=self.now_s,
             priority=message.priority,
             root=prefix.root(message.cache_salt) if message.cache_salt else prefix.ROOT,
+            with_logprobs=message.with_logprobs,
         )
         self.requests[request.request_id] = request
         return [
@@ -194,6 +195,8 @@ class Scheduler:
         order = (self._policy.rank(request), request.arrival_s, self._next_seq)
         sequence = Sequence(self._next_seq, request, index, ids, limit, order, num_given=len(ids))
         self._next_seq += 1
+        if request.with_logprobs:
+            sequence.logprobs = np.zeros(len(ids), np.float32)
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
         if finish == Finish.NONE:
@@ -587,6 +590,8 @@ class Scheduler:
         assert (ids >= 0).all(), f"step {flight.step_id} has no id for a running row"
         known = rows.known[sampled]
         rows.ids[sampled, known] = ids
+        if result.logprobs:
+            rows.logprobs[sampled, known] = take(result.logprobs, np.float32)[current]
         following = known + 1
         rows.known[sampled] = following
         rows.promised[sampled] -= 1

@@ -52,7 +52,7 @@ def schedule(**more: int) -> ScheduleCounts:
 def gateway(num_stopped: int, first_s: float) -> Any:
     counting = GatewayCounting()
     for _ in range(num_stopped):
-        counting.opened(1, 16)
+        counting.opened(1, 1, 16)
         counting.first_s.observe(first_s)
         counting.finished(Finish.STOP, 1.0, 0.5, 10, 6)
     admission = Admission(16, 1000)

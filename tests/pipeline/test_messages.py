@@ -140,6 +140,21 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "admit with a priority": m.Admit(
         REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), priority=-3, cache_salt="mine"
     ),
+    "admit with logprobs": m.Admit(
+        REQUEST_ID,
+        1,
+        0,
+        1.5,
+        REF,
+        2,
+        16,
+        packed(m.Sampling(with_logprobs=True)),
+        packed(m.TextOptions(with_logprobs=True)),
+        with_logprobs=True,
+    ),
+    "deltas with logprobs": m.Deltas([1], [0], [0], ["a"], [0], IDS, [0], [2], [0], [None], logprobs=bytes(8)),
+    "step_result with logprobs": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, logprobs=bytes(8)),
+    "settled with logprobs": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01", logprobs=REF),
     "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),
     "step with copies": m.Step(
         1,

@@ -171,6 +171,36 @@ def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: c
         np.testing.assert_array_equal(head.run(activations), expected)
 
 
+def test_ids_are_scored_by_the_logits_before_penalties_masks_and_filters(library: ctypes.CDLL) -> None:
+    vocab_size, num = 333, 24
+    rng = np.random.default_rng(20)
+    activations = random(21, num, DEPTH, scale=0.5)
+    with recording(library, threads=3) as r:
+        head, draws = Head(r, random_matrix(22, vocab_size, DEPTH, "q8_0")), r.draws
+        logits = head.all_logits(activations).astype(np.float64)
+        history = [rng.integers(0, vocab_size, 40).astype(np.int32) for _ in range(num)]
+        masks = [rng.integers(0, 2**32, -(-vocab_size // 32), dtype=np.uint32) for _ in range(num)]
+        for i in range(num):
+            draws.greedy[i] = 0
+            draws.temperature[i] = 0 if i % 3 == 0 else 1.5
+            draws.top_p[i] = 0.5 if i % 5 == 0 else 1
+            draws.keys[i] = rng.integers(0, 2**64, dtype=np.uint64)
+            if i % 2:
+                draws.history[i], draws.num_prompt[i], draws.num_known[i] = history[i].ctypes.data, 7, 40
+                draws.repetition[i], draws.presence[i], draws.frequency[i] = 1.3, 0.5, 0.25
+            if i % 4 > 1:
+                draws.masks[i] = masks[i].ctypes.data
+        plain = head.run(activations)
+        draws.scored[:num] = np.arange(num) % 6 != 5
+        draws.logprobs[:] = 7
+        ids = head.run(activations)
+        np.testing.assert_array_equal(ids, plain)
+        exact = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        exact = (exact - logits.max(1, keepdims=True))[np.arange(num), ids]
+        np.testing.assert_allclose(draws.logprobs[:num], np.where(draws.scored[:num], exact, 7), rtol=0, atol=1e-6)
+        assert len({round(float(one), 3) for one in exact}) > num // 2
+
+
 def test_a_step_knows_nothing_of_the_steps_before(library: ctypes.CDLL) -> None:
     """Larger logits before, in more rows."""
     with recording(library, threads=2) as r:

@@ -32,11 +32,13 @@ class Ask(msgspec.Struct, frozen=True):
     at_step: int = 0
     """Steps that are planned before it comes."""
     priority: int = 0
+    scored: bool = False
+    """Whether its log probabilities are asked for."""
 
     @property
     def sampling(self) -> m.Sampling:
         temperature = 0.0 if self.seed == GREEDY else 1.3
-        return m.Sampling(temperature=temperature, seed=max(0, self.seed), ignore_eos=True)
+        return m.Sampling(temperature=temperature, seed=max(0, self.seed), ignore_eos=True, with_logprobs=self.scored)
 
 
 def make_runner(
@@ -76,6 +78,8 @@ class Pair:
         self._opened: dict[int, tuple[int, int]] = {}
         self._texts: dict[tuple[int, int], list[int]] = {}
         self._finished: dict[tuple[int, int], Finish] = {}
+        self.logprobs: dict[tuple[int, int], list[float]] = {}
+        """Of each sequence of each request, by the order in which they were asked; 0 where they are not asked for."""
         # Rows that end with a scheduler's last step would be dropped by its next one.
         runner.rows.drop(np.flatnonzero(runner.rows.taken).astype(np.int32))
 
@@ -120,11 +124,13 @@ class Pair:
             sampling=raw(ask.sampling),
             text=raw(m.TextOptions()),
             priority=ask.priority,
+            with_logprobs=ask.scored,
         )
         for told in self.scheduler.admit(admit):
             assert isinstance(told, m.Open), told
             self._opened[told.seq] = request_id, told.index
             self._texts[request_id, told.index] = []
+            self.logprobs[request_id, told.index] = []
 
     def _compute(self, step: m.Step) -> None:
         began_s = time.monotonic()
@@ -139,6 +145,7 @@ class Pair:
             compute_s=time.monotonic() - began_s,
             wait_s=0.0,
             copy_s=sampled.copy_s,
+            logprobs=sampled.logprobs.tobytes(),
         )
         self.scheduler.settle(result)
 
@@ -152,10 +159,14 @@ class Pair:
             for array, dtype in ((settled.seqs, np.uint64), (settled.starts, np.int32), (settled.counts, np.int32))
         )
         ids, finishes = take(settled.ids, np.int32).tolist(), take(settled.finishes, np.uint8).tolist()
+        logprobs = take(settled.logprobs, np.float32).tolist() or [0.0] * len(ids)
+        assert len(logprobs) == len(ids)
         for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
             text = self._texts[self._opened[seq]]
             assert start == len(text), "ids were lost or repeated"
             text += ids[:count]
             ids = ids[count:]
+            self.logprobs[self._opened[seq]] += logprobs[:count]
+            logprobs = logprobs[count:]
             if finish:
                 self._finished[self._opened[seq]] = Finish(finish)

@@ -219,3 +219,27 @@ def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> N
     assert load.num_preemptions > 0
     assert rules["preemption"] != "swap" or load.num_blocks_swapped_in > 0
     assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 0), (FEW, 60)], ids=["enough", "recomputed", "swapped"])
+def test_log_probabilities_of_some_change_no_text_and_are_what_they_are_alone(
+    machine: Machine, depth: int, memory: tuple[int, int]
+) -> None:
+    """Bit for bit: alone, in a batch with others that don't ask, forked, preempted by either means."""
+    requests = [
+        Ask(ask.prompt, ask.max_tokens, ask.seed, n=1 + i % 3, scored=i % 2 == 0) for i, ask in enumerate(asks()[:8])
+    ]
+    limits: dict[str, Any] = {"max_num_batched_tokens": 96, "preemption": "swap" if memory[1] else "recompute"}
+    pair = Pair(machine.runner(*memory), depth, **limits)
+    load = run(machine, pair, requests)
+    assert (load.num_preemptions > 0) == (memory[0] == FEW)
+    assert (load.num_blocks_swapped_in > 0) == (memory[1] > 0)
+    for i, ask in enumerate(requests, 1):
+        lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
+        lonely.run([ask])
+        for index in range(ask.n):
+            logprobs = pair.logprobs[i, index]
+            assert logprobs == lonely.logprobs[1, index]
+            assert len(logprobs) == ask.max_tokens
+            assert all(one < 0 for one in logprobs) if ask.scored else not any(logprobs)

@@ -141,6 +141,7 @@ class Gate:
         stop_reason: str | int | None = None,
         back: int = 0,
         num_cached: int | None = None,
+        logprobs: list[float] | None = None,
     ) -> None:
         """Text and ids of a sequence. With `back`, the text begins that many characters, and ids, before the end of
         what was sent: a repetition. With `num_cached`, these are its first ids, and so many of its prompt were in the
@@ -161,6 +162,7 @@ class Gate:
                 [int(finish)],
                 [stop_reason],
                 [] if num_cached is None else [m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)],
+                logprobs=np.array(logprobs or [], np.float32).tobytes(),
             ),
             "detokenize.0",
         )

@@ -360,7 +360,7 @@ class TestCredits:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert refused.json()["error"]["message"] == (
             "the server is overloaded: of the 3 sequences that may be open at once, 1 are left, and this request opens "
-            "2: n for each prompt"
+            "2: n, or best_of, for each prompt"
         )
         assert int(refused.headers["Retry-After"]) >= 1
         other = gate.post(CHAT)

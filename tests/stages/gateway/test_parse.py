@@ -266,7 +266,6 @@ BAD_COMPLETIONS: list[tuple[Any, str]] = [
     (COMPLETION | {"prompt": [1.5]}, "prompt[0]"),
     (COMPLETION | {"prompt": ["a"] * 65}, "prompt"),
     (COMPLETION | {"prompt": ["a"] * 33, "n": 2}, "prompt"),
-    (COMPLETION | {"best_of": 2}, "best_of"),
     (COMPLETION | {"prompt": [1, math.nan]}, "prompt[1]"),
 ]
 

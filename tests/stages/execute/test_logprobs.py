@@ -1,0 +1,134 @@
+"""Log probabilities of drawn ids are by the model's own distribution, and asking for them changes nothing else."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import messages as m
+from pipeline.kernels.sample import log_probabilities
+from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+
+GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
+SAMPLINGS = [
+    GREEDY,
+    m.Sampling(temperature=1.3, seed=5, ignore_eos=True),
+    m.Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=2**64 - 1, ignore_eos=True),
+    m.Sampling(temperature=2.0, top_p=0.5, seed=11, ignore_eos=True),
+]
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module", params=["torch", *LEVELS])
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    if request.param == "torch":
+        checkpoints.write(folder, checkpoints.config_of())
+        made = Driver(folder, settings(max_num_seqs=16))
+    else:
+        write(folder, checkpoints.config_of())
+        made = Native(folder, request.param, keep_logits=False)
+    yield made
+    made.runner.close()
+
+
+def asking(sampling: m.Sampling) -> m.Sampling:
+    return m.Sampling(
+        **{name: getattr(sampling, name) for name in m.Sampling.__struct_fields__} | {"with_logprobs": True}
+    )
+
+
+def generate(driver: Driver, samplings: list[m.Sampling]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """A row for each, of prompts of different lengths. Returns ids and log probabilities [steps, rows], where nobody
+    asks [steps, 0]; and what logits there are."""
+    driver.clear()
+    adds = [
+        row_add(row, random_ids(3 + 3 * row, row), driver.take_blocks(64), one) for row, one in enumerate(samplings)
+    ]
+    ids, logprobs, logits = [], [], []
+    for step in range(NUM_STEPS):
+        starts = [3 + 3 * row for row in range(len(samplings))]
+        entries = [
+            (row, start + step - 1, 1, True) if step else (row, 0, start, True) for row, start in enumerate(starts)
+        ]
+        sampled = driver.step(entries, adds=adds if step == 0 else ())
+        ids.append(sampled.ids)
+        logprobs.append(sampled.logprobs)
+        logits.append(driver.logits())
+    return np.array(ids), np.array(logprobs), logits
+
+
+def exact(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    top = wide.max(-1, keepdims=True)
+    wide = wide - top - np.log(np.exp(wide - top).sum(-1, keepdims=True))
+    return wide[np.arange(len(ids)), ids]
+
+
+def test_they_are_the_log_softmax_of_the_logits_as_they_are(driver: Driver) -> None:
+    ids, logprobs, logits = generate(driver, [asking(one) for one in SAMPLINGS])
+    for step in range(NUM_STEPS):
+        np.testing.assert_allclose(logprobs[step], exact(logits[step], ids[step]), rtol=0, atol=2e-6)
+    assert logprobs.dtype == np.float32 and (logprobs < 0).all()
+    assert logprobs.std() > 0.1, "they differ enough to be compared"
+
+
+def test_asking_changes_no_id_neither_ones_own_nor_a_neighbours(driver: Driver) -> None:
+    """Greedy rows among them, which keep no logits where nobody asks."""
+    plain = SAMPLINGS * 2
+    ids, logprobs, _ = generate(driver, plain)
+    assert logprobs.shape == (NUM_STEPS, 0), "nothing is said where nobody asks"
+    some = [asking(one) if row % 3 == 0 else one for row, one in enumerate(plain)]
+    each = [asking(one) for one in plain]
+    (some_ids, some_logprobs, _), (each_ids, each_logprobs, _) = generate(driver, some), generate(driver, each)
+    np.testing.assert_array_equal(some_ids, ids)
+    np.testing.assert_array_equal(each_ids, ids)
+    asks = np.arange(len(plain)) % 3 == 0
+    np.testing.assert_array_equal(some_logprobs[:, asks], each_logprobs[:, asks])
+    assert (some_logprobs[:, ~asks] == 0).all()
+
+
+def test_a_step_after_those_who_asked_says_nothing(driver: Driver) -> None:
+    generate(driver, [asking(one) for one in SAMPLINGS])
+    _, logprobs, _ = generate(driver, SAMPLINGS)
+    assert logprobs.shape == (NUM_STEPS, 0)
+    assert not driver.runner.draws.scored.any()
+
+
+def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver: Driver) -> None:
+    first = int(generate(driver, [GREEDY])[0][0, 0])
+    driver.clear()
+    stopping = m.Sampling(temperature=0.0, ignore_eos=True, stop_token_ids=[first], with_logprobs=True)
+    adds = [
+        row_add(row, random_ids(3, 0), driver.take_blocks(16), one)
+        for row, one in enumerate((stopping, asking(GREEDY)))
+    ]
+    sampled = driver.step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds)
+    assert sampled.finishes.tolist() == [m.Finish.STOP, m.Finish.NONE]
+    assert sampled.logprobs[0] == sampled.logprobs[1] < 0, "the id that stops counts"
+    after = driver.step([(0, 3, 1, True), (1, 3, 1, True)])
+    assert after.ids[0] == -1 and after.logprobs[0] == 0 and after.logprobs[1] < 0
+    assert len(driver.step([(0, 4, 1, True)]).logprobs) == 0
+    adds = [row_add(2, random_ids(9, 1), driver.take_blocks(16), asking(GREEDY))]
+    assert len(driver.step([(2, 0, 5, False)], adds=adds).logprobs) == 0
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0, 1e30])
+def test_the_torch_function_is_stable(scale: float) -> None:
+    logits = (np.random.default_rng(3).standard_normal((20, 77)) * scale).astype(np.float32)
+    ids = np.arange(20)
+    found = log_probabilities(torch.from_numpy(logits), torch.from_numpy(ids)).numpy()
+    np.testing.assert_allclose(found, exact(logits, ids), rtol=1e-6, atol=1e-6)
+
+
+def test_infinite_logits_are_never_no_number() -> None:
+    inf = np.inf
+    rows: list[Any] = [[inf, 0, inf, 1], [-inf, 0, 0, -inf], [-inf] * 4, [np.nan, 1, -inf, 1]]
+    logits = torch.tensor(rows)
+    for ids, expected in (([0, 1, 0, 1], [0, -np.log(2), 0, -np.log(2)]), ([1, 0, 3, 2], [-inf, -inf, 0, -inf])):
+        np.testing.assert_allclose(log_probabilities(logits, torch.tensor(ids)).numpy(), expected, rtol=1e-6)
