@@ -51,6 +51,8 @@ class StepBudget:
         self.shape = Shape(num_decodes, context)
         self.tokens = bounds.tokens - num_decodes
         self._times = times
+        self._held = 0
+        self._long_is_taken = False
         self._base_s = 0.0
         self._left_s = self._long_left_s = ENDLESS_S
         self._is_timed = num_decodes > 0 and times.is_known and min(bounds.step_s, bounds.stretch) < ENDLESS_S
@@ -59,8 +61,24 @@ class StepBudget:
             self._left_s = bounds.step_s - self._base_s
             self._long_left_s = self._base_s * (bounds.stretch - 1)
 
+    def hold_for_long(self, is_long: Bools) -> None:
+        """Where some of the prompts that come last are long: keep a chunk for the first, and let no other long one
+        start."""
+        self._long_is_taken = bool(is_long.any())
+        if self._long_is_taken:
+            self._held = max(0, min(MIN_CHUNK, (self.tokens + 1) // 2))
+            self.tokens -= self._held
+
+    def release_held(self) -> None:
+        """It is the turn of those that come last."""
+        self.tokens += self._held
+        self._held = 0
+        self._long_is_taken = False
+
     def has_room(self, is_long: bool) -> bool:
         """Whether a prompt may have a chunk. The first always may."""
+        if is_long and self._long_is_taken:
+            return False
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
         return self.tokens > 0 and (left_s > 0 or not self.shape.num_chunk_tokens)
 

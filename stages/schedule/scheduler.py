@@ -335,8 +335,8 @@ class Scheduler:
         """Divide a step's budget among rows that lack `need` of `total` ids. Returns what is left of it, how many
         tokens each row computes, and the rows of prompts that are to get what others leave.
 
-        Decoding rows come first, then prompts by order, then long prompts, of which the first is left something. Where
-        the policy preempts, prompts of a higher rank than somebody who waits come after whoever starts."""
+        Decoding rows come first, then prompts by order. Long prompts come after whoever starts, and the first of them
+        is left something; so do, where the policy preempts, prompts of a higher rank than somebody who waits."""
         prompts = later = NO_PLACES
         if len(need) <= self.limits.max_num_batched_tokens and (need == 1).all():
             counts, num_decodes = need, len(need)  # nearly every step
@@ -344,21 +344,30 @@ class Scheduler:
             counts = grant_decodes(need, self.limits.max_num_batched_tokens)
             num_decodes = int(counts.sum())
             prompts = (need > 1).nonzero()[0]
-            if len(prompts) and self._policy.preempts and (self._waiting or self._swapped):
-                firsts = [queue.first_rank for queue in (self._waiting, self._swapped) if queue]
-                yields = self.rows.rank[order[prompts]] > min(firsts)
-                prompts, later = prompts[~yields], order[prompts[yields]]
+            yields = self._yields(order[prompts])
+            prompts, later = prompts[~yields], order[prompts[yields]]
         matters = len(prompts) > 0 or len(later) > 0 or self._waiting or self._swapped or self._learns(False)
         context = int((total * counts).sum()) if matters else 0
         budget = StepBudget(self._bounds, self.times, num_decodes, context)
+        if len(later):
+            budget.hold_for_long(self.rows.is_long[later])
         if len(prompts):
-            is_long = self.rows.is_long[order[prompts]]
-            counts[prompts] = grant_chunks(budget, need[prompts], planned[prompts], is_long)
+            shorts = np.zeros(len(prompts), np.bool_)
+            counts[prompts] = grant_chunks(budget, need[prompts], planned[prompts], shorts)
         return budget, counts, later
+
+    def _yields(self, prompts: Int64s) -> Bools:
+        """Which of these rows' prompts get what is left when others have started."""
+        yields: Bools = self.rows.is_long[prompts]
+        if self._policy.preempts and (self._waiting or self._swapped):
+            firsts = [queue.first_rank for queue in (self._waiting, self._swapped) if queue]
+            yields = yields | (self.rows.rank[prompts] > min(firsts))
+        return yields
 
     def _go_on(self, budget: StepBudget, prompts: Int64s) -> list[Entries]:
         """Divide what is left of a budget among these rows' prompts, of those that were not put back meanwhile."""
         rows = self.rows
+        budget.release_held()
         prompts = prompts[rows.active[prompts]]
         planned, known = rows.planned[prompts], rows.known[prompts]
         counts = grant_chunks(budget, known - planned, planned, rows.is_long[prompts])
