@@ -179,6 +179,9 @@ class Bench:
             else:
                 assert (self.received[seq], finish) == (ids, natural)
 
+    def abort(self, request_id: int, index: int = -1) -> None:
+        self.scheduler.abort(m.Abort(request_id, 1, index))
+
     def close_all(self) -> None:
         for request_id in list(self.scheduler.requests):
             self.scheduler.close(m.Closed(request_id, 1))

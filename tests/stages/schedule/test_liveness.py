@@ -1,0 +1,246 @@
+"""Everybody goes on, and nobody is put back for nothing: what random histories can't see, for they end in any case."""
+
+import time
+
+import numpy as np
+import pytest
+
+from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.policy import MAX_PASSED
+from tests.stages.schedule.test_scheduler import Bench, limits
+
+
+def turn(bench: Bench, steps: int = 1) -> None:
+    for _ in range(steps):
+        bench.fill()
+        if bench.steps:
+            bench.answer()
+        bench.report()
+
+
+def taught(chosen: Limits, depth: int = 1) -> Bench:
+    """One that knows what steps take."""
+    bench = Bench(chosen, depth)
+    for number in range(12):
+        bench.admit(range(number * 7, number * 7 + 40), max_tokens=30)
+        bench.run()
+    return bench
+
+
+def steps_until_first(bench: Bench, request: int, most: int = 500) -> int:
+    """Steps until a request's first id is there."""
+    (seq,) = (opening.seq for opening in bench.opened.values() if opening.request_id == request)
+    for steps in range(most):
+        turn(bench)
+        if bench.received[seq]:
+            return steps
+    return most
+
+
+def ids(number: int, length: int) -> list[int]:
+    """A prompt that begins like no other."""
+    return [int(value) for value in np.random.default_rng(number).integers(0, 900, length)]
+
+
+def long_limits(**changes: object) -> Limits:
+    values = {"num_blocks": 2000, "max_model_len": 3000, "long_tokens": 500, "long_stretch": 1.3}
+    return limits(**(values | changes))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_swap_blocks", [0, 300])
+def test_nobody_is_put_back_for_a_long_prompt_that_waits_for_another(depth: int, num_swap_blocks: int) -> None:
+    bench = taught(long_limits(max_num_seqs=3, policy="priority", num_swap_blocks=num_swap_blocks), depth)
+    bench.admit(range(10), max_tokens=1000)
+    victim = bench.admit(range(100, 200), max_tokens=900, priority=1)
+    turn(bench, 5)
+    bench.admit(ids(1, 2000), max_tokens=5)
+    turn(bench, 3)
+    bench.admit(ids(2, 2000), max_tokens=5)
+    (seq,) = (opening.seq for opening in bench.opened.values() if opening.request_id == victim)
+    before = len(bench.received[seq])
+    turn(bench, 40)
+    assert bench.scheduler.load().num_preemptions == 0
+    assert len(bench.received[seq]) >= before + 38, "it goes on meanwhile"
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_preemptions == 1, "once, when the second can start"
+
+
+def test_what_is_shared_needs_no_way() -> None:
+    bench = Bench(limits(num_blocks=70, max_model_len=1024, policy="priority"), depth=1)
+    prompt = ids(1, 480)
+    bench.admit(prompt, max_tokens=300)
+    turn(bench, 10)
+    for number in range(2):
+        bench.admit(ids(10 + number, 200), max_tokens=100, priority=1)
+    turn(bench, 10)
+    bench.admit(prompt[:470], max_tokens=4)
+    bench.fill()
+    assert len(bench.steps[-1].adds) == 1
+    assert bench.scheduler.load().num_preemptions == 0
+
+
+def test_nobody_is_put_back_whose_blocks_stay_with_others() -> None:
+    bench = Bench(limits(num_blocks=60, max_model_len=1024, policy="priority"), depth=1)
+    prompt = ids(1, 480)
+    bench.admit(prompt, max_tokens=300)
+    turn(bench, 10)
+    for number in range(3):
+        bench.admit([*prompt, number], max_tokens=100, priority=1)
+    turn(bench, 4)
+    running = bench.scheduler.num_running
+    assert running == 4
+    head = bench.admit(ids(3, 800), max_tokens=4)
+    turn(bench, 20)
+    assert bench.scheduler.num_running == 4
+    assert bench.scheduler.load().num_preemptions == 0, "all three would give six blocks, and it lacks fifty"
+    bench.run()
+    bench.check_outputs()
+    assert head in {bench.opened[seq].request_id for seq in bench.finished}
+
+
+def test_nobody_is_put_back_while_there_is_nothing_left_to_compute_with() -> None:
+    bench = Bench(limits(num_blocks=400, max_model_len=1024, max_num_seqs=2, policy="priority"), depth=1)
+    bench.admit(range(10), max_tokens=500, priority=1)
+    turn(bench, 3)
+    bench.admit(ids(1, 900), max_tokens=2)
+    turn(bench, 2)
+    bench.admit(ids(2, 100), max_tokens=2)
+    while not bench.scheduler.load().num_preemptions:
+        bench.fill()
+        bench.answer()
+        bench.report()
+    bench.fill()
+    assert bench.scheduler.load().num_running == 2
+    assert not bench.scheduler._way_for, "whom way was made for has started"
+    bench.run()
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_lower_priority_does_not_wait_for_a_prompt_of_a_higher_one(depth: int) -> None:
+    bench = Bench(limits(num_blocks=400, max_model_len=2048, policy="priority"), depth)
+    bench.admit(ids(1, 1500), max_tokens=2, priority=5)
+    turn(bench, 3)
+    urgent = bench.admit(ids(2, 50), max_tokens=2, priority=0)
+    assert steps_until_first(bench, urgent) <= depth
+    bench.run()
+    bench.check_outputs()
+
+
+def test_a_prompt_that_is_cached_is_not_long() -> None:
+    bench = taught(long_limits())
+    prompt = ids(1, 1000)
+    bench.admit(prompt, max_tokens=2)
+    bench.run()
+    for number in range(4):
+        bench.admit([number] * 3, max_tokens=1000)
+    turn(bench, 10)
+    bench.admit(ids(2, 2000), max_tokens=2)
+    turn(bench, 3)
+    again = bench.admit([*prompt, 5, 6], max_tokens=2)
+    assert steps_until_first(bench, again) == 0, "ten tokens are to be computed"
+
+
+@pytest.mark.parametrize("num_long", [3, 70, 200])
+def test_a_short_prompt_passes_any_number_of_long_ones(num_long: int) -> None:
+    bench = taught(long_limits(max_num_batched_tokens=96, max_num_seqs=100))
+    for number in range(4):
+        bench.admit([number] * 3, max_tokens=2000)
+    turn(bench, 10)
+    for number in range(num_long):
+        bench.admit(ids(number, 600), max_tokens=2)
+    turn(bench, 3)
+    short = bench.admit(ids(999, 5), max_tokens=2)
+    assert steps_until_first(bench, short) <= 1
+
+
+def test_a_short_prompt_passes_a_long_one_though_nobody_decodes() -> None:
+    bench = Bench(long_limits(), depth=1)
+    bench.admit(ids(1, 2000), max_tokens=2)
+    turn(bench, 3)
+    short = bench.admit(ids(2, 40), max_tokens=2)
+    assert steps_until_first(bench, short) <= 1
+
+
+def test_a_short_prompt_goes_on_where_decoding_rows_leave_next_to_nothing() -> None:
+    bench = Bench(long_limits(max_num_seqs=16, max_num_batched_tokens=16), depth=1)
+    for number in range(14):
+        bench.admit([number] * 3, max_tokens=2000)
+    turn(bench, 20)
+    bench.admit(ids(1, 1800), max_tokens=2)
+    turn(bench, 3)
+    short = bench.admit(ids(2, 5), max_tokens=2)
+    assert steps_until_first(bench, short) <= 6
+
+
+def test_a_long_prompt_is_passed_so_often_and_no_more() -> None:
+    bench = taught(long_limits(max_num_batched_tokens=64, max_num_seqs=30))
+    for number in range(6):
+        bench.admit([number] * 10, max_tokens=2500)
+    turn(bench, 20)
+    bench.admit(ids(1, 2500), max_tokens=2)
+    turn(bench, 3)
+    second = bench.admit(ids(2, 700), max_tokens=2)
+    for number in range(1000):
+        bench.admit(ids(100 + number, 40), max_tokens=1)
+        turn(bench)
+        if any(sequence and sequence.request.request_id == second for sequence in bench.scheduler.rows.sequences):
+            break
+    assert number <= 2 * MAX_PASSED
+
+
+def test_who_is_preferred_is_counted_when_it_has_started_and_not_before() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_seqs=8, max_model_len=200, policy="longest-prefix-match"), depth=1)
+    bench.admit(range(64), max_tokens=1)
+    bench.run()
+    bench.admit(ids(1, 150), max_tokens=50)  # fills the memory for as long as it runs
+    turn(bench, 3)
+    for number in range(3):
+        bench.admit(ids(20 + number, 120), max_tokens=1)
+    matching = bench.admit([*range(48), 7], max_tokens=1)
+    turn(bench, 30)
+    waiting = [
+        sequence for request in bench.scheduler.requests.values() for sequence in request.open_sequences.values()
+    ]
+    assert all(sequence.num_passed == 0 for sequence in waiting if sequence.row < 0) or matching in {
+        bench.opened[seq].request_id for seq in bench.finished
+    }
+    bench.run()
+    bench.check_outputs()
+
+
+def test_siblings_of_a_leader_that_is_aborted_have_another() -> None:
+    bench = Bench(limits(max_num_batched_tokens=16), depth=1)
+    request = bench.admit(range(60), max_tokens=3, n=3)
+    turn(bench)
+    bench.abort(request, 0)
+    bench.run()
+    bench.check_outputs()
+    assert len(bench.finished) == 3
+    assert bench.scheduler.load().num_forks == 1
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_putting_back_many_costs_little(aligned: bool) -> None:
+    """A thousand rows that run out of memory at once: the cost of a plan, of which one may be a noisy moment's."""
+    num_rows = 1024
+    bench = Bench(
+        limits(
+            num_blocks=num_rows * 2, max_num_seqs=num_rows, max_num_batched_tokens=65536, prefix_caching=False,
+            num_swap_blocks=500,
+        ),
+        depth=1,
+    )  # fmt: skip
+    for number in range(num_rows):
+        bench.admit([number % 900] * (10 if aligned else 10 + number % 14), max_tokens=60)
+    plans = []
+    while bench.scheduler.load().num_preemptions < 300:
+        begun = time.perf_counter()
+        step = bench.scheduler.plan()
+        plans.append(time.perf_counter() - begun)
+        assert step is not None
+        bench.scheduler.settle(bench.executor.run(step))
+        bench.report()
+    assert sorted(plans[1:])[-3] < 0.02
