@@ -20,8 +20,12 @@ class HealthBody(msgspec.Struct):
     stages: list[dict[str, str | int | float]] = []
     running: int | None = None
     waiting: int | None = None
+    swapped: int | None = None
     kv_blocks: dict[str, int] | None = None
     """free, cached and held make up the total"""
+    swap_blocks: dict[str, int] | None = None
+    depth: int | None = None
+    """steps in flight at most, as it is now"""
     counters: dict[str, int] | None = None
     """since start"""
     open_requests: int = 0
@@ -72,6 +76,9 @@ def body_of(health: m.Health | None, status: str, reason: str | None, num_open: 
     if (load := health.schedule) is not None:
         body.running = load.num_running
         body.waiting = load.num_waiting
+        body.swapped = load.num_swapped
+        body.swap_blocks = {"free": load.num_swap_blocks_free, "total": load.num_swap_blocks_total}
+        body.depth = load.depth
         body.kv_blocks = {
             "free": load.num_blocks_free,
             "cached": load.num_blocks_cached,
@@ -83,6 +90,9 @@ def body_of(health: m.Health | None, status: str, reason: str | None, num_open: 
             "cached_tokens": load.num_cached_tokens,
             "output_tokens": load.num_output_tokens,
             "preemptions": load.num_preemptions,
+            "blocks_swapped_out": load.num_blocks_swapped_out,
+            "blocks_swapped_in": load.num_blocks_swapped_in,
+            "forks": load.num_forks,
             "steps": load.num_steps,
         }
     return body

@@ -10,7 +10,7 @@ from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, END, FACTS, Gate, ends_with_an_error, events_of, read_until
 
 STREAM = CHAT | {"stream": True}
-LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10)
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17)
 
 
 class TestBeforeStart:
@@ -49,12 +49,18 @@ class TestHealth:
             "stages": [{"name": "schedule.0", "pid": 17, "state": "ready", "answer_ms": 0.5}],
             "running": 1,
             "waiting": 2,
+            "swapped": 11,
             "kv_blocks": {"free": 3, "cached": 4, "held": 5, "total": 12},
+            "swap_blocks": {"free": 12, "total": 13},
+            "depth": 17,
             "counters": {
                 "prompt_tokens": 6,
                 "cached_tokens": 7,
                 "output_tokens": 8,
                 "preemptions": 9,
+                "blocks_swapped_out": 14,
+                "blocks_swapped_in": 15,
+                "forks": 16,
                 "steps": 10,
             },
             "open_requests": 0,
