@@ -485,15 +485,16 @@ class Scheduler:
         return started
 
     def _next(self, budget: StepBudget) -> Sequence | None:
-        """Who starts next, if there were blocks: for whom others were put back, then a swapped sequence before the
-        waiting ones of its rank."""
+        """Who starts next, if there were blocks: for whom others were put back; then those that were put back
+        themselves, by order, whether they are swapped or are computed again; then new ones."""
         if self._way_for is not None:
             return self._way_for
         block_size = self.limits.block_size
         waiting = self._waiting.choose(budget.has_room(True), self.memory.num_cached, block_size)
         if self._swapped:
             swapped = self._swapped.first
-            if waiting is None or swapped.order[0] <= waiting.order[0]:
+            is_older = waiting is not None and waiting.num_preemptions > 0 and waiting.order < swapped.order
+            if waiting is None or (swapped.order[0] <= waiting.order[0] and not is_older):
                 self._waiting.choose_none()
                 return swapped
         return waiting

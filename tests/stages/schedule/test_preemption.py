@@ -102,6 +102,20 @@ def test_the_swapped_come_back_before_new_ones_start() -> None:
     bench.check_outputs()
 
 
+@pytest.mark.parametrize("num_swap_blocks", [9, 22])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_is_computed_again_comes_back_before_later_ones_that_are_swapped(num_swap_blocks: int, depth: int) -> None:
+    """Swap space has room for some of them."""
+    chosen = short_of_memory("auto", num_swap_blocks, num_blocks=32, max_num_seqs=12, max_model_len=256)
+    bench = Bench(chosen, depth)
+    for number in range(12):
+        bench.admit(range(number * 50, number * 50 + 62), max_tokens=150)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_blocks_swapped_out > 0
+    assert list(bench.finished) == sorted(bench.finished), "equal requests end in the order in which they came"
+
+
 def test_the_cheapest_to_bring_back_is_put_back_and_the_first_never_is() -> None:
     bench = Bench(limits(num_blocks=12, max_num_seqs=4, prefix_caching=False, max_num_batched_tokens=256), depth=1)
     bench.admit(range(60), max_tokens=30)  # crosses into a fifth block after the others have taken the last two
