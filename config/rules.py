@@ -27,6 +27,11 @@ def contradictions(settings: Settings) -> list[str]:
             f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_requests = "
             f"{gateway.max_open_requests} equally, and each needs one at least"
         )
+    if gateway.replicas > gateway.max_open_tokens:
+        problems.append(
+            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_tokens = {gateway.max_open_tokens} "
+            "equally, and each needs one at least"
+        )
     if problem := door.problem_of(settings.gateway.zmq):
         problems.append(problem)
     execute = settings.execute
@@ -50,6 +55,8 @@ def remarks(settings: Settings) -> list[str]:
             f"{schedule.max_num_batched_tokens} tokens, so not all of {schedule.max_num_seqs} sequences "
             f"advance in each step"
         )
+    if schedule.policy == "longest-prefix-match" and not schedule.prefix_caching:
+        found.append("schedule.policy: 'longest-prefix-match' finds nothing without schedule.prefix_caching")
     if execute.swap_bytes and schedule.preemption == "recompute":
         found.append("execute.swap_bytes: schedule.preemption is 'recompute', so nothing is swapped")
     if schedule.max_step_ms and schedule.max_step_ms < 1:

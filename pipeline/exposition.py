@@ -223,6 +223,13 @@ def _process(stats: ServerStats) -> Iterator[Metric]:
     yield _gauge("pipeline_max_model_len", "Longest prompt plus output, in tokens.", {}, stats.max_model_len)
     gateways = _own(stats, GatewayCounts)
     yield _gauge("pipeline_open_requests", "Prompts that gateways hold open.", {}, sum(c.num_open for c in gateways))
+    yield _gauge("pipeline_open_sequences", "Sequences of them.", {}, sum(c.num_open_sequences for c in gateways))
+    yield _gauge(
+        "pipeline_max_open_sequences",
+        "Above which no request is let in.",
+        {},
+        sum(c.max_open_sequences for c in gateways),
+    )
     yield _gauge(
         "pipeline_open_tokens",
         "Prompt tokens of open requests, estimated where ingest has not made them.",

@@ -58,6 +58,9 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """Prompt tokens of what is open; those of prompts that ingest has not tokenized are estimated."""
     max_open_tokens: int = 0
     """This gateway's share of `gateway.max_open_tokens`."""
+    num_open_sequences: int = 0
+    max_open_sequences: int = 0
+    """Its share of `gateway.max_open_requests`."""
     num_timed_out: int = 0
     """Calls that were ended at their deadline."""
 

@@ -46,7 +46,14 @@ class Admission:
 
     def check_room(self, now_s: float) -> None:
         """Before a body is read: raises ApiError, 503, where no request at all would be let in."""
-        self.admit(1, 1, now_s)
+        if self.num_sequences >= self.max_sequences:
+            raise overloaded(
+                f"all {self.max_sequences} sequences that may be open at once are", self._retry_after_s(1, 0, now_s)
+            )
+        if self.num_sequences and self.num_tokens >= self.max_tokens:
+            raise overloaded(
+                f"all {self.max_tokens} prompt tokens that may be open at once are", self._retry_after_s(0, 1, now_s)
+            )
 
     def admit(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
         """Raises ApiError, 503, where a call for so much may not be let in now."""

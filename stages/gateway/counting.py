@@ -70,5 +70,7 @@ class Counting:
             longest_output_tokens=self._longest.counts(),
             num_open_tokens=admission.num_tokens,
             max_open_tokens=admission.max_tokens,
+            num_open_sequences=admission.num_sequences,
+            max_open_sequences=admission.max_sequences,
             num_timed_out=self.num_timed_out,
         )
