@@ -14,7 +14,7 @@ from pipeline.asides import Asides
 from pipeline.channels import Inbox, Outbox
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.messages import Envelope, ExecuteFacts, Launch, Release
+from pipeline.messages import Envelope, ExecuteFacts, Launch, Message, Release
 from pipeline.recording.player import ReplayInbox, ReplayOutbox, ReplayTape
 from pipeline.recording.recorder import RecordingTape, RecordState, header_of
 from pipeline.recording.tape import Tape
@@ -79,6 +79,11 @@ class Arrays:
         if isinstance(array, ShmRef):
             assert self._arena is not None
             self._arena.release(array.offset, array.generation)
+
+    def retract_all(self, message: Message) -> None:
+        """Take back every array among the fields of a message that was not sent."""
+        for field in message.__struct_fields__:
+            self.retract(getattr(message, field))
 
     def released(self, release: Release) -> None:
         """A reader has released slabs of this process's arena."""

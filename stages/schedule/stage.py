@@ -229,12 +229,7 @@ class ScheduleStage:
         report = self._scheduler.outgoing.report(replica, self._stage.tape.monotonic())
         if report is not None:
             if not detokenize.send(report):
-                self._retract(report)
+                self._stage.arrays.retract_all(report)
                 return False
             self._scheduler.outgoing.reported(replica)
         return True
-
-    def _retract(self, report: m.Settled) -> None:
-        """Take back the slabs of a message that was not sent."""
-        for array in (report.seqs, report.starts, report.counts, report.ids, report.finishes):
-            self._stage.arrays.retract(array)
