@@ -18,7 +18,7 @@ from pipeline.stages.schedule.pace import StepTimes
 MIN_CHUNK = 16
 """Fewer tokens than this at once cost hardly less time."""
 
-ENDLESS_S = float("inf")
+ENDLESS = float("inf")
 
 
 class Shape(msgspec.Struct):
@@ -40,8 +40,8 @@ class Bounds(msgspec.Struct, frozen=True):
     """The settings of a budget."""
 
     tokens: int
-    step_s: float = ENDLESS_S
-    stretch: float = ENDLESS_S
+    step_s: float = ENDLESS
+    stretch: float = ENDLESS
 
 
 class StepBudget:
@@ -52,33 +52,34 @@ class StepBudget:
         self.tokens = bounds.tokens - num_decodes
         self._times = times
         self._held = 0
-        self._long_is_taken = False
+        self._long_rank = ENDLESS
         self._base_s = 0.0
-        self._left_s = self._long_left_s = ENDLESS_S
-        self._is_timed = num_decodes > 0 and times.is_known and min(bounds.step_s, bounds.stretch) < ENDLESS_S
+        self._left_s = self._long_left_s = ENDLESS
+        self._is_timed = num_decodes > 0 and times.is_known and min(bounds.step_s, bounds.stretch) < ENDLESS
         if self._is_timed:
             self._base_s = times.predict(num_decodes, context, 0, 0.0)
             self._left_s = bounds.step_s - self._base_s
             self._long_left_s = self._base_s * (bounds.stretch - 1)
 
-    def hold_for_long(self, is_long: Bools) -> None:
-        """Where some of the prompts that come last are long: keep a chunk for the first, and let no other long one
-        start."""
-        self._long_is_taken = bool(is_long.any())
-        if self._long_is_taken:
-            self._held = max(0, min(MIN_CHUNK, (self.tokens + 1) // 2))
-            self.tokens -= self._held
+    def hold_for_long(self, rank: int) -> None:
+        """The first of the long prompts that come last has this rank: keep a chunk for it, and let no other long one of
+        its rank or a higher one start."""
+        self._long_rank = rank
+        self._held = max(0, min(MIN_CHUNK, (self.tokens + 1) // 2))
+        self.tokens -= self._held
 
     def release_held(self) -> None:
         """It is the turn of those that come last."""
         self.tokens += self._held
         self._held = 0
-        self._long_is_taken = False
+        self._long_rank = ENDLESS
+
+    def has_room_for_long(self, rank: int) -> bool:
+        """Whether a long prompt of this rank may start."""
+        return rank < self._long_rank and self.has_room(True)
 
     def has_room(self, is_long: bool) -> bool:
         """Whether a prompt may have a chunk. The first always may."""
-        if is_long and self._long_is_taken:
-            return False
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
         return self.tokens > 0 and (left_s > 0 or not self.shape.num_chunk_tokens)
 
@@ -98,7 +99,7 @@ class StepBudget:
     def _fitting(self, start: int, most: int, is_long: bool) -> int:
         """The tokens that there is time for, and their time taken."""
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
-        if left_s < ENDLESS_S:
+        if left_s < ENDLESS:
             shape = self.shape
             fitting = self._times.max_chunk(self._base_s + left_s, shape.num_decodes, shape.context, start, most)
             if fitting < most:  # what is left is too little for anything

@@ -62,7 +62,7 @@ class Memory:
         """Give a sequence the blocks of all its ids, and list the copies that bring its keys and values into them; None
         where there are too few blocks. `step_id` is the step that is being planned."""
         pool = self.pool
-        start = self._fork(sequence) or self._found(sequence)
+        start = self._look(sequence)
         num_unheld = sum(map(pool.is_cached, start.blocks))
         if not may_start(pool.num_available, start.num_needed + num_unheld, num_running):
             return None
@@ -78,7 +78,7 @@ class Memory:
 
     def reach(self, sequence: Sequence) -> "Reach":
         """For asking which rows would have to be put back to let a sequence start."""
-        start = self._fork(sequence) or self._found(sequence)
+        start = self._look(sequence)
         num_lacking = start.num_needed + sum(map(self.pool.is_cached, start.blocks))
         return Reach(self.pool, num_lacking, set(start.blocks))
 
@@ -90,15 +90,19 @@ class Memory:
         find = self.pool.find
         return bisect_left(self._keys_of(sequence), 1, key=lambda key: 0 if find(key) is not None else 1)
 
-    def _found(self, sequence: Sequence) -> Start:
-        """In the prefix cache, and behind it in swap space."""
+    def _look(self, sequence: Sequence) -> Start:
+        """What there is of a sequence."""
         hits = self._hits(sequence)
+        return self._fork(sequence, hits) or self._found(sequence, hits)
+
+    def _found(self, sequence: Sequence, hits: list[int]) -> Start:
+        """In the prefix cache, and behind it in swap space."""
         num_computed = len(hits) * self._block_size
         if sequence.swapped is not None:
             num_computed = max(num_computed, sequence.swapped.num_computed)
         return Start(hits, num_computed, self.blocks_for(len(sequence.ids)) - len(hits))
 
-    def _fork(self, sequence: Sequence) -> Start | None:
+    def _fork(self, sequence: Sequence, hits: list[int]) -> Start | None:
         """From a sibling, where that is more than it finds otherwise."""
         request, rows = sequence.request, self._rows
         if request.n == 1 or sequence.swapped is not None:
@@ -107,7 +111,7 @@ class Memory:
         running = [other.row for other in request.open_sequences.values() if other.row >= 0]
         ready = [row for row in running if rows.ahead[row] >= num_prompt]
         num_computed = min(num_prompt, len(sequence.ids) - 1)
-        if not ready or len(self._hits(sequence)) * self._block_size >= num_computed:
+        if not ready or len(hits) * self._block_size >= num_computed:
             return None
         num_full = num_computed // self._block_size
         blocks: list[int] = rows.table[ready[0], :num_full].tolist()
@@ -253,6 +257,10 @@ class Reach:
             if count == self._pool.num_refs(block) and block not in self._shared:
                 self._num += 1
 
+    def want(self, num_blocks: int) -> None:
+        """So many more are needed, by another sequence."""
+        self._num_lacking += num_blocks
+
     def suffices(self, num_running: int) -> bool:
-        """Whether it may start then beside so many."""
+        """Whether all that is needed is there then, beside so many rows."""
         return may_start(self._num, self._num_lacking, num_running)

@@ -54,11 +54,11 @@ class Victims:
         self._ranks = rows.rank[candidates]
         self._left = np.ones(len(candidates), np.bool_)
 
-    def take(self, behind: int = -1) -> int | None:
+    def take(self, behind: int = -1, above: int | None = None) -> int | None:
         """Of the highest rank among those behind a place, the one that costs least to bring back; of equals, the last.
-        It is taken out. None where there are none."""
+        It is taken out. None where there are none, or that rank is not above one that is given."""
         places = self._left[behind + 1 :].nonzero()[0] + behind + 1
-        if len(places) == 0:
+        if len(places) == 0 or (above is not None and self._ranks[places[-1]] <= above):
             return None
         places = places[self._ranks[places] == self._ranks[places[-1]]]
         place = int(places[len(places) - 1 - int(np.argmin(self._costs_s[places][::-1]))])

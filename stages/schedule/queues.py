@@ -73,10 +73,12 @@ class Waiting:
     def remove(self, sequence: Sequence) -> None:
         self._queue_of(sequence).remove(sequence)
 
-    def choose(self, long_has_room: bool, num_cached: Callable[[Sequence], int], block_size: int) -> Sequence | None:
-        """Whom the policy starts next. Where a step has no room for long prompts, those are passed over that have more
-        than `long_tokens` to compute, until they have been so too often. `num_cached` says how many blocks of a
-        sequence's ids are in the prefix cache."""
+    def choose(
+        self, has_room_for_long: Callable[[int], bool], num_cached: Callable[[Sequence], int], block_size: int
+    ) -> Sequence | None:
+        """Whom the policy starts next. Where a step has no room for long prompts of a rank, those are passed over that
+        have more than `long_tokens` to compute, until they have been so too often. `num_cached` says how many blocks of
+        a sequence's ids are in the prefix cache."""
         looked_at = list(islice(self._short, self._policy.window))
         able = looked_at
         if len(self._long):
@@ -85,9 +87,9 @@ class Waiting:
             able = [
                 sequence
                 for sequence in looked_at
-                if long_has_room
+                if not sequence.waits_long
+                or has_room_for_long(sequence.order[0])
                 or sequence.num_passed >= MAX_PASSED
-                or not sequence.waits_long
                 or len(sequence.ids) - num_cached(sequence) * block_size <= self._long_tokens
             ][: self._policy.window]
         if not able:
@@ -95,6 +97,14 @@ class Waiting:
         chosen = able[0] if len(able) == 1 else able[self._policy.choose(able, num_cached)]
         self._passed = [sequence for sequence in looked_at if sequence.order < chosen.order]
         return chosen
+
+    def behind(self, first: Sequence, rank: int) -> Iterator[Sequence]:
+        """Those that are not long, come after `first` in order and have a rank below `rank`."""
+        for sequence in self._short:
+            if sequence.order[0] >= rank:
+                return
+            if sequence.order > first.order:
+                yield sequence
 
     def started(self) -> None:
         """Who was chosen last has started before those that it was preferred to."""

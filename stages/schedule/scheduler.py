@@ -16,6 +16,7 @@ This module neither sends nor receives; stage.py does. It holds no tensor and im
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +29,7 @@ from pipeline.stages.schedule import prefix
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.budget import Bounds, Shape, StepBudget, grant_chunks, grant_decodes
 from pipeline.stages.schedule.counting import Counting
-from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.limits import ENDLESS, Limits
 from pipeline.stages.schedule.memory import Memory
 from pipeline.stages.schedule.outgoing import Outgoing, Put
 from pipeline.stages.schedule.pace import StepTimes
@@ -46,6 +47,9 @@ MAX_TOMBSTONES = 65536
 
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
+
+ASK_AGAIN = 16
+"""Steps after which it is asked again whether somebody could be put back with any use."""
 
 LEARN_EVERY = 8
 """Of the steps in which all rows decode, one in so many is learnt from: they are all alike."""
@@ -126,10 +130,10 @@ class Scheduler:
         self._waiting = Waiting(self._policy, limits.long_tokens)
         self._siblings = Siblings()
         self._swapped = Queue()
-        self._way_for: Sequence | None = None
-        """For whom others were put back, until it starts"""
-        self._no_way = (0, 0)
-        """For whom nobody could be put back with any use, and `Rows.num_changes` then"""
+        self._way_for: list[Sequence] = []
+        """For whom others were put back, until they start; by order"""
+        self._no_way = (0, 0, 0)
+        """For whom nobody could be put back with any use, and when: `Rows.num_changes`, and a step, about"""
         self._num_decode_steps = 0
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._drops: list[int] = []
@@ -313,19 +317,20 @@ class Scheduler:
         total = rows.known[order] + rows.promised[order]
         need = (total - planned) * (total < rows.limit[order])
         budget, counts, later = self._grant(order, planned, need, total)
-        has_made_way = self._make_way(budget)
+        has_made_way = self._make_way(budget, order[total >= rows.limit[order]])
         running, appended, preempted = self._cover(order, planned, counts, total)
         if running is not order:
             kept = np.flatnonzero(np.isin(order, running))
             planned, total, counts = planned[kept], total[kept], counts[kept]
         entries = [self._advance(running, planned, counts, total)]
+        later = later[rows.active[later]]  # a row that was put back may be another's below
         adds: list[m.RowAdd] = []
         if not preempted and (self._waiting or self._swapped):
             entries += self._start_others(budget, adds, has_made_way)
         if len(later):
             entries += self._go_on(budget, later)
         if not any(len(part.rows) for part in entries) and not adds:
-            assert self.in_flight or not (self.num_running or self._waiting or self._swapped), (
+            assert self.in_flight or not (self.num_running or self.num_waiting or self._swapped), (
                 "there is work, but no step to do it"
             )
             return None
@@ -349,28 +354,40 @@ class Scheduler:
         matters = len(prompts) > 0 or len(later) > 0 or self._waiting or self._swapped or self._learns(False)
         context = int((total * counts).sum()) if matters else 0
         budget = StepBudget(self._bounds, self.times, num_decodes, context)
-        if len(later):
-            budget.hold_for_long(self.rows.is_long[later])
+        if len(longs := later[self.rows.is_long[later]]):
+            budget.hold_for_long(int(self.rows.rank[longs[0]]))
         if len(prompts):
-            shorts = np.zeros(len(prompts), np.bool_)
-            counts[prompts] = grant_chunks(budget, need[prompts], planned[prompts], shorts)
+            counts[prompts] = self._chunks(budget, order[prompts], need[prompts], planned[prompts])
         return budget, counts, later
 
     def _yields(self, prompts: Int64s) -> Bools:
         """Which of these rows' prompts get what is left when others have started."""
-        yields: Bools = self.rows.is_long[prompts]
-        if self._policy.preempts and (self._waiting or self._swapped):
-            firsts = [queue.first_rank for queue in (self._waiting, self._swapped) if queue]
-            yields = yields | (self.rows.rank[prompts] > min(firsts))
+        is_long: Bools = self.rows.is_long[prompts]
+        if not self._policy.preempts:
+            return is_long
+        ranks = self.rows.rank[prompts]
+        first = min((queue.first_rank for queue in (self._waiting, self._swapped) if queue), default=ENDLESS)
+        yields: Bools = (ranks > first) | (is_long & (ranks == first))
         return yields
 
+    def _chunks(self, budget: StepBudget, prompts: Int64s, need: Int64s, starts: Int64s) -> Int64s:
+        """Divide a budget among these rows' prompts, by order: rank by rank."""
+        rows = self.rows
+        ranks, is_long = rows.rank[prompts], rows.is_long[prompts]
+        if len(ranks) == 0 or ranks[0] == ranks[-1]:
+            return grant_chunks(budget, need, starts, is_long)
+        counts = np.zeros(len(prompts), np.int64)
+        for rank in np.unique(ranks):
+            of_rank = ranks == rank
+            counts[of_rank] = grant_chunks(budget, need[of_rank], starts[of_rank], is_long[of_rank])
+        return counts
+
     def _go_on(self, budget: StepBudget, prompts: Int64s) -> list[Entries]:
-        """Divide what is left of a budget among these rows' prompts, of those that were not put back meanwhile."""
+        """Divide what is left of a budget among these rows' prompts."""
         rows = self.rows
         budget.release_held()
-        prompts = prompts[rows.active[prompts]]
         planned, known = rows.planned[prompts], rows.known[prompts]
-        counts = grant_chunks(budget, known - planned, planned, rows.is_long[prompts])
+        counts = self._chunks(budget, prompts, known - planned, planned)
         some = counts > 0
         return [self._advance(prompts[some], planned[some], counts[some], known[some])]
 
@@ -429,46 +446,77 @@ class Scheduler:
         self._totals["preemptions"] += 1
         (self._waiting if swapped is None else self._swapped).add(sequence)
 
-    def _make_way(self, budget: StepBudget) -> bool:
-        """Where the policy preempts: put back rows of a higher rank than who would start next, if that lets it start,
-        and no more of them than that takes. What was granted to them is nobody's in this step.
-        Returns whether anyone was put back: then nobody else than who it was for may start now."""
+    def _make_way(self, budget: StepBudget, ending: Int64s) -> bool:
+        """Where the policy preempts: put back rows of a higher rank than who would start next, and than those behind it
+        that the step has room for too, if that lets them start, and no more of them than that takes. `ending` are rows
+        that have all their ids: they leave by themselves. What was granted to rows that are put back is nobody's in
+        this step. Returns whether anyone was put back: then only those that it was for may start now."""
+        pool = self.memory.pool
+        if self._way_for and not pool.num_retired and not self.memory.reach(self._way_for[0]).suffices(0):
+            self._way_for = []  # what was to come back is there, but others have taken of it: more has to be done
         if not self._policy.preempts or not self.num_running or self._way_for or not budget.has_room(False):
             return False
-        sequence = self._next(budget)
+        first = self._next(budget)
         rows = self.rows
-        if sequence is None or self._no_way == (sequence.seq, rows.num_changes):
+        if first is None or self._no_way == (no_way := (first.seq, rows.num_changes, self._last_step // ASK_AGAIN)):
             return False
-        worse = rows.order[rows.rank[rows.order] > sequence.order[0]]
+        worse = rows.order[rows.rank[rows.order] > first.order[0]]
+        worse = worse[~np.isin(worse, ending)]
         if len(worse) == 0:
             return False
-        reach = self.memory.reach(sequence)
-        chosen: list[int] = []
+        reach = self.memory.reach(first)
+        for row in ending.tolist():
+            reach.add(rows.table[row, : rows.num_blocks[row]].tolist())
+        num_free = rows.num_free + len(ending)
+        num_running = self.num_running - len(ending)
         victims = Victims(self._preemption, rows, worse)
-        while rows.num_free + len(chosen) == 0 or not reach.suffices(self.num_running - len(chosen)):
-            victim = victims.take()
-            if victim is None:
-                self._no_way = sequence.seq, rows.num_changes
-                return False  # not even all of them would do
-            chosen.append(victim)
-            reach.add(rows.table[victim, : rows.num_blocks[victim]].tolist())
-        for row in chosen:
+        put_back: list[int] = []
+        heads: list[Sequence] = []
+        num_tokens = 0
+        for head in chain((first,), self._waiting.behind(first, int(rows.rank[worse[-1]]))):
+            if heads:
+                if num_tokens >= budget.tokens:
+                    break
+                reach.want(self.memory.blocks_for(len(head.ids)))
+            chosen: list[int] = []
+            while num_free + len(put_back) + len(chosen) <= len(heads) or not reach.suffices(
+                num_running + len(heads) - len(put_back) - len(chosen)
+            ):
+                victim = victims.take(above=head.order[0])
+                if victim is None:
+                    break
+                chosen.append(victim)
+                reach.add(rows.table[victim, : rows.num_blocks[victim]].tolist())
+            else:
+                heads.append(head)
+                put_back += chosen
+                num_tokens += len(head.ids)
+                continue
+            break  # not even all of them would do for this one
+        if not heads:
+            self._no_way = no_way
+        for row in put_back:
             self._preempt(row)
-        self._way_for = sequence if chosen else None
-        return bool(chosen)
+        self._way_for = heads if put_back else []
+        return bool(put_back)
 
     # ----------------------------------------------------------------------------------------------------- start
 
-    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd], only_one: bool) -> list[Entries]:
-        """Bring swapped sequences back and start waiting ones, while budget, rows and blocks last. Returns what of them
-        is computed, and appends to `adds`."""
+    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd], has_made_way: bool) -> list[Entries]:
+        """Bring swapped sequences back and start waiting ones, while budget, rows and blocks last; where this plan has
+        put others back, those alone that it was for. Returns what of them is computed, and appends to `adds`."""
         started: list[Entries] = []
         while budget.has_room(False) and self.rows.num_free and (sequence := self._next(budget)) is not None:
             queue = self._waiting if sequence.swapped is None else self._swapped
-            is_sure = sequence is self._way_for or sequence.num_passed >= MAX_PASSED
-            add = self._start(sequence)
+            way_was_made = bool(self._way_for) and sequence is self._way_for[0]
+            if has_made_way and not way_was_made:
+                break
+            is_sure = way_was_made or sequence.num_passed >= MAX_PASSED
+            add = self._start(sequence, way_was_made)
             if add is None:
                 break
+            if way_was_made:
+                del self._way_for[0]
             queue.remove(sequence)
             self._waiting.started()
             self._siblings.started(sequence)
@@ -478,19 +526,18 @@ class Scheduler:
             count = budget.chunk(planned, known - planned, bool(self.rows.is_long[row]), is_sure=is_sure)
             if count:  # else it has its row, and its turn in a later step
                 started.append(self._advance(*(np.array([value]) for value in (row, planned, count, known))))
-            if sequence is self._way_for:
-                self._way_for = None
-            if only_one:
-                break
         return started
 
     def _next(self, budget: StepBudget) -> Sequence | None:
         """Who starts next, if there were blocks: for whom others were put back; then those that were put back
         themselves, by order, whether they are swapped or are computed again; then new ones."""
-        if self._way_for is not None:
-            return self._way_for
-        block_size = self.limits.block_size
-        waiting = self._waiting.choose(budget.has_room(True), self.memory.num_cached, block_size)
+        waiting = self._waiting.choose(budget.has_room_for_long, self.memory.num_cached, self.limits.block_size)
+        if self._way_for:
+            first = self._way_for[0]
+            ranks = [queue.first_rank for queue in (self._waiting, self._swapped) if queue]
+            if first.order[0] <= min(ranks):
+                self._waiting.choose_none()
+                return first
         if self._swapped:
             swapped = self._swapped.first
             is_older = waiting is not None and waiting.num_preemptions > 0 and waiting.order < swapped.order
@@ -499,9 +546,10 @@ class Scheduler:
                 return swapped
         return waiting
 
-    def _start(self, sequence: Sequence) -> m.RowAdd | None:
-        """Give a sequence a row and the blocks of all its ids, or return None where there are too few."""
-        given = self.memory.start(sequence, self.num_running, self._last_step + 1)
+    def _start(self, sequence: Sequence, way_was_made: bool) -> m.RowAdd | None:
+        """Give a sequence a row and the blocks of all its ids, or return None where there are too few. Where way was
+        made for it, none is left for others."""
+        given = self.memory.start(sequence, 0 if way_was_made else self.num_running, self._last_step + 1)
         if given is None:
             return None
         start, blocks = given
@@ -651,11 +699,10 @@ class Scheduler:
                 self.memory.give_up(sequence.swapped, self._last_in_flight)
                 sequence.swapped = None
             self.outgoing.part(sequence, len(sequence.ids), finish)
-        if sequence is self._way_for:
-            self._way_for = None
+        self._way_for = [other for other in self._way_for if other is not sequence]
         del sequence.request.open_sequences[sequence.index]
-        if (leader := self._siblings.take_next(sequence.request)) is not None:
-            self._waiting.add(leader)
+        for sibling in self._siblings.take_next(sequence.request, has_computed=len(sequence.ids) > sequence.num_given):
+            self._waiting.add(sibling)
         self.counting.ended(sequence, finish, self.now_s)
 
     def _leave(self, row: int, finish: Finish) -> Sequence:

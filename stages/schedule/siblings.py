@@ -68,11 +68,13 @@ class Siblings:
             self.remove(sequence)
         return ready
 
-    def take_next(self, request: Request) -> Sequence | None:
-        """Who leads, where all that were not parked have ended."""
+    def take_next(self, request: Request, has_computed: bool) -> list[Sequence]:
+        """Who waits from now on, where all that were not parked have ended: the next, which leads, or all, where the
+        last `has_computed` the prompt: they find what of it is cached."""
         parked = self._parked.get(request.request_id)
         if not parked or len(parked) < len(request.open_sequences):
-            return None
-        sequence = next(iter(parked.values()))
-        self.remove(sequence)
-        return sequence
+            return []
+        taken = list(parked.values()) if has_computed else [next(iter(parked.values()))]
+        for sequence in taken:
+            self.remove(sequence)
+        return taken

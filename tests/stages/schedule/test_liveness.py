@@ -244,3 +244,97 @@ def test_putting_back_many_costs_little(aligned: bool) -> None:
         bench.scheduler.settle(bench.executor.run(step))
         bench.report()
     assert sorted(plans[1:])[-3] < 0.02
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_that_is_put_back_lends_its_row_and_nothing_else(depth: int) -> None:
+    bench = Bench(long_limits(max_num_seqs=4, max_num_batched_tokens=96, policy="priority"), depth)
+    for number in range(3):
+        bench.admit(ids(number, 10), max_tokens=500)
+    bench.admit(ids(9, 2900), max_tokens=5, priority=5)
+    turn(bench, 3)
+    bench.admit(ids(8, 300), max_tokens=5)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_preemptions == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [10, 30, 40])
+def test_way_that_was_made_suffices_though_others_grow_meanwhile(depth: int, num_blocks: int) -> None:
+    bench = Bench(
+        limits(num_blocks=64 * 2, max_num_seqs=64, max_model_len=1000, max_num_batched_tokens=1024, policy="priority"),
+        depth,
+    )
+    for number in range(16):
+        bench.admit(ids(number, 5 + number), max_tokens=800)
+    for number in range(48):
+        bench.admit(ids(100 + number, 5 + number % 16), max_tokens=100, priority=1)
+    turn(bench, 12)
+    urgent = bench.admit(ids(999, num_blocks * 16 - 8), max_tokens=2)
+    assert steps_until_first(bench, urgent) <= 3 * depth
+    later = bench.admit(ids(998, 10), max_tokens=2)
+    assert steps_until_first(bench, later) <= 3 * depth
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_many_of_a_lower_priority_take_rows_in_one_step(depth: int) -> None:
+    bench = Bench(limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=1024, policy="priority"), depth)
+    for number in range(32):
+        bench.admit(ids(number, 10), max_tokens=100, priority=3)
+    turn(bench, 4)
+    urgent = [bench.admit(ids(100 + number, 10), max_tokens=4) for number in range(32)]
+    turn(bench, 2)
+    running = {sequence.request.request_id for sequence in bench.scheduler.rows.sequences if sequence is not None}
+    assert running == set(urgent)
+    bench.run()
+    bench.check_outputs()
+    assert bench.scheduler.load().num_preemptions == 32
+
+
+def test_no_more_are_put_back_than_the_step_has_tokens_for() -> None:
+    bench = Bench(limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=64, policy="priority"), depth=1)
+    for number in range(32):
+        bench.admit(ids(number, 10), max_tokens=100, priority=3)
+    turn(bench, 10)
+    for number in range(32):
+        bench.admit(ids(100 + number, 30), max_tokens=4)
+    bench.fill()
+    assert bench.scheduler.load().num_preemptions == 2
+
+
+def test_nobody_is_put_back_for_a_row_that_is_about_to_be_free() -> None:
+    bench = Bench(limits(num_blocks=200, max_num_seqs=2, policy="priority"), depth=2)
+    bench.admit(range(10), max_tokens=100, priority=2)
+    bench.admit(range(50, 60), max_tokens=12, priority=3)
+    while not any(sequence and len(bench.received[2]) == 11 for sequence in bench.scheduler.rows.sequences):
+        bench.fill()
+        bench.answer()
+        bench.report()
+    urgent = bench.admit(range(200, 210), max_tokens=3)
+    assert steps_until_first(bench, urgent) <= 4
+    assert bench.scheduler.load().num_preemptions == 0
+
+
+@pytest.mark.parametrize("other", [2500, 40])
+def test_a_long_prompt_does_not_wait_for_prompts_of_a_higher_priority(other: int) -> None:
+    steps = []
+    for beside in (False, True):
+        bench = taught(long_limits(max_num_batched_tokens=64, policy="priority", max_num_seqs=20))
+        for number in range(4):
+            bench.admit([number] * 3, max_tokens=1000)
+        turn(bench, 10)
+        if beside:
+            for number in range(1 if other > 500 else 60):
+                bench.admit(ids(50 + number, other), max_tokens=2, priority=9)
+            turn(bench, 3)
+        steps.append(steps_until_first(bench, bench.admit(ids(7, 900), max_tokens=2)))
+    assert steps[1] <= steps[0] + 3
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_siblings_of_a_leader_that_ends_with_its_first_id_go_on_together(caching: bool) -> None:
+    bench = Bench(limits(num_blocks=600, max_num_seqs=64, max_num_batched_tokens=2048, prefix_caching=caching), depth=1)
+    bench.admit(ids(1, 30), max_tokens=1, n=64)
+    assert bench.run() <= 3
+    bench.check_outputs()
