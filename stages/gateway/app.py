@@ -7,8 +7,9 @@ Each is told in docs/http.md.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.requests import Call, Requests
 from pipeline.stages.gateway.resets import ResetDesk
+from pipeline.stages.gateway.uploads import Upload, UploadRoom
 from pipeline.version import VERSION
 
 BODY_TIMEOUT_S = 60.0
@@ -69,6 +71,10 @@ class Doors:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=self.status)
 
 
+class BodyTimeout(ApiError):
+    """408"""
+
+
 class Api:
     """What each route does."""
 
@@ -91,6 +97,8 @@ class Api:
         self._aborts = aborts
         self._limits = limits
         self._max_body = settings.max_body_bytes
+        self._uploads = UploadRoom(settings.max_body_bytes)
+        self._timeout_s = settings.request_timeout_s
         self._patience_s = settings.slow_client_timeout_s
         self._created = int(time.time())
 
@@ -99,15 +107,15 @@ class Api:
         app.on_response_prepare.append(_repeat_name)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self.chat_completions, expect_handler=_expect),
-                web.post("/v1/completions", self.completions, expect_handler=_expect),
+                web.post("/v1/chat/completions", self.chat_completions, expect_handler=self._expect_call),
+                web.post("/v1/completions", self.completions, expect_handler=self._expect_call),
                 web.get("/v1/models", self.models, expect_handler=_expect),
                 web.get("/v1/models/{model:.+}", self.model, expect_handler=_expect),
                 web.get("/health", self.health, expect_handler=_expect),
                 web.get("/metrics", self.metrics, expect_handler=_expect),
                 web.get("/version", self.version, expect_handler=_expect),
-                web.post("/tokenize", self.tokenize, expect_handler=_expect),
-                web.post("/detokenize", self.detokenize, expect_handler=_expect),
+                web.post("/tokenize", self.tokenize, expect_handler=self._expect_call),
+                web.post("/detokenize", self.detokenize, expect_handler=self._expect_call),
                 web.get("/load", self.load, expect_handler=_expect),
                 web.post("/abort_requests", self.abort_requests, expect_handler=_expect),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache, expect_handler=_expect),
@@ -139,8 +147,7 @@ class Api:
         self._doors.enter()
         self._requests.check_room()
         name = names.of_headers(request.headers)
-        body = await self._body(request)
-        ask = parser(body, self._limits)
+        ask = parser(await self._body_of_call(request, received_s), self._limits)
         ask = msgspec.structs.replace(ask, received_s=received_s, request_id=name or ask.request_id)
         self._doors.enter()
         call = self._requests.open(ask)
@@ -153,23 +160,70 @@ class Api:
         finally:
             self._requests.leave(call)
 
-    async def _body(self, request: web.Request) -> bytes:
-        if request.content_length is not None and request.content_length > self._max_body:
-            raise self._too_large()
+    async def _expect_call(self, request: web.Request) -> web.StreamResponse | None:
+        """An Expect header on a route that opens a call: whoever would be refused is, before the body is sent."""
+        try:
+            self._doors.enter()
+            self._requests.check_room()
+            self._check_length(request)
+            with self._counted(), self._uploads.upload(request.content_length or 0):
+                pass
+        except ApiError as error:
+            refusal = _error(error)
+            refusal.force_close()  # who has not read it yet may send the body still
+            return refusal
+        return await _expect(request)
+
+    async def _body_of_call(self, request: web.Request, received_s: float) -> bytes:
+        """The body of a request that the server's own deadline holds for."""
+        left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else BODY_TIMEOUT_S
+        try:
+            with self._counted():
+                return await self._body(request, min(BODY_TIMEOUT_S, left_s))
+        except BodyTimeout:
+            if left_s < BODY_TIMEOUT_S:
+                raise self._requests.timed_out(self._timeout_s) from None
+            raise
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A call that is refused because there is no room for its body counts as one that is refused for any other."""
+        try:
+            yield
+        except ApiError as error:
+            self._requests.counting.num_overloaded += error.code == "overloaded"
+            raise
+
+    async def _body(self, request: web.Request, timeout_s: float | None = None) -> bytes:
+        timeout_s = BODY_TIMEOUT_S if timeout_s is None else timeout_s
+        self._check_length(request)
         if (encoding := request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
             message = f"a body in '{shown(encoding)}' can't be read, only in {', '.join(ENCODINGS)}"
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await request.read()
+            with self._uploads.upload(request.content_length or 0) as upload:
+                async with asyncio.timeout(timeout_s):
+                    return await self._read(request, upload)
         except TimeoutError:
-            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
+            raise BodyTimeout(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {timeout_s:g} s") from None
         except web.RequestPayloadError as error:
             cause = error.__cause__
             reason = cause.message if isinstance(cause, HttpProcessingError) else str(error)
             raise ApiError(HTTPStatus.BAD_REQUEST, f"the body can't be read: {shown(reason)}") from error
+
+    async def _read(self, request: web.Request, upload: Upload) -> bytes:
+        """As aiohttp's own, which would not say how far it is, and keep the bytes as long as the request."""
+        body = bytearray()
+        while chunk := await request.content.readany():
+            if len(body) + len(chunk) > self._max_body:
+                raise self._too_large()
+            upload.grow(len(body) + len(chunk))
+            body += chunk
+        return bytes(body)
+
+    def _check_length(self, request: web.Request) -> None:
+        if request.content_length is not None and request.content_length > self._max_body:
+            raise self._too_large()
 
     def _too_large(self) -> ApiError:
         message = f"the body is larger than {self._max_body} bytes"

@@ -111,7 +111,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_SHOWN_IDS)] | None = None
     add_special_tokens: bool | None = None
     """By default those of a text are added, and those of a chat are left to its template."""
     add_generation_prompt: bool | None = None

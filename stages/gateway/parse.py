@@ -1,11 +1,13 @@
 """From the bytes of a request's body to what is asked for, checked. Pure: no sockets, no state.
 
 Every function here returns or raises `ApiError` with a 4xx, whatever the bytes are. What needs the tokenizer or the
-model's length (a prompt that is too long, ids beyond the vocabulary) is ingest's to judge.
+vocabulary (a text that is too long, ids that the model does not have) is ingest's to judge. What can't be served
+whatever its words are (too many prompts, ids or messages) is refused here, before anything is made of each of them: one
+body of a legal size may hold a million, and while they are gone through nobody else is served.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, assert_never
 
@@ -39,13 +41,15 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """By the name a client gives. OpenAI's newer models say developer where templates say system."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class Limits(msgspec.Struct):
     model: str
     """The name that requests must give."""
     max_sequences: int
     """Sequences that may be open at once: a call for more can never be served."""
     has_priorities: bool = False
     """Whether the scheduler's policy looks at them."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt that anything is computed from; None before `Start` has said it."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,11 +110,15 @@ def parse_chat(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/chat/completions. Raises ApiError."""
     chat = decode(_chats, body, CHAT_NEUTRAL)
     generate = True if chat.add_generation_prompt is None else chat.add_generation_prompt
-    prompt = m.ChatPrompt([_message(i, message) for i, message in enumerate(chat.messages)], generate)
+
+    def prompts() -> list[m.Prompt]:
+        _check_num_messages(len(chat.messages), limits)
+        return [m.ChatPrompt([_message(i, message) for i, message in enumerate(chat.messages)], generate)]
+
     if chat.max_completion_tokens is None:
-        return _ask(chat, [prompt], chat.max_tokens, limits, is_chat=True)
+        return _ask(chat, 1, prompts, chat.max_tokens, limits, is_chat=True)
     return _ask(
-        chat, [prompt], chat.max_completion_tokens, limits, is_chat=True, max_tokens_param="max_completion_tokens"
+        chat, 1, prompts, chat.max_completion_tokens, limits, is_chat=True, max_tokens_param="max_completion_tokens"
     )
 
 
@@ -118,10 +126,17 @@ def parse_completion(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/completions. Raises ApiError."""
     completion = decode(_completions, body, COMPLETION_NEUTRAL)
     max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
-    prompts = _prompts(completion.prompt)
-    ask = _ask(completion, prompts, max_tokens, limits, is_chat=False, best_of=completion.best_of)
+    ask = _ask(
+        completion,
+        _num_prompts(completion.prompt),
+        lambda: _prompts(completion.prompt, limits),
+        max_tokens,
+        limits,
+        is_chat=False,
+        best_of=completion.best_of,
+    )
     if completion.echo:
-        is_ids = isinstance(prompts[0], m.IdsPrompt)
+        is_ids = isinstance(ask.prompts[0], m.IdsPrompt)
         return msgspec.structs.replace(ask, echo=True, prompt_options=m.PromptOptions(with_text=is_ids))
     if max_tokens == 0:
         raise invalid("max_tokens", "'max_tokens' must be an integer >= 1, unless echo is true", "invalid_value")
@@ -187,18 +202,14 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
         body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error) from error
-    match generate.prompt:
-        case p.TextPrompt(text):
-            prompt: m.Prompt = m.TextPrompt(text)
-        case p.TokensPrompt(ids):
-            prompt = m.IdsPrompt(_whole_ids(ids, "prompt"))
-        case p.ChatPrompt(messages, add_generation_prompt):
-            chat = [_message(i, Message(one.role, one.content, one.name)) for i, one in enumerate(messages)]
-            prompt = m.ChatPrompt(chat, add_generation_prompt)
-        case _:
-            assert_never(generate.prompt)
     ask = _ask(
-        body, [prompt], params.max_tokens, limits, is_chat=isinstance(prompt, m.ChatPrompt), best_of=body.best_of
+        body,
+        1,
+        lambda: [_prompt_of(generate.prompt, limits)],
+        params.max_tokens,
+        limits,
+        is_chat=isinstance(generate.prompt, p.ChatPrompt),
+        best_of=body.best_of,
     )
     if generate.received and ask.num_sequences > ask.n:
         message = f"'received' is not allowed with best_of above n: none of its {ask.num_sequences} sequences is sent"
@@ -209,6 +220,22 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     outputs = [_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)]
     name = names.checked(generate.name, "name")
     return msgspec.structs.replace(ask, stream=True, outputs=outputs, request_id=name, timings=generate.timings)
+
+
+def _prompt_of(prompt: p.Prompt, limits: Limits) -> m.Prompt:
+    """A prompt that came over ZeroMQ."""
+    match prompt:
+        case p.TextPrompt(text):
+            return m.TextPrompt(text)
+        case p.TokensPrompt(ids):
+            _check_num_ids(len(ids) // 4, "prompt", limits)
+            return m.IdsPrompt(_whole_ids(ids, "prompt"))
+        case p.ChatPrompt(messages, add_generation_prompt):
+            _check_num_messages(len(messages), limits)
+            chat = [_message(i, Message(one.role, one.content, one.name)) for i, one in enumerate(messages)]
+            return m.ChatPrompt(chat, add_generation_prompt)
+        case _:
+            assert_never(prompt)
 
 
 def _whole_ids(packed: bytes, param: str) -> bytes:
@@ -237,7 +264,8 @@ def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str
 
 def _ask(
     body: Body,
-    prompts: list[m.Prompt],
+    num_prompts: int,
+    prompts: Callable[[], list[m.Prompt]],
     max_tokens: int | None,
     limits: Limits,
     *,
@@ -245,23 +273,18 @@ def _ask(
     max_tokens_param: str = "max_tokens",
     best_of: int | None = None,
 ) -> Ask:
+    """`prompts` makes the prompts; it is called once it is certain that so many may be asked for."""
     _check_model(body.model, limits)
     n = body.n or 1
     num_sequences = _num_sequences(n, best_of, stream=bool(body.stream))
     is_scored = num_sequences > n
-    if num_sequences * len(prompts) > limits.max_sequences:
-        each = "best_of" if is_scored else "n"
-        what = f"{each} = {num_sequences}"
-        if len(prompts) > 1:
-            what = f"{len(prompts)} prompts × {what} sequences"
-        param = each if num_sequences > limits.max_sequences else "prompt"
-        raise invalid(param, f"{what} is more than this server takes at once ({limits.max_sequences})")
+    _check_num_sequences(num_sequences, num_prompts, "best_of" if is_scored else "n", limits)
     options = _stream_options(body)
     stop_ids = body.stop_token_ids or []
     return Ask(
         is_chat=is_chat,
         model=body.model,
-        prompts=prompts,
+        prompts=prompts(),
         n=n,
         best_of=num_sequences if is_scored else None,
         max_tokens=max_tokens,
@@ -303,6 +326,37 @@ def _num_sequences(n: int, best_of: int | None, *, stream: bool) -> int:
         message = f"with stream = true 'best_of' must equal n = {n}: the best of {best_of} are known at their end"
         raise invalid("best_of", message, "invalid_value")
     return best_of
+
+
+def _check_num_sequences(num_sequences: int, num_prompts: int, each: str, limits: Limits) -> None:
+    """`num_sequences` for each prompt, which the field `each` asks for."""
+    if num_sequences * num_prompts <= limits.max_sequences:
+        return
+    what = f"{each} = {num_sequences}"
+    if num_prompts > 1:
+        what = f"{num_prompts} prompts × {what} sequences"
+    most = f"({limits.max_sequences}): gateway.max_open_requests says how many"
+    message = f"{what} is more than this server takes at once {most}"
+    raise invalid(each if num_sequences > limits.max_sequences else "prompt", message)
+
+
+def _check_num_ids(num_ids: int, param: str, limits: Limits) -> None:
+    if limits.max_prompt_tokens is not None and num_ids > limits.max_prompt_tokens:
+        message = (
+            f"this model's maximum context length is {limits.max_prompt_tokens} tokens, and the prompt has {num_ids}: "
+            "there must be room for at least one more"
+        )
+        raise invalid(param, message, "context_length_exceeded")
+
+
+def _check_num_messages(num_messages: int, limits: Limits) -> None:
+    """Templates write at least a token for each message."""
+    if limits.max_prompt_tokens is not None and num_messages > limits.max_prompt_tokens:
+        message = (
+            f"this model's maximum context length is {limits.max_prompt_tokens} tokens, and the chat has "
+            f"{num_messages} messages, with at least a token each"
+        )
+        raise invalid("messages", message, "context_length_exceeded")
 
 
 def _priority(priority: int | None, limits: Limits) -> int:
@@ -367,7 +421,11 @@ def _message(i: int, message: Message) -> m.ChatMessage:
     return m.ChatMessage(ROLES[message.role], content, message.name)
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[m.Prompt]:
+def _num_prompts(prompt: str | list[str | int | list[int]]) -> int:
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+
+
+def _prompts(prompt: str | list[str | int | list[int]], limits: Limits) -> list[m.Prompt]:
     if isinstance(prompt, str):
         return [m.TextPrompt(prompt)]
     if not prompt:
@@ -376,7 +434,11 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[m.Prompt]:
     if len(kinds) > 1:
         raise invalid("prompt", "'prompt' must hold strings, ids or arrays of ids, not a mixture", "invalid_type")
     if kinds == {int}:
+        _check_num_ids(len(prompt), "prompt", limits)
         return [m.IdsPrompt(_packed(prompt))]
+    for i, item in enumerate(prompt):
+        if isinstance(item, list):
+            _check_num_ids(len(item), f"prompt[{i}]", limits)
     return [_prompt(i, item) for i, item in enumerate(prompt)]
 
 

@@ -301,10 +301,18 @@ class Requests:
             self.counting.num_overloaded += 1
             raise
 
+    def timed_out(self, timeout_s: float) -> ApiError:
+        """504, counted, for a call whose time is up before it is opened."""
+        self.counting.num_timed_out += 1
+        return _timeout(timeout_s)
+
     def open(self, ask: Ask) -> Call:
-        """Open a request for each prompt and send them to ingest. Raises ApiError, 503, where as many are open as may
-        be."""
+        """Open a request for each prompt and send them to ingest. Raises ApiError: 503, where as many are open as may
+        be; 504, where its time is up already."""
         begin_s = time.monotonic()
+        timeout_s = ask.timeout_s or self._timeout_s
+        if timeout_s and ask.received_s and not self._stage.tape.is_replaying and begin_s >= ask.received_s + timeout_s:
+            raise self.timed_out(timeout_s)
         try:
             call = self._open(ask)
         except ApiError:
@@ -409,8 +417,7 @@ class Requests:
             return
         for request in call.requests:
             self._stage.log.info("timed out", extra=_fields(request, call=call.id))
-        message = f"the request was not done within {call.timeout_s:g} s, and has no token yet"
-        call.fail(ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout"))
+        call.fail(_timeout(call.timeout_s))
 
     def _call_off(self, call: Call, why: str) -> None:
         for request in call.requests:
@@ -634,6 +641,11 @@ class Requests:
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
+
+
+def _timeout(timeout_s: float) -> ApiError:
+    message = f"the request was not done within {timeout_s:g} s, and has no token yet"
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
 
 
 def _sequences(ask: Ask) -> list[Sequence]:

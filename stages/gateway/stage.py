@@ -167,6 +167,7 @@ class Gateway:
             case m.Start(facts):
                 self._doors.facts = facts
                 self._requests.admission.max_prompt_tokens = facts.max_model_len
+                self._limits.max_prompt_tokens = facts.max_model_len
                 gc.collect()
                 gc.freeze()
             case m.Drain(deadline_s):

@@ -1,7 +1,9 @@
 """An `AsyncLLM` at the ZeroMQ door of a gateway whose stages the test plays."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from pipeline.call_options import CallOptions
 from pipeline.errors import UserError
 from pipeline.prompts import Ready
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.gate import Gate
+from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.test_aborts import abort, counts, ended
+from tests.stages.gateway.test_counting import counts_of
 from tests.stages.gateway.test_door import address_of, do
 
 
@@ -106,3 +109,25 @@ async def test_one_whose_time_is_up_before_any_output_is_aborted(gate: Gate, llm
 async def test_options_that_are_none_are_named(llm: AsyncLLM, options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(options))} must"):
         llm.generate("Hi", **options)
+
+
+async def test_one_that_is_not_let_in_comes_again_when_the_server_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as soon as it would where nobody says anything."""
+    monkeypatch.setattr("pipeline.open_request.BUSY_FIRST_S", 1e-9)
+    monkeypatch.setattr("pipeline.open_request.BUSY_MOST_S", 0.2)
+    with Gate(tmp_path, max_open_requests=1) as gate:
+        async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
+            other = gate.post(CHAT)
+            held = await do(gate.begin)
+            begin_s = time.monotonic()
+            waiting = asyncio.create_task(last_of(llm.generate("Hi")))
+            async with asyncio.timeout(PATIENCE_S):
+                while (await do(counts_of, gate)).num_overloaded < 3:
+                    assert not waiting.done()
+            assert (await do(counts_of, gate)).num_overloaded <= 1 + (time.monotonic() - begin_s) / 0.1
+            gate.finish(held)
+            await do(other.result)
+            await do(gate.serve, "let in")
+            assert (await waiting).outputs[0].text == "let in"

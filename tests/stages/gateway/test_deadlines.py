@@ -18,6 +18,7 @@ from pipeline.stages.gateway.deadlines import Deadlines
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, events_of, read_until
 from tests.stages.gateway.peers import RawPeer
+from tests.stages.gateway.test_counting import counts_of
 from tests.stages.gateway.test_door import address_of, all_of, do
 
 SOON = {"timeout_s": 0.05}
@@ -229,10 +230,22 @@ class TestWhoseDeadline:
             begin_s = time.monotonic()
             assert b" 504 " in read_until(connection, b"}")
             assert time.monotonic() - begin_s < 5
-        submit = gate.submit()
-        was_ended(gate, submit)
-        gate.reject(submit, REFUSED)
+        assert counts_of(gate).num_timed_out == 1
         nothing_is_left(gate)
+        assert gate.rig.nothing("ingest", 0), "nobody is to begin what can't be done in time"
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+    def test_the_servers_holds_while_the_body_comes(self, tmp_path: Path, path: str) -> None:
+        with Gate(tmp_path, request_timeout_s=0.3) as gate, gate.raw({}, "/version") as connection:
+            read_until(connection, b"}")
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            begin_s = time.monotonic()
+            connection.sendall(head.encode() + b"{")
+            answer = read_until(connection, b"}")
+            assert b" 504 " in answer and b"not done within 0.3 s" in answer
+            assert time.monotonic() - begin_s < 5
+            nothing_is_left(gate)
+            assert counts_of(gate).num_timed_out == 1
 
 
 class TestAtTheZeroMQDoor:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import time
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline import messages as m
+from pipeline import protocol as p
+from pipeline.config.settings import Gateway
 from pipeline.stages.gateway.bodies import NEUTRAL, Body, ChatBody, CompletionBody
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS, ApiError
-from pipeline.stages.gateway.parse import Ask, Limits, parse_chat, parse_completion
+from pipeline.stages.gateway.parse import Ask, Limits, parse_chat, parse_completion, parse_generate, parse_tokenize
 from tests.stages.gateway.gate import CHAT, COMPLETION
 
 LIMITS = Limits(model="tiny", max_sequences=64)
@@ -417,3 +421,72 @@ class TestAnyBytes:
         body = json.dumps(CHAT | {"temperature": 0.5, "stop": ["a"]}).encode()
         place %= len(body)
         is_answered(body[:place] + garbage + body[place + len(garbage) :])
+
+
+class TestWhatIsTooManyWhateverItSays:
+    """A legal body may hold a million of something; it is counted before anything is made of each."""
+
+    LIMITS = Limits(model="tiny", max_sequences=64, max_prompt_tokens=512)
+
+    @pytest.mark.parametrize(
+        ("body", "param", "words"),
+        [
+            ({"prompt": [[1]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences is more than this server takes"),
+            ({"prompt": ["x"] * 800_000}, "prompt", "800000 prompts × n = 1 sequences is more than this server takes"),
+            ({"prompt": [[]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences is more than this server takes"),
+            ({"prompt": ["x"] * 33, "n": 2}, "prompt", "33 prompts × n = 2 sequences is more than this server takes"),
+            ({"prompt": [1] * 1_500_000}, "prompt", "maximum context length is 512 tokens, and the prompt has 1500000"),
+            ({"prompt": [[1], [1] * 513]}, "prompt[1]", "maximum context length is 512 tokens, and the prompt has 513"),
+        ],
+    )
+    def test_of_a_completion_names_the_prompt(
+        self, body: Any, param: str, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def packed(ids: Any) -> bytes:
+            raise AssertionError("nothing is to be made of prompts that are refused")
+
+        monkeypatch.setattr("pipeline.stages.gateway.parse._packed", packed)
+        content = json.dumps({"model": "tiny"} | body, separators=(",", ":")).encode()
+        assert len(content) <= Gateway().max_body_bytes
+        begin_s = time.process_time()
+        with pytest.raises(ApiError) as raised:
+            parse_completion(content, self.LIMITS)
+        assert time.process_time() - begin_s < 2.0
+        assert (raised.value.status, raised.value.param) == (400, param)
+        assert words in raised.value.message
+
+    def test_the_setting_to_raise_is_named(self) -> None:
+        assert "gateway.max_open_requests" in refused(COMPLETION | {"n": 65}, parse_completion).message
+
+    def test_a_prompt_that_just_fits_is_ingests_to_judge(self) -> None:
+        body = json.dumps(COMPLETION | {"prompt": [1] * 512}).encode()
+        assert parse_completion(body, self.LIMITS).prompts == [m.IdsPrompt(np.full(512, 1, "<i4").tobytes())]
+
+    def test_of_a_chat_names_the_messages(self) -> None:
+        messages = [{"role": "user", "content": ""}]
+        for num, is_refused in ((512, False), (513, True), (100_000, True)):
+            body = json.dumps({"model": "tiny", "messages": messages * num}).encode()
+            generate = p.Generate(1, "", p.ChatPrompt([p.ChatMessage("user", "")] * num), p.Params(), 1)
+            asked: list[tuple[Callable[[Any, Limits], Ask], Any]] = [(parse_chat, body), (parse_generate, generate)]
+            for parse, what in asked:
+                if not is_refused:
+                    (prompt,) = parse(what, self.LIMITS).prompts
+                    assert isinstance(prompt, m.ChatPrompt) and len(prompt.messages) == num
+                    continue
+                with pytest.raises(ApiError) as raised:
+                    parse(what, self.LIMITS)
+                assert (raised.value.param, raised.value.code) == ("messages", "context_length_exceeded")
+                assert f"the chat has {num} messages" in raised.value.message
+
+    def test_of_ids_over_zeromq_too(self) -> None:
+        generate = p.Generate(1, "", p.TokensPrompt(bytes(4 * 513)), p.Params(), 1)
+        with pytest.raises(ApiError, match="the prompt has 513") as raised:
+            parse_generate(generate, self.LIMITS)
+        assert raised.value.param == "prompt"
+
+    def test_of_a_chat_to_tokenize_names_the_messages(self) -> None:
+        body = b'{"messages":[%s]}' % b",".join([b'{"role":""}'] * (m.MAX_SHOWN_IDS + 1))
+        assert len(body) <= Gateway().max_body_bytes
+        error = refused(body, parse_tokenize)
+        assert (error.status, error.param) == (400, "messages")
+        assert "262144" in error.message
