@@ -19,7 +19,7 @@ BUSY_CODES = ("overloaded", "starting")
 TIMED_OUT = "timeout"
 """What it says of a request whose time is up before it has any output."""
 BUSY_FIRST_S, BUSY_MOST_S = 0.02, 1.0
-"""Pauses between tries to be let in: the first where the server does not say when, and the longest whatever it says, for
+"""Pauses between tries to be let in: the first where the server says nothing, and the longest whatever it says, for
 that is an estimate."""
 BUSY_TIMEOUT_S = 600.0
 """How long a server may take no request of ours, because others use it up."""
