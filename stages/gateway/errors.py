@@ -12,6 +12,8 @@ RETRY_AFTER_S = 1
 """What a client that is told 503 is asked to wait where nobody knows better."""
 MAX_SHOWN_CHARS = 200
 """The most of a client's own words that an error repeats."""
+MAX_SEARCHED_VALUES = 100_000
+"""Values of a body that is no JSON among which the one to blame is looked for, while nobody else is served."""
 
 
 def shown(words: str) -> str:
@@ -130,12 +132,16 @@ def of_malformed(error: Exception, body: bytes, loads: Any) -> ApiError:
 
 
 def _find_no_json(root: Any) -> tuple[str, str] | None:
-    """The first value that JSON can't hold, though `loads` takes it: its path, and what is wrong with it."""
+    """The first value that JSON can't hold, though `loads` takes it: its path, and what is wrong with it. None where
+    none of the first MAX_SEARCHED_VALUES is such."""
     # One iterator for each container on the way down, so that memory goes with the depth and not with the siblings.
     keys: list[str | int] = []
     levels = [_items(root)]
+    num_left = MAX_SEARCHED_VALUES
     while levels:
         for key, value in levels[-1]:
+            if (num_left := num_left - 1) < 0:
+                return None
             match value:
                 case float() if not math.isfinite(value):
                     return _path([*keys, key]), "must be a finite number"

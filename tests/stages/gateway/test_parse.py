@@ -1,5 +1,7 @@
 """Whatever the bytes of a body are, they are a request or an error that names the field to blame."""
 
+import contextlib
+import gc
 import json
 import math
 import time
@@ -490,3 +492,18 @@ class TestWhatIsTooManyWhateverItSays:
         error = refused(body, parse_tokenize)
         assert (error.status, error.param) == (400, "messages")
         assert "262144" in error.message
+
+    def test_the_value_to_blame_is_looked_for_among_so_many_and_no_more(self) -> None:
+        for num, param in ((50_000, "prompt[50000]"), (1_000_000, None)):
+            body = b'{"model":"tiny","prompt":[%sNaN]}' % (b"[]," * num)
+            begin_s = time.process_time()
+            error = refused(body, parse_completion)
+            assert time.process_time() - begin_s < 2.0
+            assert (error.status, error.param) == (400, param)
+
+    def test_garbage_is_collected_again_afterwards(self) -> None:
+        assert gc.isenabled()
+        for body in (b"[", b"{}", json.dumps(COMPLETION).encode()):
+            with contextlib.suppress(ApiError):
+                parse_completion(body, LIMITS)
+            assert gc.isenabled()
