@@ -43,6 +43,7 @@ const PARTS = {
     ["ignore_eos", plain, false],
     ["skip_special_tokens", plain, true],
     ["include_stop_str_in_output", plain, false],
+    ["best_of", plain, null],
   ],
   output: [
     ["index", plain],

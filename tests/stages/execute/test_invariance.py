@@ -215,7 +215,7 @@ def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> N
         )
         for i, ask in enumerate(asks())
     ]
-    load = run(machine, Pair(machine.runner(FEW, 30), depth, **rules), requests)
+    load = run(machine, Pair(machine.runner(FEW - 4, 30), depth, **rules), requests)
     assert load.num_preemptions > 0
     assert rules["preemption"] != "swap" or load.num_blocks_swapped_in > 0
     assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0
