@@ -124,6 +124,11 @@ class Rows:
         self._free.append(row)
         return sequence, blocks
 
+    def blocks_of(self, row: int) -> list[int]:
+        """Its block table, the head first."""
+        blocks: list[int] = self.table[row, : self.num_blocks[row]].tolist()
+        return blocks
+
     def append_block(self, row: int, block: int) -> None:
         self.table[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1

@@ -16,8 +16,7 @@ This module neither sends nor receives; stage.py does. It holds no tensor and im
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,6 +28,7 @@ from pipeline.stages.schedule import prefix
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.budget import Bounds, Shape, StepBudget, grant_chunks, grant_decodes
 from pipeline.stages.schedule.counting import Counting
+from pipeline.stages.schedule.entries import Entries, Flight, joined
 from pipeline.stages.schedule.limits import ENDLESS, Limits
 from pipeline.stages.schedule.memory import Memory
 from pipeline.stages.schedule.outgoing import Outgoing, Put
@@ -40,6 +40,7 @@ from pipeline.stages.schedule.request import Request, Sequence
 from pipeline.stages.schedule.rows import Rows
 from pipeline.stages.schedule.siblings import Siblings
 from pipeline.stages.schedule.swap import Swapped
+from pipeline.stages.schedule.way import Way
 from pipeline.stats import ScheduleCounts
 
 MAX_TOMBSTONES = 65536
@@ -48,9 +49,6 @@ MAX_TOMBSTONES = 65536
 PROMPT_TAIL = 8
 """The prompt's last ids that detokenize is given: more than any character or word boundary takes."""
 
-ASK_AGAIN = 16
-"""Steps after which it is asked again whether somebody could be put back with any use."""
-
 LEARN_EVERY = 8
 """Of the steps in which all rows decode, one in so many is learnt from: they are all alike."""
 
@@ -58,35 +56,6 @@ NO_IDS: Ids = np.zeros(0, np.int32)
 NO_PLACES: Int64s = np.zeros(0, np.int64)
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
-
-
-class Flight(msgspec.Struct, frozen=True):
-    """A step that the executor has been sent and has not answered."""
-
-    step_id: int
-    num_samples: int
-    num_tokens: int
-    num_copies: int
-    """To and from swap space; 0 where there are others too"""
-    shape: Shape | None
-    """Where its time is to be learnt from"""
-
-
-class Entries(NamedTuple):
-    """Rows that a step computes; parallel arrays."""
-
-    rows: Int64s
-    starts: Int64s
-    counts: Int64s
-    samples: Bools
-
-    def taken(self, places: Int64s) -> "Entries":
-        """Those at these places, in their order."""
-        return Entries(self.rows[places], self.starts[places], self.counts[places], self.samples[places])
-
-
-def joined(entries: list[Entries]) -> Entries:
-    return Entries(*(np.concatenate(arrays) for arrays in zip(*entries, strict=True)))
 
 
 def inline(array: "np.ndarray[Any, Any]") -> Array:
@@ -130,10 +99,7 @@ class Scheduler:
         self._waiting = Waiting(self._policy, limits.long_tokens)
         self._siblings = Siblings()
         self._swapped = Queue()
-        self._way_for: list[Sequence] = []
-        """For whom others were put back, until they start; by order"""
-        self._no_way = (0, 0, 0)
-        """For whom nobody could be put back with any use, and when: `Rows.num_changes`, and a step, about"""
+        self._way = Way(self.rows, self.memory, self._preemption)
         self._num_decode_steps = 0
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._drops: list[int] = []
@@ -447,57 +413,17 @@ class Scheduler:
         (self._waiting if swapped is None else self._swapped).add(sequence)
 
     def _make_way(self, budget: StepBudget, ending: Int64s) -> bool:
-        """Where the policy preempts: put back rows of a higher rank than who would start next, and than those behind it
-        that the step has room for too, if that lets them start, and no more of them than that takes. `ending` are rows
-        that have all their ids: they leave by themselves. What was granted to rows that are put back is nobody's in
+        """Where the policy preempts, put rows back for who would start next. What was granted to them is nobody's in
         this step. Returns whether anyone was put back: then only those that it was for may start now."""
-        pool = self.memory.pool
-        if self._way_for and not pool.num_retired and not self.memory.reach(self._way_for[0]).suffices(0):
-            self._way_for = []  # what was to come back is there, but others have taken of it: more has to be done
-        if not self._policy.preempts or not self.num_running or self._way_for or not budget.has_room(False):
+        if not (self._policy.preempts and self.num_running and self._way.may_be_made() and budget.has_room(False)):
             return False
         first = self._next(budget)
-        rows = self.rows
-        if first is None or self._no_way == (no_way := (first.seq, rows.num_changes, self._last_step // ASK_AGAIN)):
+        if first is None:
             return False
-        worse = rows.order[rows.rank[rows.order] > first.order[0]]
-        worse = worse[~np.isin(worse, ending)]
-        if len(worse) == 0:
-            return False
-        reach = self.memory.reach(first)
-        for row in ending.tolist():
-            reach.add(rows.table[row, : rows.num_blocks[row]].tolist())
-        num_free = rows.num_free + len(ending)
-        num_running = self.num_running - len(ending)
-        victims = Victims(self._preemption, rows, worse)
-        put_back: list[int] = []
-        heads: list[Sequence] = []
-        num_tokens = 0
-        for head in chain((first,), self._waiting.behind(first, int(rows.rank[worse[-1]]))):
-            if heads:
-                if num_tokens >= budget.tokens:
-                    break
-                reach.want(self.memory.blocks_for(len(head.ids)))
-            chosen: list[int] = []
-            while num_free + len(put_back) + len(chosen) <= len(heads) or not reach.suffices(
-                num_running + len(heads) - len(put_back) - len(chosen)
-            ):
-                victim = victims.take(above=head.order[0])
-                if victim is None:
-                    break
-                chosen.append(victim)
-                reach.add(rows.table[victim, : rows.num_blocks[victim]].tolist())
-            else:
-                heads.append(head)
-                put_back += chosen
-                num_tokens += len(head.ids)
-                continue
-            break  # not even all of them would do for this one
-        if not heads:
-            self._no_way = no_way
+        behind = self._waiting.behind(first, int(self.rows.rank[self.rows.order[-1]]))
+        put_back = self._way.rows_for(first, behind, ending, budget.tokens, self._last_step)
         for row in put_back:
             self._preempt(row)
-        self._way_for = heads if put_back else []
         return bool(put_back)
 
     # ----------------------------------------------------------------------------------------------------- start
@@ -508,15 +434,14 @@ class Scheduler:
         started: list[Entries] = []
         while budget.has_room(False) and self.rows.num_free and (sequence := self._next(budget)) is not None:
             queue = self._waiting if sequence.swapped is None else self._swapped
-            way_was_made = bool(self._way_for) and sequence is self._way_for[0]
+            way_was_made = self._way.is_for(sequence)
             if has_made_way and not way_was_made:
                 break
             is_sure = way_was_made or sequence.num_passed >= MAX_PASSED
             add = self._start(sequence, way_was_made)
             if add is None:
                 break
-            if way_was_made:
-                del self._way_for[0]
+            self._way.forget(sequence)
             queue.remove(sequence)
             self._waiting.started()
             self._siblings.started(sequence)
@@ -532,8 +457,8 @@ class Scheduler:
         """Who starts next, if there were blocks: for whom others were put back; then those that were put back
         themselves, by order, whether they are swapped or are computed again; then new ones."""
         waiting = self._waiting.choose(budget.has_room_for_long, self.memory.num_cached, self.limits.block_size)
-        if self._way_for:
-            first = self._way_for[0]
+        if self._way.made_for:
+            first = self._way.made_for[0]
             ranks = [queue.first_rank for queue in (self._waiting, self._swapped) if queue]
             if first.order[0] <= min(ranks):
                 self._waiting.choose_none()
@@ -589,7 +514,7 @@ class Scheduler:
         self, entries: list[Entries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: Shape
     ) -> m.Step:
         """Put a plan into a message. Decode rows first."""
-        computed = entries[0] if len(entries) == 1 else joined(entries)
+        computed = joined(entries)
         if shape.num_chunk_tokens:
             by_kind = np.argsort(computed.counts > 1, kind="stable")
             computed = computed.taken(by_kind)
@@ -699,7 +624,7 @@ class Scheduler:
                 self.memory.give_up(sequence.swapped, self._last_in_flight)
                 sequence.swapped = None
             self.outgoing.part(sequence, len(sequence.ids), finish)
-        self._way_for = [other for other in self._way_for if other is not sequence]
+        self._way.forget(sequence)
         del sequence.request.open_sequences[sequence.index]
         for sibling in self._siblings.take_next(sequence.request, has_computed=len(sequence.ids) > sequence.num_given):
             self._waiting.add(sibling)

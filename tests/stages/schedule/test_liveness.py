@@ -113,7 +113,7 @@ def test_nobody_is_put_back_while_there_is_nothing_left_to_compute_with() -> Non
         bench.report()
     bench.fill()
     assert bench.scheduler.load().num_running == 2
-    assert not bench.scheduler._way_for, "whom way was made for has started"
+    assert not bench.scheduler._way.made_for, "whom way was made for has started"
     bench.run()
     bench.check_outputs()
 
