@@ -191,6 +191,35 @@ class Detokenize(Frozen, frozen=True):
     replicas: Replicas = 1
 
 
+class Limits(Frozen, frozen=True):
+    """How much one request may ask for; more is answered 400."""
+
+    max_n: Annotated[int, Meta(ge=1, le=65536, description="Sequences of a prompt, n.")] = 128
+    max_best_of: Annotated[int, Meta(ge=1, le=65536, description="Sequences of a prompt that best_of generates.")] = 128
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=1024, description="Likeliest tokens that top_logprobs, logprobs and prompt_logprobs tell.")
+    ] = 20
+    max_stop_strings: Annotated[int, Meta(ge=1, le=4096, description="Stop strings.")] = 16
+    max_stop_token_ids: Annotated[int, Meta(ge=1, le=4096, description="Stop token ids.")] = 128
+    max_logit_bias: Annotated[int, Meta(ge=1, le=65536, description="Entries of logit_bias.")] = 1024
+    max_bad_words: Annotated[int, Meta(ge=1, le=65536, description="Entries of bad_words.")] = 1024
+    max_tools: Annotated[int, Meta(ge=1, le=4096, description="Tools of a chat.")] = 128
+    max_prompt_bytes: Annotated[
+        int, Meta(ge=1024, le=MAX_BYTES, description="Largest text of a prompt, or of all messages of a chat.")
+    ] = 4 * 1024**2
+    max_grammar_bytes: Annotated[
+        int, Meta(ge=1024, le=MAX_BYTES, description="Largest schema, pattern or grammar of an output.")
+    ] = 128 * 1024
+    max_json_depth: Annotated[
+        int, Meta(ge=8, le=512, description="Levels of arrays and objects in a body; a schema may have fewer.")
+    ] = 128
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, le=1024**2, description="Largest header of a request over HTTP, and largest address.")
+    ] = 8190
+    template_timeout_s: Annotated[Seconds, Meta(description="Longest the chat template may take.")] = 2.0
+    grammar_timeout_s: Annotated[Seconds, Meta(description="Longest the check of a grammar may take.")] = 1.0
+
+
 class Supervisor(Frozen, frozen=True):
     """The process that starts, watches and stops the others."""
 
@@ -242,3 +271,4 @@ class Settings(Frozen, frozen=True):
     execute: Execute = Execute()
     detokenize: Detokenize = Detokenize()
     supervisor: Supervisor = Supervisor()
+    limits: Limits = Limits()
