@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline import protocol as p
+from pipeline.records import logprob_bytes
 from pipeline.stages.gateway import errors, names
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
@@ -324,7 +325,7 @@ def _ask(
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             stop_token_ids=stop_ids,
-            with_logprobs=is_scored,
+            record_bytes=logprob_bytes(0) if is_scored else 0,
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
