@@ -11,7 +11,6 @@ way for all else.
 import contextlib
 import gc
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -21,9 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.grammars.engine import Engine, NoEngine, words_of
+from pipeline.grammars.checks import Check, Checked
+from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.source import Unusable, to_llguidance
-from pipeline.grammars.worker import LENGTH, Gone, receive, send
+from pipeline.grammars.worker import Gone, receive, send
 
 MAX_CHECKS = 8
 """At once; the others wait."""
@@ -31,34 +31,23 @@ MAX_CHECKS = 8
 MAX_BYTES = 512 * 1024**2
 """Memory that a check may take beyond what this process has."""
 
-SHORT_S = 0.1
+SHORT_S = 0.25
 """A check that takes longer makes way for everything else on the machine."""
 
-LOW_PRIORITY = 15
+LOW_PRIORITY = 5
 
-
-class Check(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    kind: str
-    """As in `Grammar`; besides, "lark" """
-    source: str
-
-
-class Checked(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    grammar: str = ""
-    """In llguidance's own form; empty where it can't be used."""
-    error: str = ""
-    is_final: bool = True
-    """Whether the same source will always come to this."""
+MARGIN = 0.1
+"""Of the time that a check may take: for its answer to be there in time."""
 
 
 class Running:
-    """A check and the child that makes it."""
+    """A check and the child that makes it. Its time is over `timeout_s` after it was asked for; when it had to wait
+    before, it has half of that."""
 
-    def __init__(self, check: Check, pid: int, pipe: int) -> None:
+    def __init__(self, check: Check, pid: int, pipe: int, timeout_s: float) -> None:
         self.check, self.pid, self.pipe = check, pid, pipe
         self.began_s = time.monotonic()
+        self.end_s = max(check.asked_s + timeout_s, self.began_s + timeout_s / 2)
         self.is_slow = False
         self.parts: list[bytes] = []
 
@@ -68,6 +57,7 @@ class Checker:
 
     def __init__(self, of: socket.socket, engine: Engine | None, why_not: str, timeout_s: float) -> None:
         self._socket, self._engine, self._why_not, self._timeout_s = of, engine, why_not, timeout_s
+        self._limit_s = (1 - MARGIN) * timeout_s
         self._waiting: deque[Check] = deque()
         self._running: dict[int, Running] = {}
         """By pipe."""
@@ -90,7 +80,7 @@ class Checker:
     def _next_s(self) -> float | None:
         """How long until a check is slow, or too slow."""
         now_s = time.monotonic()
-        due = [run.began_s + (self._timeout_s if run.is_slow else SHORT_S) for run in self._running.values()]
+        due = [run.end_s if run.is_slow else min(run.began_s + SHORT_S, run.end_s) for run in self._running.values()]
         return max(0.0, min(due) - now_s) if due else None
 
     def _begin(self, check: Check) -> None:
@@ -103,14 +93,14 @@ class Checker:
             code = 1
             try:
                 os.close(reads)
-                _bound_memory()
+                bound_memory(MAX_BYTES)
                 with open(writes, "wb") as out:
                     out.write(msgspec.msgpack.encode(checked(check, self._engine)))
                 code = 0
             finally:
                 os._exit(code)
         os.close(writes)
-        self._running[reads] = Running(check, pid, reads)
+        self._running[reads] = Running(check, pid, reads, self._limit_s)
         self._selector.register(reads, selectors.EVENT_READ)
 
     def _read(self, run: Running) -> None:
@@ -123,10 +113,9 @@ class Checker:
         """Slow checks give way, and those whose time is up end."""
         now_s = time.monotonic()
         for run in list(self._running.values()):
-            took_s = now_s - run.began_s
-            if took_s > self._timeout_s:
+            if now_s >= run.end_s:
                 self._end(run, f"it is too complex: checking it takes longer than {self._timeout_s:g} s")
-            elif took_s > SHORT_S and not run.is_slow:
+            elif now_s >= run.began_s + SHORT_S and not run.is_slow:
                 run.is_slow = True
                 with contextlib.suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, run.pid, LOW_PRIORITY)
@@ -138,13 +127,15 @@ class Checker:
         del self._running[run.pipe]
         if error:
             os.kill(run.pid, signal.SIGKILL)
-        os.waitpid(run.pid, 0)
+        _, _, usage = os.wait4(run.pid, 0)
         try:
             answer = msgspec.msgpack.decode(b"".join(run.parts), type=Checked)
-        except msgspec.DecodeError:
-            # What it had said when it broke off, if anything, is no answer. Of time alone another try may come further.
-            broke = "it is too complex: checking it takes too much memory, or too deep a nesting"
-            answer = Checked(run.check.number, error=error or broke, is_final=not error)
+        except msgspec.DecodeError:  # what it had said when it broke off, if anything, is no answer
+            answer = Checked(
+                run.check.number,
+                error=error or "it is too complex: checking it takes too much memory, or too deep a nesting",
+                is_final=not error or usage.ru_utime + usage.ru_stime > self._limit_s / 4,
+            )
         self._answer(answer)
 
     def _answer(self, answer: Checked) -> None:
@@ -183,13 +174,6 @@ def _in_our_words(error: str) -> str:
     return words
 
 
-def _bound_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def main(of: socket.socket, model_dir: str, timeout_s: str) -> None:
     """Check until ingest ends."""
     engine, why_not = None, ""
@@ -202,5 +186,3 @@ def main(of: socket.socket, model_dir: str, timeout_s: str) -> None:
     with contextlib.suppress(Gone):
         Checker(of, engine, why_not, float(timeout_s)).loop()
 
-
-__all__ = ["LENGTH", "Check", "Checked", "checked", "main"]

@@ -1,5 +1,6 @@
 """The model's tokenizer as llguidance wants it, and the limits that its matchers get."""
 
+import resource
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -46,3 +47,11 @@ def words_of(error: str) -> str:
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     words = said[0] if said else (lines[0] if lines else "no reason is known")
     return words if len(words) <= MAX_WORDS else words[:MAX_WORDS] + "…"
+
+
+def bound_memory(num_bytes: int) -> None:
+    """Let this process take so much more than it has; an allocation beyond that ends it, without a core file."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

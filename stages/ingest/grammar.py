@@ -4,6 +4,7 @@ first that comes. What has been checked lately is known."""
 import asyncio
 import hashlib
 import socket
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.settings import Limits
-from pipeline.grammars.checker import LENGTH, Check, Checked
-from pipeline.grammars.worker import Worker
+from pipeline.grammars.checks import Check, Checked
+from pipeline.grammars.worker import LENGTH, Worker
 from pipeline.messages import Failure, Grammar
 from pipeline.stages.ingest.prompt import Refusal
 
@@ -79,8 +80,9 @@ class Grammars:
             raise _busy(grammar) from None
         except ConnectionError:
             raise _busy(grammar) from None
-        if checked.is_final:
-            self._remember(_key(grammar), Verdict(checked.grammar, checked.error))
+        if not checked.is_final:
+            raise _busy(grammar)
+        self._remember(_key(grammar), Verdict(checked.grammar, checked.error))
         if checked.error:
             raise refusal(grammar, checked.error)
         return checked.grammar
@@ -94,7 +96,7 @@ class Grammars:
         future = asyncio.get_running_loop().create_future()
         self._answers[number] = future
         try:
-            data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source))
+            data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic()))
             self._stream.write(LENGTH.pack(len(data)) + data)
             await self._stream.drain()
             return await future
