@@ -25,8 +25,10 @@ VALUES = ("default", "examples")
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that have no escape of their own."""
 
-_CODE = r"\\(?:[xuU]\{?0*(?:0?[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])(?![0-9a-fA-F])\}?|[va])"
-CONTROL_IN_PATTERN = re.compile(rf"(?:{_CODE}|{CONTROL.pattern})")
+_DIGITS = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+CONTROL_IN_PATTERN = re.compile(
+    rf"\\x{_DIGITS}|\\u00{_DIGITS}|\\U000000{_DIGITS}|\\[xuU]\{{0*(?:{_DIGITS}|[0-7bBeEfF])\}}|\\[va]|{CONTROL.pattern}"
+)
 """Such a character as a pattern spells it. The ends of a range of several are none."""
 
 
