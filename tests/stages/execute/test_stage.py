@@ -227,3 +227,23 @@ def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> Non
         assert rig.receive("schedule", m.StepResult).copy_s == 0
         assert sorted(rig.receive("schedule", m.Release).offsets) == sorted([sources.offset, targets.offset])
     gc.unfreeze()
+
+
+def test_an_instant_executor_tells_as_much_as_a_model_would(tiny_dir: Path) -> None:
+    scored = m.Sampling(with_logprobs=True, num_top=3, prompt_num_top=1)
+    pooled, silent = m.Sampling(pooling=m.Pooling.MEAN, prompt_num_top=0), m.Sampling()
+    rig = Rig("execute", settings(), tiny_dir)
+    rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
+    with rig:
+        facts = begin(rig)
+        adds = [row_add(row, PROMPT, [row], wish) for row, wish in enumerate((scored, pooled, silent))]
+        forked = row_add(3, [], [3], scored, index=1, fork_of=0, num_prompt=len(PROMPT))
+        num = len(PROMPT)
+        rig.send(make_step([(0, 0, num - 2, False), (1, 0, num, True), (2, 0, num, True)], adds=adds), SCHEDULE)
+        rig.send(make_step([(0, num - 2, 2, True), (3, num - 1, 1, True)], adds=[forked], step_id=1), SCHEDULE)
+        first, second = (rig.receive("schedule", m.StepResult) for _ in range(2))
+        assert len(rig.take(first.records, np.uint8)) == embedding_bytes(facts.hidden_size) > 0
+        assert len(rig.take(first.prompt_records, np.uint8)) == (num - 2) * logprob_bytes(1) + (num - 1) * 4
+        assert len(rig.take(second.records, np.uint8)) == 2 * logprob_bytes(3)
+        assert len(rig.take(second.prompt_records, np.uint8)) == logprob_bytes(1)
+    gc.unfreeze()
