@@ -1,4 +1,7 @@
-"""Fixtures that many tests share. The model is prepared once, and one server serves all tests that don't end it."""
+"""Fixtures that many tests share, and which tests need the machine for themselves.
+
+The model is prepared once, and one server serves all tests that don't end it.
+"""
 
 import os
 import signal
@@ -7,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-# Library threads are named before any of them is imported: two cores, and tests of timing beside them.
+# Library threads are named before any of them is imported: two cores, and tests of timing beside them. Where several
+# processes share the tests, each has a core.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-    os.environ.setdefault(_variable, "2")
+    os.environ.setdefault(_variable, "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that spin while they wait starve each other where a server runs beside a test; execute does the same.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -22,6 +26,25 @@ from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare
 from tests import pythons
 from tests.e2e.server import Server
+
+ALONE = (
+    # Real servers, of five processes each, and what is asked of their time, processor time and memory.
+    "tests/e2e/",
+    "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_full_of_traps",
+    "tests/tools/test_soaking.py::test_a_short_soak",
+    # A thousand connections, and how long their texts take.
+    "tests/stages/gateway/test_slow_clients.py::test_slow_clients_cost",
+    # How long something takes on the clock, and that it is soon.
+    "tests/stages/gateway/test_admission.py::TestTheGateway::test_answers_at_once",
+    "tests/stages/schedule/test_liveness.py::test_putting_back_many_costs_little",
+)
+"""The beginnings of the ids of tests that need the machine for themselves; all others may run beside each other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(ALONE):
+            item.add_marker(pytest.mark.alone)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
