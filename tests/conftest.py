@@ -22,10 +22,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
+
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare
 from tests import pythons
 from tests.e2e.server import Server
+
+# An example may take long where another process has the core.
+hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.load_profile("without deadline")
 
 ALONE = (
     # Real servers, of five processes each, and what is asked of their time, processor time and memory.
@@ -34,17 +40,27 @@ ALONE = (
     "tests/tools/test_soaking.py::test_a_short_soak",
     # A thousand connections, and how long their texts take.
     "tests/stages/gateway/test_slow_clients.py::test_slow_clients_cost",
+    # What is in a folder of the machine's, before and after.
+    "tests/shm/test_segment.py::test_nothing_appears",
     # How long something takes on the clock, and that it is soon.
     "tests/stages/gateway/test_admission.py::TestTheGateway::test_answers_at_once",
     "tests/stages/schedule/test_liveness.py::test_putting_back_many_costs_little",
 )
 """The beginnings of the ids of tests that need the machine for themselves; all others may run beside each other."""
 
+SHARED = tuple(f"tests/e2e/test_{name}.py" for name in ("async_llm", "hub_model", "llm", "replicas", "swap"))
+"""Those of ALONE that may run beside others after all: servers of their own, mostly of a tiny model in one thread, and
+nothing asked of their time but deadlines."""
+
+LONGEST = "tests/stages/execute/test_smollm2.py"
+"""It comes first: as the last, it would have one of several processes at work and the others wait for it."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(ALONE):
+        if item.nodeid.startswith(ALONE) and not item.nodeid.startswith(SHARED):
             item.add_marker(pytest.mark.alone)
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.conftest import ALONE
+from tests.conftest import ALONE, LONGEST, SHARED
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +27,8 @@ def check() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("beginning", ALONE)
-def test_what_is_to_run_alone_is_there(beginning: str) -> None:
+@pytest.mark.parametrize("beginning", [*ALONE, *SHARED, LONGEST])
+def test_what_is_named_is_there(beginning: str) -> None:
     """A test that is renamed would run beside others, and fail now and then."""
     path, *names = beginning.split("::")
     assert (ROOT / path).exists()
