@@ -34,7 +34,8 @@ hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
 
 ALONE = (
-    # Real servers, of five processes each, and what is asked of their time, processor time and memory.
+    # Real servers, of five processes each: they take all cores and the memory's whole bandwidth, and much is asked of
+    # their time and processor time.
     "tests/e2e/",
     "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_full_of_traps",
     "tests/tools/test_soaking.py::test_a_short_soak",
@@ -48,17 +49,13 @@ ALONE = (
 )
 """The beginnings of the ids of tests that need the machine for themselves; all others may run beside each other."""
 
-SHARED = tuple(f"tests/e2e/test_{name}.py" for name in ("async_llm", "hub_model", "llm", "replicas", "swap"))
-"""Those of ALONE that may run beside others after all: servers of their own, mostly of a tiny model in one thread, and
-nothing asked of their time but deadlines."""
-
 LONGEST = "tests/stages/execute/test_smollm2.py"
 """It comes first: as the last, it would have one of several processes at work and the others wait for it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(ALONE) and not item.nodeid.startswith(SHARED):
+        if item.nodeid.startswith(ALONE):
             item.add_marker(pytest.mark.alone)
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.conftest import ALONE, LONGEST, SHARED
+from tests.conftest import ALONE, LONGEST
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def check() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("beginning", [*ALONE, *SHARED, LONGEST])
+@pytest.mark.parametrize("beginning", [*ALONE, LONGEST])
 def test_what_is_named_is_there(beginning: str) -> None:
     """A test that is renamed would run beside others, and fail now and then."""
     path, *names = beginning.split("::")
