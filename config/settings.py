@@ -75,6 +75,31 @@ class Gateway(Frozen, frozen=True):
         Seconds,
         Meta(description="How long a client may take nothing of what waits for it, until its connection is cut off."),
     ] = 60.0
+    api_keys_file: Annotated[
+        str,
+        Meta(
+            description="File of API keys, one a line; lines that begin with # are comments. With it, or with "
+            "PIPELINE_API_KEYS in the environment, whoever comes by HTTP or tcp:// has to show one of them. Empty: no "
+            "file."
+        ),
+    ] = ""
+    allow_open: Annotated[
+        bool,
+        Meta(
+            description="Listen beyond this machine without API keys, and serve whoever comes. Else the server does "
+            "not start."
+        ),
+    ] = False
+    admin_host: Annotated[str, Meta(min_length=1, description="Address of the admin listener.")] = "127.0.0.1"
+    admin_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="Port of the admin listener, which has /health and /metrics, and no keys; port has them no "
+            "longer then. 0 picks a free one, -1 is off: they are at port, without keys too.",
+        ),
+    ] = -1
 
 
 class Ingest(Frozen, frozen=True):
@@ -191,6 +216,35 @@ class Detokenize(Frozen, frozen=True):
     replicas: Replicas = 1
 
 
+class Limits(Frozen, frozen=True):
+    """How much one request may ask for; more is answered 400."""
+
+    max_n: Annotated[int, Meta(ge=1, le=65536, description="Sequences of a prompt, n.")] = 128
+    max_best_of: Annotated[int, Meta(ge=1, le=65536, description="Sequences of a prompt that best_of generates.")] = 128
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=1024, description="Likeliest tokens that top_logprobs, logprobs and prompt_logprobs tell.")
+    ] = 20
+    max_stop_strings: Annotated[int, Meta(ge=1, le=4096, description="Stop strings.")] = 16
+    max_stop_token_ids: Annotated[int, Meta(ge=1, le=4096, description="Stop token ids.")] = 128
+    max_logit_bias: Annotated[int, Meta(ge=1, le=65536, description="Entries of logit_bias.")] = 1024
+    max_bad_words: Annotated[int, Meta(ge=1, le=65536, description="Entries of bad_words.")] = 1024
+    max_tools: Annotated[int, Meta(ge=1, le=4096, description="Tools of a chat.")] = 128
+    max_prompt_bytes: Annotated[
+        int, Meta(ge=1024, le=MAX_BYTES, description="Largest text of a prompt, or of all messages of a chat.")
+    ] = 4 * 1024**2
+    max_grammar_bytes: Annotated[
+        int, Meta(ge=1024, le=MAX_BYTES, description="Largest schema, pattern or grammar of an output.")
+    ] = 128 * 1024
+    max_json_depth: Annotated[
+        int, Meta(ge=8, le=512, description="Levels of arrays and objects in a body; a schema may have fewer.")
+    ] = 128
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, le=1024**2, description="Largest header of a request over HTTP, and largest address.")
+    ] = 8190
+    template_timeout_s: Annotated[Seconds, Meta(description="Longest the chat template may take.")] = 2.0
+    grammar_timeout_s: Annotated[Seconds, Meta(description="Longest the check of a grammar may take.")] = 1.0
+
+
 class Supervisor(Frozen, frozen=True):
     """The process that starts, watches and stops the others."""
 
@@ -242,3 +296,4 @@ class Settings(Frozen, frozen=True):
     execute: Execute = Execute()
     detokenize: Detokenize = Detokenize()
     supervisor: Supervisor = Supervisor()
+    limits: Limits = Limits()

@@ -72,7 +72,30 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     with_logprobs: bool = False
-    """Results have the log probability of each id: by the model's own distribution, before temperature and filters."""
+    """The record of each id is its log probability, by the model's own distribution: before temperature, filters,
+    penalties and masks."""
+    repetition_penalty: float = 1.0
+    """Above 0; 1 is off. See kernels/penalties.py, as for the next two."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: list[int] = []
+    """Ids to whose logits something is added, each at most once."""
+    bias_values: list[float] = []
+    """Parallel: what is added."""
+    allowed_ids: bytes = b""
+    """int32, rising; empty allows all"""
+    bad_words: list[list[int]] = []
+    """Runs of ids that the output never has: the last id of one is not drawn behind the others."""
+    min_tokens: int = 0
+    """Ids of the output before which none is drawn that ends it."""
+    num_top: int = 0
+    """The record of each id has this many of the likeliest ids besides; see pipeline/records.py."""
+    prompt_num_top: int = -1
+    """Likewise for the ids of the prompt, all but the first; -1 wants no records of them."""
+    pooling: int = 0
+    """`Pooling`. One id is drawn, which means nothing; its record is the prompt's embedding."""
+    grammar: str = ""
+    """What the output is to match, in llguidance's own form (JSON or Lark), checked by ingest; empty is anything."""
 
 
 class TextOptions(msgspec.Struct, array_like=True, frozen=True):
@@ -84,19 +107,65 @@ class TextOptions(msgspec.Struct, array_like=True, frozen=True):
     skip_special_tokens: bool = True
     stop_token_ids: list[int] = []
     """To tell the client which id stopped it (`stop_reason`); the executor is who stops."""
-    with_logprobs: bool = False
-    """As in `Sampling`: the gateway is told those of the ids that count."""
+    record_bytes: int = 0
+    """Bytes of each id's record, as `Sampling` asks for it; 0 has none. The gateway is told those of the ids that
+    count."""
+    num_top: int = 0
+    """As in `Sampling`; likewise"""
+    prompt_num_top: int = -1
+    with_pieces: bool = False
+    """The gateway is told the bytes of each id that a record names."""
+    min_tokens: int = 0
+    """Stop strings that end within the text of the first so many ids don't count."""
+
+
+class Pooling(IntEnum):
+    """How the hidden states of a prompt's tokens, behind the last norm, become its embedding."""
+
+    NONE = 0
+    MEAN = 1
+    LAST = 2
+
+
+class ToolCall(msgspec.Struct, array_like=True, frozen=True):
+    """A call of a tool in an assistant's message."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text, as the client gave it"""
 
 
 class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
     role: str
-    content: str
+    content: str | None
+    """None where an assistant's message has tool calls alone."""
     name: str | None = None
+    parts: list[str] | None = None
+    """The texts of `content`, where the client gave it in parts."""
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    """The call that a tool's message answers."""
+    reasoning: str | None = None
+    """What an assistant thought before it said `content`."""
 
 
 class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag="chat"):
     messages: list[ChatMessage]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The output goes on with the last message."""
+    tools: str = ""
+    """JSON text: the array of tools as the client gave it, checked by the gateway; empty where there are none."""
+    tool_choice: str = "auto"
+    """none, auto, required or named"""
+    tool_name: str = ""
+    """Whom `named` names."""
+    parallel_tool_calls: bool = True
+    documents: str = ""
+    """JSON text: an array for the template."""
+    template_kwargs: str = ""
+    """JSON text: an object of further names for the template."""
 
 
 class TextPrompt(msgspec.Struct, array_like=True, frozen=True, tag="text"):
@@ -139,6 +208,20 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     """Nothing will be computed from it: it may be empty, or longer than the model's context."""
     with_text: bool = False
     with_token_strs: bool = False
+    truncate: int = 0
+    """Keep the last so many ids alone; 0 keeps all, -1 as many as the model's context leaves room for."""
+    with_pieces: bool = False
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What a client wants its output to match, as it gave it; ingest makes `Sampling.grammar` of it."""
+
+    kind: str
+    """json_object, json_schema, regex, choice, grammar or structural_tag"""
+    source: str = ""
+    """JSON text of a schema, of an array of strings, or of a structural tag; a pattern; a grammar"""
+    param: str = ""
+    """The request's field that said so, for errors."""
 
 
 # ------------------------------------------------------------------------------- said by the supervisor to any stage
@@ -154,6 +237,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     vocab_size: int
     num_swap_blocks: int = 0
     """Blocks that its swap segment holds."""
+    hidden_size: int = 0
+    """Numbers of an embedding."""
 
 
 class Start(Message, frozen=True, tag="start"):
@@ -375,6 +460,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
     machine share."""
     done_s: float = 0.0
     """When it had the ids."""
+    pieces: list[bytes] | None = None
+    """The bytes of text that each id stands for, where `Submit.prompt_options` asks for it."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
@@ -409,8 +496,22 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """When schedule sent the newest ids in here."""
     sent_s: float = 0.0
     """When detokenize sent this."""
-    logprobs: bytes = b""
-    """float32, parallel to `ids`: their log probabilities, 0 for sequences that don't ask; empty where none does"""
+    records: list[bytes] = []
+    """By entry, those of its ids, or nothing where its `TextOptions` don't ask for them; see pipeline/records.py. Empty
+    where none of the entries has any, as the next."""
+    pieces: list[list[bytes]] = []
+    """By entry, where its `TextOptions` ask for them: for each record the bytes of its id, then of the ids it names."""
+    prompt_places: list[int] = []
+    """Entries that come with records of their prompt's ids; as below, parallel. Such an entry may have no ids."""
+    prompt_offsets: list[int] = []
+    """Records of the prompt before these."""
+    prompt_records: list[bytes] = []
+    """Of prompt ids, from the second on"""
+    prompt_pieces: list[list[bytes]] = []
+    """Where `TextOptions` ask for pieces: the bytes of the ids that each record names. Of the prompt's own ids,
+    `Accepted` has them."""
+    errors: list[str] = []
+    """Why, for each entry whose finish is `ERROR`, in order; empty where nobody said."""
 
 
 class StageHealth(msgspec.Struct, array_like=True, frozen=True):
@@ -526,6 +627,9 @@ class Submit(Message, frozen=True, tag="submit"):
     """Lower goes first, where the scheduler's policy is `priority`."""
     cache_salt: str = ""
     """Only prompts with the same salt share KV blocks."""
+    grammar: Grammar | None = None
+    bad_words: list[str] = []
+    """Texts that the output never has; ingest makes ids of them."""
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -575,8 +679,13 @@ class Admit(Message, frozen=True, tag="admit"):
     priority: int = 0
     """As in `Submit`; likewise"""
     cache_salt: str = ""
-    with_logprobs: bool = False
-    """What `sampling` says."""
+    record_bytes: int = 0
+    """Bytes of each output id's record; 0 has none."""
+    prompt_record_bytes: int = 0
+    """Likewise for the prompt's ids, all but the first, by the first sequence of the request"""
+    is_whole: bool = False
+    """Every position of the prompt has to be computed, by each sequence and in one go: nothing is taken from the prefix
+    cache, and what is preempted on the way begins again."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -592,16 +701,21 @@ class StepResult(Message, frozen=True, tag="step_result"):
     ids: Array
     """int32; -1 where the row was dead already"""
     finishes: Array
-    """uint8, `Finish`: STOP where the id ends the sequence, else NONE"""
+    """uint8, `Finish`: STOP where the id ends the sequence, ERROR where there is none, else NONE"""
     compute_s: float
     wait_s: float
     """How long the executor had nothing to do before this step."""
     copy_s: float = 0.0
     """The part of `compute_s` that went into the step's copies."""
-    logprobs: Array = b""
-    """float32, parallel to `ids`: the natural logarithm of each id's probability by the softmax of the model's logits
-    as they are, without temperature, filter, penalty or mask; 0 for rows that don't ask; empty where none of the
-    step's does"""
+    records: Array = b""
+    """uint8: the records of `ids`, of the rows that ask for them, one after the other; see pipeline/records.py. A row
+    that had ended has none."""
+    prompt_records: Array = b""
+    """uint8: of the step's entries that ask for records of their prompt, in order, those of the ids behind each
+    position that was computed, as far as they are the prompt's; none for a row that had ended"""
+    errors: list[str] = []
+    """Why, for each entry whose finish is `ERROR`, in order: no id could be drawn for it, `ids` has -1, and its
+    sequence ends."""
 
 
 class Closed(Message, frozen=True, tag="closed"):
@@ -723,8 +837,15 @@ class Settled(Message, frozen=True, tag="settled"):
     """Of the entries that have the first id sampled for their sequence."""
     settled_s: float = 0.0
     """When this was sent, by time.monotonic()."""
-    logprobs: Array = b""
-    """float32, parallel to `ids`: their log probabilities, 0 for sequences that don't ask; empty where none does"""
+    records: Array = b""
+    """uint8: those of `ids`, of the entries that ask for them, one after the other"""
+    prompt_seqs: list[int] = []
+    """Sequences whose prompt has records here; as below, parallel. They have not been told here to end before."""
+    prompt_starts: list[int] = []
+    """Records of the prompt before these"""
+    prompt_records: list[bytes] = []
+    errors: list[str] = []
+    """Why, for each entry whose finish is `ERROR`, in order; empty where nobody said."""
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
@@ -796,6 +917,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """It has the terminal, for a debugger."""
     break_at: str = ""
     """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
+    keys_fd: int = -1
+    """Digests of API keys, for the gateway; see pipeline.api_keys. -1: there are none, and none is asked for."""
+    admin_fd: int = -1
+    """The socket of the gateway's admin listener; -1: it has none."""
 
     @property
     def name(self) -> str:
