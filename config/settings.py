@@ -75,6 +75,31 @@ class Gateway(Frozen, frozen=True):
         Seconds,
         Meta(description="How long a client may take nothing of what waits for it, until its connection is cut off."),
     ] = 60.0
+    api_keys_file: Annotated[
+        str,
+        Meta(
+            description="File of API keys, one a line; lines that begin with # are comments. With it, or with "
+            "PIPELINE_API_KEYS in the environment, whoever comes by HTTP or tcp:// has to show one of them. Empty: no "
+            "file."
+        ),
+    ] = ""
+    allow_open: Annotated[
+        bool,
+        Meta(
+            description="Listen beyond this machine without API keys, and serve whoever comes. Else the server does "
+            "not start."
+        ),
+    ] = False
+    admin_host: Annotated[str, Meta(min_length=1, description="Address of the admin listener.")] = "127.0.0.1"
+    admin_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="Port of the admin listener, which has /health and /metrics, and no keys; port has them no "
+            "longer then. 0 picks a free one, -1 is off: they are at port, without keys too.",
+        ),
+    ] = -1
 
 
 class Ingest(Frozen, frozen=True):
