@@ -213,7 +213,9 @@ def test_embeddings_are_made_of_the_states_that_transformers_finds(executor: Exe
             wish, states = wishes[row % len(wishes)], executor.states(ids)
             if wish is drawing:
                 record = np.frombuffer(told[row], logprob_dtype(1))[0]
-                np.testing.assert_allclose(record["top_logprobs"][0], executor.logprobs(ids)[-1].max(), atol=executor.tolerance)
+                np.testing.assert_allclose(
+                    record["top_logprobs"][0], executor.logprobs(ids)[-1].max(), atol=executor.tolerance
+                )
                 continue
             expected = states.mean(0) if wish is mean else states[-1]
             found = np.frombuffer(told[row], np.float32)
