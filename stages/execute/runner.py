@@ -163,6 +163,5 @@ class Runner:
         draws = self.draws
         if not (draws.any_scored and num_drawn):
             return NO_LOGPROBS
-        logprobs: FloatArray = np.zeros(len(running), np.float32)
-        logprobs[running] = np.where(draws.scored[:num_drawn], draws.logprobs[:num_drawn], 0)
+        logprobs: FloatArray = draws.logprobs[:num_drawn][draws.scored[:num_drawn] != 0]
         return logprobs

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+import numpy as np
+
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
@@ -110,7 +112,7 @@ def _publish(
         compute_s=ended - began,
         wait_s=began - idle_since,
         copy_s=sampled.copy_s,
-        logprobs=stage.arrays.put(sampled.logprobs),
+        records=stage.arrays.put(sampled.logprobs.view(np.uint8)),
     )
     sent = stage.outbox("schedule").send(result)
     assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"

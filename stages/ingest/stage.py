@@ -226,7 +226,7 @@ class Ingest:
             finishes=finishes,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
-            with_logprobs=submit.sampling.with_logprobs,
+            record_bytes=submit.text.record_bytes,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
 
