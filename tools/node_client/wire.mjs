@@ -61,7 +61,7 @@ const PROMPTS = {
   chat: [["messages", list(part("chatMessage"))], ["add_generation_prompt", plain, true]],
 };
 const MESSAGES = {
-  hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""]],
+  hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""], ["api_key", plain, null]],
   generate: [
     ["request_id", u64],
     ["model", plain],
