@@ -116,7 +116,7 @@ class TextOptions(msgspec.Struct, array_like=True, frozen=True):
     with_pieces: bool = False
     """The gateway is told the bytes of each id that a record names."""
     min_tokens: int = 0
-    """Stop strings are looked for behind the text of so many ids."""
+    """Stop strings that end within the text of the first so many ids don't count."""
 
 
 class Pooling(IntEnum):
@@ -210,6 +210,7 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     with_token_strs: bool = False
     truncate: int = 0
     """Keep the last so many ids alone; 0 keeps all, -1 as many as the model's context leaves room for."""
+    with_pieces: bool = False
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
@@ -459,6 +460,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
     machine share."""
     done_s: float = 0.0
     """When it had the ids."""
+    pieces: list[bytes] | None = None
+    """The bytes of text that each id stands for, where `Submit.prompt_options` asks for it."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
@@ -493,10 +496,11 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """When schedule sent the newest ids in here."""
     sent_s: float = 0.0
     """When detokenize sent this."""
-    records: bytes = b""
-    """Those of `ids`, of the entries whose `TextOptions` ask for them; see pipeline/records.py"""
-    pieces: list[bytes] = []
-    """For each record of an entry that asks for them: the bytes of its id, then of the ids it names."""
+    records: list[bytes] = []
+    """By entry, those of its ids, or nothing where its `TextOptions` don't ask for them; see pipeline/records.py. Empty
+    where none of the entries has any, as the next."""
+    pieces: list[list[bytes]] = []
+    """By entry, where its `TextOptions` ask for them: for each record the bytes of its id, then of the ids it names."""
     prompt_places: list[int] = []
     """Entries that come with records of their prompt's ids; as below, parallel. Such an entry may have no ids."""
     prompt_offsets: list[int] = []
@@ -504,7 +508,8 @@ class Deltas(Message, frozen=True, tag="deltas"):
     prompt_records: list[bytes] = []
     """Of prompt ids, from the second on"""
     prompt_pieces: list[list[bytes]] = []
-    """Like `pieces`"""
+    """Where `TextOptions` ask for pieces: the bytes of the ids that each record names. Of the prompt's own ids,
+    `Accepted` has them."""
     errors: list[str] = []
     """Why, for each entry whose finish is `ERROR`, in order; empty where nobody said."""
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline.messages import Finish
+from pipeline.records import logprob_dtype
 from pipeline.shm.arrays import Array
 
 VOCAB = 997
@@ -28,6 +29,15 @@ def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> i
 def logprob(drawn: int) -> float:
     """What the fake executor says of an id."""
     return -1 - drawn / 8
+
+
+def record(token_id: int, num_top: int) -> bytes:
+    """What the fake executor tells of an id: it is the likeliest, then come those behind it."""
+    data = np.zeros((), logprob_dtype(num_top))
+    data["logprob"] = logprob(token_id)
+    data["top_ids"] = token_id + np.arange(num_top)
+    data["top_logprobs"] = logprob(token_id) - np.arange(num_top)
+    return data.tobytes()
 
 
 def expected(prompt: list[int], sampling: m.Sampling, index: int, max_tokens: int) -> tuple[list[int], Finish]:
@@ -47,7 +57,15 @@ class _Row:
         self.sampling = msgspec.msgpack.decode(add.sampling, type=m.Sampling)
         self.ids = dict(enumerate(ids))
         self.table: list[int] = blocks.tolist()
+        self.num_prompt = add.num_prompt
         self.dead = False
+
+    def prompt_records(self, start: int, count: int) -> list[bytes]:
+        """Of the ids behind these positions."""
+        num_top = self.sampling.prompt_num_top
+        if self.dead or num_top < 0 or self.index > 0:
+            return []
+        return [record(self.ids[place + 1], num_top) for place in range(start, min(start + count, self.num_prompt - 1))]
 
 
 class FakeExecutor:
@@ -119,17 +137,16 @@ class FakeExecutor:
         sampled: list[int] = []
         drawn_ids: list[int] = []
         finishes: list[int] = []
-        asks = [
-            self.rows[row].sampling.with_logprobs and not self.rows[row].dead for row, *_, samples in entries if samples
-        ]
-        logprobs: list[float] = []
+        records: list[bytes] = []
+        prompt_records: list[bytes] = []
+        errors: list[str] = []
         for row, start, count, samples in entries:
+            prompt_records += self.rows[row].prompt_records(start, count)
             if not samples:
                 continue
             sampled.append(row)
             state = self.rows[row]
             if state.dead:
-                logprobs.append(0)
                 drawn_ids.append(-1)
                 finishes.append(int(Finish.NONE))
                 continue
@@ -137,9 +154,16 @@ class FakeExecutor:
             context = self.kv[state.table].reshape(-1)[:length]
             assert EMPTY not in context, f"row {row} reads KV that nobody has written"
             drawn = next_id(context, state.sampling.seed, state.index)
+            if drawn in state.sampling.bias_ids:
+                state.dead = True
+                drawn_ids.append(-1)
+                finishes.append(int(Finish.ERROR))
+                errors.append(f"{drawn} is not to be drawn")
+                continue
             state.ids[length] = drawn
             drawn_ids.append(drawn)
-            logprobs.append(logprob(drawn) if state.sampling.with_logprobs else 0)
+            if state.sampling.with_logprobs:
+                records.append(record(drawn, state.sampling.num_top))
             state.dead = drawn in state.sampling.stop_token_ids
             finishes.append(int(Finish.STOP if state.dead else Finish.NONE))
         put = self._put
@@ -153,5 +177,7 @@ class FakeExecutor:
             compute_s=0.001 + self._token_s * len(written) + self._copy_s * num_copies,
             wait_s=0.0,
             copy_s=self._copy_s * num_copies,
-            logprobs=put(np.array(logprobs if any(asks) else [], np.float32)),
+            records=put(np.frombuffer(b"".join(records), np.uint8)),
+            prompt_records=put(np.frombuffer(b"".join(prompt_records), np.uint8)),
+            errors=errors,
         )

@@ -10,15 +10,19 @@ What a sequence has to tell waits in it until `sent`: entries that a full socket
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
 
 from pipeline import messages as m
+from pipeline.records import logprob_bytes, logprob_dtype
 from pipeline.stages.detokenize.stops import Judge, StopStrings
 from pipeline.text import Text
 from pipeline.vocabulary import Vocabulary
+
+E = TypeVar("E", bytes, list[bytes])
 
 
 class Sequence:
@@ -28,23 +32,28 @@ class Sequence:
         "_has_stops",
         "_include_stop",
         "_judge",
+        "_min_tokens",
         "_num_settled",
         "_stop_id",
         "_stop_token_ids",
         "_text",
         "attempt",
+        "error",
         "finish",
         "first",
         "gateway",
         "id_offset",
         "ids",
         "index",
-        "logprobs",
+        "options",
+        "prompt_offset",
+        "prompt_records",
+        "record_bytes",
+        "records",
         "request_id",
         "stop_reason",
         "text_offset",
         "texts",
-        "with_logprobs",
     )
 
     def __init__(
@@ -64,6 +73,7 @@ class Sequence:
         self._text = Text(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
         self._judge = Judge(stops, include_stop=options.include_stop)
         self._has_stops = bool(stops.firsts)
+        self._min_tokens = options.min_tokens
         self._stop_token_ids = options.stop_token_ids
         self._include_stop = options.include_stop
         self._num_settled = 0
@@ -71,9 +81,16 @@ class Sequence:
         self.text_offset = 0
         self.ids: list[int] = []
         self.id_offset = 0
-        self.with_logprobs = options.with_logprobs
-        self.logprobs: list[float] = []
+        self.options = options
+        self.record_bytes = options.record_bytes
+        self.records = bytearray()
         """Of `ids`, where they are asked for"""
+        self.prompt_records = bytearray()
+        """Likewise of the prompt's"""
+        self.prompt_offset = 0
+        """Records of the prompt before these"""
+        self.error = ""
+        """Why it ended, where that was an error and somebody said."""
         self.finish: int = m.Finish.NONE
         self.stop_reason: str | int | None = None
         self._stop_id: int | None = None
@@ -124,15 +141,16 @@ class Sequence:
     def _show(self, ids: list[int], num_shown: int) -> None:
         """Append the text of the first ids, and all ids: or those up to the one that completes a stop string."""
         text, judge, texts = self._text, self._judge, self.texts
+        num_silent = self._min_tokens - (self._num_settled - len(ids))
         for place in range(num_shown):
-            texts.append(judge.push(text.add(ids[place])))
+            texts.append(judge.push(text.add(ids[place]), counts=place >= num_silent))
             if judge.found is not None:
                 self.ids += ids[: place + 1]
                 self._judged()
                 return
         self.ids += ids
         if self.finish:
-            texts.append(judge.push(text.finish()))
+            texts.append(judge.push(text.finish(), counts=num_shown > num_silent))
             if judge.found is not None:
                 self._judged()
             else:
@@ -142,10 +160,18 @@ class Sequence:
         self.finish = m.Finish.STOP
         self.stop_reason = self._judge.found
 
-    def score(self, num_before: int, logprobs: list[float]) -> None:
-        """Take the log probabilities of settled ids, of which the first `num_before` are scored already: those of ids
-        that don't count, behind a stop string, are left out."""
-        self.logprobs += logprobs[num_before : num_before + len(self.ids) - len(self.logprobs)]
+    def record(self, num_before: int, records: bytes) -> None:
+        """Take the records of settled ids, of which the first `num_before` are here already: those of ids that don't
+        count, behind a stop string, are left out."""
+        num = len(self.ids) - len(self.records) // self.record_bytes
+        self.records += records[num_before * self.record_bytes : (num_before + num) * self.record_bytes]
+
+    def record_prompt(self, start: int, records: bytes) -> None:
+        """Take records of the prompt, of which `start` come before; those that were taken before are skipped."""
+        width = logprob_bytes(self.options.prompt_num_top)
+        num_known = self.prompt_offset + len(self.prompt_records) // width
+        assert start <= num_known, f"records {num_known} to {start} of the prompt of {self.request_id:x} never came"
+        self.prompt_records += records[(num_known - start) * width :]
 
     def sent(self) -> None:
         """The gateway has been told everything up to now."""
@@ -153,7 +179,10 @@ class Sequence:
         self.texts.clear()
         self.id_offset += len(self.ids)
         self.ids.clear()
-        self.logprobs.clear()
+        self.records.clear()
+        if self.prompt_records:
+            self.prompt_offset += len(self.prompt_records) // logprob_bytes(self.options.prompt_num_top)
+            self.prompt_records.clear()
         self.first = None
 
 
@@ -168,8 +197,8 @@ class Sequences:
         self._live: dict[int, Sequence] = {}
         self._unsent: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)
         """By gateway, then by `seq`."""
-        self._scored: set[int] = set()
-        """Gateways that have to be told log probabilities."""
+        self._bytes = vocabulary.pieces(skip_special_tokens=False)
+        """What records name ids by"""
         self._settled_s = 0.0
         """When schedule sent the newest that was taken."""
 
@@ -208,31 +237,45 @@ class Sequences:
         finishes: list[int],
         firsts: Iterable[m.FirstTimes] = (),
         settled_s: float = 0.0,
-        logprobs: list[float] | None = None,
+        records: bytes = b"",
+        errors: Iterable[str] = (),
     ) -> list[m.Abort]:
-        """Take what is in a `Settled`. Returns what schedule has to end because a stop string was found."""
+        """Take what is in a `Settled`, but for records of prompts. Returns what schedule has to end because a stop
+        string was found."""
         aborts: list[m.Abort] = []
         self._settled_s = settled_s
         first_of = {first.place: first for first in firsts}
-        end = 0
+        end = recorded = 0
+        reasons = iter(errors)
         for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
             begin, end = end, end + count
             assert seq in self._live, f"sequence {seq} was never opened, or closed before"
             sequence = self._live.pop(seq) if finish else self._live[seq]
             sequence.first = first_of.get(place, sequence.first)
+            error = next(reasons, "") if finish == m.Finish.ERROR else ""
+            told, recorded = recorded, recorded + sequence.record_bytes * count
             if sequence.finish:
                 continue  # judged; its gateway was told so
-            num_before = sequence.id_offset + len(sequence.ids) - start if logprobs else 0
+            sequence.error = error
+            num_before = sequence.id_offset + len(sequence.ids) - start
             sequence.settle(start, ids[begin:end], finish)
-            if logprobs and sequence.with_logprobs:
-                sequence.score(num_before, logprobs[begin:end])
-                self._scored.add(sequence.gateway)
+            if sequence.record_bytes:
+                sequence.record(num_before, records[told:recorded])
             if sequence.finish and not finish:
                 aborts.append(_end_of(sequence))
             if sequence.ids or sequence.finish:
                 self._unsent[sequence.gateway][seq] = sequence
         assert end == len(ids), f"{len(ids)} ids came for {end}"
+        assert recorded == len(records), f"{len(records)} bytes of records came for {recorded}"
         return aborts
+
+    def record_prompts(self, message: m.Settled) -> None:
+        """Take what a `Settled` has of prompts; before the rest, which may end their sequences."""
+        for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
+            sequence = self._live[seq]
+            if not sequence.finish:
+                sequence.record_prompt(start, records)
+                self._unsent[sequence.gateway][seq] = sequence
 
     def unsent(self) -> list[int]:
         """The gateways that have to be told something."""
@@ -241,6 +284,7 @@ class Sequences:
     def deltas(self, gateway: int, now_s: float = 0.0) -> m.Deltas:
         """All that a gateway has to be told."""
         sequences = self._unsent[gateway].values()
+        prompts = [(place, sequence) for place, sequence in enumerate(sequences) if sequence.prompt_records]
         return m.Deltas(
             request_ids=[sequence.request_id for sequence in sequences],
             attempts=[sequence.attempt for sequence in sequences],
@@ -259,20 +303,43 @@ class Sequences:
             ],
             settled_s=self._settled_s,
             sent_s=now_s,
-            logprobs=_logprobs(sequences) if gateway in self._scored else b"",
+            records=_or_none([bytes(sequence.records) for sequence in sequences]),
+            pieces=_or_none([self._pieces(sequence) for sequence in sequences]),
+            prompt_places=[place for place, _ in prompts],
+            prompt_offsets=[sequence.prompt_offset for _, sequence in prompts],
+            prompt_records=[bytes(sequence.prompt_records) for _, sequence in prompts],
+            prompt_pieces=[self._prompt_pieces(sequence) for _, sequence in prompts],
+            errors=[sequence.error for sequence in sequences if sequence.finish == m.Finish.ERROR],
         )
+
+    def _pieces(self, sequence: Sequence) -> list[bytes]:
+        """Of each of its ids and of those that its record names."""
+        if not (sequence.options.with_pieces and sequence.records):
+            return []
+        names = np.frombuffer(bytes(sequence.records), logprob_dtype(sequence.options.num_top))["top_ids"].tolist()
+        pairs = zip(sequence.ids, names, strict=True)
+        return [self._bytes_of(named) for token_id, top_ids in pairs for named in (token_id, *top_ids)]
+
+    def _prompt_pieces(self, sequence: Sequence) -> list[bytes]:
+        if not sequence.options.with_pieces:
+            return []
+        records = np.frombuffer(bytes(sequence.prompt_records), logprob_dtype(sequence.options.prompt_num_top))
+        return list(map(self._bytes_of, records["top_ids"].reshape(-1).tolist()))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        piece = self._bytes[token_id]
+        return piece.encode() if isinstance(piece, str) else piece
 
     def sent(self, gateway: int) -> None:
         """The gateway's socket took `deltas`."""
         for sequence in self._unsent[gateway].values():
             sequence.sent()
         self._unsent[gateway].clear()
-        self._scored.discard(gateway)
 
 
-def _logprobs(sequences: Iterable[Sequence]) -> bytes:
-    each = [one.logprobs if one.with_logprobs else [0.0] * len(one.ids) for one in sequences]
-    return np.array([logprob for logprobs in each for logprob in logprobs], "<f4").tobytes()
+def _or_none(each: list[E]) -> list[E]:
+    """What entries have, or nothing where none has anything."""
+    return each if any(each) else []
 
 
 def _end_of(sequence: Sequence) -> m.Abort:

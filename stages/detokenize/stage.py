@@ -99,6 +99,8 @@ class Detokenize:
             if finish:
                 fields = {"request": f"{request_id:x}", "finish": m.Finish(finish).name.lower()}
                 self._stage.log.debug("ended", extra={"fields": fields})
+        if message.prompt_seqs:
+            self._sequences.record_prompts(message)
         aborts = self._sequences.settle(
             seqs,
             take(message.starts, "<i4").tolist(),
@@ -107,7 +109,8 @@ class Detokenize:
             finishes,
             message.firsts,
             message.settled_s,
-            take(message.logprobs, "<f4").tolist() if message.logprobs else None,
+            take(message.records, "u1").tobytes() if message.records else b"",
+            message.errors,
         )
         end_s = time.monotonic()
         self._num_tokens += len(ids)

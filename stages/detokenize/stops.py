@@ -80,14 +80,15 @@ class Judge:
         self.found: str | None = None
         """The stop string that ended the text."""
 
-    def push(self, text: str) -> str:
-        """What can be shown after `text` has come. Nothing may be pushed once `found` is set."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """What can be shown after `text` has come. Nothing may be pushed once `found` is set. Stop strings that end in
+        a text that does not count go unnoticed."""
         node, stops = self._node, self._stops
         if node == ROOT and stops.firsts.isdisjoint(text):
             return text
         for place, character in enumerate(text, 1):
             node = stops.next(node, character)
-            if (stop := stops.ends[node]) is not None:
+            if counts and (stop := stops.ends[node]) is not None:
                 self.found = stop
                 shown = self._held + text[:place]
                 return shown if self._include_stop else shown[: -len(stop)]

@@ -110,7 +110,9 @@ def _publish(
         compute_s=ended - began,
         wait_s=began - idle_since,
         copy_s=sampled.copy_s,
-        logprobs=stage.arrays.put(sampled.logprobs),
+        records=stage.arrays.put(sampled.records),
+        prompt_records=stage.arrays.put(sampled.prompt_records),
+        errors=list(sampled.errors),
     )
     sent = stage.outbox("schedule").send(result)
     assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"

@@ -98,7 +98,7 @@ class Admission:
             case m.TextPrompt(text):
                 num_tokens = _num_bytes(text) // BYTES_PER_TOKEN
             case m.ChatPrompt(messages):
-                num_tokens = sum(_num_bytes(one.content) for one in messages) // BYTES_PER_TOKEN
+                num_tokens = sum(_num_bytes(one.content or "") for one in messages) // BYTES_PER_TOKEN
         if is_computed and self.max_prompt_tokens is not None:
             num_tokens = min(num_tokens, self.max_prompt_tokens)
         return max(1, num_tokens)

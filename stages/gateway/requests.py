@@ -351,6 +351,8 @@ class Requests:
                 prompt_options=ask.prompt_options,
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,
+                grammar=ask.grammar,
+                bad_words=ask.bad_words,
             )
             if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)
@@ -490,12 +492,15 @@ class Requests:
         first_of = {first.place: first for first in message.firsts}
         gaps: dict[float, int] = {}
         """By when the ids before came: those of one message came together, so these are few."""
+        errors = iter(message.errors)
         marked: list[int] = []
         """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
             end = begin + message.num_ids[i] * ID_BYTES
-            ids, logprobs, begin = message.ids[begin:end], message.logprobs[begin:end], end
+            ids, begin = message.ids[begin:end], end
+            records = message.records[i] if message.records else b""
             finish = message.finishes[i]
+            error = next(errors, "") if finish == m.Finish.ERROR else ""
             request = self._find(request_id, message.attempts[i], is_open=finish == m.Finish.NONE)
             if request is None:
                 continue
@@ -505,9 +510,7 @@ class Requests:
             call = request.call
             if not call.is_over:
                 offset = message.id_offsets[i]
-                sequence.extend(
-                    message.texts[i], message.text_offsets[i], ids, offset, logprobs if call.ask.best_of else b""
-                )
+                sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records)
                 call.has_begun = True
                 if sequence.last_s:
                     gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
@@ -519,7 +522,7 @@ class Requests:
             if finish != m.Finish.NONE:
                 marked.append(request_id)
                 sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
-                self._finish(request, sequence, finish, message.stop_reasons[i])
+                self._finish(request, sequence, finish, message.stop_reasons[i], error)
             call.wake()
         for last_s, times in gaps.items():
             self.counting.gap_s.observe(now_s - last_s, times)
@@ -560,12 +563,15 @@ class Requests:
             return None
         return request if request.submit.attempt == attempt else None
 
-    def _finish(self, request: Request, sequence: Sequence, finish: int, stop_reason: str | int | None) -> None:
+    def _finish(
+        self, request: Request, sequence: Sequence, finish: int, stop_reason: str | int | None, error: str = ""
+    ) -> None:
         if sequence.finish != m.Finish.NONE:
             return
         if finish == m.Finish.ERROR and not request.is_aborted and request.call.failure is None:
-            self._stage.log.info("failed", extra=_fields(request))
-            request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request"))
+            self._stage.log.info("failed", extra=_fields(request, why=error))
+            message = "the server could not finish this request" + (f": {error}" if error else "")
+            request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))
         sequence.finish = finish
         sequence.stop_reason = stop_reason
         self._count(request, sequence, finish)

@@ -238,7 +238,7 @@ def num_chars(prompt: ChatPrompt | TextPrompt) -> int:
     """About how long a prompt is, templates aside: what it costs to make its ids."""
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
-    return sum(len(message.content) + MESSAGE_CHARS for message in prompt.messages)
+    return sum(len(message.content or "") + MESSAGE_CHARS for message in prompt.messages)
 
 
 def _param(prompt: Prompt) -> str:

@@ -80,7 +80,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
+def _plain(message: ChatMessage) -> dict[str, Any]:
     """Plain dicts and strings: templates index them, and the sandbox knows them."""
     plain = {"role": message.role, "content": message.content}
     if message.name is not None:

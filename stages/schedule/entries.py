@@ -7,6 +7,26 @@ import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.budget import Shape
+from pipeline.stages.schedule.request import Sequence
+
+
+class PromptPart(msgspec.Struct, frozen=True):
+    """Records that a step tells of a prompt's ids."""
+
+    row: int
+    sequence: Sequence
+    start: int
+    """Records before these"""
+    num: int
+    width: int
+
+
+class Awaited(msgspec.Struct, frozen=True):
+    """What a step in flight will tell."""
+
+    widths: Int64s
+    """Bytes of the record of each of its samples; 0 for those that have none"""
+    prompts: list[PromptPart]
 
 
 class Flight(msgspec.Struct, frozen=True):
@@ -19,6 +39,8 @@ class Flight(msgspec.Struct, frozen=True):
     """To and from swap space; 0 where there are others too"""
     shape: Shape | None
     """Where its time is to be learnt from"""
+    awaited: Awaited | None = None
+    """What it tells of ids besides"""
 
 
 class Entries(NamedTuple):

@@ -85,7 +85,7 @@ class Memory:
     def num_cached(self, sequence: Sequence) -> int:
         """About how many blocks of its ids are in the prefix cache. Tails are evicted first, so a binary search finds
         the end of what is there, unless somebody else's use has kept a tail alive."""
-        if not self._prefix_caching:
+        if not self._prefix_caching or sequence.request.is_whole:
             return 0
         find = self.pool.find
         return bisect_left(self._keys_of(sequence), 1, key=lambda key: 0 if find(key) is not None else 1)
@@ -212,7 +212,7 @@ class Memory:
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """The longest run of blocks, from the first, that hold a sequence's ids already."""
-        if not self._prefix_caching:
+        if not self._prefix_caching or sequence.request.is_whole:
             return []
         hits: list[int] = []
         for key in self._keys_of(sequence):

@@ -3,7 +3,7 @@
 Nothing is forgotten until it was sent: a report that a full socket refused is due again, with what came since.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.messages import Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.arrays import Float32s, Ids, Int64s
+from pipeline.stages.schedule.arrays import Ids, Int64s
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import Rows
 from pipeline.topology import shard
@@ -30,8 +30,9 @@ class Parting(msgspec.Struct, frozen=True):
     """`Finish`; NONE where it was preempted"""
     first: FirstTimes | None
     """Where `ids` has the first that was sampled for it"""
-    logprobs: Float32s
+    records: bytes
     """Of `ids`; empty where its request does not ask"""
+    error: str = ""
 
 
 class Outgoing:
@@ -43,6 +44,8 @@ class Outgoing:
         self._put = put
         self._num_replicas = num_replicas
         self._partings: list[list[Parting]] = [[] for _ in range(num_replicas)]
+        self._prompts: list[list[tuple[int, int, bytes]]] = [[] for _ in range(num_replicas)]
+        """`seq`, records before these, and records of prompts"""
         self._reported: list[Int64s] = [np.zeros(0, np.int64)] * num_replicas
 
     def part(self, sequence: Sequence, num_sent: int, finish: Finish) -> None:
@@ -51,8 +54,13 @@ class Outgoing:
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
             first = sequence.first_times if num_sent == sequence.num_given and len(fresh) else None
-            parting = Parting(sequence.seq, start, fresh, finish, first, sequence.logprobs[num_sent:])
+            records, sequence.records = bytes(sequence.records), bytearray()
+            parting = Parting(sequence.seq, start, fresh, finish, first, records, sequence.error)
             self._partings[shard(sequence.seq, self._num_replicas)].append(parting)
+
+    def tell_prompt(self, seq: int, start: int, records: bytes) -> None:
+        """Note records of a sequence's prompt, of which `start` were noted before."""
+        self._prompts[shard(seq, self._num_replicas)].append((seq, start, records))
 
     def report(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """What is due to a replica, or None. It stays due until `reported`. `now_s` is by time.monotonic()."""
@@ -62,8 +70,8 @@ class Outgoing:
         if self._num_replicas > 1:
             fresh = fresh[rows.seq[fresh] % np.uint64(self._num_replicas) == replica]
         self._reported[replica] = fresh
-        parted = self._partings[replica]
-        if len(fresh) == 0 and not parted:
+        parted, prompts = self._partings[replica], self._prompts[replica]
+        if len(fresh) == 0 and not parted and not prompts:
             return None
         starts, counts = rows.sent[fresh], rows.known[fresh] - rows.sent[fresh]
         if (counts == 1).all():
@@ -79,22 +87,24 @@ class Outgoing:
             finishes=put(np.array([p.finish for p in parted] + [Finish.NONE] * len(fresh), np.uint8)),
             firsts=self._firsts(parted, fresh, starts),
             settled_s=now_s,
-            logprobs=self._logprobs(parted, fresh, starts, counts),
+            records=self._records(parted, fresh),
+            prompt_seqs=[seq for seq, _, _ in prompts],
+            prompt_starts=[start for _, start, _ in prompts],
+            prompt_records=[records for _, _, records in prompts],
+            errors=[parting.error for parting in parted if parting.finish == Finish.ERROR],
         )
 
-    def _logprobs(self, parted: list[Parting], fresh: Int64s, starts: Int64s, counts: Int64s) -> Array:
+    def _records(self, parted: list[Parting], fresh: Int64s) -> Array:
         """Those of a report's ids, or nothing where nobody asks."""
-        rows = self._rows
-        if not (rows.num_scored or any(len(parting.logprobs) for parting in parted)):
-            return b""
-        if (counts == 1).all():
-            logprobs = np.where(rows.is_scored[fresh], rows.logprobs[fresh, starts], 0)
-        else:
-            ends = zip(fresh.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
-            each = [np.where(rows.is_scored[row], rows.logprobs[row, start:end], 0) for row, start, end in ends]
-            logprobs = np.concatenate(each)
-        before = [p.logprobs if len(p.logprobs) else np.zeros(len(p.ids), np.float32) for p in parted]
-        return self._put(np.concatenate((*before, logprobs)).astype(np.float32))
+        running = [bytes(one.records) for one in self._recorded(fresh)] if self._rows.num_recorded else []
+        records = b"".join([parting.records for parting in parted] + running)
+        return self._put(np.frombuffer(records, np.uint8)) if records else b""
+
+    def _recorded(self, rows: Int64s) -> Iterator[Sequence]:
+        """Those of these rows whose ids have records."""
+        for row in rows[self._rows.record_bytes[rows] > 0].tolist():
+            if (sequence := self._rows.sequences[row]) is not None:
+                yield sequence
 
     def _firsts(self, parted: list[Parting], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:
         found = [(place, parting.first) for place, parting in enumerate(parted) if parting.first is not None]
@@ -108,6 +118,10 @@ class Outgoing:
         """The last report to a replica was sent."""
         self._rows.sent[self._reported[replica]] = self._rows.known[self._reported[replica]]
         self._partings[replica] = []
+        self._prompts[replica] = []
+        if self._rows.num_recorded:
+            for sequence in self._recorded(self._reported[replica]):
+                sequence.records.clear()
 
 
 def _int32s(first: list[int], then: Int64s) -> "np.ndarray[Any, np.dtype[np.int32]]":

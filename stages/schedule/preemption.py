@@ -37,7 +37,7 @@ class Preemption:
         compute_s = self._times.prefill_times_s(num_kept)
         # Nothing, until a copy was measured: so one will be.
         swap_s = 2 * num_blocks * self._memory.copies.block_s
-        swaps: Bools = (num_blocks > 0) & (num_blocks <= self._memory.swap.num_free)
+        swaps: Bools = (num_blocks > 0) & (num_blocks <= self._memory.swap.num_free) & ~self._rows.is_whole[rows]
         if self._means == "recompute":
             swaps[:] = False
         elif self._means == "auto":

@@ -1,19 +1,17 @@
 """Requests and their sequences, as the scheduler keeps them."""
 
 import msgspec
-import numpy as np
 from msgspec import Raw
 
 from pipeline.messages import FirstTimes
 from pipeline.stages.schedule import prefix
-from pipeline.stages.schedule.arrays import Float32s, Ids
+from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.swap import Swapped
 
 Order = tuple[int, float, int]
 """Rank, arrival and number: a sequence's place among all."""
 
 NO_ROW = -1
-NO_LOGPROBS: Float32s = np.zeros(0, np.float32)
 
 
 class Request(msgspec.Struct, eq=False):
@@ -37,8 +35,14 @@ class Request(msgspec.Struct, eq=False):
     """What its prefix keys begin with."""
     keys: list[bytes] = []
     """Those of its prompt's full blocks, where siblings share them."""
-    with_logprobs: bool = False
-    """The executor tells the log probabilities of its ids."""
+    record_bytes: int = 0
+    """Bytes of what the executor tells of each output id besides; 0 is nothing."""
+    prompt_record_bytes: int = 0
+    """Likewise of the prompt's, all but the first, by its first sequence"""
+    num_prompt_records: int = 0
+    """Of those, how many have come."""
+    is_whole: bool = False
+    """Each position of the prompt is computed, by each sequence and in one go."""
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -69,10 +73,21 @@ class Sequence(msgspec.Struct, eq=False):
     """When its first output id was settled; 0 before."""
     num_given: int = 0
     """Ids it came with: its prompt, and outputs that the client had already."""
-    logprobs: Float32s = NO_LOGPROBS
-    """Parallel to `ids`, where the request has them: 0 for ids it came with. Like them in its row while it runs."""
+    records: bytearray = msgspec.field(default_factory=bytearray)
+    """Of the settled ids that have not been reported yet"""
+    error: str = ""
+    """Why it ended, where that was an error."""
     num_cached: int = 0
     """Ids that it found in the prefix cache when it first started."""
+
+    @property
+    def prompt_record_bytes(self) -> int:
+        return self.request.prompt_record_bytes if self.index == 0 else 0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the executor tells anything of its ids, or of its prompt's."""
+        return self.request.record_bytes > 0 or self.prompt_record_bytes > 0
 
     @property
     def first_times(self) -> FirstTimes:

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from pipeline.stages.schedule.arrays import Float32s, Int32s, Int64s
+from pipeline.stages.schedule.arrays import Int32s, Int64s
 from pipeline.stages.schedule.request import NO_ROW, Order, Sequence
 
 
@@ -42,12 +42,14 @@ class Rows:
         self.active = np.zeros(max_num_seqs, np.bool_)
         self.ids: Int32s = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.table: Int32s = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self.is_scored = np.zeros(max_num_seqs, np.bool_)
-        self.num_scored = 0
-        """Of the rows that are taken."""
-        # Pages that nobody writes take no memory.
-        self.logprobs: Float32s = np.zeros((max_num_seqs, max_model_len), np.float32)
-        """Of the ids at the same places, as far as they were sampled, in rows that are scored."""
+        self.record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Of each id that is sampled; 0 in rows that are told none."""
+        self.prompt_record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Likewise of the prompt's ids"""
+        self.num_recorded = 0
+        """Rows that are told either."""
+        self.is_whole = np.zeros(max_num_seqs, np.bool_)
+        """Each position of the prompt is computed in one go."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._by_age: list[tuple[Order, int]] = []
@@ -92,11 +94,10 @@ class Rows:
         self.active[row] = True
         self.ids[row, :known] = sequence.ids
         self.table[row, : len(blocks)] = blocks
-        self.is_scored[row] = sequence.request.with_logprobs
-        if sequence.request.with_logprobs:
-            self.num_scored += 1
-            self.logprobs[row, :known] = sequence.logprobs
-            sequence.logprobs = sequence.logprobs[:0]
+        self.record_bytes[row] = sequence.request.record_bytes
+        self.prompt_record_bytes[row] = sequence.prompt_record_bytes
+        self.num_recorded += sequence.is_recorded
+        self.is_whole[row] = sequence.request.is_whole
         self.sequences[row] = sequence
         sequence.row = row
         sequence.ids = sequence.ids[:0]
@@ -110,9 +111,7 @@ class Rows:
         sequence = self.sequences[row]
         assert sequence is not None and self.active[row], f"row {row} is not running"
         sequence.ids = self.ids[row, : self.known[row]].copy()
-        if sequence.request.with_logprobs:
-            self.num_scored -= 1
-            sequence.logprobs = self.logprobs[row, : self.known[row]].copy()
+        self.num_recorded -= sequence.is_recorded
         sequence.row = NO_ROW
         blocks: list[int] = self.table[row, : self.num_blocks[row]][::-1].tolist()
         self.sequences[row] = None

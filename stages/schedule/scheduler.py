@@ -36,6 +36,7 @@ from pipeline.stages.schedule.pace import StepTimes
 from pipeline.stages.schedule.policy import MAX_PASSED, POLICIES
 from pipeline.stages.schedule.preemption import Preemption, Victims
 from pipeline.stages.schedule.queues import Queue, Waiting
+from pipeline.stages.schedule.records import awaited, take_prompt_records, take_records
 from pipeline.stages.schedule.request import Request, Sequence
 from pipeline.stages.schedule.rows import Rows
 from pipeline.stages.schedule.siblings import Siblings
@@ -148,7 +149,9 @@ class Scheduler:
             queued_s=self.now_s,
             priority=message.priority,
             root=prefix.root(message.cache_salt) if message.cache_salt else prefix.ROOT,
-            with_logprobs=message.with_logprobs,
+            record_bytes=message.record_bytes,
+            prompt_record_bytes=message.prompt_record_bytes,
+            is_whole=message.is_whole,
         )
         self.requests[request.request_id] = request
         return [
@@ -165,8 +168,6 @@ class Scheduler:
         order = (self._policy.rank(request), request.arrival_s, self._next_seq)
         sequence = Sequence(self._next_seq, request, index, ids, limit, order, num_given=len(ids))
         self._next_seq += 1
-        if request.with_logprobs:
-            sequence.logprobs = np.zeros(len(ids), np.float32)
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
         if finish == Finish.NONE:
@@ -529,7 +530,9 @@ class Scheduler:
         has_forks = self.memory.copies.has_forks
         sources, targets = self.memory.copies.take()
         num_copies = 0 if has_forks else len(sources)
-        flight = Flight(self._last_step, num_samples, num_tokens, num_copies, shape if learns else None)
+        told = awaited(self.rows, computed)
+        learns &= told is None or not told.prompts  # to tell of a prompt takes longer than to compute it
+        flight = Flight(self._last_step, num_samples, num_tokens, num_copies, shape if learns else None, told)
         self.in_flight.append(flight)
         put = self._put
         return m.Step(
@@ -568,18 +571,22 @@ class Scheduler:
         finishes = take(result.finishes, np.uint8)
         assert len(sampled) == flight.num_samples, f"step {flight.step_id} sampled {len(sampled)} rows"
         current = rows.active[sampled] & (rows.generation[sampled] == generations)
+        if (told := flight.awaited) is not None:
+            take_records(rows, told, sampled, ids, current, take(result.records, np.uint8).tobytes())
+            take_prompt_records(rows, told, take(result.prompt_records, np.uint8).tobytes(), self.outgoing)
+        self.marked = []
+        if result.errors:
+            self._fail(sampled[current & (finishes == Finish.ERROR)], sampled[finishes == Finish.ERROR], result.errors)
+            current &= finishes != Finish.ERROR
         if not current.all():
             sampled, ids, finishes = sampled[current], ids[current], finishes[current]
         assert (ids >= 0).all(), f"step {flight.step_id} has no id for a running row"
         known = rows.known[sampled]
         rows.ids[sampled, known] = ids
-        if result.logprobs:
-            rows.logprobs[sampled, known] = take(result.logprobs, np.float32)[current]
         following = known + 1
         rows.known[sampled] = following
         rows.promised[sampled] -= 1
         self._totals["output"] += len(sampled)
-        self.marked = []
         begun = known == rows.num_given[sampled]
         if begun.any():
             for row in sampled[begun].tolist():
@@ -594,6 +601,17 @@ class Scheduler:
                 self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
         self.memory.settle(flight.step_id)
         self._learn(flight, result)
+
+    def _fail(self, running: Int64s, failed: Int64s, errors: list[str]) -> None:
+        """End sequences for which the executor had no id. It gives a reason for each row that failed; those of
+        `running` are still whose they were."""
+        reasons = dict(zip(failed.tolist(), errors, strict=True))
+        for row in running.tolist():
+            sequence = self.rows.sequences[row]
+            assert sequence is not None
+            sequence.error = reasons[row]
+            self.marked.append(sequence.request.request_id)
+            self._finish(sequence, Finish.ERROR)
 
     def _learn(self, flight: Flight, result: m.StepResult) -> None:
         """Take in how long a step took, for the budgets of later ones, and for what preemption costs."""

@@ -162,7 +162,7 @@ class Gate:
                 [int(finish)],
                 [stop_reason],
                 [] if num_cached is None else [m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)],
-                logprobs=np.array(logprobs or [], np.float32).tobytes(),
+                records=[np.array(logprobs, np.float32).tobytes()] if logprobs else [],
             ),
             "detokenize.0",
         )

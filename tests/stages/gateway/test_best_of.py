@@ -55,7 +55,7 @@ class TestParse:
     def test_says_how_many_are_generated_and_asks_for_their_log_probabilities(self) -> None:
         ask = completion(best_of=4, n=2)
         assert (ask.n, ask.best_of, ask.num_sequences) == (2, 4, 4)
-        assert ask.sampling.with_logprobs and ask.text.with_logprobs
+        assert ask.sampling.with_logprobs and ask.text.record_bytes == 4
         assert completion(best_of=3).num_sequences == 3
 
     @pytest.mark.parametrize("fields", [{}, {"best_of": 1}, {"n": 3, "best_of": 3}, {"n": 2, "best_of": None}])
@@ -63,7 +63,7 @@ class TestParse:
         plain = completion(**{name: value for name, value in fields.items() if name == "n"})
         assert completion(**fields) == plain
         assert completion(**fields, stream=True) == msgspec.structs.replace(plain, stream=True)
-        assert not plain.sampling.with_logprobs and not plain.text.with_logprobs
+        assert not plain.sampling.with_logprobs and plain.text.record_bytes == 0
 
     @pytest.mark.parametrize(
         ("fields", "words"),
@@ -105,7 +105,7 @@ class TestHttp:
     def test_the_best_come_in_order_of_quality_and_all_are_counted(self, gate: Gate, order: tuple[int, ...]) -> None:
         response = gate.complete(COMPLETION | {"best_of": 4, "n": 3, "seed": 7})
         submit = gate.begin()
-        assert submit.n == 4 and submit.sampling.with_logprobs and submit.text.with_logprobs
+        assert submit.n == 4 and submit.sampling.with_logprobs and submit.text.record_bytes == 4
         play(gate, submit, order)
         body = response.result().json()
         assert [(c["index"], c["text"], c["finish_reason"], c["stop_reason"]) for c in body["choices"]] == [

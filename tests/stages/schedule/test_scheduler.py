@@ -13,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pipeline import messages as m
 from pipeline.messages import Finish
+from pipeline.records import logprob_bytes
 from pipeline.stages.schedule.limits import Limits, Means
 from pipeline.stages.schedule.policy import Name
 from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Scheduler
-from tests.fakes import FakeExecutor, expected, next_id
+from tests.fakes import FakeExecutor, expected, next_id, record
 from tests.rig import raw
 
 MAX_STEPS = 20_000
@@ -34,6 +35,9 @@ class Bench:
         self.tables: deque[set[int]] = deque()
         self.opened: dict[int, m.Open] = {}
         self.received: dict[int, list[int]] = {}
+        self.records: dict[int, bytes] = {}
+        self.prompts: dict[int, bytes] = {}
+        self.errors: dict[int, str] = {}
         self.finished: dict[int, Finish] = {}
         self.wanted: dict[int, tuple[m.Admit, m.Sampling]] = {}
         self.refused: list[m.Refuse] = []
@@ -59,9 +63,20 @@ class Bench:
         arrival_s: float | None = None,
         priority: int = 0,
         salt: str = "",
+        num_top: int = -1,
+        prompt_num_top: int = -1,
+        failing: Iterable[int] = (),
     ) -> int:
+        """`num_top` and `prompt_num_top` at -1 want no records; at the ids `failing` the executor fails."""
         number = next(self._ids)
-        sampling = m.Sampling(seed=seed, stop_token_ids=list(stop))
+        sampling = m.Sampling(
+            seed=seed,
+            stop_token_ids=list(stop),
+            with_logprobs=num_top >= 0,
+            num_top=max(0, num_top),
+            prompt_num_top=prompt_num_top,
+            bias_ids=list(failing),
+        )
         message = m.Admit(
             request_id=request_id or number,
             attempt=1,
@@ -74,6 +89,9 @@ class Bench:
             text=raw(m.TextOptions()),
             priority=priority,
             cache_salt=salt,
+            record_bytes=logprob_bytes(num_top) if num_top >= 0 else 0,
+            prompt_record_bytes=logprob_bytes(prompt_num_top) if prompt_num_top >= 0 else 0,
+            is_whole=prompt_num_top >= 0,
         )
         for told in self.scheduler.admit(message):
             if isinstance(told, m.Refuse):
@@ -81,6 +99,7 @@ class Bench:
             else:
                 self.opened[told.seq] = told
                 self.received[told.seq] = []
+                self.records[told.seq] = self.prompts[told.seq] = b""
                 self.wanted[told.seq] = (message, sampling)
         return message.request_id
 
@@ -138,6 +157,12 @@ class Bench:
         for first in message.firsts:
             assert seqs[first.place] not in self.begun, "a sequence has two first ids"
             self.begun.add(seqs[first.place])
+        for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
+            assert seq not in self.finished, "a prompt was told of after the closing"
+            width = self.wanted[seq][0].prompt_record_bytes
+            assert start * width == len(self.prompts[seq]) and len(data) % width == 0
+            self.prompts[seq] += data
+        records, errors = _bytes(message.records), iter(message.errors)
         for seq, start, num, finish in zip(
             np.frombuffer(_bytes(message.seqs), np.uint64).tolist(),
             np.frombuffer(_bytes(message.starts), np.int32).tolist(),
@@ -150,9 +175,14 @@ class Bench:
             assert start == len(self.received[seq]), "ids were lost or repeated"
             self.received[seq] += ids[:num]
             ids = ids[num:]
+            num_bytes = num * self.wanted[seq][0].record_bytes
+            self.records[seq] += records[:num_bytes]
+            records = records[num_bytes:]
             if finish != Finish.NONE:
                 self.finished[seq] = Finish(finish)
-        assert not ids
+            if finish == Finish.ERROR:
+                self.errors[seq] = next(errors)
+        assert not ids and not records and next(errors, None) is None
         assert self.begun == {seq for seq in self.received if len(self.received[seq]) > self.given(seq)}
 
     def run(self) -> int:
@@ -173,7 +203,17 @@ class Bench:
             message, sampling = self.wanted[seq]
             prompt = np.frombuffer(_bytes(message.prompt_ids), np.int32).tolist()
             limit = min(message.max_tokens, self.scheduler.limits.max_model_len - len(prompt))
-            ids, natural = expected(prompt, sampling, self.opened[seq].index, limit)
+            index = self.opened[seq].index
+            ids, natural = expected(prompt, sampling, index, limit)
+            if any(fails := [token_id in sampling.bias_ids for token_id in ids]):
+                ids, natural = ids[: fails.index(True)], Finish.ERROR
+            if message.record_bytes:
+                assert self.records[seq] == b"".join(record(one, sampling.num_top) for one in self.received[seq])
+            told = b""
+            if message.prompt_record_bytes and index == 0:
+                told = b"".join(record(one, sampling.prompt_num_top) for one in prompt[1:])
+            assert self.prompts[seq] == told or (not self.received[seq] and told.startswith(self.prompts[seq]))
+            assert (finish == Finish.ERROR) == (seq in self.errors)
             if finish == Finish.ABORT:
                 assert self.received[seq] == ids[: len(self.received[seq])]
             else:
@@ -669,6 +709,8 @@ class Histories(RuleBasedStateMachine):
         late=st.booleans(),
         priority=st.integers(-1, 2),
         salt=st.sampled_from(["", "", "mine"]),
+        tops=st.sampled_from([(-1, -1), (-1, -1), (0, -1), (2, -1), (-1, 0), (1, 2)]),
+        failing=st.sampled_from([(), (), (), range(0, 997, 13)]),
     )
     def admit(
         self,
@@ -680,9 +722,22 @@ class Histories(RuleBasedStateMachine):
         late: bool,
         priority: int,
         salt: str,
+        tops: tuple[int, int],
+        failing: Iterable[int],
     ) -> None:
-        arrival = None if not late else 0.5
-        number = self.bench.admit(prompt, max_tokens, n, seed, stop, arrival_s=arrival, priority=priority, salt=salt)
+        number = self.bench.admit(
+            prompt,
+            max_tokens,
+            n,
+            seed,
+            stop,
+            arrival_s=0.5 if late else None,
+            priority=priority,
+            salt=salt,
+            num_top=tops[0],
+            prompt_num_top=tops[1],
+            failing=failing,
+        )
         self.known.append(number)
 
     @precondition(lambda self: self.known)

@@ -1,0 +1,145 @@
+"""A gateway is told the records of just the ids that count, however they come, with the bytes of the ids they name."""
+
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.records import logprob_bytes
+from pipeline.stages.detokenize.sequences import Sequences
+from tests.fakes import record
+from tests.stages.detokenize.test_sequences import VOCABULARY, ids_of, opening
+
+ASKING = m.TextOptions(stop=["stop"], record_bytes=logprob_bytes(1), num_top=1)
+WORDS = ids_of("it has to stop here and now")
+WIDTH = logprob_bytes(1)
+NUM_COUNTED = len("it has to stop")
+
+
+def records_of(ids: list[int], num_top: int = 1) -> bytes:
+    return b"".join(record(one, num_top) for one in ids)
+
+
+def told(deltas: m.Deltas) -> list[tuple[list[int], bytes]]:
+    """Ids and records of each entry."""
+    ids = np.frombuffer(deltas.ids, "<i4").tolist()
+    records = deltas.records or [b""] * len(deltas.num_ids)
+    found, begin = [], 0
+    for num, each in zip(deltas.num_ids, records, strict=True):
+        found.append((ids[begin : begin + num], each))
+        begin += num
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 11, 100])
+@pytest.mark.parametrize("tell_every", [1, 3, 100])
+def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every: int) -> None:
+    sequences = Sequences(VOCABULARY)
+    sequences.open(opening(5, ASKING))
+    ids: list[int] = []
+    records = b""
+    for turn, start in enumerate(range(0, len(WORDS), size)):
+        part = WORDS[start : start + size]
+        finish = m.Finish.LENGTH if start + size >= len(WORDS) else m.Finish.NONE
+        sequences.settle([5], [start], [len(part)], part, [finish], records=records_of(part))
+        for gateway in sequences.unsent() if turn % tell_every == 0 or finish else ():
+            for entry in told(sequences.deltas(gateway)):
+                ids += entry[0]
+                records += entry[1]
+            sequences.sent(gateway)
+    assert ids == WORDS[:NUM_COUNTED]
+    assert records == records_of(WORDS[:NUM_COUNTED])
+
+
+def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
+    sequences = Sequences(VOCABULARY)
+    sequences.open(opening(5, m.TextOptions(record_bytes=WIDTH)))
+    sequences.settle([5], [0], [4], WORDS[:4], [m.Finish.NONE], records=records_of(WORDS[:4]))
+    sequences.settle([5], [2], [6], WORDS[2:8], [m.Finish.STOP], records=records_of(WORDS[2:8]))
+    assert told(sequences.deltas(0)) == [(WORDS[:8], records_of(WORDS[:8]))]
+
+
+def test_those_who_do_not_ask_have_none_beside_those_who_do() -> None:
+    sequences = Sequences(VOCABULARY)
+    for seq, options in ((3, None), (4, ASKING), (5, None)):
+        sequences.open(opening(seq, options))
+    sequences.settle([3, 5], [0, 0], [2, 1], WORDS[:3], [0, 0])
+    assert sequences.deltas(0).records == []
+    sequences.settle([3, 4, 5], [2, 0, 1], [1, 2, 1], WORDS[:4], [0, 0, 0], records=records_of(WORDS[1:3]))
+    assert [records for _, records in told(sequences.deltas(0))] == [b"", b"", records_of(WORDS[1:3])]
+    sequences.sent(0)
+    sequences.settle([3], [3], [1], WORDS[:1], [0])
+    assert sequences.deltas(0).records == []
+
+
+def test_each_gateway_is_told_of_its_own() -> None:
+    sequences = Sequences(VOCABULARY)
+    sequences.open(opening(3, ASKING, gateway=0))
+    sequences.open(opening(4, None, gateway=1))
+    sequences.settle([3, 4], [0, 0], [1, 1], WORDS[:2], [0, 0], records=records_of(WORDS[:1]))
+    assert sequences.deltas(1).records == []
+    assert told(sequences.deltas(0)) == [(WORDS[:1], records_of(WORDS[:1]))]
+
+
+def bytes_of(token_id: int) -> bytes:
+    piece = VOCABULARY.pieces(skip_special_tokens=False)[token_id]
+    return piece.encode() if isinstance(piece, str) else piece
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> None:
+    asking = m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
+    sequences = Sequences(VOCABULARY)
+    sequences.open(opening(3, None))
+    sequences.open(opening(4, asking))
+    sequences.settle([3, 4], [0, 0], [1, 2], WORDS[:3], [0, 0], records=records_of(WORDS[1:3], num_top))
+    deltas = sequences.deltas(0)
+    named = [one + i for one in WORDS[1:3] for i in ([0, *range(num_top)])]
+    assert deltas.pieces == [[], [bytes_of(one) for one in named]]
+
+
+@pytest.mark.parametrize("with_pieces", [False, True])
+def test_records_of_a_prompt_are_told_once_and_before_the_end(with_pieces: bool) -> None:
+    options = m.TextOptions(prompt_num_top=2, with_pieces=with_pieces)
+    sequences = Sequences(VOCABULARY)
+    sequences.open(opening(3, None))
+    sequences.open(opening(4, options))
+    told_ids: list[int] = []
+    parts = [(0, WORDS[:3]), (1, WORDS[1:6]), (6, WORDS[6:9])]
+    for start, part in parts:
+        ends = part is parts[-1][1]
+        message = m.Settled(
+            b"", b"", b"", b"", b"", prompt_seqs=[4], prompt_starts=[start], prompt_records=[records_of(part, 2)]
+        )
+        sequences.record_prompts(message)
+        if ends:
+            sequences.settle([4], [0], [1], WORDS[:1], [m.Finish.LENGTH])
+        deltas = sequences.deltas(0)
+        assert deltas.prompt_places == [0] and deltas.prompt_offsets == [len(told_ids)]
+        (records,), fresh = deltas.prompt_records, WORDS[len(told_ids) : start + len(part)]
+        assert records == records_of(fresh, 2)
+        assert deltas.prompt_pieces == [[bytes_of(one + i) for one in fresh for i in range(2)] if with_pieces else []]
+        assert deltas.num_ids == [int(ends)] and deltas.finishes == [m.Finish.LENGTH if ends else m.Finish.NONE]
+        told_ids += fresh
+        sequences.sent(0)
+    assert told_ids == WORDS[:9] and sequences.unsent() == []
+
+
+def test_why_a_sequence_ended_with_an_error_is_told() -> None:
+    sequences = Sequences(VOCABULARY)
+    for seq in (3, 4, 5):
+        sequences.open(opening(seq, None))
+    error = m.Finish.ERROR
+    sequences.settle([5, 3, 4], [0, 0, 0], [0, 1, 0], WORDS[:1], [error, 0, error], errors=["no way", "none"])
+    deltas = sequences.deltas(0)
+    assert deltas.finishes == [error, m.Finish.NONE, error] and deltas.errors == ["no way", "none"]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 9, 13, 14, 15, 100])
+def test_a_stop_string_counts_that_ends_behind_the_first_ids(min_tokens: int) -> None:
+    """Also one that begins within them."""
+    sequences = Sequences(VOCABULARY)
+    sequences.open(opening(5, m.TextOptions(stop=["stop"], min_tokens=min_tokens)))
+    sequences.settle([5], [0], [6], WORDS[:6], [m.Finish.NONE])
+    sequences.settle([5], [6], [len(WORDS) - 6], WORDS[6:], [m.Finish.LENGTH])
+    text = "".join(sequences.deltas(0).texts)
+    assert text == ("it has to " if min_tokens < NUM_COUNTED else "it has to stop here and now")
