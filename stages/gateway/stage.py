@@ -35,7 +35,7 @@ from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
 from pipeline.stages.gateway.resets import ResetDesk
-from pipeline.stages.gateway.site import Site
+from pipeline.stages.gateway.site import MAX_HEADERS, Site
 
 LAST_WORDS_S = 1.5
 """After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
@@ -95,6 +95,8 @@ class Gateway:
     async def serve(self) -> None:
         """Listen, say that the stage is ready, and handle messages until `Stop`."""
         options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
+        max_header_bytes = self._stage.settings.limits.max_header_bytes
+        options |= {"max_line_size": max_header_bytes, "max_field_size": max_header_bytes, "max_headers": MAX_HEADERS}
         has_admin = self._stage.launch.admin_fd >= 0
         runner = await self._runner(self._api.app(has_admin_routes=not has_admin), options)
         admin = await self._runner(self._api.admin_app(), options)
