@@ -125,30 +125,30 @@ class ChatFormats(msgspec.Struct, frozen=True):
         stage = self.reasoning.unsaid if tail is None else self.reasoning.stage_of(tail)
         return ReplyParser(specials, self.reasoning.parser(stage), calls)
 
-    def grammar(
-        self, choice: str, name: str = "", tools: str = "", *, parallel: bool = True, tail: str = "", output: str = ""
-    ) -> str:
-        """The grammar of a reply, in llguidance's form: a Lark grammar, or where `output` is given a list of grammars
-        as JSON; empty where the reply is free.
-
-        `choice`, `name`, `tools` and `parallel` are as in `ChatPrompt`; `tail` is the end of the prompt's text;
-        `output` is a grammar in llguidance's form that content has to match, empty for any. With choice `auto` and
-        tools, a reply is either calls or such content; with `required` and `named` it is calls, and `output` must be
-        empty. Raises ValueError where the tools are not those of a request that the gateway has checked.
-        """
+    def calls_grammar(self, choice: str, name: str, tools: str, *, parallel: bool) -> str:
+        """The Lark grammar, in llguidance's form, of calls that a client insists on, or may get with `auto`. The
+        arguments are as in `ChatPrompt`. Raises ValueError where the tools are not those of a request that the gateway
+        has checked."""
         form = self.tools_of(choice)
-        is_forced = choice in ("required", "named")
-        if not is_forced and not output:
-            return ""
+        if form is None:
+            raise ValueError("the model has no format of calls")
         lark = Lark(self.template, self.added)
-        ways = [] if is_forced else ["@output"]
-        if form is not None and tools and (is_forced or choice == "auto"):
-            ways.append(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
-        start = lark.one_of(ways)
+        return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
+
+    def around(self, grammar: str, tail: str, calls: str = "") -> str:
+        """The grammar of a whole reply, whose content is to match `grammar`, or where `calls` is given either of the
+        two: both in llguidance's form. `tail` is the end of the prompt's text, TAIL_CHARS of it or more: reasoning is
+        free, and what the grammars say holds behind it."""
+        if self.reasoning is None and not calls:
+            return grammar
+        lark = Lark(self.template, self.added)
+        start = lark.one_of(["@output", "@calls"] if calls else ["@output"])
         if self.reasoning is not None:
             start = _behind_reasoning(lark, self.reasoning, self.reasoning.stage_of(tail), start)
-        written = lark.grammar(start)
-        return written if is_forced else _with_output(written, output)
+        grammars = [{"lark_grammar": lark.grammar(start)}, _named(grammar, "output")]
+        if calls:
+            grammars.append(_named(calls, "calls"))
+        return msgspec.json.encode({"grammars": grammars}).decode()
 
     def _calls(self, lark: Lark, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
         functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
@@ -185,12 +185,11 @@ def _behind_reasoning(lark: Lark, form: ReasoningFormat, stage: Stage, start: st
     return f"({lark.mark(form.start)} {thought} {blank})? {start}"
 
 
-def _with_output(written: str, output: str) -> str:
-    """Both grammars, the second by the name that the first gives it."""
-    inner: dict[str, Any] = {"lark_grammar": output}
-    if output.lstrip().startswith("{"):
-        grammars = msgspec.json.decode(output).get("grammars")
-        if not isinstance(grammars, list) or len(grammars) != 1:
-            raise ValueError("the output's grammar has to be one grammar")
-        (inner,) = grammars
-    return msgspec.json.encode({"grammars": [{"lark_grammar": written}, inner | {"name": "output"}]}).decode()
+def _named(grammar: str, name: str) -> dict[str, Any]:
+    """A grammar that others may refer to by a name."""
+    if not grammar.lstrip().startswith("{"):
+        return {"lark_grammar": grammar, "name": name}
+    grammars = msgspec.json.decode(grammar).get("grammars")
+    if not isinstance(grammars, list) or len(grammars) != 1:
+        raise ValueError("a reply's grammar has to be one grammar")
+    return {**grammars[0], "name": name}
