@@ -13,43 +13,39 @@ from msgspec import Meta
 
 from pipeline.messages import MAX_SHOWN_IDS
 from pipeline.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.stages.gateway.sampling_fields import Id, SamplingFields
 
-MAX_N = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_IDS = 128
-
-Id = Annotated[int, Meta(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
-BestOf = Annotated[int, Meta(ge=1, le=MAX_N)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+BestOf = Annotated[int, Meta(ge=1, description="Sequences that are generated, of which the n best are returned.")]
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Annotated[bool, Meta(description="true adds an event with usage.")] | None = None
+    continuous_usage_stats: (
+        Annotated[bool, Meta(description="Together with include_usage: every event has usage.")] | None
+    ) = None
 
 
-class Body(msgspec.Struct, kw_only=True):
+class Body(SamplingFields, kw_only=True):
     """What both endpoints take."""
 
-    model: str
-    max_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    """-1 and 0 are off."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    seed: int | None = None
-    """-2**63 .. 2**64 - 1"""
-    stop: str | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[Id], Meta(max_length=MAX_STOP_IDS)] | None = None
-    ignore_eos: bool | None = None
+    model: Annotated[str, Meta(description="The name that /v1/models gives.")]
+    max_tokens: Annotated[MaxTokens, Meta(description="The most tokens to generate.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    return_token_ids: Annotated[bool, Meta(description="true adds token_ids and prompt_token_ids.")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Meta(description='true calls tokens in log probabilities "token_id:123".')] | None
+    ) = None
+    truncate_prompt_tokens: (
+        Annotated[
+            int, Meta(ge=-1, lt=2**31, description="Keep this many of the prompt's last tokens; -1: as many as fit.")
+        ]
+        | None
+    ) = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Whether the tokenizer puts its own around the prompt.")] | None
+    ) = None
     request_id: str | None = None
     """The client's own name for it; a header, X-Request-Id, wins."""
     timings: bool | None = None
@@ -86,6 +82,10 @@ class ChatBody(Body, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     """Wins over max_tokens, which it replaces in OpenAI's API."""
     add_generation_prompt: bool | None = None
+    logprobs: Annotated[bool, Meta(description="true tells the log probability of each token.")] | None = None
+    top_logprobs: (
+        Annotated[int, Meta(ge=0, description="With logprobs: of so many of the likeliest tokens too.")] | None
+    ) = None
 
 
 class CompletionBody(Body, kw_only=True):
@@ -98,6 +98,10 @@ class CompletionBody(Body, kw_only=True):
     best_of: BestOf | None = None
     """Sequences that are generated, of which the n best are returned; by default n"""
     echo: bool | None = None
+    logprobs: (
+        Annotated[int, Meta(ge=0, description="Log probabilities of the tokens, and of so many of the likeliest.")]
+        | None
+    ) = None
 
 
 class ParamsBody(Body, kw_only=True):
@@ -127,10 +131,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI, both endpoints
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "presence_penalty": (0,),
     # OpenAI, chat
     "audio": (),
     "function_call": ("none", "auto"),
@@ -138,46 +138,32 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": ([], ["text"]),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
     # OpenAI, completions
     "suffix": ("",),
     # vLLM
-    "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "length_penalty": (1,),
+    "logprob_token_ids": (),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (False,),
-    "repetition_penalty": (1,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
 }
 """Fields the API knows and this server does not support: the values, besides null, at which they change nothing.
 Any other value is an error, so that nobody gets text other than what they asked for without being told."""
 
-CHAT_NEUTRAL = NEUTRAL | {"add_special_tokens": (False,), "best_of": (1,), "echo": (False,)}
-COMPLETION_NEUTRAL = NEUTRAL | {"add_special_tokens": (True,), "max_completion_tokens": ()}
+CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,), "echo": (False,)}
+COMPLETION_NEUTRAL = NEUTRAL | {"max_completion_tokens": (), "top_logprobs": (0,)}
 TOKENIZE_NEUTRAL = {
     name: NEUTRAL[name]
     for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "tools")
@@ -185,8 +171,8 @@ TOKENIZE_NEUTRAL = {
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value changes nothing. To Python False is 0, but in this API 0 may ask for something: `logprobs: 0`
-    wants the log-probabilities of the chosen tokens."""
+    """Whether a value changes nothing. To Python False is 0, but in this API 0 may ask for something, and is of another
+    type."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
 
 

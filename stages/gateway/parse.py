@@ -18,12 +18,11 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline import protocol as p
-from pipeline.records import logprob_bytes
+from pipeline.config.settings import Limits as Caps
 from pipeline.stages.gateway import errors, names
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
-    MAX_STOP_CHARS,
     TOKENIZE_NEUTRAL,
     B,
     Body,
@@ -38,6 +37,10 @@ from pipeline.stages.gateway.bodies import (
     with_unsupported,
 )
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
+from pipeline.stages.gateway.id_details import IdDetails, check_num_top, with_details
+from pipeline.stages.gateway.prompt_fields import check_prompt_bytes, check_truncate
+from pipeline.stages.gateway.sampling_fields import check_counts, sampling_of, seed_of, text_of
+from pipeline.stages.gateway.structured import grammar_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -52,7 +55,12 @@ class Limits(msgspec.Struct):
     has_priorities: bool = False
     """Whether the scheduler's policy looks at them."""
     max_prompt_tokens: int | None = None
-    """Longest prompt that anything is computed from; None before `Start` has said it."""
+    """Longest prompt that anything is computed from; None before `Start` has said it, as the next two."""
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    """Numbers of an embedding."""
+    caps: Caps = Caps()
+    """How much one request may ask for."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +99,15 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """From then to its end; None where it does not say."""
     best_of: int | None = None
     """Sequences that are generated for each prompt, of which the n best are returned; None: n, and all are."""
+    grammar: m.Grammar | None = None
+    """What the output is to match."""
+    bad_words: list[str] = []
+    details: IdDetails = IdDetails()
+    """What is told of ids."""
+    hides_output: bool = False
+    """One id is generated that nobody asked for, because the prompt's log probabilities need a forward pass."""
+    continuous_usage: bool = False
+    """Each event of the stream says how much has been used by then."""
 
     @property
     def num_sequences(self) -> int:
@@ -118,10 +135,39 @@ def parse_chat(body: bytes, limits: Limits) -> Ask:
         _check_num_messages(len(chat.messages), limits)
         return [m.ChatPrompt([_message(i, message) for i, message in enumerate(chat.messages)], generate)]
 
+    details = _details(chat, _chat_num_top(chat, limits), limits)
     if chat.max_completion_tokens is None:
-        return _ask(chat, 1, prompts, chat.max_tokens, limits, is_chat=True)
+        return _ask(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
     return _ask(
-        chat, 1, prompts, chat.max_completion_tokens, limits, is_chat=True, max_tokens_param="max_completion_tokens"
+        chat,
+        1,
+        prompts,
+        chat.max_completion_tokens,
+        limits,
+        is_chat=True,
+        max_tokens_param="max_completion_tokens",
+        details=details,
+    )
+
+
+def _chat_num_top(chat: ChatBody, limits: Limits) -> int | None:
+    if not chat.logprobs:
+        if chat.top_logprobs:
+            raise invalid("top_logprobs", "'top_logprobs' is only allowed together with logprobs = true")
+        return None
+    return check_num_top("top_logprobs", chat.top_logprobs or 0, limits.caps)
+
+
+def _details(body: Body, num_top: int | None, limits: Limits, *, echo: bool = False) -> IdDetails:
+    """What a reply is to tell of ids. Raises ApiError."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "'prompt_logprobs' is not allowed together with stream = true")
+    return IdDetails(
+        num_top=num_top,
+        prompt_num_top=check_num_top("prompt_logprobs", body.prompt_logprobs, limits.caps),
+        with_echo=echo and num_top is not None,
+        with_ids=bool(body.return_token_ids),
+        names_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
@@ -129,21 +175,42 @@ def parse_completion(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/completions. Raises ApiError."""
     completion = decode(_completions, body, COMPLETION_NEUTRAL)
     max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
+    echo = bool(completion.echo)
+    if max_tokens == 0 and not echo:
+        raise invalid("max_tokens", "'max_tokens' must be an integer >= 1, unless echo is true", "invalid_value")
+    if echo and completion.truncate_prompt_tokens is not None:
+        message = "'truncate_prompt_tokens' is not allowed together with echo, which repeats the prompt as it was given"
+        raise invalid("truncate_prompt_tokens", message)
+    num_top = check_num_top("logprobs", completion.logprobs, limits.caps)
     ask = _ask(
         completion,
         _num_prompts(completion.prompt),
-        lambda: _prompts(completion.prompt, limits),
+        lambda: _prompts(completion.prompt, limits if not completion.truncate_prompt_tokens else _untruncated(limits)),
         max_tokens,
         limits,
         is_chat=False,
         best_of=completion.best_of,
+        details=_details(completion, num_top, limits, echo=echo),
     )
-    if completion.echo:
-        is_ids = isinstance(ask.prompts[0], m.IdsPrompt)
-        return msgspec.structs.replace(ask, echo=True, prompt_options=m.PromptOptions(with_text=is_ids))
-    if max_tokens == 0:
-        raise invalid("max_tokens", "'max_tokens' must be an integer >= 1, unless echo is true", "invalid_value")
+    return _with_echo(ask) if echo else ask
+
+
+def _with_echo(ask: Ask) -> Ask:
+    """The same with the prompt before the output. Log probabilities of the prompt alone take a step of the model."""
+    options = msgspec.structs.replace(
+        ask.prompt_options,
+        with_text=isinstance(ask.prompts[0], m.IdsPrompt),
+        with_token_strs=ask.details.with_echo,  # no record tells of the first id
+    )
+    ask = msgspec.structs.replace(ask, echo=True, prompt_options=options)
+    if ask.max_tokens == 0 and ask.details.prompt_record_num_top >= 0:
+        return msgspec.structs.replace(ask, max_tokens=1, hides_output=True)
     return ask
+
+
+def _untruncated(limits: Limits) -> Limits:
+    """Of a prompt that is cut before anything is computed from it."""
+    return msgspec.structs.replace(limits, max_prompt_tokens=m.MAX_SHOWN_IDS)
 
 
 def parse_tokenize(body: bytes, limits: Limits) -> Ask:
@@ -293,52 +360,54 @@ def _ask(
     is_chat: bool,
     max_tokens_param: str = "max_tokens",
     best_of: int | None = None,
+    details: IdDetails = IdDetails(),  # noqa: B008 - frozen
 ) -> Ask:
     """`prompts` makes the prompts; it is called once it is certain that so many may be asked for."""
     _check_model(body.model, limits)
+    check_counts(body, limits.caps)
+    num_sequences = _num_sequences(body.n or 1, best_of, limits, stream=bool(body.stream))
     n = body.n or 1
-    num_sequences = _num_sequences(n, best_of, stream=bool(body.stream))
     is_scored = num_sequences > n
     _check_num_sequences(num_sequences, num_prompts, "best_of" if is_scored else "n", limits)
     options = _stream_options(body)
-    stop_ids = body.stop_token_ids or []
+    sampling, text = with_details(
+        sampling_of(body, max_tokens, limits.vocab_size), text_of(body), details, is_scored=is_scored
+    )
+    made = prompts()
+    check_prompt_bytes(made, limits.caps.max_prompt_bytes)
     return Ask(
         is_chat=is_chat,
         model=body.model,
-        prompts=prompts(),
+        prompts=made,
         n=n,
         best_of=num_sequences if is_scored else None,
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
-        seed=_seed(body.seed),
-        sampling=m.Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(0, body.top_k or 0),
-            min_p=body.min_p or 0.0,
-            stop_token_ids=stop_ids,
-            ignore_eos=bool(body.ignore_eos),
-            with_logprobs=is_scored,
-        ),
-        text=m.TextOptions(
-            stop=_stop(body.stop),
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            stop_token_ids=stop_ids,
-            record_bytes=logprob_bytes(0) if is_scored else 0,
+        seed=seed_of(body.seed),
+        sampling=sampling,
+        text=text,
+        prompt_options=m.PromptOptions(
+            body.add_special_tokens, truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens)
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         request_id=names.checked(body.request_id, "request_id"),
         timings=bool(body.timings),
         priority=_priority(body.priority, limits),
         cache_salt=body.cache_salt or "",
         timeout_s=body.timeout_s,
+        grammar=grammar_of(body, limits.caps),
+        bad_words=body.bad_words or [],
+        details=details,
     )
 
 
-def _num_sequences(n: int, best_of: int | None, *, stream: bool) -> int:
+def _num_sequences(n: int, best_of: int | None, limits: Limits, *, stream: bool) -> int:
     """How many are generated for each prompt."""
+    for name, value, most in (("n", n, limits.caps.max_n), ("best_of", best_of or 1, limits.caps.max_best_of)):
+        if value > most:
+            raise invalid(name, f"'{name}' must be at most {most}, which is limits.max_{name}", "invalid_value")
     if best_of is None or best_of == n:
         return n
     if best_of < n:
@@ -398,24 +467,7 @@ def _stream_options(body: Body) -> StreamOptions:
         return StreamOptions()
     if not body.stream:
         raise invalid("stream_options", "'stream_options' is only allowed together with stream = true")
-    if body.stream_options.continuous_usage_stats:
-        raise unsupported("stream_options.continuous_usage_stats")
     return body.stream_options
-
-
-def _seed(seed: int | None) -> int | None:
-    """Signed and unsigned 64-bit integers are both in use; the sampler's key is unsigned."""
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise invalid("seed", "'seed' must be a 64-bit integer", "invalid_value")
-    return None if seed is None else seed % 2**64
-
-
-def _stop(stop: str | list[str] | None) -> list[str]:
-    if isinstance(stop, str):
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise invalid("stop", f"'stop' must be a string of 1 to {MAX_STOP_CHARS} characters", "invalid_value")
-        return [stop]
-    return stop or []
 
 
 def _message(i: int, message: Message) -> m.ChatMessage:

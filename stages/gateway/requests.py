@@ -351,6 +351,8 @@ class Requests:
                 prompt_options=ask.prompt_options,
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,
+                grammar=ask.grammar,
+                bad_words=ask.bad_words,
             )
             if not self._ingest_of(submit.request_id).send(submit):
                 self.leave(call)

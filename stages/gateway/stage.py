@@ -70,6 +70,7 @@ class Gateway:
             settings.served_model_name or ModelConfig.load(stage.model_dir).name,
             topology.max_open_of_one(settings),
             has_priorities=settings.schedule.policy == "priority",
+            caps=settings.limits,
         )
         self._api = Api(
             self._doors,
@@ -168,6 +169,7 @@ class Gateway:
                 self._doors.facts = facts
                 self._requests.admission.max_prompt_tokens = facts.max_model_len
                 self._limits.max_prompt_tokens = facts.max_model_len
+                self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
                 gc.collect()
                 gc.freeze()
             case m.Drain(deadline_s):

@@ -1,0 +1,193 @@
+"""What a client wants its output to match: the fields that say so, read as one `m.Grammar`.
+
+    response_format                          OpenAI's: text, json_object, json_schema; vLLM's structural_tag
+    structured_outputs                       vLLM's: json, json_object, regex, choice, grammar or structural_tag
+    guided_json, _regex, _choice, _grammar   vLLM's older names of these
+
+One of them may be given, and one kind within it. Schemas are kept as the client wrote them; whether one can be served
+is ingest's to judge, which has limits of time for it. Here are limits of size.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw
+
+from pipeline import messages as m
+from pipeline.config.settings import Limits as Caps
+from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
+
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """`json_schema` of `response_format`"""
+
+    name: Annotated[str, Meta(description="The client's name for it; changes nothing.")] | None = None
+    description: Annotated[str, Meta(description="Changes nothing.")] | None = None
+    schema: Annotated[Raw, Meta(description="A JSON Schema: an object.")] = Raw()
+    strict: Annotated[bool, Meta(description="The schema holds whatever this says.")] | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's"""
+
+    type: Annotated[str, Meta(description="text, json_object, json_schema or structural_tag")]
+    json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[Raw, Meta(description="Of structural_tag, the older form: what each tag begins.")] = Raw()
+    triggers: Annotated[Raw, Meta(description="Of structural_tag, the older form: what makes tags begin.")] = Raw()
+    format: Annotated[Raw, Meta(description="Of structural_tag, the newer form.")] = Raw()
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's. One of the first six is given."""
+
+    json: Annotated[Raw, Meta(description="A JSON Schema: an object, or a string that holds one.")] = Raw()
+    json_object: Annotated[bool, Meta(description="true: any JSON object.")] | None = None
+    regex: Annotated[str, Meta(description="A regular expression that all of the output matches.")] | None = None
+    choice: Annotated[list[str], Meta(description="The output is one of these.")] | None = None
+    grammar: Annotated[str, Meta(description="A grammar in Lark's or EBNF notation.")] | None = None
+    structural_tag: Annotated[Raw, Meta(description="An object, or a string that holds one.")] = Raw()
+    disable_fallback: Annotated[bool, Meta(description="Nothing is ever fallen back to.")] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class StructuredFields(msgspec.Struct, kw_only=True):
+    """The fields of a body."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[Raw, Meta(description="As structured_outputs.json.")] = Raw()
+    guided_regex: Annotated[str, Meta(description="As structured_outputs.regex.")] | None = None
+    guided_choice: Annotated[list[str], Meta(description="As structured_outputs.choice.")] | None = None
+    guided_grammar: Annotated[str, Meta(description="As structured_outputs.grammar.")] | None = None
+    guided_decoding_backend: Annotated[str, Meta(description="Changes nothing: there is one.")] | None = None
+
+
+def grammar_of(fields: StructuredFields, caps: Caps) -> m.Grammar | None:
+    """What the output is to match; None is anything. Raises ApiError."""
+    found = list(_grammars(fields))
+    if len(found) > 1:
+        both = f"'{found[0].param}' and '{found[1].param}'"
+        raise invalid(found[1].param, f"{both} can't both say what the output is to match: give one", "invalid_value")
+    if not found:
+        return None
+    (grammar,) = found
+    return _bounded(grammar, caps)
+
+
+def _grammars(fields: StructuredFields) -> Iterator[m.Grammar]:
+    if (response := fields.response_format) is not None and response.type != "text":
+        yield _of_response_format(response)
+    if fields.structured_outputs is not None:
+        yield _of_structured_outputs(fields.structured_outputs)
+    if _is_given(fields.guided_json):
+        yield m.Grammar("json_schema", _text(fields.guided_json, "guided_json"), "guided_json")
+    if fields.guided_regex is not None:
+        yield m.Grammar("regex", fields.guided_regex, "guided_regex")
+    if fields.guided_choice is not None:
+        yield _of_choice(fields.guided_choice, "guided_choice")
+    if fields.guided_grammar is not None:
+        yield m.Grammar("grammar", fields.guided_grammar, "guided_grammar")
+
+
+def _of_response_format(response: ResponseFormat) -> m.Grammar:
+    param = "response_format"
+    match response.type:
+        case "json_object":
+            return m.Grammar("json_object", "", param)
+        case "json_schema":
+            if response.json_schema is None:
+                raise invalid(f"{param}.json_schema", f"'{param}.json_schema' is required", None)
+            param = f"{param}.json_schema.schema"
+            if not _is_given(response.json_schema.schema):
+                raise invalid(param, f"'{param}' is required", None)
+            return m.Grammar("json_schema", _text(response.json_schema.schema, param, takes_string=False), param)
+        case "structural_tag":
+            names = ("structures", "triggers", "format")
+            given = {name: raw for name in names if _is_given(raw := getattr(response, name))}
+            if not given:
+                raise invalid(f"{param}.format", f"'{param}.format' is required", None)
+            tag = msgspec.json.encode({"type": "structural_tag"} | given)
+            return m.Grammar("structural_tag", _utf8(tag, param), param)
+    raise invalid(f"{param}.type", f"'{param}.type' must be one of {', '.join(RESPONSE_FORMATS)}", "invalid_value")
+
+
+def _of_structured_outputs(outputs: StructuredOutputs) -> m.Grammar:
+    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        if getattr(outputs, name):
+            raise unsupported(f"structured_outputs.{name}")
+    given = [name for name in KINDS if _is_asked_for(getattr(outputs, name))]
+    if len(given) != 1:
+        kinds = f"one of {', '.join(KINDS)}"
+        what = f"not both {given[0]} and {given[1]}" if given else "and has none"
+        raise invalid("structured_outputs", f"'structured_outputs' must have {kinds}, {what}", "invalid_value")
+    (name,) = given
+    param = f"structured_outputs.{name}"
+    match name:
+        case "json":
+            return m.Grammar("json_schema", _text(outputs.json, param), param)
+        case "json_object":
+            return m.Grammar("json_object", "", param)
+        case "regex":
+            return m.Grammar("regex", outputs.regex or "", param)
+        case "choice":
+            return _of_choice(outputs.choice or [], param)
+        case "grammar":
+            return m.Grammar("grammar", outputs.grammar or "", param)
+    return m.Grammar("structural_tag", _text(outputs.structural_tag, param), param)
+
+
+def _of_choice(choice: list[str], param: str) -> m.Grammar:
+    if not choice:
+        raise invalid(param, f"'{param}' must not be an empty array", "invalid_value")
+    return m.Grammar("choice", msgspec.json.encode(choice).decode(), param)
+
+
+def _bounded(grammar: m.Grammar, caps: Caps) -> m.Grammar:
+    param, size = grammar.param, len(grammar.source)
+    if grammar.kind != "json_object" and not size:
+        raise invalid(param, f"'{param}' must not be empty", "invalid_value")
+    if size > caps.max_grammar_bytes // 4:  # else it fits whatever its characters are
+        size = len(grammar.source.encode())
+    if size > caps.max_grammar_bytes:
+        most = f"at most {caps.max_grammar_bytes} are taken: limits.max_grammar_bytes"
+        raise invalid(param, f"'{param}' has {size} bytes, and {most}", "invalid_value")
+    return grammar
+
+
+def _is_given(raw: Raw) -> bool:
+    return bytes(raw) not in (b"", b"null")
+
+
+def _is_asked_for(value: object) -> bool:
+    return _is_given(value) if isinstance(value, Raw) else value not in (None, False)
+
+
+def _text(raw: Raw, param: str, *, takes_string: bool = True) -> str:
+    """JSON text of an object, which the client may have put into a string. Raises ApiError."""
+    text = _utf8(bytes(raw), param)
+    if takes_string and text.startswith('"'):
+        try:
+            text = msgspec.json.decode(raw, type=str).strip()
+        except msgspec.DecodeError as error:
+            raise invalid(param, f"'{param}' is no text: {error}", "invalid_value") from error
+    if not text.startswith("{"):
+        words = " or a string that holds one" if takes_string else ""
+        raise invalid(param, f"'{param}' must be an object{words}", "invalid_type")
+    return text
+
+
+def _utf8(data: bytes, param: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _no_utf8(param) from error
+
+
+def _no_utf8(param: str) -> ApiError:
+    return invalid(param, f"'{param}' is not valid UTF-8", "invalid_json")
