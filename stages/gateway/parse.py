@@ -200,7 +200,6 @@ def _with_echo(ask: Ask) -> Ask:
     options = msgspec.structs.replace(
         ask.prompt_options,
         with_text=isinstance(ask.prompts[0], m.IdsPrompt),
-        with_token_strs=ask.details.with_echo,  # no record tells of the first id
     )
     ask = msgspec.structs.replace(ask, echo=True, prompt_options=options)
     if ask.max_tokens == 0 and ask.details.prompt_record_num_top >= 0:
@@ -387,7 +386,9 @@ def _ask(
         sampling=sampling,
         text=text,
         prompt_options=m.PromptOptions(
-            body.add_special_tokens, truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens)
+            body.add_special_tokens,
+            truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens),
+            with_pieces=text.with_pieces and details.prompt_record_num_top >= 0,
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),

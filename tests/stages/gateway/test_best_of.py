@@ -71,7 +71,7 @@ class TestParse:
             ({"best_of": 2, "n": 3}, "at least n = 3"),
             ({"best_of": 2, "stream": True}, "must equal n = 1"),
             ({"best_of": 0}, ">= 1"),
-            ({"best_of": 129}, "<= 128"),
+            ({"best_of": 129}, "at most 128"),
             ({"best_of": "2"}, "integer"),
             ({"best_of": 2.5}, "integer"),
             ({"best_of": 65}, "best_of = 65 is more than this server takes at once (64)"),
