@@ -36,7 +36,7 @@ def play(gate: Gate, submit: m.Submit, order: tuple[int, ...] = (1, 3, 0, 2)) ->
 
 class TestChoice:
     def sequence(self, *logprobs: float) -> Sequence:
-        return Sequence(logprobs=bytearray(np.array(logprobs, "<f4").tobytes()))
+        return Sequence(records=bytearray(np.array(logprobs, "<f4").tobytes()))
 
     def test_is_by_the_mean_and_not_by_the_sum(self) -> None:
         long, short = self.sequence(*[-0.5] * 100), self.sequence(-0.6)
