@@ -1,10 +1,11 @@
 """What `gateway.zmq` may say."""
 
+import ipaddress
+
 OFF = "off"
 AUTO = "auto"
 MAX_NAME_BYTES = 104
 """Of a Unix socket's 107, with room for a replica's number."""
-LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 def problem_of(setting: str) -> str:
@@ -27,5 +28,11 @@ def problem_of(setting: str) -> str:
 
 
 def is_open_to_others(setting: str) -> bool:
-    """Whether other machines can reach it."""
-    return setting.startswith("tcp://") and not setting.removeprefix("tcp://").startswith(LOOPBACK)
+    """Whether other machines can reach it, or may be able to: a name other than localhost can mean anything."""
+    if not setting.startswith("tcp://"):
+        return False
+    host = setting.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        return host != "localhost" and not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return True

@@ -64,10 +64,8 @@ def remarks(settings: Settings) -> list[str]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if execute.threads > num_cores:
         found.append(f"execute.threads: {execute.threads} threads would share {num_cores} cores; 0 takes one per core")
-    if door.is_open_to_others(settings.gateway.zmq):
-        found.append(
-            f"gateway.zmq: {settings.gateway.zmq} can be reached from other machines, and asks nobody who they are"
-        )
+    if settings.gateway.allow_open and settings.gateway.api_keys_file:
+        found.append("gateway.allow_open: has no effect, as gateway.api_keys_file has API keys")
     if settings.supervisor.health_timeout_s > settings.supervisor.start_timeout_s:
         found.append("supervisor.health_timeout_s: is longer than supervisor.start_timeout_s")
     return found

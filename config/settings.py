@@ -75,6 +75,31 @@ class Gateway(Frozen, frozen=True):
         Seconds,
         Meta(description="How long a client may take nothing of what waits for it, until its connection is cut off."),
     ] = 60.0
+    api_keys_file: Annotated[
+        str,
+        Meta(
+            description="File of API keys, one a line; lines that begin with # are comments. With it, or with "
+            "PIPELINE_API_KEYS in the environment, whoever comes by HTTP or tcp:// has to show one of them. Empty: no "
+            "file."
+        ),
+    ] = ""
+    allow_open: Annotated[
+        bool,
+        Meta(
+            description="Listen beyond this machine without API keys, and serve whoever comes. Else the server does "
+            "not start."
+        ),
+    ] = False
+    admin_host: Annotated[str, Meta(min_length=1, description="Address of the admin listener.")] = "127.0.0.1"
+    admin_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="Port of the admin listener, which has /health and /metrics, and no keys; port has them no "
+            "longer then. 0 picks a free one, -1 is off: they are at port, without keys too.",
+        ),
+    ] = -1
 
 
 class Ingest(Frozen, frozen=True):
@@ -220,6 +245,26 @@ class Limits(Frozen, frozen=True):
     grammar_timeout_s: Annotated[Seconds, Meta(description="Longest the check of a grammar may take.")] = 1.0
 
 
+class Chat(Frozen, frozen=True):
+    """How the model writes what is more than plain content."""
+
+    tool_format: Annotated[
+        Literal["auto", "none", "hermes", "llama3", "mistral"],
+        Meta(
+            description='How it writes calls of tools: "hermes" is Hermes, Qwen 2.5 and Qwen 3, "llama3" Llama 3.1 to '
+            '3.3, "mistral" Mistral; "auto" sees it by the chat template, "none" looks for no calls.'
+        ),
+    ] = "auto"
+    reasoning_format: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
+        Meta(
+            description='How it writes its reasoning: "deepseek_r1" and "qwen3" between <think> and </think>, where a '
+            'reply whose prompt has neither begins in the reasoning or before it; "mistral" between [THINK] and '
+            '[/THINK]; "auto" sees it by the chat template, "none" leaves it in the content.'
+        ),
+    ] = "auto"
+
+
 class Supervisor(Frozen, frozen=True):
     """The process that starts, watches and stops the others."""
 
@@ -272,3 +317,4 @@ class Settings(Frozen, frozen=True):
     detokenize: Detokenize = Detokenize()
     supervisor: Supervisor = Supervisor()
     limits: Limits = Limits()
+    chat: Chat = Chat()

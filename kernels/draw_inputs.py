@@ -3,45 +3,70 @@
 Arrays are allocated once and stay where they are, as those of `StepInputs`. Entry i belongs to the i-th sampled token.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.step_inputs import IntArray
-
-FloatArray = np.ndarray[Any, np.dtype[np.float32]]
-AddressArray = np.ndarray[Any, np.dtype[np.uint64]]
+from pipeline.kernels.record_inputs import AddressArray, FloatArray, RecordInputs
+from pipeline.kernels.shaping import Shaping, WordArray, num_words
+from pipeline.kernels.step_inputs import IntArray, LongArray
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy; dividing by it would leave one candidate anyway."""
+
+NO_ID = -1
+"""What is drawn where nothing can be: every id is forbidden, or has no probability."""
+
+NO_PLACES: LongArray = np.zeros(0, np.int64)
 
 
 class DrawInputs:
     """How each id of a step is drawn. Shapes are [max_num_rows]."""
 
-    def __init__(self, max_num_rows: int) -> None:
+    def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         self.greedy: np.ndarray[Any, np.dtype[np.uint8]] = np.ones(max_num_rows, np.uint8)
-        """1 where the largest logit is taken as it is: no penalty, no mask, nothing drawn."""
+        """1 where the largest logit is taken as it is and nothing else is wanted; what follows is then not read."""
         self.temperature: FloatArray = np.zeros(max_num_rows, np.float32)
         self.top_p: FloatArray = np.ones(max_num_rows, np.float32)
         self.min_p: FloatArray = np.zeros(max_num_rows, np.float32)
         self.top_k: IntArray = np.zeros(max_num_rows, np.int32)
         self.keys: AddressArray = np.zeros(max_num_rows, np.uint64)
         """Noise of this draw, see kernels/noise.py."""
-        self.repetition: FloatArray = np.ones(max_num_rows, np.float32)
-        self.presence: FloatArray = np.zeros(max_num_rows, np.float32)
-        self.frequency: FloatArray = np.zeros(max_num_rows, np.float32)
-        self.history: AddressArray = np.zeros(max_num_rows, np.uint64)
-        """Address of the row's known ids, int32; 0 where no penalty is set."""
-        self.num_prompt: IntArray = np.zeros(max_num_rows, np.int32)
+        self.shapings: AddressArray = np.zeros(max_num_rows, np.uint64)
+        """Address of the row's `SHAPING` (kernels/shaping.py); 0 where its logits are taken as they are."""
         self.num_known: IntArray = np.zeros(max_num_rows, np.int32)
+        """Ids of the row; read where it is shaped."""
         self.masks: AddressArray = np.zeros(max_num_rows, np.uint64)
-        """Address of the bits of allowed ids, uint32 words, lowest bit first; 0 where all are."""
+        """Address of the bits that a grammar allows, which are in `mask_words`; 0 where there is no grammar."""
+        self.mask_words: WordArray = np.zeros((max_num_rows, num_words(vocab_size)), np.uint32)
+        """[max_num_rows, ceil(V / 32)]; bit v % 32 of word v / 32 says whether id v is allowed. Whoever owns the
+        grammars writes the rows in `masked` for each step, before the program's wait for them ends."""
+        self.masked: LongArray = NO_PLACES
+        """Places of the step's sampled tokens that a grammar masks."""
         self.ids: IntArray = np.zeros(max_num_rows, np.int32)
-        """Where a step leaves what it drew."""
-        self.scored: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max_num_rows, np.uint8)
-        """1 where the log probability of what is drawn is asked for."""
-        self.any_scored = False
-        """Whether it is for any of the step's."""
-        self.logprobs: FloatArray = np.zeros(max_num_rows, np.float32)
-        """Where a step leaves those that were asked for."""
+        """Where a step leaves what it drew; `NO_ID` where nothing could be."""
+        self.records = RecordInputs(max_num_rows)
+        self.keeps_logits = False
+        """Nothing is `greedy`, for all logits are wanted."""
+        self.rows: IntArray = np.zeros(0, np.int32)
+        """Whose tokens they are, as the next has them."""
+        self.row_shapings: Sequence[Shaping | None] = ()
+        self._mask_addresses: AddressArray = (
+            self.mask_words.ctypes.data + np.arange(max_num_rows, dtype=np.uint64) * self.mask_words.strides[0]
+        ).astype(np.uint64)
+
+    def mask(self, masked: "np.ndarray[Any, np.dtype[np.bool_]]") -> None:
+        """Which of the step's sampled tokens a grammar masks."""
+        num = len(masked)
+        self.masks[:num] = np.where(masked, self._mask_addresses[:num], np.uint64(0))
+        self.masked = np.flatnonzero(masked)
+
+    def unmask(self, num: int) -> None:
+        """A step of `num` sampled tokens has no grammar."""
+        self.masks[:num] = 0
+        self.masked = NO_PLACES
+
+    def shaping(self, i: int) -> Shaping | None:
+        """What the address in `shapings` stands for."""
+        return self.row_shapings[self.rows[i]] if self.shapings[i] else None

@@ -38,16 +38,6 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return scaled.sub_(exponential(keys, scaled.shape[1]).log_()).argmax(dim=-1)
 
 
-def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """The natural logarithm of each id's probability by the softmax of its logits as they are: logits [N, V], ids
-    [N] int64. Where the largest logit is infinite, 0 for its ids and -inf for others; never NaN. Returns [N]
-    float32."""
-    wide = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    chosen, top = wide.gather(1, ids[:, None])[:, 0], wide.amax(dim=-1)
-    within = torch.where(chosen == top, 0.0, -torch.inf)
-    return torch.where(top.isfinite(), chosen - wide.logsumexp(dim=-1), within).float()
-
-
 def thresholds(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The smallest value that each row keeps. scaled [N, V] with 0 as each row's largest value; returns [N]."""
     vocab_size = scaled.shape[1]

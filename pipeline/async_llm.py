@@ -45,7 +45,7 @@ class AsyncLLM:
     that runs already. For one event loop.
 
     `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
-    to answer. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
+    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
     schedule={"max_num_seqs": 8}`) say what is served; its log goes to `log_path`, by default to a file that is gone
     with it.
 
@@ -58,6 +58,7 @@ class AsyncLLM:
         *,
         address: str | None = None,
         timeout_s: float = ATTACH_S,
+        api_key: str | None = None,
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         caller: str = "AsyncLLM",
@@ -66,6 +67,7 @@ class AsyncLLM:
         """`caller` is what errors call this."""
         self._caller = caller
         self._timeout_s = timeout_s
+        self._api_key = api_key
         self._server: OwnServer | None = None
         self._closed = False
         self._client: AsyncClient | None = None
@@ -85,10 +87,10 @@ class AsyncLLM:
             self._server = OwnServer(settings_of(f"{caller}()", config, own), log_path)
 
     @classmethod
-    def attach(cls, address: str, *, timeout_s: float = ATTACH_S) -> "AsyncLLM":
+    def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "AsyncLLM":
         """Use a server that runs already, by the address of its ZeroMQ door; `timeout_s` is how long it may take to
         answer."""
-        return cls(address=address, timeout_s=timeout_s)
+        return cls(address=address, timeout_s=timeout_s, api_key=api_key)
 
     @property
     def address(self) -> str:
@@ -314,7 +316,7 @@ class AsyncLLM:
             await self._client.close()
         if self._server is None:
             try:
-                return await AsyncClient.connect(self._address, timeout_s=self._timeout_s)
+                return await AsyncClient.connect(self._address, timeout_s=self._timeout_s, api_key=self._api_key)
             except (ConnectionLost, RequestError) as error:
                 raise ServerFailed(f"can't attach: {error}") from error
             except ValueError as error:
@@ -326,7 +328,7 @@ class AsyncLLM:
         limits = server.settings.supervisor
         timeout_s = limits.prepare_timeout_s + 2 * limits.start_timeout_s
         loop = asyncio.get_running_loop()
-        connecting = loop.create_task(_connected_once_started(self._address, timeout_s))
+        connecting = loop.create_task(_connected_once_started(self._address, timeout_s, self._api_key))
         ended = loop.create_task(server.ended())
         try:
             await asyncio.wait((connecting, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -358,13 +360,13 @@ class AsyncLLM:
         return ServerFailed(complaints or str(error))
 
 
-async def _connected_once_started(address: str, timeout_s: float) -> AsyncClient:
+async def _connected_once_started(address: str, timeout_s: float, api_key: str | None) -> AsyncClient:
     """A connection to a server that may be starting. Raises ConnectionLost and RequestError."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     while True:
         try:
-            return await AsyncClient.connect(address, timeout_s=max(0.0, end - loop.time()))
+            return await AsyncClient.connect(address, timeout_s=max(0.0, end - loop.time()), api_key=api_key)
         except RequestError as error:
             if error.code != "starting" or loop.time() >= end:
                 raise

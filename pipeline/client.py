@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from pipeline import api_keys
 from pipeline import protocol as p
 from pipeline.call_options import checked
 from pipeline.chats import tool_calls_of
@@ -271,9 +272,10 @@ class AsyncClient:
 
     info: ServerInfo
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, api_key: str | None = None) -> None:
         """Use `connect`."""
         self.address = address
+        self._api_key = api_key
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
@@ -294,13 +296,14 @@ class AsyncClient:
         self._is_closed = False
 
     @classmethod
-    async def connect(cls, address: str, *, timeout_s: float = 5.0) -> "AsyncClient":
-        """Connect to the server whose door is at `address`, as `ipc://@pipeline/8000/door` or `tcp://host:port`.
+    async def connect(cls, address: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> "AsyncClient":
+        """Connect to the server whose door is at `address`, as `ipc://@pipeline/8000/door` or `tcp://host:port`. At
+        `tcp://` a server may ask for an API key: by default that of the environment, PIPELINE_API_KEY.
 
         Raises ConnectionLost where none answers within `timeout_s`, RequestError where the server can't take this
         client, ValueError where `address` is none.
         """
-        client = cls(address)
+        client = cls(address, api_keys.of_client(api_key) if address.startswith("tcp://") else None)
         try:
             await client._open(timeout_s)
         except BaseException:
@@ -316,7 +319,7 @@ class AsyncClient:
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()  # what came before is no news to a descriptor
-        self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}"))
+        self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}", self._api_key))
         try:
             async with asyncio.timeout(timeout_s):
                 welcome = await self._welcome
@@ -542,11 +545,11 @@ class _Monitor:
 class Client:
     """The same for programs that block: a thread of its own holds the connection. Its streams are plain iterators."""
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> None:
         """Connect. Raises as `AsyncClient.connect`."""
         self._thread = LoopThread("pipeline-client")
         try:
-            self._client = self._thread.run(AsyncClient.connect(address, timeout_s=timeout_s))
+            self._client = self._thread.run(AsyncClient.connect(address, timeout_s=timeout_s, api_key=api_key))
         except BaseException:
             self._thread.close()
             raise
@@ -554,9 +557,9 @@ class Client:
         self.info = self._client.info
 
     @classmethod
-    def connect(cls, address: str, *, timeout_s: float = 5.0) -> "Client":
+    def connect(cls, address: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> "Client":
         """The same as the constructor."""
-        return cls(address, timeout_s=timeout_s)
+        return cls(address, timeout_s=timeout_s, api_key=api_key)
 
     def generate(
         self,

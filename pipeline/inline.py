@@ -35,6 +35,8 @@ class InlineChild(Child):
         self.error: BaseException | None = None
         if launch.listen_fd >= 0:  # the stage closes its own
             launch = msgspec.structs.replace(launch, listen_fd=os.dup(launch.listen_fd))
+        if launch.admin_fd >= 0:
+            launch = msgspec.structs.replace(launch, admin_fd=os.dup(launch.admin_fd))
         self.pidfd, self._end = os.pipe()
         """Readable when the stage has ended."""
         self._thread = threading.Thread(target=self._run, args=(launch,), name=f"{THREAD}{self.name}", daemon=True)

@@ -53,7 +53,7 @@ class LLM:
     Usable from any thread.
 
     `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
-    to answer. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
+    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
     schedule={"max_num_seqs": 8}`) say what is served; its log goes to `log_path`, by default to a file that is gone
     with it. `progress` shows on a terminal what a start does.
 
@@ -67,13 +67,21 @@ class LLM:
         *,
         address: str | None = None,
         timeout_s: float = ATTACH_S,
+        api_key: str | None = None,
         config: str | os.PathLike[str] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         progress: bool = True,
         **settings: Any,
     ) -> None:
         self._llm = AsyncLLM(
-            model, address=address, timeout_s=timeout_s, config=config, log_path=log_path, caller="LLM", **settings
+            model,
+            address=address,
+            timeout_s=timeout_s,
+            api_key=api_key,
+            config=config,
+            log_path=log_path,
+            caller="LLM",
+            **settings,
         )
         self._thread = LoopThread("pipeline-llm")
         self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._llm)
@@ -84,10 +92,10 @@ class LLM:
             raise
 
     @classmethod
-    def attach(cls, address: str, *, timeout_s: float = ATTACH_S) -> "LLM":
+    def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "LLM":
         """Use a server that runs already, by the address of its ZeroMQ door; `timeout_s` is how long it may take to
         answer."""
-        return cls(address=address, timeout_s=timeout_s)
+        return cls(address=address, timeout_s=timeout_s, api_key=api_key)
 
     @property
     def address(self) -> str:

@@ -917,6 +917,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """It has the terminal, for a debugger."""
     break_at: str = ""
     """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
+    keys_fd: int = -1
+    """Digests of API keys, for the gateway; see pipeline.api_keys. -1: there are none, and none is asked for."""
+    admin_fd: int = -1
+    """The socket of the gateway's admin listener; -1: it has none."""
 
     @property
     def name(self) -> str:

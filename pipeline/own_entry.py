@@ -26,11 +26,12 @@ def main(launch_fd: int) -> int:
     _end_with(launch.owner_fd, launch.death_fd)
     setproctitle.setproctitle("pipeline: supervisor.0")
 
+    from pipeline.config.load import ConfigError
     from pipeline.supervisor import serve
 
     try:
         return serve(launch.settings)
-    except OSError as error:  # the address can't be listened on, in words for the user
+    except (ConfigError, OSError) as error:  # no keys, or the address can't be listened on, in words for the user
         print(f"pipeline: error: {error}", file=sys.stderr)
         return EXIT_USAGE
 

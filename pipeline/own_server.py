@@ -73,9 +73,15 @@ def private_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 class OwnServer:
     """The process, its log and its end. Usable from any thread."""
 
-    def __init__(self, settings: Settings, log_path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        log_path: str | os.PathLike[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         """Start it; waiting until it serves is the caller's. Its log goes to `log_path`, by default to a file that
-        nobody else sees and that goes with the last who has it open. Raises StartError."""
+        nobody else sees and that goes with the last who has it open. Its environment is this process's, and `environ`
+        over it. Raises StartError."""
         self.settings = settings
         self.log_path = None if log_path is None else Path(log_path)
         log = _open_log(self.log_path)
@@ -93,6 +99,7 @@ class OwnServer:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 process_group=0,  # a terminal's Ctrl-C is for the owner
+                env=os.environ | (environ or {}),
             )
         except BaseException as error:
             os.close(death_write)

@@ -41,8 +41,7 @@ class Child:
             os.close(write_fd)
             assert num_written == len(data), "the launch does not fit the pipe"
             fds = [read_fd, launch.death_fd, *(segment.fd for segment in launch.segments)]
-            if launch.listen_fd >= 0:
-                fds.append(launch.listen_fd)
+            fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.admin_fd) if fd >= 0]
             threads = {key: str(num_threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(entry.__file__)), str(read_fd)],

@@ -49,7 +49,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
 class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An error, in the shape of OpenAI's."""
 
-    status: Annotated[int, Meta(description="The HTTP status it maps to: 400, 404, 408, 413, 500, 503, 504.")]
+    status: Annotated[int, Meta(description="The HTTP status it maps to: 400, 401, 404, 408, 413, 500, 503, 504.")]
     message: Annotated[str, Meta(description="For people: what is wrong, and what would be right.")]
     param: Annotated[str | None, Meta(description="The field to blame, as `temperature` or `messages[0].role`.")] = None
     code: Annotated[str | None, Meta(description="For programs, as `context_length_exceeded`.")] = None
@@ -230,6 +230,16 @@ class Hello(Message, frozen=True, tag="hello"):
     min_version: Annotated[int, Meta(description="The oldest version that the client speaks.")]
     max_version: Annotated[int, Meta(description="The newest.")]
     client: Annotated[str, Meta(description="What the client calls itself, for logs; cut to 200 characters.")] = ""
+    api_key: Annotated[
+        str | None,
+        Meta(
+            description="One of the server's API keys. Asked for at tcp:// addresses of servers that have any; else it "
+            "is not looked at."
+        ),
+    ] = None
+
+    def __repr__(self) -> str:
+        return f"Hello({self.min_version}, {self.max_version}, {self.client!r})"  # no key in a traceback
 
 
 class Generate(Message, frozen=True, tag="generate"):

@@ -15,13 +15,13 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 import zmq
 
 from pipeline import messages as m
-from pipeline import topology
+from pipeline import api_keys, exposure, topology
 from pipeline.admin import Door, Questions
 from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of
@@ -58,16 +58,27 @@ POLL_S = 1.0
 def serve(settings: Settings, manner: Manner | None = None) -> int:
     """Run a server until it is told to stop. Returns the process's exit code.
 
-    Raises OSError, in words for the user, where the address can't be listened on.
+    Raises OSError, in words for the user, where the address can't be listened on, and ConfigError where API keys can't
+    be read, or others could come in without.
     """
     log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
+    keys, warnings = api_keys.read(settings.gateway.api_keys_file, os.environ)
+    api_keys.forget(os.environ)
+    exposure.check(settings, keys is not None)
+    for warning in warnings:
+        log.warning(warning)
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
+    admins: list[socket.socket] = []
     try:
+        if settings.gateway.admin_port >= 0:
+            admins = listen(
+                settings.gateway.admin_host, settings.gateway.admin_port, settings.gateway.replicas, "gateway.admin_"
+            )
         for replica in range(settings.gateway.replicas):
             if (address := door_address(settings, listeners, replica)) is not None:
                 check_free(address)
-        supervisor = Supervisor(settings, listeners, log, manner)
+        supervisor = Supervisor(settings, listeners, log, manner, keys, admins)
         try:
             code = supervisor.run(begun)
             supervisor.raise_inline()
@@ -75,13 +86,13 @@ def serve(settings: Settings, manner: Manner | None = None) -> int:
         finally:
             supervisor.close()
     finally:
-        for listener in listeners:
+        for listener in (*listeners, *admins):
             listener.close()
 
 
-def listen(host: str, port: int, num_sockets: int = 1) -> list[socket.socket]:
+def listen(host: str, port: int, num_sockets: int = 1, keys: str = "gateway.") -> list[socket.socket]:
     """The HTTP sockets, one for each gateway; the kernel divides connections among them. Opened before anything that
-    takes time, so that a taken port is said at once.
+    takes time, so that a taken port is said at once. `keys` is how the settings that say where begin.
 
     Raises OSError, in words for the user, where the address can't be listened on.
     """
@@ -103,10 +114,14 @@ def listen(host: str, port: int, num_sockets: int = 1) -> list[socket.socket]:
             one.close()
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         why = os.strerror(error.errno) if is_port and error.errno else (error.strerror or str(error))
-        key = "gateway.port" if is_port else "gateway.host"
-        raise OSError(
-            f"cannot listen on {host}:{port}: {why}; choose another {key} (--{key.removeprefix('gateway.')})"
-        ) from error
+        key = f"{keys}{'port' if is_port else 'host'}"
+        flag = f" (--{key.removeprefix('gateway.')})" if keys == "gateway." else ""
+        raise OSError(f"cannot listen on {host}:{port}: {why}; choose another {key}{flag}") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def door_address(settings: Settings, listeners: list[socket.socket], replica: int = 0) -> str | None:
@@ -131,14 +146,18 @@ class Supervisor:
         listeners: list[socket.socket],
         log: logging.Logger,
         manner: Manner | None = None,
+        keys: api_keys.Keys | None = None,
+        admins: Sequence[socket.socket] = (),
     ) -> None:
         self._settings = settings
         self._manner = manner or Manner()
         self._listeners = listeners
         """One for each gateway, in order."""
         self._gateways = topology.replicas_of(settings, "gateway")
-        host, port = listeners[0].getsockname()[:2]
-        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._admins = admins
+        """Likewise; empty where there is no admin listener."""
+        self._url = url_of(listeners[0])
+        self._keys_fd = -1 if keys is None else keys.share()
         self._log = log
         self._server = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -256,6 +275,8 @@ class Supervisor:
             kv_blocks=self._facts.num_blocks,
             **({"swap_blocks": self._facts.num_swap_blocks} if self._facts.num_swap_blocks else {}),
             zmq=door_address(settings, self._listeners) or "off",
+            **({"admin": url_of(self._admins[0])} if self._admins else {}),
+            api_keys="off" if self._keys_fd < 0 else "on",
             took_s=f"{time.monotonic() - begun:.2f}",
         )
 
@@ -331,6 +352,8 @@ class Supervisor:
         self._end_reservation()
         for shared in self._segments.values():
             os.close(shared.fd)
+        if self._keys_fd >= 0:
+            os.close(self._keys_fd)
         os.close(self._death_read)
         os.close(self._death_write)
         self._signals.close()
@@ -368,6 +391,8 @@ class Supervisor:
             segments=shared,
             death_fd=self._death_read,
             listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
+            keys_fd=self._keys_fd if stage == "gateway" else -1,
+            admin_fd=self._admins[replica].fileno() if stage == "gateway" and self._admins else -1,
         )
         return self._manner.launch(launch)
 

@@ -210,6 +210,7 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "generate with a negative seed": p.Generate(3, "", p.TextPrompt("x"), p.Params(seed=-(2**63)), 1),
     "resume": p.Generate(4, "", p.TokensPrompt(packed(1, 2)), p.Params(seed=7), 16, [packed(504, 3575, 282)]),
     "resume one of two": p.Generate(5, "", p.TextPrompt("x"), p.Params(n=2, seed=7), 16, [packed(504), b""]),
+    "hello with an API key": p.Hello(1, 1, "example/1.0", "sk-example-0123456789"),
     "abort": p.Abort(MAX_U64),
     "credit": p.Credit(1, 16),
     "ping": p.Ping(2**53 + 1),

@@ -180,9 +180,10 @@ struct Best {
     float value;
     int32_t id;
 };
-constexpr Best NO_BEST = {-INFINITY, 0};
+constexpr Best NO_BEST = {-INFINITY, -1};
 
 // Logits of the sampled tokens. Of a row that is greedy and nothing else only the largest is kept; others are written.
+// `greedy` may be null, where none is.
 class Head final : public Product {
    public:
     Head(float* logits, Best* best, int max_samples, Rows in, const Matrix& matrix, int vocab_size,
@@ -195,7 +196,7 @@ class Head final : public Product {
 
     void finish(const Step&, int row, int column, int width, float* values, const Scratch& scratch) override {
         const int count = column + width <= vocab_size_ ? width : vocab_size_ - column;
-        if (!greedy_[row]) {
+        if (!greedy_ || !greedy_[row]) {
             memcpy(logits_ + size_t(row) * vocab_size_ + column, values, count * 4);
             return;
         }

@@ -9,11 +9,14 @@ import mmap
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-ABI_VERSION = 5
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.record_inputs import ScoreInputs
+
+ABI_VERSION = 6
 """Of `program.cpp`; raised with every change of its interface."""
 
 PANEL = 16
@@ -119,23 +122,33 @@ DRAW_ARRAYS = (
     "min_p",
     "top_k",
     "keys",
-    "repetition",
-    "presence",
-    "frequency",
-    "history",
-    "num_prompt",
+    "shapings",
     "num_known",
     "masks",
     "ids",
-    "scored",
-    "logprobs",
 )
 
 
 class DrawArrays(Structure):
-    """`Draws` in pick.h: addresses of the arrays of `DrawInputs`."""
+    """`Draws` in pick.h: addresses of the arrays of `DrawInputs`, and of its records."""
 
-    _fields_ = tuple((name, c_void_p) for name in DRAW_ARRAYS)
+    _fields_ = tuple((name, c_void_p) for name in (*DRAW_ARRAYS, "num_top", "records"))
+
+    @classmethod
+    def of(cls, draws: DrawInputs) -> Self:
+        records = draws.records.num_top.ctypes.data, draws.records.addresses.ctypes.data
+        return cls(*(getattr(draws, name).ctypes.data for name in DRAW_ARRAYS), *records)
+
+
+class ScoreArrays(Structure):
+    """`Scores` in pick.h: addresses of the arrays of `ScoreInputs`."""
+
+    _fields_ = (("ids", c_void_p), ("num_top", c_void_p), ("records", c_void_p))
+
+    @classmethod
+    def of(cls, scores: ScoreInputs) -> Self:
+        records = scores.records
+        return cls(scores.ids.ctypes.data, records.num_top.ctypes.data, records.addresses.ctypes.data)
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -167,6 +180,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_pick": (
         None,
         [c_void_p, Rows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(MaskTicket), POINTER(DrawArrays)],
+    ),
+    "program_score": (
+        None,
+        [c_void_p, Rows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(ScoreArrays)],
     ),
     "program_run": (c_int, [c_void_p, c_int, c_int, c_int]),
     "program_profile": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p]),

@@ -7,7 +7,9 @@
 #include <thread>
 
 #include "linear.h"
+#include "record.h"
 #include "sample.h"
+#include "shaping.h"
 #include "step.h"
 
 // Where masks are told to be complete. The word may lie in memory that another process writes.
@@ -55,19 +57,18 @@ class WaitForMasks final : public Op {
     std::atomic<bool> late_{false};
 };
 
-// What sampling reads of each sampled token: arrays over a step's samples (kernels/step_inputs.py).
+// What sampling reads of each sampled token: arrays over a step's samples (kernels/draw_inputs.py).
 struct Draws {
-    const uint8_t* greedy;  // the largest logit as it is: no filter, no penalty, no mask
+    const uint8_t* greedy;  // the largest logit as it is, and nothing else is wanted
     const float *temperature, *top_p, *min_p;
     const int32_t* top_k;
     const uint64_t* keys;
-    const float *repetition, *presence, *frequency;
-    const int32_t* const* history;  // known ids of the row, or null where no penalty is set
-    const int32_t *num_prompt, *num_known;
-    const uint32_t* const* masks;  // bit v of word v / 32: whether id v is allowed; or null
+    const Shaping* const* shapings;  // or null where logits are taken as they are
+    const int32_t* num_known;        // ids of the row; read where it is shaped
+    const uint32_t* const* masks;    // what a grammar allows, or null
     int32_t* ids;
-    const uint8_t* scored;  // whether the id's log probability is asked for; not where `greedy` is set
-    float* logprobs;
+    const int32_t* num_top;
+    uint8_t* const* records;  // or null where none is wanted; not read where `greedy` is set
 };
 
 class Pick final : public Op {
@@ -86,26 +87,27 @@ class Pick final : public Op {
             return;
         }
         float* logits = logits_ + size_t(row) * vocab_size_;
+        const Shaping* const shaping = draws_.shapings[row];
+        const uint32_t* const allowed = draws_.masks[row];
+        uint8_t* const record = draws_.records[row];
         const float* model = logits;  // its own distribution, which is what ids are scored by
-        if (draws_.scored[row] && (draws_.history[row] || draws_.masks[row])) {
+        if (record && (shaping || allowed)) {
             float* const copy = reinterpret_cast<float*>(scratch.memory + sample_scratch_bytes(vocab_size_));
             memcpy(copy, logits, size_t(vocab_size_) * 4);
             model = copy;
         }
-        if (draws_.history[row])
-            penalize(logits, vocab_size_, draws_.history[row], draws_.num_prompt[row], draws_.num_known[row],
-                     draws_.repetition[row], draws_.presence[row], draws_.frequency[row], scratch.memory);
-        if (draws_.masks[row]) mask(logits, vocab_size_, draws_.masks[row]);
-        draws_.ids[row] = draws_.temperature[row] < GREEDY_BELOW
-                              ? greedy(logits, vocab_size_)
-                              : draw(logits, vocab_size_, draws_.temperature[row], draws_.top_k[row],
-                                     draws_.top_p[row], draws_.min_p[row], draws_.keys[row], scratch.memory);
-        if (draws_.scored[row])
-            draws_.logprobs[row] = log_probability(model, vocab_size_, draws_.ids[row], scratch.memory);
+        if (allowed) mask(logits, vocab_size_, allowed);
+        if (shaping) shape(logits, vocab_size_, *shaping, draws_.num_known[row], scratch.memory);
+        const int32_t id = draws_.temperature[row] < GREEDY_BELOW
+                               ? greedy(logits, vocab_size_)
+                               : draw(logits, vocab_size_, draws_.temperature[row], draws_.top_k[row],
+                                      draws_.top_p[row], draws_.min_p[row], draws_.keys[row], scratch.memory);
+        draws_.ids[row] = id;
+        if (record && id != NO_ID) write_record(model, vocab_size_, id, draws_.num_top[row], record, scratch.memory);
     }
 
    private:
-    static constexpr float GREEDY_BELOW = 1e-5f;  // as in stages/execute/sampler.py
+    static constexpr float GREEDY_BELOW = 1e-5f;  // as in kernels/draw_inputs.py
 
     // The threads' best, left empty for the next step. Of equal logits the lowest id wins.
     int32_t take_best(int row) const {
@@ -122,4 +124,30 @@ class Pick final : public Op {
     float* const logits_;
     Best* const best_;
     const int max_samples_, threads_, vocab_size_;
+};
+
+// Ids that are given, rather than drawn, and where their records go (kernels/record_inputs.py).
+struct Scores {
+    const int32_t *ids, *num_top;
+    uint8_t* const* records;
+};
+
+class Score final : public Op {
+   public:
+    Score(const Scores& scores, const float* logits, int vocab_size)
+        : Op("score"), scores_(scores), logits_(logits), vocab_size_(vocab_size) {}
+
+    int tiles(const Step& step) const override { return step.samples; }
+
+    size_t scratch_bytes() const override { return sample_scratch_bytes(vocab_size_); }
+
+    void tile(const Step&, int row, const Scratch& scratch) override {
+        write_record(logits_ + size_t(row) * vocab_size_, vocab_size_, scores_.ids[row], scores_.num_top[row],
+                     scores_.records[row], scratch.memory);
+    }
+
+   private:
+    const Scores scores_;
+    const float* const logits_;
+    const int vocab_size_;
 };

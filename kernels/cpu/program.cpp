@@ -150,7 +150,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 5; }
+int abi_version() { return 6; }
 
 // --- threads
 
@@ -235,6 +235,13 @@ void program_pick(Program* program, Rows in, const Matrix* matrix, int vocab_siz
     program->add<Head>(logits, best, max_samples, in, *matrix, vocab_size, draws->greedy);
     program->add<WaitForMasks>(ticket, best, num_best);
     program->add<Pick>(*draws, logits, best, max_samples, threads, vocab_size);
+}
+
+// The head, and the records of ids that are given.
+void program_score(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
+                   const Scores* scores) {
+    program->add<Head>(logits, nullptr, max_samples, in, *matrix, vocab_size, nullptr);
+    program->add<Score>(*scores, logits, vocab_size);
 }
 
 // --- replaying

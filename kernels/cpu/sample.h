@@ -1,4 +1,4 @@
-// From logits to an id: penalties, a grammar's mask, the largest logit, or a draw. One row at a time, on one thread.
+// From logits to an id: the largest logit, or a draw. One row at a time, on one thread.
 //
 // A draw is one uniform number and the inverse of the distribution function over the ids in rising order (Devroye,
 // "Non-Uniform Random Variate Generation", 1986, chapter III.2). The filters, each over what the one before left, all
@@ -8,7 +8,7 @@
 // Logits are read in strips, and a strip whose largest logit is below the floor costs one comparison. Weights are
 // float32, sums of them float64 in an order that is the same at every level, so all levels draw the same ids.
 //
-// Definition in NumPy: sample_reference.py. Torch: kernels/sample.py and kernels/penalties.py.
+// Definition in NumPy: sample_reference.py. Torch: kernels/sample.py.
 #pragma once
 
 #include <cfloat>
@@ -270,54 +270,14 @@ static inline int32_t pick(const Row& row, const Softmax& softmax, float floor, 
 
 }  // namespace sampling
 
-// Bytes of memory, aligned to 8, that `penalize` and `draw` need. They do not care what is in it.
+// Bytes of memory, aligned to 8, that a draw needs, and what comes before and after it (shaping.h, record.h). They do not
+// care what is in it.
 INLINE size_t sample_scratch_bytes(int vocab) { return sampling::Memory::bytes(vocab); }
 
-// Change a row's logits [vocab] in place by the ids known so far, `num_prompt` of the prompt and then the output's.
-// The logit of an id that is among them is divided by `repetition` if it is above 0 and multiplied if not. Then
-// `frequency` is subtracted for each time that the id is in the output, and `presence` once if it is there at all. Ids
-// outside of the vocabulary, such as a picture's places, are passed over. Costs O(num_ids).
-static inline void penalize(float* logits, int vocab, const int32_t* ids, int num_prompt, int num_ids,
-                            float repetition, float presence, float frequency, uint8_t* memory) {
-    constexpr int32_t DONE = -1;
-    int32_t* const counts = reinterpret_cast<int32_t*>(memory);
-    const auto known = [=](int i) { return uint32_t(ids[i]) < uint32_t(vocab); };
-    const int first = repetition == 1 ? num_prompt : 0;
-    for (int i = first; i < num_ids; i++)
-        if (known(i)) counts[ids[i]] = 0;
-    for (int i = num_prompt; i < num_ids; i++)
-        if (known(i)) counts[ids[i]]++;
-    for (int i = first; i < num_ids; i++) {
-        if (!known(i) || counts[ids[i]] == DONE) continue;
-        float& logit = logits[ids[i]];
-        const int32_t count = counts[ids[i]];
-        counts[ids[i]] = DONE;
-        logit = logit > 0 ? logit / repetition : logit * repetition;
-        if (!count) continue;
-        logit -= frequency * float(count);
-        logit -= presence;
-    }
-}
+// What is drawn where nothing can be.
+constexpr int32_t NO_ID = -1;
 
-// Set the logits [vocab] of ids that are not allowed to -inf: id v is allowed where bit v % 32 of word v / 32 is set,
-// as llguidance writes it. Bits beyond the vocabulary are not read.
-static inline void mask(float* logits, int vocab, const uint32_t* allowed) {
-    vu lane_bits;
-    for (int lane = 0; lane < LANES; lane++) lane_bits[lane] = 1u << lane;
-    int v = 0;
-    for (; v + 32 <= vocab; v += 32) {
-        const uint32_t word = allowed[v / 32];
-        if (word == ~0u) continue;
-        for (int i = 0; i < 32; i += LANES) {
-            const vi cleared = ((word >> i) & lane_bits) == 0;
-            store(logits + v + i, cleared ? splat(-INFINITY) : load<vf>(logits + v + i));
-        }
-    }
-    for (; v < vocab; v++)
-        if (!(allowed[v / 32] >> (v % 32) & 1)) logits[v] = -INFINITY;
-}
-
-// The id of the largest logit, of equal ones the lowest. NaN counts as -inf; with nothing above that, 0.
+// The id of the largest logit, of equal ones the lowest. NaN counts as -inf; with nothing above that, NO_ID.
 static inline int32_t greedy(const float* logits, int vocab) {
     float top = -INFINITY;
     int from = 0, v = 0;
@@ -327,7 +287,7 @@ static inline int32_t greedy(const float* logits, int vocab) {
     }
     for (; v < vocab; v++)
         if (logits[v] > top) top = logits[v], from = v;
-    if (top == -INFINITY) return 0;
+    if (top == -INFINITY) return NO_ID;
     while (logits[from] != top) from++;
     return from;
 }
@@ -345,15 +305,4 @@ static inline int32_t draw(const float* logits, int vocab, float temperature, in
     if (!std::isfinite(row.top) || !(temperature > 0)) return greedy(logits, vocab);
     const Softmax softmax(row.top, temperature);
     return pick(row, softmax, floor_of(row, softmax, top_k, top_p, min_p, memory), key, memory.sums);
-}
-
-// The natural logarithm of an id's probability by the softmax of logits [vocab] as they are. Summed up as draws are, so
-// it is the same at every level. Where the largest logit is infinite, 0 for its ids and -inf for others; never NaN.
-static inline float log_probability(const float* logits, int vocab, int32_t id, uint8_t* scratch) {
-    using namespace sampling;
-    const Memory memory(scratch, vocab);
-    const Row row(logits, vocab, memory);
-    if (!std::isfinite(row.top)) return logits[id] == row.top ? 0 : -INFINITY;
-    const double total = weigh(row, Softmax(row.top, 1), LOWEST, memory.sums);
-    return float(double(logits[id]) - row.top - std::log(total));
 }

@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
     )
-    server.add_argument("--api-key", type=types.api_key, help="sent as a bearer token")
+    server.add_argument("--api-key", type=types.api_key, help="sent as a bearer token; by default $PIPELINE_API_KEY")
     server.add_argument(
         "--timeout", type=types.duration, default=600.0, metavar="TIME", help="deadline of each request; by default 10m"
     )

@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+import secrets
 import sys
 from typing import Any
 
 import msgspec
 
+from pipeline.api_keys import SERVER_VARIABLE, of_client
 from pipeline.chat.connection import AnswerError, Connection
 from pipeline.chat.conversation import Conversation
 from pipeline.chat.dialogue import FAILED, Dialogue
@@ -37,9 +39,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
             connection, url = _running(args, runner)
             if connection is None:
-                own = OwnServer(_own_settings(settings))
+                key = secrets.token_urlsafe()  # others on this machine may find its port
+                own = OwnServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
                 url = _started(own)
-                connection = runner.run(_connect(args, url, None))
+                connection = runner.run(_connect(args, url, None, key))
             screen.remark(f"{connection.model} at {url} · /help lists commands, Ctrl-D ends")
             dialogue = Dialogue(
                 runner, connection, Conversation(args.system), _options(args), screen, lambda: _why_gone(own)
@@ -70,8 +73,8 @@ def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[Connecti
         raise AnswerError(f"{error}; give --url for another server, or --model for one of its own") from error
 
 
-async def _connect(args: argparse.Namespace, url: str, model: str | None) -> Connection:
-    connection = Connection(url, model, args.api_key, args.timeout)
+async def _connect(args: argparse.Namespace, url: str, model: str | None, key: str | None = None) -> Connection:
+    connection = Connection(url, model, key or of_client(args.api_key), args.timeout)
     try:
         if model is None:
             await connection.find_model()
@@ -83,7 +86,7 @@ async def _connect(args: argparse.Namespace, url: str, model: str | None) -> Con
 
 def _own_settings(settings: Settings) -> Settings:
     """Settings of a server that nobody else is to find; its log has to say when it is ready."""
-    gateway = msgspec.structs.replace(settings.gateway, host="127.0.0.1", port=0)
+    gateway = msgspec.structs.replace(settings.gateway, host="127.0.0.1", port=0, api_keys_file="")
     return msgspec.structs.replace(settings, gateway=gateway, log_level="info")
 
 

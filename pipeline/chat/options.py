@@ -14,7 +14,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=types.http_url,
         help=f"a server that speaks the OpenAI API; by default the one at {DEFAULT_URL}, or else one of its own",
     )
-    parser.add_argument("--api-key", type=types.api_key, help="sent to it as a bearer token")
+    parser.add_argument(
+        "--api-key", type=types.api_key, help="sent to it as a bearer token; by default $PIPELINE_API_KEY"
+    )
     parser.add_argument(
         "--timeout",
         type=types.duration,

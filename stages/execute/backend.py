@@ -8,6 +8,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, native
 from pipeline.kernels.cpu.levels import Level, available
 from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.record_inputs import ScoreInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.kv import KVPlan
@@ -21,6 +22,7 @@ def make_program(
     config: ModelConfig,
     inputs: StepInputs,
     draws: DrawInputs,
+    scores: ScoreInputs,
     kv: KVPlan,
     num_threads: int,
     swap: SwapArray | None = None,
@@ -31,10 +33,10 @@ def make_program(
     """
     library = _library(settings, config)
     if library is None:
-        return TorchProgram(settings, config, inputs, draws, kv.num_blocks, swap)
+        return TorchProgram(settings, config, inputs, draws, scores, kv.num_blocks, swap)
     level, path = library
     return NativeProgram(
-        native.load(path), level, num_threads, config, inputs, draws, kv.num_blocks, kv.max_model_len, swap
+        native.load(path), level, num_threads, config, inputs, draws, scores, kv.num_blocks, kv.max_model_len, swap
     )
 
 

@@ -25,6 +25,7 @@ from pipeline.kernels.cpu.levels import Level, available, cpuinfo
 from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.record_inputs import ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
 from pipeline.profile.results import Case, Floor, OpTime, Plan, Profile, Rates, StepTime
@@ -68,7 +69,7 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pla
         max(case.num_seqs for case in cases),
         max(_num_blocks(case) // case.num_seqs for case in cases),
     )
-    draws = DrawInputs(inputs.max_num_rows)
+    draws, scores = DrawInputs(inputs.max_num_rows, config.vocab_size), ScoreInputs(inputs.max_num_rows)
     chosen = [settings]
     if plan.against is not None:
         other = msgspec.structs.replace(settings.execute, kernels=plan.against)
@@ -79,7 +80,7 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pla
         programs = []
         for each in chosen:
             log.info("loading %s for execute.kernels=%s", config.name, each.execute.kernels)
-            program = stack.enter_context(closing(make_program(each, config, inputs, draws, kv, num_threads)))
+            program = stack.enter_context(closing(make_program(each, config, inputs, draws, scores, kv, num_threads)))
             counted.num_bytes.clear()
             record_model(config, cast(Weights, counted), program)
             programs.append(program)

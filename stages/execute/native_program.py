@@ -15,6 +15,7 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.matrix import Matrix, join
+from pipeline.kernels.record_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.program import (
@@ -22,6 +23,7 @@ from pipeline.stages.execute.program import (
     HeadNorms,
     Linear,
     LogitArray,
+    MasksLate,
     MlpWeights,
     Program,
     SwapArray,
@@ -32,10 +34,6 @@ PAIR = 8
 """Numbers of a panel's halves: those that turn together, and those of gate and up, stand this far apart."""
 
 MASKS_LATE = 1
-
-
-class MasksLate(RuntimeError):
-    """A grammar's masks did not come in time."""
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -60,6 +58,7 @@ class NativeProgram(Program):
         config: ModelConfig,
         inputs: StepInputs,
         draws: DrawInputs,
+        scores: ScoreInputs,
         num_blocks: int,
         max_model_len: int,
         swap: SwapArray | None = None,
@@ -69,11 +68,12 @@ class NativeProgram(Program):
         self._library = library
         self._config = config
         self._inputs, self._draws = inputs, draws
+        self._scores = scores
+        self._scoring: int | None = None
         self._team = native.Team(library, num_threads)
         self._kept: list[Any] = []
         self._table: tuple[Matrix, Any] | None = None
         self._num_layers = 0
-        self._keep_logits = False
         self._ticket = native.MaskTicket(None, 0, 0)
         self._handle = library.program_new(self._team.handle, ctypes.byref(self._step_arrays()))
         max_num_tokens = inputs.max_num_tokens
@@ -123,31 +123,42 @@ class NativeProgram(Program):
         self._add(self._gated, inner, weights.down)
 
     def sample(self, norm: Tensor, head: Matrix) -> None:
-        draws = self._draws
-        arrays = native.DrawArrays(**{name: getattr(draws, name).ctypes.data for name in native.DRAW_ARRAYS})
+        self.last_norm = norm.float().numpy()
+        # An embedding that is the head too is there once.
+        tied = self._table is not None and self._table[0] is head
+        packed = self._table[1] if self._table is not None and tied else self._pack((head,))
+        places = packed, self._config.vocab_size, self._logits, self._inputs.max_num_rows
+        form, weight = _form((head,)), self._vector(norm)
+        self._record_norm(self._handle, form, weight, sampled=True)
         self._library.program_pick(
             self._handle,
-            self._norm(norm, (head,), sampled=True),
-            # An embedding that is the head too is there once.
-            self._table[1] if self._table is not None and self._table[0] is head else self._pack((head,)),
-            self._config.vocab_size,
-            self._logits,
-            self._inputs.max_num_rows,
+            self._normed,
+            *places,
             ctypes.byref(self._ticket),
-            ctypes.byref(arrays),
+            ctypes.byref(native.DrawArrays.of(self._draws)),
         )
+        # Another program, of the same residual and head, for tokens that are not sampled.
+        arrays = self._step_arrays()
+        arrays.sampled = self._scores.places.ctypes.data
+        self._scoring = self._library.program_new(self._team.handle, ctypes.byref(arrays))
+        self._record_norm(self._scoring, form, weight, sampled=True)
+        scores = native.ScoreArrays.of(self._scores)
+        self._library.program_score(self._scoring, self._normed, *places, ctypes.byref(scores))
 
     def run(self) -> IntArray:
         inputs = self._inputs
-        if self._keep_logits:
-            self._draws.greedy[: inputs.num_samples] = 0
-        elif self._draws.any_scored:
-            # The same id is found among logits that are kept.
-            self._draws.greedy[self._draws.scored != 0] = 0
         status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
         if status == MASKS_LATE:
             raise MasksLate(f"masks did not come within {self._ticket.timeout_ms} ms")
         return self._draws.ids[: inputs.num_samples].copy()
+
+    def score(self) -> None:
+        self._library.program_run(self._scoring, self._inputs.num_tokens, 0, self._scores.num)
+
+    def residual(self) -> FloatArray:
+        size = self._inputs.num_tokens, self._config.hidden_size
+        array: FloatArray = np.ctypeslib.as_array(ctypes.cast(self._residual, ctypes.POINTER(ctypes.c_float)), size)
+        return array
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape
@@ -157,8 +168,6 @@ class NativeProgram(Program):
         )
 
     def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
-        """Let the next steps wait, before they draw, until the uint32 at the address `word` is `wanted`; an address of
-        0 ends that. A step whose masks are late raises `MasksLate` and leaves rows without ids."""
         self._ticket.wanted, self._ticket.timeout_ms = wanted, timeout_ms
         self._ticket.word = word or None
 
@@ -170,7 +179,8 @@ class NativeProgram(Program):
         return array
 
     def keep_logits(self) -> None:
-        self._keep_logits = True
+        self._draws.keeps_logits = True
+        self._draws.greedy[:] = 0
 
     def profile(self) -> list[tuple[str, float]]:
         """Compute the step that the inputs hold. Returns each op's name and seconds."""
@@ -195,20 +205,23 @@ class NativeProgram(Program):
     def close(self) -> None:
         if self._handle:
             self._library.program_delete(self._handle)
-            self._handle = None
+            if self._scoring:
+                self._library.program_delete(self._scoring)
+            self._handle = self._scoring = None
             self._team.close()
             self._kept.clear()
             self._swap = None
 
     # What follows lays out memory. Addresses are plain numbers; `_kept` keeps what they point to.
 
-    def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...], sampled: bool = False) -> native.Rows:
+    def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.Rows:
         """Record the norm before a product with `matrices`. Returns where it leaves its rows."""
-        size, eps = self._config.hidden_size, self._config.rms_norm_eps
-        self._library.program_norm(
-            self._handle, self._normed, _form(matrices), self._residual, self._vector(weight), size, eps, sampled
-        )
+        self._record_norm(self._handle, _form(matrices), self._vector(weight))
         return self._normed
+
+    def _record_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
+        size, eps = self._config.hidden_size, self._config.rms_norm_eps
+        self._library.program_norm(handle, self._normed, form, self._residual, weight, size, eps, sampled)
 
     def _head_norms(self, norms: HeadNorms | None) -> Any:
         """The weights in the order in which panels have a head's numbers, or null."""

@@ -62,11 +62,17 @@ class MlpWeights:
     down: Linear
 
 
+class MasksLate(RuntimeError):
+    """A grammar's masks did not come in time."""
+
+
 class Program(ABC):
-    """A forward pass over the arrays of one `StepInputs` and one `DrawInputs`."""
+    """A forward pass over the arrays of one `StepInputs`, one `DrawInputs` and one `ScoreInputs`."""
 
     name: str
     """Which back end it is, for people."""
+    last_norm: LogitArray
+    """Weights of the norm that `sample` begins with: float32 [hidden_size]."""
 
     @abstractmethod
     def embed(self, table: Matrix) -> None:
@@ -87,7 +93,22 @@ class Program(ABC):
 
     @abstractmethod
     def run(self) -> IntArray:
-        """Compute the step that the inputs hold. Returns the ids drawn, int32 [samples]."""
+        """Compute the step that the inputs hold. Returns the ids drawn, int32 [samples]; -1 where none can be."""
+
+    @abstractmethod
+    def score(self) -> None:
+        """Leave the records that the `ScoreInputs` ask for, of tokens of the last step. `logits` are not the step's any
+        more then."""
+
+    @abstractmethod
+    def residual(self) -> LogitArray:
+        """What the last step's tokens came to, before the last norm: float32 [tokens, hidden_size]. Good until the next
+        step."""
+
+    @abstractmethod
+    def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
+        """Let the next steps wait, before they draw, until the uint32 at the address `word` is `wanted`; an address of
+        0 ends that. A step whose masks are late raises `MasksLate` and leaves rows without ids."""
 
     @abstractmethod
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:

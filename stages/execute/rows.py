@@ -16,8 +16,11 @@ import numpy as np
 
 from pipeline.kernels.draw_inputs import GREEDY_BELOW, DrawInputs
 from pipeline.kernels.noise import draw_keys, sequence_key
+from pipeline.kernels.record_inputs import NO_RECORD
+from pipeline.kernels.shaping import SHAPING, Shaping
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
-from pipeline.messages import Finish, Sampling
+from pipeline.messages import Finish, Pooling, Sampling
+from pipeline.stages.execute.wants import NOT_GREEDY, Want, shaping_of, single
 
 NOT_YET = -1
 """`num_computed` of a row that no step has named: it may begin behind a cached prefix of any length."""
@@ -49,10 +52,19 @@ class RowTable:
         self.keys: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
         """Noise keys, see kernels/noise.py."""
         self.stops: list[frozenset[int]] = [frozenset()] * max_num_seqs
-        self.scored: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_num_seqs, np.bool_)
-        """Whether the log probabilities of its ids are asked for."""
-        self._num_scored = 0
-        """Of the rows that are taken."""
+        self.wants: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max_num_seqs, np.uint8)
+        """`Want`; 0 for rows that are not taken"""
+        self.wanted = 0
+        """By any row."""
+        self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.num_top: IntArray = np.full(max_num_seqs, NO_RECORD, np.int32)
+        """Of the records of its ids."""
+        self.prompt_num_top: IntArray = np.full(max_num_seqs, NO_RECORD, np.int32)
+        self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
+        self.shapings: list[Shaping | None] = [None] * max_num_seqs
+        self._native_shapings = np.zeros(max_num_seqs, SHAPING)
+        places = self._native_shapings.ctypes.data + np.arange(max_num_seqs, dtype=np.uint64) * SHAPING.itemsize
+        self._shaping_addresses: np.ndarray[Any, np.dtype[np.uint64]] = places.astype(np.uint64)
 
     @property
     def num_live(self) -> int:
@@ -64,8 +76,11 @@ class RowTable:
         assert self.taken[rows].all(), f"rows dropped that are not taken: {rows[~self.taken[rows]]}"
         assert len(set(rows.tolist())) == len(rows), f"rows dropped twice: {rows}"
         self.taken[rows] = False
-        if self._num_scored:
-            self._num_scored -= int(np.count_nonzero(self.scored[rows]))
+        if self.wants[rows].any():
+            for row in rows.tolist():
+                self.shapings[row] = None
+            self.wants[rows] = 0
+            self.wanted = int(np.bitwise_or.reduce(self.wants))
 
     def add(
         self,
@@ -93,14 +108,41 @@ class RowTable:
         self.num_computed[row] = NOT_YET
         self.num_blocks[row] = 0
         self.append_blocks(np.full(len(blocks), row, np.int32), blocks)
-        self.temperature[row] = sampling.temperature
+        self.num_prompt[row] = num_prompt
+        self._set_sampling(row, index, sampling, eos_ids)
+
+    def _set_sampling(self, row: int, index: int, sampling: Sampling, eos_ids: Collection[int]) -> None:
+        self.temperature[row] = single(sampling.temperature)
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.keys[row] = sequence_key(sampling.seed, index)
         self.stops[row] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
-        self.scored[row] = sampling.with_logprobs
-        self._num_scored += sampling.with_logprobs
+        self.num_top[row] = sampling.num_top if sampling.with_logprobs else NO_RECORD
+        # A request's prompt is told of once, by its first sequence.
+        self.prompt_num_top[row] = sampling.prompt_num_top if index == 0 else NO_RECORD
+        self.pooling[row] = Pooling(sampling.pooling)
+        self.wants[row] = wants = self._set_wants(row, sampling, eos_ids)
+        self.wanted |= wants
+
+    def _set_wants(self, row: int, sampling: Sampling, eos_ids: Collection[int]) -> int:
+        wants = Want.PROMPT_RECORDS if self.prompt_num_top[row] >= 0 else 0
+        if self.pooling[row]:
+            # Nothing is drawn for it, so nothing can stop it.
+            self.stops[row] = frozenset()
+            return wants | Want.EMBEDDING
+        shaping = shaping_of(sampling, self.ids[row], int(self.num_prompt[row]), eos_ids, self._vocab_size)
+        if shaping is not None:
+            self.shapings[row] = shaping
+            shaping.write(self._native_shapings, row)
+            wants |= Want.SHAPE
+        if self.temperature[row] >= GREEDY_BELOW:
+            wants |= Want.DRAW
+        if sampling.grammar:
+            wants |= Want.MASK
+        if self.num_top[row] >= 0:
+            wants |= Want.RECORD
+        return wants
 
     def _prompt_of(self, row: int, num_prompt: int) -> IntArray:
         assert row < len(self.taken) and self.taken[row], f"a fork of row {row}, which is not taken"
@@ -143,19 +185,38 @@ class RowTable:
         Noise comes from the sequence's key and the position that the id will have, so it is the same whichever step
         and batch the draw is in.
         """
-        num = len(rows)
-        if self._num_scored or draws.any_scored:
-            draws.scored[:] = 0
-            draws.scored[:num] = self.scored[rows]
-            draws.any_scored = bool(draws.scored.any())
-        draws.temperature[:num] = self.temperature[rows]
-        draws.greedy[:num] = draws.temperature[:num] < GREEDY_BELOW
-        if draws.greedy[:num].all():
+        num, wanted = len(rows), self.wanted
+        draws.rows, draws.row_shapings = rows, self.shapings
+        if not (wanted & NOT_GREEDY or draws.keeps_logits):
+            draws.greedy[:num] = 1
+            draws.unmask(num)
+            draws.records.clear(num)
             return
-        draws.top_k[:num] = self.top_k[rows]
-        draws.top_p[:num] = self.top_p[rows]
-        draws.min_p[:num] = self.min_p[rows]
-        draws.keys[:num] = draw_keys(self.keys[rows], self.num_ids[rows])
+        wants = self.wants[rows]
+        draws.greedy[:num] = 0 if draws.keeps_logits else wants & NOT_GREEDY == 0
+        draws.temperature[:num] = self.temperature[rows]
+        if wanted & Want.DRAW:
+            draws.top_k[:num] = self.top_k[rows]
+            draws.top_p[:num] = self.top_p[rows]
+            draws.min_p[:num] = self.min_p[rows]
+            draws.keys[:num] = draw_keys(self.keys[rows], self.num_ids[rows])
+        if wanted & Want.SHAPE:
+            draws.shapings[:num] = np.where(wants & Want.SHAPE, self._shaping_addresses[rows], np.uint64(0))
+            draws.num_known[:num] = self.num_ids[rows]
+        else:
+            draws.shapings[:num] = 0
+        if wanted & Want.MASK:
+            draws.mask(wants & Want.MASK != 0)
+        else:
+            draws.unmask(num)
+        if wanted & Want.RECORD:
+            draws.records.lay_out(self.num_top[rows])
+        else:
+            draws.records.clear(num)
+
+    def end(self, row: int) -> None:
+        """No id could be drawn for a row: no step computes it any more."""
+        self.ended[row] = True
 
     def append_ids(self, rows: IntArray, ids: IntArray) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         """The ids that were sampled. Rows that one of them stops are ended. Returns a `Finish` for each, uint8."""

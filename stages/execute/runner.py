@@ -12,15 +12,19 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.draw_inputs import DrawInputs
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.kernels.draw_inputs import NO_ID, DrawInputs
+from pipeline.kernels.record_inputs import ByteArray, ScoreInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.shm.arrays import Array
 from pipeline.stages.execute.backend import make_program
 from pipeline.stages.execute.kv import divide_swap, plan_kv
 from pipeline.stages.execute.models.registry import record_model
+from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.prompts import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.wants import Want
 from pipeline.stages.execute.weights import Weights
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
@@ -28,11 +32,11 @@ Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 
 Clock = Callable[[], float]
 
-FloatArray = np.ndarray[Any, np.dtype[np.float32]]
-NO_LOGPROBS: FloatArray = np.zeros(0, np.float32)
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
-NO_ID = -1
-"""What a row that had ended already yields."""
+NO_WIDTHS: LongArray = np.zeros(0, np.int64)
+
+NOTHING_LEFT = "no token can follow: everything that the request allows is impossible here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,24 @@ class Sampled:
     num_copies: int = 0
     copy_s: float = 0.0
     """What the step's copies took."""
-    logprobs: FloatArray = field(default_factory=lambda: NO_LOGPROBS)
-    """Those of `ids`, 0 for rows that don't ask; empty where none does"""
+    records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    """Those of `ids`, of the rows that ask and have one, one after the other"""
+    prompt_records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    """As in `StepResult`"""
+    errors: tuple[str, ...] = ()
+    """Why, for each finish that is `ERROR`, in order"""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of entries that have not ended; parallel arrays, one value for each of those with `samples` set."""
+
+    ids: IntArray
+    """`NO_ID` where nothing could be drawn"""
+    records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    widths: LongArray = field(default_factory=lambda: NO_WIDTHS)
+    """Bytes of each one's record; empty where none has any"""
+    prompt_records: ByteArray = field(default_factory=lambda: NO_BYTES)
 
 
 class Runner:
@@ -63,20 +83,27 @@ class Runner:
         max_num_seqs = settings.schedule.max_num_seqs
         swapped = None if swap is None else divide_swap(settings, config, swap)
         num_swap_blocks = 0 if swapped is None else len(swapped)
-        self.facts = ExecuteFacts(kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks)
+        self.facts = ExecuteFacts(
+            kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
+        )
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
         self.inputs = StepInputs(
             settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
         )
-        self.draws = DrawInputs(max_num_seqs)
+        self.draws = DrawInputs(max_num_seqs, config.vocab_size)
+        self.scores = ScoreInputs(max_num_seqs)
+        self.failed: dict[int, str] = {}
+        """Rows whose sequence can't go on, and why, to be told with the next id that is drawn for each: it has none
+        then. Whoever knows of such a row notes it here while it is taken."""
         num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
-        self.program = make_program(settings, config, self.inputs, self.draws, kv, num_threads, swapped)
+        self.program = make_program(settings, config, self.inputs, self.draws, self.scores, kv, num_threads, swapped)
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
         weights = Weights(model_dir, config, dtype)
         record_model(config, weights, self.program)
         self.weight_formats = "+".join(weights.taken)
         """As `q8_0+q4_1`."""
         self._eos_ids = config.eos_ids
+        self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
         self._samplings = msgspec.msgpack.Decoder(Sampling)
 
     def close(self) -> None:
@@ -93,19 +120,23 @@ class Runner:
         assert len(rows) == len(starts) == len(counts) == len(samples)
         running = ~self.rows.ended[rows]
         if running.all() and len(rows):
-            ids = self._compute(rows, starts, counts, samples)
+            computed = self._compute(rows, starts, counts, samples)
         elif running.any():
-            ids = self._compute(rows[running], starts[running], counts[running], samples[running])
+            computed = self._compute(rows[running], starts[running], counts[running], samples[running])
         else:
-            ids = np.empty(0, np.int32)
-        sampled = self._result(rows[samples], running[samples], ids)
+            computed = Computed(np.empty(0, np.int32))
+        sampled = self._result(rows[samples], running[samples], computed)
         num_tokens = int(counts[running].sum())
         return replace(
             sampled, num_rows=int(running.sum()), num_tokens=num_tokens, num_copies=num_copies, copy_s=copy_s
         )
 
     def _change_rows(self, step: Step, take: Take) -> None:
-        self.rows.drop(take(step.drops, np.int32))
+        drops = take(step.drops, np.int32)
+        self.rows.drop(drops)
+        for row in drops.tolist():
+            self.failed.pop(row, None)
+            self._pool.drop(row)
         for add in step.adds:
             self.rows.add(
                 add.row,
@@ -134,10 +165,8 @@ class Runner:
         self.program.copy_blocks(sources, targets)
         return len(sources), clock() - began
 
-    def _compute(
-        self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, np.dtype[np.bool_]]"
-    ) -> IntArray:
-        """Run the program over entries that have not ended. Returns the sampled ids, int32."""
+    def _compute(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Computed:
+        """Run the program over entries that have not ended."""
         self.rows.begin(rows, starts, counts, samples)
         if len(rows) == int(counts.sum()):
             entry, positions = rows, starts
@@ -147,21 +176,73 @@ class Runner:
             entry = rows[repeated]
         ids = self.rows.ids[entry, positions]
         num_blocks = int(self.rows.num_blocks[rows].max())
-        self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], samples)
-        self.rows.fill_draws(self.draws, rows[samples])
-        return self.program.run()
+        wanted = self.rows.wanted
+        pooled = self.rows.wants[rows] & Want.EMBEDDING != 0
+        drawn = samples & ~pooled if wanted & Want.EMBEDDING else samples
+        self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], drawn)
+        self.rows.fill_draws(self.draws, rows[drawn])
+        computed = Computed(self.program.run(), self.draws.records.memory, self.draws.records.widths)
+        if wanted & Want.PROMPT_RECORDS:
+            prompt_records = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
+            computed = replace(computed, prompt_records=prompt_records)
+        if pooled.any():
+            computed = self._embed(rows, samples, pooled, computed)
+        return computed
 
-    def _result(self, rows: IntArray, running: "np.ndarray[Any, np.dtype[np.bool_]]", sampled: IntArray) -> Sampled:
-        """Write ids to their rows, end those that stop, and leave a gap for the rows that had ended before."""
+    def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
+        """Pool what the step has computed, and put the embeddings between the records of what was drawn."""
+        inputs, residual = self.inputs, self.program.residual()
+        embeddings = []
+        for i in np.flatnonzero(pooled).tolist():
+            row, start, count = int(rows[i]), int(inputs.starts[i]), int(inputs.counts[i])
+            tokens = residual[inputs.offsets[i] : inputs.offsets[i] + count]
+            self._pool.add(row, start, tokens)
+            if samples[i]:
+                embeddings.append(self._pool.take(row, self.rows.pooling[row], start + count, tokens[-1]))
+        sampled = pooled[samples]
+        ids, widths = np.zeros(len(sampled), np.int32), np.zeros(len(sampled), np.int64)
+        ids[~sampled] = computed.ids
+        if len(computed.widths):
+            widths[~sampled] = computed.widths
+        widths[sampled] = 4 * self.facts.hidden_size
+        records = np.empty(int(widths.sum()), np.uint8)
+        theirs = np.repeat(sampled, widths)
+        records[~theirs] = computed.records
+        if embeddings:
+            records[theirs] = np.concatenate(embeddings).view(np.uint8)
+        return replace(computed, ids=ids, records=records, widths=widths)
+
+    def _result(self, rows: IntArray, running: BoolArray, computed: Computed) -> Sampled:
+        """Write ids to their rows, end those that stop or can't go on, and leave a gap for the rows that had ended
+        before."""
         ids = np.full(len(rows), NO_ID, np.int32)
         finishes = np.full(len(rows), Finish.NONE, np.uint8)
-        ids[running] = sampled
-        finishes[running] = self.rows.append_ids(rows[running], sampled)
-        return Sampled(rows, self.rows.generations[rows], ids, finishes, logprobs=self._logprobs(running, len(sampled)))
+        records = computed.records
+        errors: tuple[str, ...] = ()
+        failing = computed.ids == NO_ID
+        if self.failed:
+            failing |= np.isin(rows[running], list(self.failed))
+        if failing.any():
+            errors = tuple(self._fail(row) for row in rows[running][failing].tolist())
+            finishes[np.flatnonzero(running)[failing]] = Finish.ERROR
+            if len(computed.widths):
+                records = records[np.repeat(~failing, computed.widths)]
+            computed = replace(computed, ids=computed.ids[~failing])
+            running = running & (finishes != Finish.ERROR)
+        ids[running] = computed.ids
+        finishes[running] = self.rows.append_ids(rows[running], computed.ids)
+        generations = self.rows.generations[rows]
+        return Sampled(
+            rows,
+            generations,
+            ids,
+            finishes,
+            records=records,
+            prompt_records=computed.prompt_records,
+            errors=errors,
+        )
 
-    def _logprobs(self, running: "np.ndarray[Any, np.dtype[np.bool_]]", num_drawn: int) -> FloatArray:
-        draws = self.draws
-        if not (draws.any_scored and num_drawn):
-            return NO_LOGPROBS
-        logprobs: FloatArray = draws.logprobs[:num_drawn][draws.scored[:num_drawn] != 0]
-        return logprobs
+    def _fail(self, row: int) -> str:
+        """End a row for which there is no id. Returns why."""
+        self.rows.end(row)
+        return self.failed.pop(row, NOTHING_LEFT)

@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-import numpy as np
-
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.stage import Stage
@@ -112,7 +110,9 @@ def _publish(
         compute_s=ended - began,
         wait_s=began - idle_since,
         copy_s=sampled.copy_s,
-        records=stage.arrays.put(sampled.logprobs.view(np.uint8)),
+        records=stage.arrays.put(sampled.records),
+        prompt_records=stage.arrays.put(sampled.prompt_records),
+        errors=list(sampled.errors),
     )
     sent = stage.outbox("schedule").send(result)
     assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"

@@ -3,6 +3,9 @@
 Every op works in bfloat16 or in float32 all through; weights in blocks are widened when the program is recorded.
 """
 
+import ctypes
+import time
+
 import torch
 from torch import Tensor
 
@@ -11,13 +14,26 @@ from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.paged_attention import AttentionPlan
+from pipeline.kernels.record_inputs import ScoreInputs
+from pipeline.kernels.records import write_records
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.calls import Calls, Extent
-from pipeline.stages.execute.program import AttentionWeights, Linear, LogitArray, MlpWeights, Program, SwapArray
+from pipeline.stages.execute.program import (
+    AttentionWeights,
+    Linear,
+    LogitArray,
+    MasksLate,
+    MlpWeights,
+    Program,
+    SwapArray,
+)
 from pipeline.stages.execute.rope import rope_frequencies
 from pipeline.stages.execute.sampler import Sampler
+
+LOOK_S = 50e-6
+"""Between two looks whether masks are complete."""
 
 
 class TorchProgram(Program):
@@ -29,6 +45,7 @@ class TorchProgram(Program):
         config: ModelConfig,
         inputs: StepInputs,
         draws: DrawInputs,
+        scores: ScoreInputs,
         num_blocks: int,
         swap: SwapArray | None = None,
     ) -> None:
@@ -44,6 +61,9 @@ class TorchProgram(Program):
         self.kv: list[LayerKV] = layers_of(self._memory)
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
         self._sampler = Sampler(ops, draws)
+        self._scores = scores
+        self._head: Tensor | None = None
+        self._word, self._wanted, self._timeout_ms = 0, 0, 0
         self._calls = calls = Calls(inputs, ops.dtype)
         self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
         self._x = calls.buffer(config.hidden_size)
@@ -85,6 +105,7 @@ class TorchProgram(Program):
         calls.add(ops.add, self._residual, self._x)
 
     def sample(self, norm: Tensor, head: Matrix) -> None:
+        self.last_norm = norm.float().cpu().numpy()
         calls, ops = self._calls, self._ops
         calls.add(ops.rms_norm, self._x, self._residual, norm, self._config.rms_norm_eps)
         calls.add(ops.take_rows, self._last, self._x, calls.sampled)
@@ -92,15 +113,38 @@ class TorchProgram(Program):
         tied = self._table is not None and self._table[0] is head
         weight = self._table[1] if self._table is not None and tied else head.dequantize(ops.dtype)
         calls.add(ops.logits, self._logits, self._last, weight)
+        self._head = weight
 
     def run(self) -> IntArray:
         with torch.inference_mode():
             self._calls.run()
-            logits = self._calls.view(self._logits)
-            ids = self._sampler.sample(logits)
-            if self._sampler.draws.any_scored:
-                self._sampler.score(logits, ids)
-            return ids
+            self._wait()
+            return self._sampler.sample(self._calls.view(self._logits))
+
+    def score(self) -> None:
+        scores, ops = self._scores, self._ops
+        assert self._head is not None
+        with torch.inference_mode():
+            last, logits = self._last.storage[: scores.num], self._logits.storage[: scores.num]
+            ops.take_rows(last, self._calls.view(self._x), torch.from_numpy(scores.places[: scores.num]))
+            ops.logits(logits, last, self._head)
+            write_records(logits, scores.ids[: scores.num], scores.records)
+
+    def residual(self) -> LogitArray:
+        array: LogitArray = self._calls.view(self._residual).numpy()
+        return array
+
+    def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
+        self._word, self._wanted, self._timeout_ms = word, wanted, timeout_ms
+
+    def _wait(self) -> None:
+        if not self._word:
+            return
+        word, end = ctypes.c_uint32.from_address(self._word), time.monotonic() + self._timeout_ms / 1000
+        while word.value != self._wanted:
+            if time.monotonic() > end:
+                raise MasksLate(f"masks did not come within {self._timeout_ms} ms")
+            time.sleep(LOOK_S)
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         self._ops.copy_blocks(self._memory, self._swapped, sources.tolist(), targets.tolist())
@@ -110,7 +154,8 @@ class TorchProgram(Program):
         return array
 
     def keep_logits(self) -> None:
-        pass
+        self._sampler.draws.keeps_logits = True
+        self._sampler.draws.greedy[:] = 0
 
     def close(self) -> None:
         pass

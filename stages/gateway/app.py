@@ -102,17 +102,15 @@ class Api:
         self._patience_s = settings.slow_client_timeout_s
         self._created = int(time.time())
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_body, middlewares=[_errors_in_shape])
-        app.on_response_prepare.append(_repeat_name)
+    def app(self, has_admin_routes: bool = True) -> web.Application:
+        """All routes; those of `admin_app` may be left out."""
+        app = self._empty()
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self.chat_completions, expect_handler=self._expect_call),
                 web.post("/v1/completions", self.completions, expect_handler=self._expect_call),
                 web.get("/v1/models", self.models, expect_handler=_expect),
                 web.get("/v1/models/{model:.+}", self.model, expect_handler=_expect),
-                web.get("/health", self.health, expect_handler=_expect),
-                web.get("/metrics", self.metrics, expect_handler=_expect),
                 web.get("/version", self.version, expect_handler=_expect),
                 web.post("/tokenize", self.tokenize, expect_handler=self._expect_call),
                 web.post("/detokenize", self.detokenize, expect_handler=self._expect_call),
@@ -121,6 +119,25 @@ class Api:
                 web.post("/reset_prefix_cache", self.reset_prefix_cache, expect_handler=_expect),
             ]
         )
+        if has_admin_routes:
+            app.add_routes(self._admin_routes())
+        return app
+
+    def admin_app(self) -> web.Application:
+        """What an operator's own programs ask, who have no key."""
+        app = self._empty()
+        app.add_routes(self._admin_routes())
+        return app
+
+    def _admin_routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self.health, expect_handler=_expect),
+            web.get("/metrics", self.metrics, expect_handler=_expect),
+        ]
+
+    def _empty(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_body, middlewares=[_errors_in_shape])
+        app.on_response_prepare.append(_repeat_name)
         return app
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:

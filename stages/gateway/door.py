@@ -18,17 +18,20 @@ from typing import assert_never
 import msgspec
 
 from pipeline import protocol as p
+from pipeline.api_keys import Keys
 from pipeline.channels import MessageDecoder
 from pipeline.stages.gateway import door_errors, parse
 from pipeline.stages.gateway.app import Doors
 from pipeline.stages.gateway.door_socket import Connection, DoorSocket
 from pipeline.stages.gateway.door_stream import STALL_S, DoorStream
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.guard import unauthorized
 from pipeline.stages.gateway.requests import Requests
 from pipeline.version import VERSION
 
 HELLO_S = 5.0
 """How long a new connection has to say hello."""
+MAX_HELLO_BYTES = 16384
 HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
 """Longest that a client may say nothing."""
@@ -92,13 +95,15 @@ class Door:
         limits: parse.Limits,
         max_message_bytes: int,
         tasks: asyncio.TaskGroup,
+        keys: Keys | None = None,
     ) -> None:
-        """Listen. Raises UserError where the address can't be listened on."""
+        """Listen, with `keys` for clients that show one of them. Raises UserError where the address can't be listened on."""
         self._doors = doors
         self._requests = requests
         self._limits = limits
         self._max_message_bytes = max_message_bytes
         self._tasks = tasks
+        self._keys = keys
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("pipeline")
         self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
@@ -124,13 +129,15 @@ class Door:
                 peer = self._peers[connection] = Peer(connection, now_s)
             peer.heard_s = now_s
             try:
-                self._handle(peer, self._decode(frames))
+                self._handle(peer, self._decode(peer, frames))
             except ApiError as error:
                 self._drop(peer, error)
 
-    def _decode(self, frames: list[bytes]) -> p.ClientMessage:
+    def _decode(self, peer: Peer, frames: list[bytes]) -> p.ClientMessage:
         if len(frames) != 1:
             raise door_errors.of_peer(f"a message is one frame, not {len(frames)}: use a DEALER socket", "malformed")
+        if not peer.is_welcome and len(frames[0]) > MAX_HELLO_BYTES:  # of a stranger, not even looked at
+            raise door_errors.of_peer("the first message of a connection must be hello", "no_hello")
         try:
             return self._decoder.decode(frames[0])
         except msgspec.DecodeError as error:
@@ -168,6 +175,8 @@ class Door:
                 f"{hello.min_version} to {hello.max_version}",
                 "unsupported_version",
             )
+        if self._keys is not None and not self._keys.admits(hello.api_key):
+            raise unauthorized(bool(hello.api_key))
         facts = self._doors.enter()
         peer.is_welcome = True
         client = hello.client[: p.MAX_CLIENT_CHARS]

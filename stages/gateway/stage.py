@@ -19,6 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.api_keys import Keys
 from pipeline.channels import AsyncInbox
 from pipeline.door_address import address_of
 from pipeline.model_folder import ModelConfig
@@ -28,6 +29,7 @@ from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.door import Door
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.guard import guarded
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
@@ -85,14 +87,17 @@ class Gateway:
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
         self._site: Site
+        fd = stage.launch.keys_fd
+        self._keys = Keys.inherited(fd) if fd >= 0 else None
         self._door: Door | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         """Listen, say that the stage is ready, and handle messages until `Stop`."""
         options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
-        runner = web.AppRunner(self._api.app(), handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
-        await runner.setup()
+        has_admin = self._stage.launch.admin_fd >= 0
+        runner = await self._runner(self._api.app(has_admin_routes=not has_admin), options, self._keys)
+        admin = await self._runner(self._api.admin_app(), options, None)
         if self._stage.tape.is_replaying:
             ReplayedClients(self._stage.tape, self._requests, self._aborts, self._resets)
         else:
@@ -100,6 +105,8 @@ class Gateway:
             http_port = listener.getsockname()[1]
             self._site = Site(runner, listener, options)
             await self._site.start()
+            if has_admin:
+                await Site(admin, socket.socket(fileno=self._stage.launch.admin_fd), options).start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -116,16 +123,27 @@ class Gateway:
             if self._door is not None:
                 self._door.close()
             await runner.cleanup()
+            await admin.cleanup()
             if self._door is not None:
                 self._door.wait_closed()
             inbox.close()
+
+    async def _runner(self, app: web.Application, options: dict[str, Any], keys: Keys | None) -> web.AppRunner:
+        """Serves routes, where there are keys to those who have one."""
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
+        await runner.setup()
+        if keys is not None:
+            assert runner.server is not None
+            runner.server.request_handler = guarded(runner.server.request_handler, keys)
+        return runner
 
     def _open_door(self, http_port: int) -> None:
         """Listen for clients of ZeroMQ. Raises UserError where the address can't be listened on."""
         address = address_of(self._stage.settings.gateway.zmq, http_port, self._stage.replica)
         if address is not None:
             max_bytes = self._stage.settings.gateway.max_body_bytes
-            self._door = Door(address, self._doors, self._requests, self._limits, max_bytes, self._tasks)
+            keys = self._keys if address.startswith("tcp://") else None  # ipc is for processes of this user
+            self._door = Door(address, self._doors, self._requests, self._limits, max_bytes, self._tasks, keys)
 
     def _fail_door(self, error: ApiError) -> None:
         """Streams of the door may be open though their requests have ended: they wait for their clients' credit."""

@@ -6,7 +6,7 @@
 
 Requests wait in the order they came. A slice of the loop works on them for `SLICE_S`, then the inbox is read again, so
 that an Abort finds its request still waiting. Long texts are encoded by one thread, one after the other: short ones
-overtake them, and the step keeps its cores.
+overtake them, and the step keeps its cores. A grammar is checked by a process (grammar.py), while its request waits.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from pipeline.messages import ChatPrompt, Failure, IdsPrompt, Launch, Submit, Te
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
 from pipeline.stages.ingest.counting import Counting
+from pipeline.stages.ingest.grammar import Grammars
 from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, num_chars
 from pipeline.stages.ingest.shown import Shown
 from pipeline.stages.ingest.unsent import Unsent
@@ -82,6 +83,8 @@ class Ingest:
         self._prompts: Prompts | None = None
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
+        title = f"pipeline: {stage.launch.name} grammars"
+        self._grammars = Grammars(stage.model_dir, stage.launch.settings.limits, title)
         self._unsent = Unsent(lambda: stage.tape)
         self._counting = Counting()
         stage.asides.own_counts = lambda: self._counting.counts(len(self._waiting), len(self._encoding))
@@ -133,6 +136,9 @@ class Ingest:
     def _begin(self, key: Key, submit: Submit) -> None:
         assert self._prompts is not None, "a request came before Start"
         began_s = self._stage.tape.monotonic()
+        if submit.grammar is not None and not submit.sampling.grammar:
+            self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, submit.grammar))
+            return
         try:
             match submit.prompt:
                 case IdsPrompt() as prompt:
@@ -151,6 +157,21 @@ class Ingest:
                     assert_never(never)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
+
+    async def _begin_checked(self, key: Key, submit: Submit, grammar: m.Grammar) -> None:
+        """Begin once the grammar is known to be good."""
+        try:
+            outcome: str | Refusal
+            outcome = await self._grammars.check(grammar)
+        except Refusal as refusal:
+            outcome = refusal
+        await self._stage.tape.moment("checked", submit.request_id)
+        self._encoding.pop(key, None)
+        if isinstance(outcome, Refusal):
+            self._reject(submit, outcome.failure)
+            return
+        sampling = msgspec.structs.replace(submit.sampling, grammar=outcome)
+        self._begin(key, msgspec.structs.replace(submit, sampling=sampling, grammar=None))
 
     async def _admit_beside(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -262,5 +283,6 @@ class Ingest:
     def _end(self) -> None:
         for _, task in self._encoding.values():
             task.cancel()
+        self._grammars.close()
         self._unsent.close()
         self._inbox.close()

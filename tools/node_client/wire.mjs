@@ -101,7 +101,7 @@ const PROMPTS = {
   ],
 };
 const MESSAGES = {
-  hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""]],
+  hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""], ["api_key", plain, null]],
   generate: [
     ["request_id", u64],
     ["model", plain],

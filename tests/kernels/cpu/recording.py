@@ -18,6 +18,7 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.record_inputs import ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 
 FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
@@ -71,18 +72,19 @@ class Recording:
         self.library = library
         self.wide = library.act_bytes() == 4
         self.inputs = StepInputs(tokens, rows, blocks)
-        self.draws = DrawInputs(rows)
+        self.draws = DrawInputs(rows, 4096)
+        self.scores = ScoreInputs(rows)
         self.ticket = native.MaskTicket(None, 0, 0)
         self.team = native.Team(library, threads)
         self._guarded: list[np.ndarray] = []
         self._kept: list[Any] = []
         inputs = self.inputs
-        arrays = native.StepArrays(
+        self.arrays = native.StepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in ("starts", "counts", "offsets", "block_tables")},
             **{name: getattr(inputs, name).data_ptr() for name in ("ids", "positions", "slots", "sampled")},
             max_blocks=blocks,
         )
-        self.program = library.program_new(self.team.handle, ctypes.byref(arrays))
+        self.program = library.program_new(self.team.handle, ctypes.byref(self.arrays))
         self.fill([(0, 1)])
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-// sample.h, as a test calls it.
+// sample.h, shaping.h and record.h, as a test calls them.
+#include "../../../kernels/cpu/record.h"
 #include "../../../kernels/cpu/sample.h"
+#include "../../../kernels/cpu/shaping.h"
 
 extern "C" {
 
@@ -11,6 +13,14 @@ void penalize_row(float* logits, int vocab, const int32_t* ids, int num_prompt, 
 }
 
 void mask_row(float* logits, int vocab, const uint32_t* allowed) { mask(logits, vocab, allowed); }
+
+void shape_row(float* logits, int vocab, const Shaping* shaping, int num_known, uint8_t* memory) {
+    shape(logits, vocab, *shaping, num_known, memory);
+}
+
+void record_row(const float* logits, int vocab, int32_t id, int num_top, uint8_t* out, uint8_t* memory) {
+    write_record(logits, vocab, id, num_top, out, memory);
+}
 
 int32_t greedy_row(const float* logits, int vocab) { return greedy(logits, vocab); }
 

@@ -13,6 +13,7 @@ from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.cpu.sample_reference import draw_reference
 from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.kernels.penalties import penalize
+from pipeline.kernels.shaping import SHAPING, Shaping
 from tests.kernels.cpu.recording import (
     FORMATS,
     Recording,
@@ -37,7 +38,6 @@ class Head:
         self.rows = r.rows(most, DEPTH)
         self.logits = r.floats(np.zeros((most, matrix.num_rows)))
         self.ticket = r.kept(native.MaskTicket(None, 0, 0))
-        draws = {name: getattr(r.draws, name).ctypes.data for name, _ in native.DrawArrays._fields_}
         r.library.program_pick(
             r.program,
             self.rows,
@@ -46,7 +46,7 @@ class Head:
             self.logits.ctypes.data,
             most,
             ctypes.byref(self.ticket),
-            ctypes.byref(native.DrawArrays(**draws)),
+            ctypes.byref(native.DrawArrays.of(r.draws)),
         )
 
     def put(self, activations: np.ndarray) -> None:
@@ -151,9 +151,8 @@ def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: c
                 draws.top_k[row], draws.top_p[row], draws.min_p[row] = 40, 0.9, 0.01
             if kind in (2, 4):
                 history = r.kept(rng.integers(0, vocab_size, 60).astype(np.int32))
-                draws.history[row] = history.ctypes.data
-                draws.num_prompt[row], draws.num_known[row] = 20, 50
-                draws.repetition[row], draws.presence[row], draws.frequency[row] = 1.5, 0.5, 0.25
+                draws.shapings[row] = address(r, Shaping(history, 20, 1.5, 0.5, 0.25))
+                draws.num_known[row] = 50
                 told = torch.from_numpy(scores)
                 penalize(told, torch.from_numpy(history[:50]), 20, 1.5, 0.5, 0.25)
             if kind in (3, 4):
@@ -171,13 +170,27 @@ def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: c
         np.testing.assert_array_equal(head.run(activations), expected)
 
 
-def test_ids_are_scored_by_the_logits_before_penalties_masks_and_filters(library: ctypes.CDLL) -> None:
+def address(r: Recording, shaping: Shaping) -> int:
+    """Of what the library reads of it, kept as long as the program."""
+    described = r.kept(np.zeros(1, SHAPING))
+    r.kept(shaping).write(described, 0)
+    return int(described.ctypes.data)
+
+
+def exact(logits: np.ndarray) -> np.ndarray:
+    """The logarithms of the probabilities: [rows, vocab_size]."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(1, keepdims=True))
+
+
+def test_ids_are_told_of_by_the_logits_before_shapes_masks_and_filters(library: ctypes.CDLL) -> None:
     vocab_size, num = 333, 24
     rng = np.random.default_rng(20)
     activations = random(21, num, DEPTH, scale=0.5)
     with recording(library, threads=3) as r:
         head, draws = Head(r, random_matrix(22, vocab_size, DEPTH, "q8_0")), r.draws
-        logits = head.all_logits(activations).astype(np.float64)
+        logits = head.all_logits(activations)
         history = [rng.integers(0, vocab_size, 40).astype(np.int32) for _ in range(num)]
         masks = [rng.integers(0, 2**32, -(-vocab_size // 32), dtype=np.uint32) for _ in range(num)]
         for i in range(num):
@@ -186,19 +199,76 @@ def test_ids_are_scored_by_the_logits_before_penalties_masks_and_filters(library
             draws.top_p[i] = 0.5 if i % 5 == 0 else 1
             draws.keys[i] = rng.integers(0, 2**64, dtype=np.uint64)
             if i % 2:
-                draws.history[i], draws.num_prompt[i], draws.num_known[i] = history[i].ctypes.data, 7, 40
-                draws.repetition[i], draws.presence[i], draws.frequency[i] = 1.3, 0.5, 0.25
+                draws.shapings[i], draws.num_known[i] = address(r, Shaping(history[i], 7, 1.3, 0.5, 0.25)), 40
             if i % 4 > 1:
                 draws.masks[i] = masks[i].ctypes.data
         plain = head.run(activations)
-        draws.scored[:num] = np.arange(num) % 6 != 5
-        draws.logprobs[:] = 7
+        num_top = np.where(np.arange(num) % 6 != 5, np.arange(num) % 7, -1).astype(np.int32)
+        draws.records.lay_out(num_top)
         ids = head.run(activations)
         np.testing.assert_array_equal(ids, plain)
-        exact = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
-        exact = (exact - logits.max(1, keepdims=True))[np.arange(num), ids]
-        np.testing.assert_allclose(draws.logprobs[:num], np.where(draws.scored[:num], exact, 7), rtol=0, atol=1e-6)
-        assert len({round(float(one), 3) for one in exact}) > num // 2
+        expected = exact(logits)
+        logprobs = []
+        for i in np.flatnonzero(num_top >= 0):
+            logprob, top_ids, top_logprobs = draws.records.parts(i)
+            np.testing.assert_array_equal(top_ids, np.argsort(-logits[i], kind="stable")[: num_top[i]])
+            np.testing.assert_allclose(top_logprobs, expected[i, top_ids], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(logprob[0], expected[i, ids[i]], rtol=0, atol=1e-6)
+            logprobs.append(round(float(logprob[0]), 3))
+        assert len(set(logprobs)) > num // 2
+
+
+def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) -> None:
+    """Beside another program of the same threads, whose sampled tokens are others."""
+    vocab_size, num = 333, 17
+    activations = random(31, num, DEPTH, scale=0.5)
+    with recording(library, threads=3) as r:
+        head, scores = Head(r, random_matrix(32, vocab_size, DEPTH, "q4_0")), r.scores
+        logits = head.all_logits(activations)
+        program = library.program_new(r.team.handle, ctypes.byref(r.arrays))
+        try:
+            library.program_score(
+                program,
+                head.rows,
+                r.pack(head.matrix),
+                vocab_size,
+                head.logits.ctypes.data,
+                len(head.logits),
+                ctypes.byref(native.ScoreArrays.of(scores)),
+            )
+            ids = np.random.default_rng(33).integers(0, vocab_size, num).astype(np.int32)
+            scores.fill(np.arange(num), ids, (np.arange(num) % 5).astype(np.int32))
+            for _ in range(20):
+                head.run(activations[:3])
+                head.put(activations)
+                scores.records.memory[:] = 0xA5
+                assert library.program_run(program, 0, 0, num) == 0
+                for i in range(num):
+                    logprob, top_ids, top_logprobs = scores.records.parts(i)
+                    np.testing.assert_array_equal(top_ids, np.argsort(-logits[i], kind="stable")[: i % 5])
+                    np.testing.assert_allclose(logprob, exact(logits)[i, ids[i]], rtol=0, atol=1e-6)
+                    np.testing.assert_allclose(top_logprobs, exact(logits)[i, top_ids], rtol=0, atol=1e-6)
+        finally:
+            library.program_delete(program)
+
+
+def test_where_all_is_forbidden_nothing_is_drawn_and_nothing_told(library: ctypes.CDLL) -> None:
+    with recording(library, threads=2) as r:
+        head, draws = Head(r, random_matrix(34, 200, DEPTH, "bf16")), r.draws
+        activations = random(35, 4, DEPTH)
+        best = head.all_logits(activations).argmax(1)
+        draws.greedy[:4] = [1, 0, 0, 0]
+        draws.temperature[:4] = [0, 0, 1, 1]
+        nothing = r.kept(np.zeros(7, np.uint32))
+        draws.masks[1:3] = nothing.ctypes.data
+        draws.shapings[3] = address(r, Shaping(r.kept(np.zeros(9, np.int32)), 5, allowed=nothing))
+        draws.records.lay_out(np.array([-1, 3, 3, 3], np.int32))
+        draws.records.memory[:] = 0xA5
+        assert head.run(activations).tolist() == [best[0], -1, -1, -1]
+        assert (draws.records.memory == 0xA5).all()
+        # Of a row whose logits are no numbers the head finds none either.
+        activations[0] = np.nan
+        assert head.run(activations)[0] == -1
 
 
 def test_a_step_knows_nothing_of_the_steps_before(library: ctypes.CDLL) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pipeline import messages as m
-from pipeline.kernels.sample import log_probabilities
+from pipeline.kernels.records import log_softmax
+from pipeline.records import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
@@ -44,8 +45,8 @@ def asking(sampling: m.Sampling) -> m.Sampling:
 
 
 def generate(driver: Driver, samplings: list[m.Sampling]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """A row for each, of prompts of different lengths. Returns ids and log probabilities [steps, rows], where nobody
-    asks [steps, 0]; and what logits there are."""
+    """A row for each, of prompts of different lengths. Returns ids [steps, rows], log probabilities
+    [steps, rows that ask], and what logits there are."""
     driver.clear()
     adds = [
         row_add(row, random_ids(3 + 3 * row, row), driver.take_blocks(64), one) for row, one in enumerate(samplings)
@@ -58,7 +59,7 @@ def generate(driver: Driver, samplings: list[m.Sampling]) -> tuple[np.ndarray, n
         ]
         sampled = driver.step(entries, adds=adds if step == 0 else ())
         ids.append(sampled.ids)
-        logprobs.append(sampled.logprobs)
+        logprobs.append(sampled.records.view(logprob_dtype(0))["logprob"])
         logits.append(driver.logits())
     return np.array(ids), np.array(logprobs), logits
 
@@ -89,15 +90,14 @@ def test_asking_changes_no_id_neither_ones_own_nor_a_neighbours(driver: Driver) 
     np.testing.assert_array_equal(some_ids, ids)
     np.testing.assert_array_equal(each_ids, ids)
     asks = np.arange(len(plain)) % 3 == 0
-    np.testing.assert_array_equal(some_logprobs[:, asks], each_logprobs[:, asks])
-    assert (some_logprobs[:, ~asks] == 0).all()
+    np.testing.assert_array_equal(some_logprobs, each_logprobs[:, asks])
 
 
 def test_a_step_after_those_who_asked_says_nothing(driver: Driver) -> None:
     generate(driver, [asking(one) for one in SAMPLINGS])
     _, logprobs, _ = generate(driver, SAMPLINGS)
     assert logprobs.shape == (NUM_STEPS, 0)
-    assert not driver.runner.draws.scored.any()
+    assert len(driver.runner.draws.records.memory) == 0
 
 
 def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver: Driver) -> None:
@@ -110,19 +110,20 @@ def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver
     ]
     sampled = driver.step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds)
     assert sampled.finishes.tolist() == [m.Finish.STOP, m.Finish.NONE]
-    assert sampled.logprobs[0] == sampled.logprobs[1] < 0, "the id that stops counts"
+    first, second = sampled.records.view(np.float32)
+    assert first == second < 0, "the id that stops counts"
     after = driver.step([(0, 3, 1, True), (1, 3, 1, True)])
-    assert after.ids[0] == -1 and after.logprobs[0] == 0 and after.logprobs[1] < 0
-    assert len(driver.step([(0, 4, 1, True)]).logprobs) == 0
+    assert after.ids[0] == -1 and len(after.records) == 4 and after.records.view(np.float32)[0] < 0
+    assert len(driver.step([(0, 4, 1, True)]).records) == 0
     adds = [row_add(2, random_ids(9, 1), driver.take_blocks(16), asking(GREEDY))]
-    assert len(driver.step([(2, 0, 5, False)], adds=adds).logprobs) == 0
+    assert len(driver.step([(2, 0, 5, False)], adds=adds).records) == 0
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0, 1e30])
 def test_the_torch_function_is_stable(scale: float) -> None:
     logits = (np.random.default_rng(3).standard_normal((20, 77)) * scale).astype(np.float32)
     ids = np.arange(20)
-    found = log_probabilities(torch.from_numpy(logits), torch.from_numpy(ids)).numpy()
+    found = log_softmax(torch.from_numpy(logits)).numpy()[ids, ids]
     np.testing.assert_allclose(found, exact(logits, ids), rtol=1e-6, atol=1e-6)
 
 
@@ -131,4 +132,4 @@ def test_infinite_logits_are_never_no_number() -> None:
     rows: list[Any] = [[inf, 0, inf, 1], [-inf, 0, 0, -inf], [-inf] * 4, [np.nan, 1, -inf, 1]]
     logits = torch.tensor(rows)
     for ids, expected in (([0, 1, 0, 1], [0, -np.log(2), 0, -np.log(2)]), ([1, 0, 3, 2], [-inf, -inf, 0, -inf])):
-        np.testing.assert_allclose(log_probabilities(logits, torch.tensor(ids)).numpy(), expected, rtol=1e-6)
+        np.testing.assert_allclose(log_softmax(logits).numpy()[range(4), ids], expected, rtol=1e-6)

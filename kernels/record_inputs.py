@@ -1,0 +1,71 @@
+"""Where records of ids go: the log probability of an id, and the likeliest ids with theirs.
+
+A record is float32 logprob · num_top × int32 ids · num_top × float32 logprobs. Where the vocabulary has fewer ids than
+that, the last ones are -1, with -inf. Entry i belongs to the i-th row of logits.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.kernels.step_inputs import IntArray, LongArray
+
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+AddressArray = np.ndarray[Any, np.dtype[np.uint64]]
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
+
+NO_RECORD = -1
+"""The `num_top` of who wants none."""
+
+
+class RecordInputs:
+    """Shapes are [max_num_rows]. Arrays stay where they are; the memory for records is new in each step that has any,
+    so that whoever took the last one's may keep it."""
+
+    def __init__(self, max_num_rows: int) -> None:
+        self.num_top: IntArray = np.zeros(max_num_rows, np.int32)
+        self.addresses: AddressArray = np.zeros(max_num_rows, np.uint64)
+        """Where each record goes; 0 where there is none."""
+        self.widths: LongArray = np.zeros(0, np.int64)
+        """Bytes of each; empty where nobody wants any"""
+        self.memory: ByteArray = np.empty(0, np.uint8)
+        """One behind the other."""
+
+    def lay_out(self, num_top: IntArray) -> None:
+        """Make room for the records of these rows, `NO_RECORD` for those that have none."""
+        num = len(num_top)
+        self.widths = np.where(num_top >= 0, 4 + 8 * num_top.astype(np.int64), 0)
+        ends = np.cumsum(self.widths)
+        self.memory = np.empty(int(ends[-1]) if num else 0, np.uint8)
+        self.num_top[:num] = num_top
+        starts = (self.memory.ctypes.data + ends - self.widths).astype(np.uint64)
+        self.addresses[:num] = np.where(self.widths > 0, starts, np.uint64(0))
+
+    def clear(self, num: int) -> None:
+        """The next `num` rows have none."""
+        if len(self.widths):
+            self.widths, self.memory = self.widths[:0], self.memory[:0]
+        self.addresses[:num] = 0
+
+    def parts(self, i: int) -> tuple[FloatArray, IntArray, FloatArray]:
+        """A record to be written: logprob [1], ids [num_top], their logprobs [num_top]."""
+        num_top, begin = int(self.num_top[i]), int(self.addresses[i]) - self.memory.ctypes.data
+        words = self.memory[begin : begin + 4 + 8 * num_top].view(np.float32)
+        return words[:1], words[1 : 1 + num_top].view(np.int32), words[1 + num_top :]
+
+
+class ScoreInputs:
+    """Ids of which something is told though they were not drawn: those of prompts. Shapes are [max_num_rows]."""
+
+    def __init__(self, max_num_rows: int) -> None:
+        self.num = 0
+        self.places: LongArray = np.zeros(max_num_rows, np.int64)
+        """Tokens of the last step, whose logits score the ids."""
+        self.ids: IntArray = np.zeros(max_num_rows, np.int32)
+        self.records = RecordInputs(max_num_rows)
+
+    def fill(self, places: LongArray, ids: IntArray, num_top: IntArray) -> None:
+        self.num = len(places)
+        self.places[: self.num] = places
+        self.ids[: self.num] = ids
+        self.records.lay_out(num_top)

@@ -1,0 +1,48 @@
+"""What a `Worker`'s process does first. Run as a script, with the number of its socket, a title, a dotted module, and
+what that is to be told."""
+
+import os
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
+    """Run `program.main(socket, *args)`. Ends when the other end of the socket is closed."""
+    import ctypes
+    import importlib
+    import signal
+    import socket
+
+    import setproctitle
+
+    # Our maker alone decides when we end: it closes its socket, or is no more.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    setproctitle.setproctitle(title)
+
+    from pipeline.grammars.worker import Gone
+
+    try:
+        importlib.import_module(program).main(socket.socket(fileno=socket_fd), *args)
+    except Gone:
+        pass
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    # We were started by our path, so nothing beside it is to be imported by a bare name.
+    import importlib.util
+
+    _path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "entry.py")
+    _spec = importlib.util.spec_from_file_location("_entry", _path)
+    assert _spec is not None and _spec.loader is not None
+    _entry = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(_entry)
+    _entry.adopt_package()
+    from pipeline.grammars.entry import main as _main
+
+    _main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -1,0 +1,154 @@
+"""From what a client gave to a grammar in llguidance's own form, or to the reason why not.
+
+To be called where it may take its time: converting is cheap for what people write, and not for what is meant to hurt.
+"""
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+MAX_CHOICES = 10_000
+OWN_OPTIONS = "x-guidance"
+"""A schema's options for the library: they would let it ignore keywords, or write what is no JSON."""
+
+ANY_TEXT = r"/(.|\n)*/"
+
+
+class Unusable(Exception):
+    """A client's grammar can't be used; says why, in words for the client."""
+
+
+def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
+    """`kind` and `source` are those of `Grammar`; besides, "lark" is a grammar of our own making. Raises Unusable."""
+    try:
+        match kind:
+            case "json_object":
+                return _schema('{"type": "object"}')
+            case "json_schema":
+                return _schema(source)
+            case "regex":
+                return LLMatcher.grammar_from_regex(source)
+            case "choice":
+                return _choice(_json(source, "the choices"))
+            case "grammar":
+                return LLMatcher.grammar_from_lark(_lark(source))
+            case "lark":
+                return LLMatcher.grammar_from_lark(source)
+            case "structural_tag":
+                return _structural_tag(_json(source, "the structural tag"), tokenizer)
+    except RecursionError:
+        raise Unusable("it is nested too deeply") from None
+    except UnicodeEncodeError:  # of a string in JSON, which can spell what no text can hold
+        raise Unusable("it holds half a surrogate pair, which is no character") from None
+    raise Unusable(f"there is no kind of grammar {kind!r}")
+
+
+def _json(source: str, what: str) -> Any:
+    def refuse(name: str) -> None:
+        raise Unusable(f"{what} holds {name}, which is no JSON")
+
+    try:
+        return json.loads(source, parse_constant=refuse)
+    except ValueError as error:
+        raise Unusable(f"{what} is no JSON: {error}") from None
+
+
+def _schema(source: str) -> str:
+    """Nothing is ignored: what the library can't enforce is an error."""
+    _check_schema(_json(source, "the schema"))
+    # As it was written: every digit of a number counts.
+    return f'{{"grammars": [{{"json_schema": {source}}}]}}'
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, dict | bool):
+        raise Unusable(f"a schema is an object, true or false, and not {_type(schema)}")
+    if isinstance(schema, dict) and OWN_OPTIONS in schema:
+        raise Unusable(f"{OWN_OPTIONS!r} is not taken in a schema")
+
+
+def _choice(choices: Any) -> str:
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise Unusable("the choices are to be an array of strings")
+    if not choices:
+        raise Unusable("there are no choices")
+    if len(choices) > MAX_CHOICES:
+        raise Unusable(f"there are {len(choices)} choices, and at most {MAX_CHOICES} are taken")
+    # One terminal, so that all of them are one automaton: as rules they would be tried one by one.
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_literal, choices)))
+
+
+def _literal(text: str) -> str:
+    """As Lark writes it. Controls are escaped, everything else is as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _lark(source: str) -> str:
+    """A grammar in Lark, or in the notation of llama.cpp (GBNF, EBNF), which has a rule `root`."""
+    if not source.strip():
+        raise Unusable("the grammar is empty")
+    try:
+        return any_to_lark(source)
+    except RecursionError:
+        raise
+    except GbnfToLarkError as error:
+        raise Unusable(f"it is neither Lark, with a rule `start:`, nor GBNF: {error}") from None
+    except Exception as error:  # of rules that are missing or there twice, the library raises nothing more precise
+        raise Unusable(f"it is neither Lark, with a rule `start:`, nor GBNF: {error}") from None
+
+
+def _structural_tag(tag: Any, tokenizer: LLTokenizer) -> str:
+    """vLLM's: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. The text is free until a trigger, which
+    a structure that begins with it follows."""
+    if not isinstance(tag, dict):
+        raise Unusable(f"a structural tag is an object, and not {_type(tag)}")
+    if "format" in tag:
+        raise Unusable("of structural tags, those with `structures` and `triggers` are understood, and not `format`")
+    unknown = sorted(set(tag) - {"type", "structures", "triggers"})
+    if unknown or tag.get("type", "structural_tag") != "structural_tag":
+        raise Unusable(f"a structural tag has `structures` and `triggers`, and not {unknown or tag['type']!r}")
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
+        raise Unusable("`triggers` is to be an array of strings, with at least one")
+    if not isinstance(structures, list) or not structures:
+        raise Unusable("`structures` is to be an array of objects, with at least one")
+    rules = [_structure(i, structure, triggers, tokenizer) for i, structure in enumerate(structures)]
+    names = " | ".join(f"tag_{i}" for i in range(len(rules)))
+    return LLMatcher.grammar_from_lark(
+        f"%llguidance {{}}\nstart: ({names})* rest\nrest: TEXT\nTEXT: {ANY_TEXT}\n" + "\n".join(rules)
+    )
+
+
+def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokenizer) -> str:
+    where = f"structures[{i}]"
+    if not isinstance(structure, dict) or set(structure) - {"begin", "schema", "end"}:
+        raise Unusable(f"{where} is to be an object of `begin`, `schema` and `end`")
+    begin, end, schema = structure.get("begin"), structure.get("end", ""), structure.get("schema", {})
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise Unusable(f"`begin` and `end` of {where} are to be strings")
+    _check_schema(schema)
+    trigger = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
+    if trigger is None:
+        raise Unusable(f"`begin` of {where} starts with none of the triggers")
+    try:
+        inner = f"%json {json.dumps(schema, allow_nan=False)}"
+    except ValueError:
+        raise Unusable(f"`schema` of {where} has a number that is too large") from None
+    follows = begin[len(trigger) :]
+    body = " ".join(part for part in (follows and _literal(follows), inner, end and _literal(end)) if part)
+    if (special := _special(trigger, tokenizer)) is not None:
+        return f"tag_{i}: TEXT <[{special}]> {body}"
+    return f"trigger_{i}[lazy]: TEXT {_literal(trigger)}\ntag_{i}: trigger_{i} {body}"
+
+
+def _special(text: str, tokenizer: LLTokenizer) -> int | None:
+    """The id of a special token, if that is what a text is."""
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
+
+
+def _type(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,83 @@
+"""A process that belongs to a stage: started by exec, spoken to over one socket, and killed when it does not answer.
+
+Both ways go messages of bytes: a length, u32, then the bytes.
+"""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.grammars import entry
+from pipeline.process import SINGLE_THREADED
+
+LENGTH = struct.Struct("<I")
+
+
+class Gone(Exception):
+    """The other side does not take or give anything: it has ended, or its time is up."""
+
+
+class Worker:
+    """Runs `program`, a dotted module with `main(socket, *args)`, in a process of its own. Whoever makes this has to
+    `close` it; it ends with its maker in any case."""
+
+    def __init__(self, program: str, title: str, args: Sequence[str] = (), fds: Sequence[int] = ()) -> None:
+        self.socket, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(entry.__file__)), str(theirs.fileno()), title, program, *args],
+                pass_fds=[theirs.fileno(), *fds],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's Ctrl-C is for the supervisor
+                env=os.environ | SINGLE_THREADED,
+            )
+        except BaseException:
+            self.socket.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Kill and reap it."""
+        self.socket.close()
+        if self.is_alive:
+            self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def send(to: socket.socket, data: bytes) -> None:
+    """Raises Gone."""
+    try:
+        to.sendall(LENGTH.pack(len(data)) + data)
+    except OSError as error:
+        raise Gone from error
+
+
+def receive(of: socket.socket) -> bytes:
+    """The next message. Raises Gone."""
+    (length,) = LENGTH.unpack(_exactly(of, LENGTH.size))
+    return _exactly(of, length)
+
+
+def _exactly(of: socket.socket, num: int) -> bytes:
+    parts = []
+    while num:
+        try:
+            part = of.recv(min(num, 2**20))
+        except OSError as error:
+            raise Gone from error
+        if not part:
+            raise Gone
+        parts.append(part)
+        num -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,52 @@
+"""Embeddings: the hidden states of a prompt's tokens, behind the last norm, become one vector.
+
+They are not normalised to a length; whoever asked does that. Shapes: T tokens, H hidden_size.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.kernels.record_inputs import FloatArray
+from pipeline.messages import Pooling
+
+DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
+
+SLICE = 64
+"""Tokens that are widened at a time."""
+
+
+class Pool:
+    """What has come of each row's prompt so far. All in float64 and token by token, so that chunks change nothing."""
+
+    def __init__(self, weight: FloatArray, eps: float) -> None:
+        """`weight` [H] and `eps` are the last norm's."""
+        self._weight: DoubleArray = weight.astype(np.float64)
+        self._eps = eps
+        self._sums: dict[int, DoubleArray] = {}
+
+    def add(self, row: int, start: int, residual: FloatArray) -> None:
+        """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 begins anew."""
+        if start == 0:
+            self._sums[row] = np.zeros(residual.shape[1])
+        assert row in self._sums, f"row {row} is pooled from position {start} on, and not from its first"
+        for begin in range(0, len(residual), SLICE):
+            states = self._states(residual[begin : begin + SLICE])
+            # Sums of columns go from row to row.
+            self._sums[row] = np.add.reduce(np.vstack((self._sums[row], states)), axis=0)
+
+    def take(self, row: int, pooling: Pooling, num_tokens: int, last: FloatArray) -> FloatArray:
+        """The embedding [H] of a row that has been added whole; `last` [H] is its last token, as above."""
+        total = self._sums.pop(row)
+        vector = total / num_tokens if pooling == Pooling.MEAN else self._states(last[None])[0]
+        embedding: FloatArray = vector.astype(np.float32)
+        return embedding
+
+    def drop(self, row: int) -> None:
+        """A row is gone, computed or not."""
+        self._sums.pop(row, None)
+
+    def _states(self, residual: FloatArray) -> DoubleArray:
+        wide = residual.astype(np.float64)
+        states: DoubleArray = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + self._eps) * self._weight
+        return states

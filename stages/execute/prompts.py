@@ -1,0 +1,43 @@
+"""Records of a prompt's own ids, by what the model makes of the ids before them.
+
+They are computed behind a step, from the hidden states that it has left, only where a row asks: logits of all positions
+have no room, and a step whose rows don't ask has none of it in its program. So it is the last norm and the head once
+more, for as many positions at a time as there is room for rows of logits.
+"""
+
+import numpy as np
+
+from pipeline.kernels.record_inputs import ByteArray, ScoreInputs
+from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
+from pipeline.stages.execute.program import Program
+from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.wants import Want
+
+NO_BYTES: ByteArray = np.zeros(0, np.uint8)
+
+
+def score_prompts(
+    table: RowTable, rows: IntArray, program: Program, inputs: StepInputs, scores: ScoreInputs
+) -> ByteArray:
+    """The records of the ids behind each position that a step of these rows has computed, as far as they are the
+    prompt's; of the entries that ask for them, in order."""
+    places: list[LongArray] = []
+    ids: list[IntArray] = []
+    num_top: list[IntArray] = []
+    for i in np.flatnonzero(table.wants[rows] & Want.PROMPT_RECORDS).tolist():
+        row, start = int(rows[i]), int(inputs.starts[i])
+        num = min(int(inputs.counts[i]), int(table.num_prompt[row]) - 1 - start)
+        if num > 0:
+            places.append(int(inputs.offsets[i]) + np.arange(num))
+            ids.append(table.ids[row, start + 1 : start + 1 + num])
+            num_top.append(np.full(num, table.prompt_num_top[row], np.int32))
+    if not places:
+        return NO_BYTES
+    all_places, all_ids, all_tops = np.concatenate(places), np.concatenate(ids), np.concatenate(num_top)
+    parts = []
+    for begin in range(0, len(all_places), inputs.max_num_rows):
+        piece = slice(begin, begin + inputs.max_num_rows)
+        scores.fill(all_places[piece], all_ids[piece], all_tops[piece])
+        program.score()
+        parts.append(scores.records.memory)
+    return np.concatenate(parts)

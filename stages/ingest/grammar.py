@@ -1,0 +1,184 @@
+"""Grammars of requests, checked by a process beside the loop (pipeline/grammars/checker.py), which starts with the
+first that comes. What has been checked lately is known."""
+
+import asyncio
+import hashlib
+import socket
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config.settings import Limits
+from pipeline.grammars.checks import Check, Checked
+from pipeline.grammars.worker import LENGTH, Worker
+from pipeline.messages import Failure, Grammar
+from pipeline.stages.ingest.prompt import Refusal
+
+MAX_KNOWN = 256
+"""Grammars that are remembered, with what became of them."""
+
+MAX_KNOWN_BYTES = 16 * 1024**2
+
+PATIENCE_S = 30.0
+"""Longest that a check may take altogether: its process starts, others are before it."""
+
+NAMES = {
+    "json_object": "response_format",
+    "json_schema": "the schema",
+    "regex": "the regex",
+    "choice": "the choices",
+    "grammar": "the grammar",
+    "structural_tag": "the structural tag",
+    "lark": "the grammar of the tools",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Either is empty."""
+
+    grammar: str
+    error: str
+
+
+class Grammars:
+    """Owns the process. `model_dir` is a prepared folder."""
+
+    def __init__(self, model_dir: Path, limits: Limits, title: str = "pipeline: grammars") -> None:
+        self._model_dir, self._limits, self._title = model_dir, limits, title
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._known_bytes = 0
+        self._worker: Worker | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._stream: asyncio.StreamWriter | None = None
+        self._answers: dict[int, asyncio.Future[Checked]] = {}
+        self._number = 0
+
+    def known(self, grammar: Grammar) -> str | None:
+        """In llguidance's own form, if it has been checked lately. Raises Refusal where it can't be used."""
+        self._check_size(grammar)
+        verdict = self._known.get(_key(grammar))
+        if verdict is None:
+            return None
+        self._known.move_to_end(_key(grammar))
+        if verdict.error:
+            raise refusal(grammar, verdict.error)
+        return verdict.grammar
+
+    async def check(self, grammar: Grammar) -> str:
+        """In llguidance's own form. Raises Refusal where it can't be used."""
+        if (known := self.known(grammar)) is not None:
+            return known
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                checked = await self._ask(grammar)
+        except TimeoutError:
+            self._stop("does not answer")
+            raise _busy(grammar) from None
+        except ConnectionError:
+            raise _busy(grammar) from None
+        if not checked.is_final:
+            raise _busy(grammar)
+        self._remember(_key(grammar), Verdict(checked.grammar, checked.error))
+        if checked.error:
+            raise refusal(grammar, checked.error)
+        return checked.grammar
+
+    async def _ask(self, grammar: Grammar) -> Checked:
+        if self._worker is None or not self._worker.is_alive:
+            await self._start()
+        assert self._stream is not None
+        self._number += 1
+        number = self._number
+        future = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        try:
+            data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic()))
+            self._stream.write(LENGTH.pack(len(data)) + data)
+            await self._stream.drain()
+            return await future
+        finally:
+            self._answers.pop(number, None)
+
+    async def _start(self) -> None:
+        self._stop("ended")
+        self._worker = Worker(
+            "pipeline.grammars.checker", self._title, [str(self._model_dir), str(self._limits.grammar_timeout_s)]
+        )
+        own = socket.socket(fileno=self._worker.socket.detach())
+        reader, self._stream = await asyncio.open_unix_connection(sock=own)
+        self._reader = asyncio.get_running_loop().create_task(self._read(reader))
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        decoder = msgspec.msgpack.Decoder(Checked)
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
+                checked = decoder.decode(await stream.readexactly(length))
+                if (future := self._answers.get(checked.number)) is not None and not future.done():
+                    future.set_result(checked)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._fail("ended")
+
+    def _fail(self, how: str) -> None:
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(ConnectionError(f"the process that checks grammars {how}"))
+        self._answers.clear()
+
+    def _stop(self, how: str) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._fail(how)
+
+    def close(self) -> None:
+        self._stop("was stopped")
+
+    def _remember(self, key: bytes, verdict: Verdict) -> None:
+        self._known[key] = verdict
+        self._known_bytes += _size(verdict)
+        while len(self._known) > MAX_KNOWN or self._known_bytes > MAX_KNOWN_BYTES:
+            _, dropped = self._known.popitem(last=False)
+            self._known_bytes -= _size(dropped)
+
+    def _check_size(self, grammar: Grammar) -> None:
+        limit = self._limits.max_grammar_bytes
+        num_bytes = len(grammar.source)
+        if num_bytes <= limit:  # else it has more bytes than that in any case
+            try:
+                num_bytes = len(grammar.source.encode())
+            except UnicodeEncodeError:
+                raise refusal(grammar, "it holds half a surrogate pair, which is no character") from None
+        if num_bytes > limit:
+            raise refusal(grammar, f"it has {num_bytes} bytes or more, and at most {limit} are taken")
+
+
+def refusal(grammar: Grammar, why: str) -> Refusal:
+    """What the client is told."""
+    what = NAMES.get(grammar.kind, "the grammar")
+    return Refusal(Failure(400, f"{what} can't be used: {why}", grammar.param or None))
+
+
+def _busy(grammar: Grammar) -> Refusal:
+    message = f"{NAMES.get(grammar.kind, 'the grammar')} could not be checked in time: try again"
+    return Refusal(Failure(503, message, grammar.param or None, "overloaded"))
+
+
+def _key(grammar: Grammar) -> bytes:
+    """Different grammars never share one."""
+    text = f"{grammar.kind}\0{grammar.source}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _size(verdict: Verdict) -> int:
+    return len(verdict.grammar) + len(verdict.error) + 100
