@@ -245,6 +245,26 @@ class Limits(Frozen, frozen=True):
     grammar_timeout_s: Annotated[Seconds, Meta(description="Longest the check of a grammar may take.")] = 1.0
 
 
+class Chat(Frozen, frozen=True):
+    """How the model writes what is more than plain content."""
+
+    tool_format: Annotated[
+        Literal["auto", "none", "hermes", "llama3", "mistral"],
+        Meta(
+            description='How it writes calls of tools: "hermes" is Hermes, Qwen 2.5 and Qwen 3, "llama3" Llama 3.1 to '
+            '3.3, "mistral" Mistral; "auto" sees it by the chat template, "none" looks for no calls.'
+        ),
+    ] = "auto"
+    reasoning_format: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
+        Meta(
+            description='How it writes its reasoning: "deepseek_r1" and "qwen3" between <think> and </think>, where a '
+            'reply whose prompt has neither begins in the reasoning or before it; "mistral" between [THINK] and '
+            '[/THINK]; "auto" sees it by the chat template, "none" leaves it in the content.'
+        ),
+    ] = "auto"
+
+
 class Supervisor(Frozen, frozen=True):
     """The process that starts, watches and stops the others."""
 
@@ -297,3 +317,4 @@ class Settings(Frozen, frozen=True):
     detokenize: Detokenize = Detokenize()
     supervisor: Supervisor = Supervisor()
     limits: Limits = Limits()
+    chat: Chat = Chat()

@@ -1,0 +1,195 @@
+"""The formats of one model: which it uses, and what is done with them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.config.settings import Chat
+from pipeline.formats.calls import NoCalls
+from pipeline.formats.events import Event
+from pipeline.formats.hermes import Hermes
+from pipeline.formats.llama3 import Llama3
+from pipeline.formats.mistral import Mistral
+from pipeline.formats.reasoning import FORMATS as REASONING_FORMATS
+from pipeline.formats.reasoning import ReasoningFormat, ReasoningParser, Stage
+from pipeline.formats.specials import Specials
+from pipeline.formats.tool_format import NO_PARAMETERS, AddedToken, Call, Lark, Tool, ToolFormat
+
+TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
+"""The first that detects a template is its own."""
+FORCED = TOOL_FORMATS[2]
+"""Of calls that a client insists on, where the model has no format: it needs no mark, and a grammar makes the model
+write it."""
+TAIL_CHARS = 64
+"""As much of a prompt's end as tells whether it opens the reasoning."""
+
+_tools = msgspec.json.Decoder(list[Tool])
+
+
+class _Tokenizer(msgspec.Struct):
+    """As much of a tokenizer.json as is needed here."""
+
+    added_tokens: list[AddedToken] = []
+
+
+class ReplyParser:
+    """Reads one reply, in pieces."""
+
+    def __init__(self, specials: Specials | None, reasoning: ReasoningParser | None, calls: "NoCalls | Any") -> None:
+        self._specials = specials
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def push(self, text: str) -> list[Event]:
+        """What has become certain with this text."""
+        if self._specials is not None:
+            text = self._specials.push(text)
+        return self._read(text)
+
+    def finish(self) -> list[Event]:
+        """What is left at the reply's end."""
+        out = self._read(self._specials.finish()) if self._specials is not None else []
+        if self._reasoning is not None and (rest := self._reasoning.finish(out)):
+            out += self._calls.push(rest)
+        return out + self._calls.finish()
+
+    def _read(self, text: str) -> list[Event]:
+        out: list[Event] = []
+        if self._reasoning is not None:
+            text = self._reasoning.push(text, out)
+        if text:
+            out += self._calls.push(text)
+        return out
+
+
+class ChatFormats(msgspec.Struct, frozen=True):
+    """What one model uses. `ChatFormats()` is that of one that has none of it."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    template: str = ""
+    """The model's chat template"""
+    added: Mapping[str, AddedToken] = {}
+    """Its tokenizer's added tokens, by their text"""
+
+    @classmethod
+    def load(cls, model_dir: str | Path, chat: Chat) -> "ChatFormats":
+        """Those of a prepared model, as far as the settings leave it to its chat template."""
+        template, tokenizer = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer.json"
+        added: list[AddedToken] = []
+        if tokenizer.exists():
+            added = msgspec.json.decode(tokenizer.read_bytes(), type=_Tokenizer).added_tokens
+        return cls.of(
+            template.read_text(encoding="utf-8") if template.exists() else "",
+            chat,
+            added,
+        )
+
+    @classmethod
+    def of(cls, template: str, chat: Chat, added: Iterable[AddedToken] = ()) -> "ChatFormats":
+        """Those of a model with this template and these added tokens."""
+        tools = _chosen(TOOL_FORMATS, chat.tool_format, template)
+        reasoning = _chosen(REASONING_FORMATS, chat.reasoning_format, template)
+        return cls(tools, reasoning, template, {token.content: token for token in added})
+
+    def tools_of(self, choice: str) -> ToolFormat | None:
+        """The format in which calls are to be looked for; `choice` is as in `ChatPrompt`."""
+        if choice == "none":
+            return None
+        return self.tools or (FORCED if choice in ("required", "named") else None)
+
+    def needs_specials(self, choice: str) -> bool:
+        """Whether text has to show special tokens, so that the parser sees its marks."""
+        return any(map(self._is_special, self._marks(self.tools_of(choice))))
+
+    def parser(
+        self,
+        choice: str = "none",
+        names: Collection[str] = (),
+        tail: str | None = None,
+        *,
+        shows_specials: bool = False,
+    ) -> ReplyParser:
+        """A parser of one reply. `names` are the tools'; `tail` is the end of the prompt's text, TAIL_CHARS of it or
+        more, and None where nobody knows it; with `shows_specials` the client wants to see special tokens."""
+        tools = self.tools_of(choice)
+        marks = self._marks(tools)
+        is_filtered = not shows_specials and self.needs_specials(choice)
+        hidden = frozenset(filter(self._is_special, marks)) if is_filtered else frozenset()
+        specials = Specials(filter(self._is_special, self.added.keys() - set(marks))) if is_filtered else None
+        calls = NoCalls((), hidden) if tools is None else tools.parser(names, hidden)
+        if self.reasoning is None:
+            return ReplyParser(specials, None, calls)
+        stage = self.reasoning.unsaid if tail is None else self.reasoning.stage_of(tail)
+        return ReplyParser(specials, self.reasoning.parser(stage), calls)
+
+    def calls_grammar(self, choice: str, name: str, tools: str, *, parallel: bool) -> str:
+        """The Lark grammar, in llguidance's form, of calls that a client insists on, or may get with `auto`. The
+        arguments are as in `ChatPrompt`. Raises ValueError where the tools are not those of a request that the gateway
+        has checked."""
+        form = self.tools_of(choice)
+        if form is None:
+            raise ValueError("the model has no format of calls")
+        lark = Lark(self.template, self.added)
+        return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
+
+    def around(self, grammar: str, tail: str, calls: str = "") -> str:
+        """The grammar of a whole reply, whose content is to match `grammar`, or where `calls` is given either of the
+        two: both in llguidance's form. `tail` is the end of the prompt's text, TAIL_CHARS of it or more: reasoning is
+        free, and what the grammars say holds behind it."""
+        if self.reasoning is None and not calls:
+            return grammar
+        lark = Lark(self.template, self.added)
+        start = lark.one_of(["@output", "@calls"] if calls else ["@output"])
+        if self.reasoning is not None:
+            start = _behind_reasoning(lark, self.reasoning, self.reasoning.stage_of(tail), start)
+        grammars = [{"lark_grammar": lark.grammar(start)}, _named(grammar, "output")]
+        if calls:
+            grammars.append(_named(calls, "calls"))
+        return msgspec.json.encode({"grammars": grammars}).decode()
+
+    def _calls(self, lark: Lark, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
+        functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
+        if not functions:
+            raise ValueError(f"there is no tool of the name {name!r}")
+        schemas = [NO_PARAMETERS if one.parameters is None else one.parameters for one in functions]
+        calls = [Call(one.name, lark.schema(schema)) for one, schema in zip(functions, schemas, strict=True)]
+        return form.grammar(lark, calls, parallel=parallel and name is None)
+
+    def _is_special(self, mark: str) -> bool:
+        return mark in self.added and self.added[mark].special
+
+    def _marks(self, tools: ToolFormat | None) -> tuple[str, ...]:
+        marks = () if tools is None else tools.marks
+        return marks if self.reasoning is None else (*marks, self.reasoning.start, self.reasoning.end)
+
+
+def _chosen(formats: Collection[Any], setting: str, template: str) -> Any:
+    """The format that a setting names; with `auto`, the one whose the template is."""
+    for one in formats:
+        if one.name == setting or (setting == "auto" and one.detects(template)):
+            return one
+    return None
+
+
+def _behind_reasoning(lark: Lark, form: ReasoningFormat, stage: Stage, start: str) -> str:
+    """What a grammar says of the answer, behind the reasoning, which is free."""
+    if stage is Stage.OVER:
+        return start
+    thought = lark.until(form.end)
+    blank = lark.rule(r"/\n*/")
+    if stage is Stage.OPEN:
+        return f"{thought} {blank} {start}"
+    return f"({lark.mark(form.start)} {thought} {blank})? {start}"
+
+
+def _named(grammar: str, name: str) -> dict[str, Any]:
+    """A grammar that others may refer to by a name."""
+    if not grammar.lstrip().startswith("{"):
+        return {"lark_grammar": grammar, "name": name}
+    grammars = msgspec.json.decode(grammar).get("grammars")
+    if not isinstance(grammars, list) or len(grammars) != 1:
+        raise ValueError("a reply's grammar has to be one grammar")
+    return {**grammars[0], "name": name}

@@ -1,0 +1,97 @@
+"""Every test runs in `tools/check`, once: beside others, or alone."""
+
+import importlib.machinery
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tests.conftest import ALONE, LONGEST
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def check() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("check", str(ROOT / "tools" / "check"))
+    spec = importlib.util.spec_from_loader("check", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)  # it would lie beside the script
+        loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("beginning", [*ALONE, LONGEST])
+def test_what_is_named_is_there(beginning: str) -> None:
+    """A test that is renamed would run beside others, and fail now and then."""
+    path, *names = beginning.split("::")
+    assert (ROOT / path).exists()
+    text = (ROOT / path).read_text() if names else ""
+    for name in names:
+        assert re.search(rf"^ *(def|class) {name}", text, re.MULTILINE), name
+
+
+def test_the_two_parts_together_are_all_tests(check: ModuleType) -> None:
+    shared, alone = (" ".join(check.STEPS[step]) for step in check.TESTS)
+    assert "-m not alone " in shared
+    assert alone.endswith("pytest -m alone")
+
+
+class Run:
+    """`tools/check` with given words, its commands' exit codes given too."""
+
+    def __init__(self, check: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, **codes: int) -> None:
+        self.commands: list[str] = []
+
+        def run(command: list[str], **_: object) -> SimpleNamespace:
+            step = next(name for name, own in check.STEPS.items() if command[1 : 1 + len(own)] == own)
+            self.commands.append(" ".join([step, *command[1 + len(check.STEPS[step]) :]]))
+            return SimpleNamespace(returncode=codes.get(step, 0))
+
+        monkeypatch.setattr(sys, "argv", ["tools/check", *words])
+        monkeypatch.setattr(subprocess, "run", run)
+        self.code = check.main()
+
+
+def test_all_steps_run_in_their_order(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(check, monkeypatch)
+    assert (run.code, run.commands) == (0, ["format", "lint", "types", "arrows", "shared", "alone"])
+
+
+def test_it_stops_at_a_failure_or_goes_on(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(check, monkeypatch, "lint", "tests", shared=1)
+    assert (run.code, run.commands) == (1, ["lint", "shared"])
+    run = Run(check, monkeypatch, "--keep-going", "lint", "tests", shared=1)
+    assert (run.code, run.commands) == (1, ["lint", "shared", "alone"])
+
+
+def test_what_goes_to_pytest_goes_to_both_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(check, monkeypatch, "arrows", "tests", "alone", "--", "-k", "prefix")
+    assert (run.code, run.commands) == (0, ["arrows", "shared -k prefix", "alone -k prefix"])
+
+
+@pytest.mark.parametrize(("shared", "alone", "code"), [(5, 0, 0), (0, 5, 0), (5, 5, 1), (5, 1, 1), (2, 5, 1)])
+def test_a_part_of_which_nothing_is_chosen_is_no_failure(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, shared: int, alone: int, code: int
+) -> None:
+    for steps in (["tests"], []):
+        assert Run(check, monkeypatch, *steps, "--", "tests/shm", shared=shared, alone=alone).code == code
+
+
+def test_a_part_without_any_tests_is_one(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody has chosen, a list that matches nothing would hide every test."""
+    assert Run(check, monkeypatch, "tests", alone=5).code == 1
+
+
+def test_a_step_that_there_is_not_is_named(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        Run(check, monkeypatch, "test")
+    assert "no such step: test; there are format, lint" in capsys.readouterr().err
