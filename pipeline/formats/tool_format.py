@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pipeline.formats.calls import CallParser
+from pipeline.grammars.schema import strict
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function that says none: it takes none."""
@@ -77,8 +78,8 @@ class Lark:
         return f"r{len(self._rules) - 1}"
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that a schema describes. It stands alone, so that references in it mean what they did."""
-        return self.rule(f"%json {msgspec.json.encode(schema).decode()}")
+        """JSON that a schema describes. It stands alone, so that references in it mean what they did. Raises Untrue."""
+        return self.rule(f"%json {strict(msgspec.json.encode(schema).decode(), schema)}")
 
     def one_of(self, ways: Sequence[str]) -> str:
         return self.rule(" | ".join(ways))

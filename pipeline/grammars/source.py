@@ -9,7 +9,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from pipeline.grammars.schema import OWN_OPTIONS, Untrue, check, strict
+from pipeline.grammars.schema import Untrue, strict
 
 MAX_CHOICES = 10_000
 ANY_TEXT = r"/(.|\n)*/"
@@ -20,7 +20,8 @@ class Unusable(Exception):
 
 
 def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
-    """`kind` and `source` are those of `Grammar`; besides, "lark" is a grammar of our own making. Raises Unusable."""
+    """`kind` and `source` are those of `Grammar`; besides, "lark" is a text in llguidance's form that was made here.
+    Raises Unusable."""
     try:
         match kind:
             case "json_object":
@@ -34,11 +35,13 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
             case "grammar":
                 return LLMatcher.grammar_from_lark(_lark(source))
             case "lark":
-                return LLMatcher.grammar_from_lark(source)
+                return source
             case "structural_tag":
                 return _structural_tag(_json(source, "the structural tag"), tokenizer)
     except RecursionError:
         raise Unusable("it is nested too deeply") from None
+    except Untrue as error:
+        raise Unusable(str(error)) from None
     except UnicodeEncodeError:  # of a string in JSON, which can spell what no text can hold
         raise Unusable("it holds half a surrogate pair, which is no character") from None
     raise Unusable(f"there is no kind of grammar {kind!r}")
@@ -64,12 +67,6 @@ def _schema(source: str) -> str:
 def _check_schema(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
         raise Unusable(f"a schema is an object, true or false, and not {_type(schema)}")
-    if isinstance(schema, dict) and OWN_OPTIONS in schema:
-        raise Unusable(f"{OWN_OPTIONS!r} is not taken in a schema")
-    try:
-        check(schema)
-    except Untrue as error:
-        raise Unusable(str(error)) from None
 
 
 def _choice(choices: Any) -> str:

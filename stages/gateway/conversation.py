@@ -17,6 +17,7 @@ from msgspec import Meta, Raw
 from pipeline import messages as m
 from pipeline.config.settings import Limits as Caps
 from pipeline.formats.chat_formats import ChatFormats
+from pipeline.grammars.schema import Untrue
 from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
 
 T = TypeVar("T")
@@ -186,9 +187,12 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
     if output is not None:
         message = f"'{output.param}' is not allowed with this tool_choice: the reply is calls, and no content"
         raise invalid(output.param, message, "invalid_value")
-    grammar = formats.calls_grammar(
-        prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls
-    )
+    try:
+        grammar = formats.calls_grammar(
+            prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls
+        )
+    except Untrue as error:
+        raise invalid("tools", f"the tools can't be used: {error}", "invalid_value") from None
     return m.Grammar("lark", grammar, "tools")
 
 

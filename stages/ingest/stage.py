@@ -23,6 +23,8 @@ from tokenizers import Tokenizer
 from pipeline import messages as m
 from pipeline import records
 from pipeline.channels import AsyncInbox
+from pipeline.formats.chat_formats import TAIL_CHARS, ChatFormats
+from pipeline.grammars.schema import Untrue
 from pipeline.messages import Failure, IdsPrompt, Launch, Sampling, Submit
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
@@ -87,6 +89,7 @@ class Ingest:
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
+        self._formats = ChatFormats.load(stage.model_dir, stage.launch.settings.chat)
         self._grammars = Grammars(stage.model_dir, stage.launch.settings.limits, title)
         self._unsent = Unsent(lambda: stage.tape)
         self._counting = Counting()
@@ -163,6 +166,8 @@ class Ingest:
         try:
             outcome: str | Refusal
             outcome = await self._grammars.check(grammar)
+            if isinstance(submit.prompt, m.ChatPrompt):
+                outcome = await self._in_reply(submit, submit.prompt, grammar, outcome)
         except Refusal as refusal:
             outcome = refusal
         await self._stage.tape.moment("checked", submit.request_id)
@@ -172,6 +177,23 @@ class Ingest:
             return
         sampling = msgspec.structs.replace(submit.sampling, grammar=outcome)
         self._begin(key, msgspec.structs.replace(submit, sampling=sampling, grammar=None))
+
+    async def _in_reply(self, submit: Submit, prompt: m.ChatPrompt, grammar: m.Grammar, checked: str) -> str:
+        """The grammar of a whole reply whose content is to match one: behind the model's reasoning, and beside calls
+        that it may make instead. Raises Refusal."""
+        formats, calls, tail = self._formats, "", ""
+        if prompt.tools and prompt.tool_choice == "auto" and formats.tools is not None:
+            try:
+                calls = formats.calls_grammar("auto", "", prompt.tools, parallel=prompt.parallel_tool_calls)
+            except Untrue as error:
+                raise Refusal(Failure(400, f"the tools can't be used: {error}", "tools")) from None
+        if formats.reasoning is not None:
+            ids = (await asyncio.get_running_loop().run_in_executor(self._encoder, self._made, submit))[0]
+            tail = self._tokenizer.decode(ids[-TAIL_CHARS:].tolist(), skip_special_tokens=False)
+        whole = formats.around(checked, tail, calls)
+        if whole == checked:
+            return checked
+        return await self._grammars.check(m.Grammar("lark", whole, "tools" if calls else grammar.param), is_ours=True)
 
     async def _admit_beside(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
