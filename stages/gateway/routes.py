@@ -12,7 +12,6 @@ from pipeline.stages.gateway.aborts import AbortBody, Aborted
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
-    TOKENIZE_NEUTRAL,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -130,8 +129,7 @@ ROUTES = (
         "tokenize",
         "The ids of a text or a chat.",
         TokenizeBody,
-        TOKENIZE_NEUTRAL,
-        Tokenized,
+        reply=Tokenized,
         is_call=True,
     ),
     Route("POST", "/detokenize", "detokenize", "The text of ids.", DetokenizeBody, reply=Detokenized, is_call=True),

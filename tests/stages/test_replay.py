@@ -362,7 +362,7 @@ def test_the_gateway_tells_of_ids_and_vectors_as_it_did(tmp_path: Path) -> None:
         stream = gate.post(CHAT | {"stream": True, "logprobs": True, "top_logprobs": 1, "return_token_ids": True})
         submit = gate.begin()
         gate.delta(submit, "", records=records(-1.0, top=top), pieces=[b"\xf0\x9f", b"a"])
-        gate.finish(submit, "x")
+        gate.delta(submit, "x", records=records(-2.0, top=top), pieces=[b"\x98", b"a"], finish=m.Finish.STOP)
         assert stream.result().status_code == 200
         prompt = gate.complete(COMPLETION | {"echo": True, "logprobs": 0, "max_tokens": 0})
         submit = gate.submit()
