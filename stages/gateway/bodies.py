@@ -114,6 +114,7 @@ class ParamsBody(Body, kw_only=True):
     """A request that comes over ZeroMQ"""
 
     best_of: BestOf | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

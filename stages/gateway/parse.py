@@ -20,7 +20,7 @@ from pipeline import messages as m
 from pipeline import protocol as p
 from pipeline.config.settings import Limits as Caps
 from pipeline.formats.chat_formats import ChatFormats
-from pipeline.stages.gateway import errors, names
+from pipeline.stages.gateway import errors, names, wire_fields
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -36,10 +36,8 @@ from pipeline.stages.gateway.bodies import (
     with_unsupported,
 )
 from pipeline.stages.gateway.conversation import (
-    Message,
     ReplyForm,
     calls_grammar,
-    chat_message,
     chat_prompt,
     num_parts,
     reply_form,
@@ -298,18 +296,22 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     params = generate.params
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
     fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
+    structured = fields.pop("structured_outputs")
     try:
         body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error) from error
+    body.structured_outputs = wire_fields.structured_of(structured)
+    prompt_limits = limits if not params.truncate_prompt_tokens else _untruncated(limits)
     ask = _ask(
         body,
         1,
-        lambda: [_prompt_of(generate.prompt, limits)],
+        lambda: [_prompt_of(generate.prompt, prompt_limits)],
         params.max_tokens,
         limits,
         is_chat=isinstance(generate.prompt, p.ChatPrompt),
         best_of=body.best_of,
+        details=_details(body, check_num_top("logprobs", body.logprobs, limits.caps), limits),
     )
     if generate.received and ask.num_sequences > ask.n:
         message = f"'received' is not allowed with best_of above n: none of its {ask.num_sequences} sequences is sent"
@@ -330,10 +332,9 @@ def _prompt_of(prompt: p.Prompt, limits: Limits) -> m.Prompt:
         case p.TokensPrompt(ids):
             _check_num_ids(len(ids) // 4, "prompt", limits)
             return m.IdsPrompt(_whole_ids(ids, "prompt"))
-        case p.ChatPrompt(messages, add_generation_prompt):
-            _check_num_messages(len(messages), limits)
-            chat = [chat_message(i, Message(one.role, one.content, one.name)) for i, one in enumerate(messages)]
-            return m.ChatPrompt(chat, add_generation_prompt)
+        case p.ChatPrompt():
+            _check_num_messages(len(prompt.messages), limits)
+            return wire_fields.chat_of(prompt, limits.caps)
         case _:
             assert_never(prompt)
 
