@@ -9,6 +9,7 @@ from msgspec import UNSET
 from pipeline import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.id_teller import NOTHING, IdTeller, Told, prompt_logprobs
+from pipeline.stages.gateway.replies import ReplyReader
 from pipeline.stages.gateway.reply_types import (
     ChatChoice,
     ChatChunk,
@@ -62,8 +63,11 @@ def _chat_reply(call: Call) -> ChatReply:
     for i, sequence in enumerate(call.choices):
         text = sequence.take_text()
         told = IdTeller(call, request, sequence).take(text)
-        message = ReplyMessage(text)
-        finish = finish_reason(sequence)
+        message, finish = ReplyMessage(text), finish_reason(sequence)
+        if call.ask.reply is not None:
+            reader = ReplyReader(call, request, i)
+            message = reader.message(text)
+            finish = reader.finish_reason(finish)
         choices.append(ChatChoice(i, message, finish, sequence.stop_reason, told.chat_logprobs, told.token_ids))
     reply = ChatReply(call.id, "chat.completion", call.created, call.ask.model, choices, usage_of(call))
     reply.prompt_logprobs = prompt_logprobs(request)
@@ -144,6 +148,10 @@ class Events:
         each = [(request, sequence) for request in call.requests for sequence in request.sequences]
         self._requests = [request for request, _ in each]
         self._tellers = [IdTeller(call, request, sequence) for request, sequence in each]
+        self._readers = [
+            None if call.ask.reply is None else ReplyReader(call, request, i)
+            for i, request in enumerate(self._requests)
+        ]
 
     @property
     def are_over(self) -> bool:
@@ -179,6 +187,11 @@ class Events:
             if teller.is_waiting:
                 continue
             is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
+            if (reader := self._readers[i]) is not None:
+                if not reader.is_waiting:
+                    yield from self._read(i, sequence, reader, teller, is_over=is_over)
+                    finished += [i] if is_over else []
+                continue
             told = NOTHING
             if text := sequence.take_text():
                 told = teller.take(text)
@@ -200,6 +213,25 @@ class Events:
                 finished.append(i)
         for i in finished:
             del self._unfinished[i]
+
+    def _read(
+        self, i: int, sequence: Sequence, reader: ReplyReader, teller: IdTeller, *, is_over: bool
+    ) -> Iterator[bytes]:
+        """The same of a choice in which calls or reasoning are looked for."""
+        text = sequence.take_text()
+        deltas = reader.deltas(text) if text else []
+        if is_over:
+            deltas += reader.rest()
+        for delta in deltas:
+            told = teller.take(text)
+            text = ""
+            yield self._event(ChatDeltaChoice(i, delta, None, UNSET, told.chat_logprobs, told.token_ids))
+        if is_over:
+            told = teller.take(text)
+            reason = reader.finish_reason(finish_reason(sequence))
+            yield self._event(
+                ChatDeltaChoice(i, Delta(), reason, sequence.stop_reason, told.chat_logprobs, told.token_ids)
+            )
 
     def last(self) -> bytes:
         """How a stream ends that has gone well."""
