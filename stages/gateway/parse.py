@@ -38,6 +38,7 @@ from pipeline.stages.gateway.conversation import (
     ReplyForm,
     calls_grammar,
     chat_prompt,
+    given_of_chat,
     num_parts,
     reply_form,
 )
@@ -266,10 +267,8 @@ def parse_tokenize(body: bytes, limits: Limits) -> Ask:
     prompt: m.Prompt
     match asked.prompt, asked.messages:
         case str(text), None:
-            if asked.add_generation_prompt is not None:
-                raise invalid(
-                    "add_generation_prompt", "'add_generation_prompt' is only allowed together with 'messages'"
-                )
+            if (name := given_of_chat(asked)) is not None:
+                raise invalid(name, f"'{name}' is only allowed together with 'messages'")
             prompt = m.TextPrompt(text)
         case None, list(messages):
             prompt = chat_prompt(asked, messages, limits.caps)

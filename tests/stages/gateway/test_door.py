@@ -89,7 +89,7 @@ async def test_says_what_it_serves(gate: Gate, client: AsyncClient) -> None:
 async def test_chats_and_ids_are_prompts_too(gate: Gate, client: AsyncClient) -> None:
     chat = client.generate([{"role": "developer", "content": "Be kind"}, {"role": "user", "content": "Hi"}])
     submit = await do(gate.serve)
-    assert submit.prompt == m.ChatPrompt([m.ChatMessage("system", "Be kind"), m.ChatMessage("user", "Hi")])
+    assert submit.prompt == m.ChatPrompt([m.ChatMessage("developer", "Be kind"), m.ChatMessage("user", "Hi")])
     assert [output.text for output in await all_of(chat)] == ["Hello"]
     ids = client.generate([5, 6])
     submit = await do(gate.serve)
