@@ -45,9 +45,9 @@ class AsyncLLM:
     that runs already. For one event loop.
 
     `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
-    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
-    schedule={"max_num_seqs": 8}`) say what is served; its log goes to `log_path`, by default to a file that is gone
-    with it.
+    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without
+    one, `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs":
+    8}`) say what is served; its log goes to `log_path`, by default to a file that is gone with it.
 
     Raises UserError for settings that are none.
     """

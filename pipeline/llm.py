@@ -54,9 +54,10 @@ class LLM:
     Usable from any thread.
 
     `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
-    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
-    schedule={"max_num_seqs": 8}`) say what is served; its log goes to `log_path`, by default to a file that is gone
-    with it. `progress` shows on a terminal what a start does.
+    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without
+    one, `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs":
+    8}`) say what is served; its log goes to `log_path`, by default to a file that is gone with it. `progress` shows on
+    a terminal what a start does.
 
     Returns when it serves. Raises UserError for settings that are none, StartError where the server can't start, and
     ServerFailed where none answers at `address`.

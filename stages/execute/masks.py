@@ -221,4 +221,3 @@ class Masks:
         self._drops.clear()
         for row in self._rows.values():
             row.num_told = 0
-

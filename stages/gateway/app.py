@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -23,21 +23,22 @@ from pipeline import messages as m
 from pipeline.config.settings import Gateway as GatewaySettings
 from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
-from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.stages.gateway.depth import check_depth
+from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.requests import Call, Requests
 from pipeline.stages.gateway.resets import ResetDesk
+from pipeline.stages.gateway.turns import Turns
 from pipeline.stages.gateway.uploads import Upload, UploadRoom
 from pipeline.version import VERSION
 
 BODY_TIMEOUT_S = 60.0
 """Longest a client may take to send a request's body."""
-ENCODINGS = ("identity", "gzip", "deflate")
-"""How bodies may be packed."""
 
 _aborts = msgspec.json.Decoder(AbortBody)
 
+T = TypeVar("T")
 Parser = Callable[[bytes, parse.Limits], parse.Ask]
 
 
@@ -97,7 +98,9 @@ class Api:
         self._aborts = aborts
         self._limits = limits
         self._max_body = settings.max_body_bytes
+        self._max_depth = limits.caps.max_json_depth
         self._uploads = UploadRoom(settings.max_body_bytes)
+        self._turns = Turns()
         self._timeout_s = settings.request_timeout_s
         self._patience_s = settings.slow_client_timeout_s
         self._created = int(time.time())
@@ -164,7 +167,7 @@ class Api:
         self._doors.enter()
         self._requests.check_room()
         name = names.of_headers(request.headers)
-        ask = parser(await self._body_of_call(request, received_s), self._limits)
+        ask = await self._ask_of(request, parser, received_s)
         ask = msgspec.structs.replace(ask, received_s=received_s, request_id=name or ask.request_id)
         self._doors.enter()
         call = self._requests.open(ask)
@@ -191,12 +194,12 @@ class Api:
             return refusal
         return await _expect(request)
 
-    async def _body_of_call(self, request: web.Request, received_s: float) -> bytes:
-        """The body of a request that the server's own deadline holds for."""
+    async def _ask_of(self, request: web.Request, parser: Parser, received_s: float) -> parse.Ask:
+        """What a request asks for that the server's own deadline holds for."""
         left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else BODY_TIMEOUT_S
         try:
             with self._counted():
-                return await self._body(request, min(BODY_TIMEOUT_S, left_s))
+                return await self._parsed(request, lambda body: parser(body, self._limits), min(BODY_TIMEOUT_S, left_s))
         except BodyTimeout:
             if left_s < BODY_TIMEOUT_S:
                 raise self._requests.timed_out(self._timeout_s) from None
@@ -211,16 +214,19 @@ class Api:
             self._requests.counting.num_overloaded += error.code == "overloaded"
             raise
 
-    async def _body(self, request: web.Request, timeout_s: float | None = None) -> bytes:
-        timeout_s = BODY_TIMEOUT_S if timeout_s is None else timeout_s
+    async def _parsed(self, request: web.Request, parser: Callable[[bytes], T], timeout_s: float = BODY_TIMEOUT_S) -> T:
+        """What a parser makes of the body, which has so long to come. It counts as on its way until then, however long
+        it waits for its turn."""
         self._check_length(request)
         if (encoding := request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
-            message = f"a body in '{shown(encoding)}' can't be read, only in {', '.join(ENCODINGS)}"
-            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
+            raise unsupported_encoding(encoding)
         try:
             with self._uploads.upload(request.content_length or 0) as upload:
                 async with asyncio.timeout(timeout_s):
-                    return await self._read(request, upload)
+                    body = await self._read(request, upload)
+                async with self._turns.turn(len(body)):
+                    check_depth(body, self._max_depth)
+                    return parser(body)
         except TimeoutError:
             raise BodyTimeout(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {timeout_s:g} s") from None
         except web.RequestPayloadError as error:
@@ -296,7 +302,7 @@ class Api:
         )
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
-        asked = parse.decode(_aborts, await self._body(request), {})
+        asked = await self._parsed(request, lambda body: parse.decode(_aborts, body, {}))
         return _json(await self._aborts.abort(asked.request_ids))
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:

@@ -2,32 +2,41 @@
 with tools. Where a part is JSON text, so that the wire has one type for it, it is decoded and checked here.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Raw
 
 from pipeline import messages as m
 from pipeline import protocol as p
 from pipeline.config.settings import Limits as Caps
-from pipeline.stages.gateway.bodies import ContentPart, Message
+from pipeline.stages.gateway.conversation import (
+    CalledFunction,
+    ContentPart,
+    Message,
+    ReasoningEffort,
+    ToolCall,
+    chat_prompt,
+)
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.structured import KINDS, StructuredOutputs
 
 T = TypeVar("T")
-TOOL_CHOICES = ("none", "auto", "required", "named")
+NULL = Raw(b"null")
 
 
-class _Function(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+class _Chat(msgspec.Struct):
+    """The same as a body of HTTP has it."""
 
-
-class _Tool(msgspec.Struct):
-    function: _Function
-    type: Literal["function"] = "function"
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    tools: Raw
+    tool_choice: Raw
+    parallel_tool_calls: bool | None
+    documents: Raw
+    chat_template_kwargs: Raw
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template: Any = None
 
 
 def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputs | None:
@@ -51,73 +60,44 @@ def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputs | None
     raise invalid(param, f"'{param}' must be one of {', '.join(KINDS)}", "invalid_value")
 
 
-def chat_of(chat: p.ChatPrompt, plain: Callable[[int, Message], m.ChatMessage], caps: Caps) -> m.ChatPrompt:
-    """A chat; `plain` reads a message without tools. Raises ApiError."""
-    if chat.continue_final_message and chat.add_generation_prompt:
-        message = "'continue_final_message' is not allowed together with add_generation_prompt = true"
-        raise invalid("continue_final_message", message)
-    if chat.documents is not None:
-        _decoded(chat.documents, list[dict[str, Any]], "documents")
-    if chat.chat_template_kwargs is not None:
-        _decoded(chat.chat_template_kwargs, dict[str, Any], "chat_template_kwargs")
-    _check_tools(chat, caps)
-    return m.ChatPrompt(
-        [_message(i, message, plain) for i, message in enumerate(chat.messages)],
+def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
+    """A chat. Raises ApiError."""
+    choice: Any = chat.tool_choice
+    if choice == "named":
+        choice = {"type": "function", "function": {"name": chat.tool_name}}
+    body = _Chat(
         chat.add_generation_prompt,
         chat.continue_final_message,
-        chat.tools or "",
-        chat.tool_choice,
-        chat.tool_name,
+        _raw(chat.tools, "tools"),
+        Raw(msgspec.json.encode(choice)),
         chat.parallel_tool_calls,
-        chat.documents or "",
-        chat.chat_template_kwargs or "",
+        _raw(chat.documents, "documents"),
+        _raw(chat.chat_template_kwargs, "chat_template_kwargs"),
+    )
+    return chat_prompt(body, [_message(one) for one in chat.messages], caps)
+
+
+def _message(one: p.ChatMessage) -> Message:
+    calls = [ToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in one.tool_calls]
+    content = one.content
+    return Message(
+        one.role,
+        [ContentPart("text", text) for text in content] if isinstance(content, list) else content,
+        one.name,
+        calls or None,
+        one.tool_call_id,
+        one.reasoning,
     )
 
 
-def _check_tools(chat: p.ChatPrompt, caps: Caps) -> None:
-    tools = [] if chat.tools is None else _decoded(chat.tools, list[_Tool], "tools")
-    if chat.tools is not None and not tools:
-        raise invalid("tools", "'tools' must not be an empty array", "invalid_value")
-    if len(tools) > caps.max_tools:
-        message = f"'tools' has {len(tools)} entries, and at most {caps.max_tools} are taken: limits.max_tools"
-        raise invalid("tools", message, "invalid_value")
-    if chat.tool_choice not in TOOL_CHOICES:
-        message = f"'tool_choice' must be one of {', '.join(TOOL_CHOICES)}"
-        raise invalid("tool_choice", message, "invalid_value")
-    if chat.tool_choice in ("required", "named") and not tools:
-        raise invalid("tool_choice", f"'tool_choice' is {chat.tool_choice}, and there are no 'tools'", "invalid_value")
-    if chat.tool_choice == "named" and chat.tool_name not in {tool.function.name for tool in tools}:
-        raise invalid("tool_name", "'tool_name' must be that of one of 'tools'", "invalid_value")
-
-
-def _message(i: int, one: p.ChatMessage, plain: Callable[[int, Message], m.ChatMessage]) -> m.ChatMessage:
-    at = f"messages[{i}]"
-    for name, value, role in (("tool_calls", one.tool_calls, "assistant"), ("tool_call_id", one.tool_call_id, "tool")):
-        if value and one.role != role:
-            raise invalid(f"{at}.{name}", f"'{at}.{name}' is only allowed in messages of role {role}", "invalid_value")
-    parts = one.content if isinstance(one.content, list) else None
-    if one.role == "tool" or (one.content is None and one.tool_calls):
-        if one.content is None and one.role == "tool":
-            raise invalid(f"{at}.content", f"'{at}.content' is required")
-        content = "\n".join(parts) if parts is not None else one.content
-        read = m.ChatMessage(one.role, content if isinstance(content, str) else None, one.name)
-    else:
-        given = (
-            one.content if not isinstance(one.content, list) else [ContentPart("text", text) for text in one.content]
-        )
-        read = plain(i, Message(one.role, given, one.name))
-    return msgspec.structs.replace(
-        read,
-        parts=parts,
-        tool_calls=[_tool_call(call, f"{at}.tool_calls[{j}]") for j, call in enumerate(one.tool_calls)],
-        tool_call_id=one.tool_call_id,
-        reasoning=one.reasoning,
-    )
-
-
-def _tool_call(call: p.ToolCall, at: str) -> m.ToolCall:
-    _decoded(call.arguments or "{}", dict[str, Any], f"{at}.arguments")
-    return m.ToolCall(call.id, call.name, call.arguments)
+def _raw(text: str | None, param: str) -> Raw:
+    """JSON text, which is decoded where it is checked."""
+    if text is None:
+        return NULL
+    try:
+        return Raw(text.encode())
+    except UnicodeEncodeError:
+        raise invalid(param, f"'{param}' holds half a surrogate pair, which is no character", "invalid_value") from None
 
 
 def _decoded(text: str, kind: type[T], param: str) -> T:
