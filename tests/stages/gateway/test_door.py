@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import random
 import resource
 import socket
@@ -28,7 +29,7 @@ from pipeline.stages.gateway import door as door_module
 from pipeline.stages.gateway import door_socket, door_stream
 from pipeline.structured_params import StructuredOutputsParams
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.gate import MODEL, Gate
+from tests.stages.gateway.gate import CHAT, MODEL, Gate
 from tests.stages.gateway.peers import HELLO, RawPeer, until
 
 CLIENT_MESSAGES = [
@@ -90,7 +91,7 @@ async def test_says_what_it_serves(gate: Gate, client: AsyncClient) -> None:
 async def test_chats_and_ids_are_prompts_too(gate: Gate, client: AsyncClient) -> None:
     chat = client.generate([{"role": "developer", "content": "Be kind"}, {"role": "user", "content": "Hi"}])
     submit = await do(gate.serve)
-    assert submit.prompt == m.ChatPrompt([m.ChatMessage("system", "Be kind"), m.ChatMessage("user", "Hi")])
+    assert submit.prompt == m.ChatPrompt([m.ChatMessage("developer", "Be kind"), m.ChatMessage("user", "Hi")])
     assert [output.text for output in await all_of(chat)] == ["Hello"]
     ids = client.generate([5, 6])
     submit = await do(gate.serve)
@@ -343,17 +344,22 @@ USER = p.ChatMessage("user", "Hi")
     ("chat", "param"),
     [
         (p.ChatPrompt([USER], True, True), "continue_final_message"),
-        (p.ChatPrompt([USER], tools="[]"), "tools"),
         (p.ChatPrompt([USER], tools="{}"), "tools"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL}"), "tools"),
+        (p.ChatPrompt([USER], tools=f'[{TOOL}],"x":[1]'), "tools"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL}]}}"), "tools"),
+        (p.ChatPrompt([USER], tools=""), "tools"),
         (p.ChatPrompt([USER], tools="[" * 10**5), "tools"),
-        (p.ChatPrompt([USER], tools='[{"type":"function"}]'), "tools"),
-        (p.ChatPrompt([USER], tools='[{"type":"code","function":{"name":"weather"}}]'), "tools"),
+        (p.ChatPrompt([USER], tools="[" * 10**5 + "]" * 10**5), "tools"),
+        (p.ChatPrompt([USER], tools='[{"type":"function"}]'), "tools[0].function"),
+        (p.ChatPrompt([USER], tools='[{"type":"code","function":{"name":"weather"}}]'), "tools[0].type"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL},{TOOL}]"), "tools[1].function.name"),
         (p.ChatPrompt([USER], tools=f"[{','.join([TOOL] * 129)}]"), "tools"),
         (p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice="any"), "tool_choice"),
         (p.ChatPrompt([USER], tool_choice="required"), "tool_choice"),
-        (p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice="named", tool_name="x"), "tool_name"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice="named", tool_name="x"), "tool_choice"),
         (p.ChatPrompt([USER], documents="{}"), "documents"),
-        (p.ChatPrompt([USER], documents="[1]"), "documents"),
+        (p.ChatPrompt([USER], documents="[1]"), "documents[0]"),
         (p.ChatPrompt([USER], chat_template_kwargs="[]"), "chat_template_kwargs"),
         (p.ChatPrompt([USER], chat_template_kwargs='{"a":' * 10**5), "chat_template_kwargs"),
         (p.ChatPrompt([USER, p.ChatMessage("cook", "x")]), "messages[1].role"),
@@ -361,15 +367,9 @@ USER = p.ChatMessage("user", "Hi")
         (p.ChatPrompt([p.ChatMessage("assistant", None)]), "messages[0].content"),
         (p.ChatPrompt([p.ChatMessage("tool", None, None, [], "c1")]), "messages[0].content"),
         (p.ChatPrompt([p.ChatMessage("user", "x", None, [p.ToolCall("c1", "f", "{}")])]), "messages[0].tool_calls"),
-        (p.ChatPrompt([p.ChatMessage("user", "x", None, [], "c1")]), "messages[0].tool_call_id"),
-        (
-            p.ChatPrompt([p.ChatMessage("assistant", None, None, [p.ToolCall("c1", "f", "{")])]),
-            "messages[0].tool_calls[0].arguments",
-        ),
-        (
-            p.ChatPrompt([p.ChatMessage("assistant", None, None, [p.ToolCall("c1", "f", "[]")])]),
-            "messages[0].tool_calls[0].arguments",
-        ),
+        (p.ChatPrompt([p.ChatMessage("tool", "x")]), "messages[0].tool_call_id"),
+        (p.ChatPrompt([USER] * 513), "messages"),
+        (p.ChatPrompt([p.ChatMessage("assistant", "x", None, [p.ToolCall("c", "f", "{}")] * 512)]), "messages"),
     ],
 )
 def test_what_is_wrong_with_a_chat_is_named(gate: Gate, chat: p.ChatPrompt, param: str) -> None:
@@ -379,6 +379,24 @@ def test_what_is_wrong_with_a_chat_is_named(gate: Gate, chat: p.ChatPrompt, para
         assert (failure.status, failure.param) == (400, param)
         assert len(failure.message) < 300
         assert peer.is_still_served()
+
+
+@pytest.mark.parametrize(("choice", "name"), [("required", ""), ("named", "weather")])
+def test_a_call_that_is_insisted_on_is_held_to_its_form_as_over_http(gate: Gate, choice: str, name: str) -> None:
+    with RawPeer(gate) as peer:
+        chat = p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice=choice, tool_name=name)
+        peer.say(p.Generate(1, "", chat, p.Params(), 9))
+        submit = gate.serve()
+        over_http: Any = {"type": "function", "function": {"name": name}} if name else choice
+        response = gate.post(CHAT | {"tools": [json.loads(TOOL)], "tool_choice": over_http})
+        assert submit.grammar is not None
+        assert submit.grammar == gate.serve().grammar
+        response.result()
+        wanted = p.StructuredOutputs("regex", "a+")
+        peer.say(p.Generate(2, "", chat, p.Params(structured_outputs=wanted), 9))
+        while not isinstance(message := peer.hear(), p.Failed):
+            pass
+        assert message.failure.param == "structured_outputs.regex"
 
 
 def test_a_prompt_that_is_cut_may_be_longer_than_the_model(gate: Gate) -> None:
