@@ -17,7 +17,9 @@ from typing import Any
 OWN_OPTIONS = "x-guidance"
 """A schema's options for the library: a client's would let it ignore keywords, or write what is no JSON."""
 
-STRICT = {"json_allowed_escapes": 'nrbtf\\"'}
+STRICT = {"json_allowed_escapes": 'nrbtf\\"', "whitespace_pattern": r" |\n[ \t]{0,64}"}
+"""Ours. Space is one blank, or a new line and what it is indented by: a small model that may write any amount goes on
+writing it."""
 
 VALUES = ("default", "examples")
 """Keywords that hold no schemas, and mean nothing here; besides `const` and `enum`."""
@@ -36,27 +38,25 @@ class Untrue(Exception):
     """Outputs could not be relied on to match; says why."""
 
 
+def check(schema: Any) -> None:
+    """Raises Untrue."""
+    if isinstance(schema, list):
+        for part in schema:
+            check(part)
+    elif isinstance(schema, dict):
+        _check_count(schema)
+        for key, value in schema.items():
+            _check_keyword(key, value)
+
+
 def strict(source: str, schema: Any) -> str:
-    """A schema's text with our options, and else as it was written: every digit of a number counts. Raises Untrue."""
-    if isinstance(schema, dict) and OWN_OPTIONS in schema:
-        raise Untrue(f"{OWN_OPTIONS!r} is not taken in a schema")
-    _check(schema)
+    """A schema's text with our options, and else as it was written: every digit of a number counts."""
     if schema is False:
         return source
     options = json.dumps({OWN_OPTIONS: STRICT})
     if schema is True or not schema:
         return options
     return f"{options[:-1]}, {source.strip()[1:]}"
-
-
-def _check(schema: Any) -> None:
-    if isinstance(schema, list):
-        for part in schema:
-            _check(part)
-    elif isinstance(schema, dict):
-        _check_count(schema)
-        for key, value in schema.items():
-            _check_keyword(key, value)
 
 
 def _check_keyword(key: str, value: Any) -> None:
@@ -71,9 +71,9 @@ def _check_keyword(key: str, value: Any) -> None:
                     _check_texts(name, key)
                 else:
                     _check_pattern(name)
-                _check(schema)
+                check(schema)
         case _ if key not in VALUES:
-            _check(value)
+            check(value)
 
 
 def _check_count(schema: dict[str, Any]) -> None:

@@ -6,10 +6,12 @@ To be called where it may take its time: converting is cheap for what people wri
 import json
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from pipeline.grammars.schema import Untrue, strict
+from pipeline.formats.tool_format import Written
+from pipeline.grammars.schema import OWN_OPTIONS, Untrue, check, strict
 
 MAX_CHOICES = 10_000
 ANY_TEXT = r"/(.|\n)*/"
@@ -20,8 +22,7 @@ class Unusable(Exception):
 
 
 def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
-    """`kind` and `source` are those of `Grammar`; besides, "lark" is a text in llguidance's form that was made here.
-    Raises Unusable."""
+    """`kind` and `source` are those of `Grammar`. Raises Unusable."""
     try:
         match kind:
             case "json_object":
@@ -34,14 +35,12 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
                 return _choice(_json(source, "the choices"))
             case "grammar":
                 return LLMatcher.grammar_from_lark(_lark(source))
-            case "lark":
-                return source
+            case "calls":
+                return LLMatcher.grammar_from_lark(_calls(source))
             case "structural_tag":
                 return _structural_tag(_json(source, "the structural tag"), tokenizer)
     except RecursionError:
         raise Unusable("it is nested too deeply") from None
-    except Untrue as error:
-        raise Unusable(str(error)) from None
     except UnicodeEncodeError:  # of a string in JSON, which can spell what no text can hold
         raise Unusable("it holds half a surrogate pair, which is no character") from None
     raise Unusable(f"there is no kind of grammar {kind!r}")
@@ -64,9 +63,26 @@ def _schema(source: str) -> str:
     return f'{{"grammars": [{{"json_schema": {strict(source, schema)}}}]}}'
 
 
+def _calls(source: str) -> str:
+    """Calls of tools, whose arguments have schemas."""
+
+    def fit(text: str) -> str:
+        schema = _json(text, "the schema of a tool")
+        _check_schema(schema)
+        return strict(text, schema)
+
+    return msgspec.json.decode(source, type=Written).lark(fit)
+
+
 def _check_schema(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
         raise Unusable(f"a schema is an object, true or false, and not {_type(schema)}")
+    if isinstance(schema, dict) and OWN_OPTIONS in schema:
+        raise Unusable(f"{OWN_OPTIONS!r} is not taken in a schema")
+    try:
+        check(schema)
+    except Untrue as error:
+        raise Unusable(str(error)) from None
 
 
 def _choice(choices: Any) -> str:

@@ -32,7 +32,7 @@ NAMES = {
     "choice": "the choices",
     "grammar": "the grammar",
     "structural_tag": "the structural tag",
-    "lark": "what the tools make of it",
+    "calls": "the schema of a tool",
 }
 
 
@@ -57,10 +57,9 @@ class Grammars:
         self._answers: dict[int, asyncio.Future[Checked]] = {}
         self._number = 0
 
-    def known(self, grammar: Grammar, *, is_ours: bool = False) -> str | None:
+    def known(self, grammar: Grammar) -> str | None:
         """In llguidance's own form, if it has been checked lately. Raises Refusal where it can't be used."""
-        if not is_ours:
-            self._check_size(grammar)
+        self._check_size(grammar)
         verdict = self._known.get(_key(grammar))
         if verdict is None:
             return None
@@ -69,10 +68,9 @@ class Grammars:
             raise refusal(grammar, verdict.error)
         return verdict.grammar
 
-    async def check(self, grammar: Grammar, *, is_ours: bool = False) -> str:
-        """In llguidance's own form. Raises Refusal where it can't be used. What `is_ours` is made of others that were
-        checked, and may be as large as it is."""
-        if (known := self.known(grammar, is_ours=is_ours)) is not None:
+    async def check(self, grammar: Grammar) -> str:
+        """In llguidance's own form. Raises Refusal where it can't be used."""
+        if (known := self.known(grammar)) is not None:
             return known
         try:
             async with asyncio.timeout(PATIENCE_S):

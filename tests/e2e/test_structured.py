@@ -49,7 +49,7 @@ def contents(response: httpx.Response) -> list[str]:
 
 
 def test_a_schema_with_n(server: Server) -> None:
-    texts = contents(ask(server, response_format=FORMAT, n=3, seed=1, temperature=1.2))
+    texts = contents(ask(server, response_format=FORMAT, n=3, seed=1))
     assert len(set(texts)) > 1
     for text in texts:
         Draft202012Validator(SCHEMA).validate(json.loads(text))
@@ -121,7 +121,7 @@ def test_completions_too(server: Server) -> None:
         ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
         ({"guided_grammar": "start: nowhere"}, "guided_grammar", "nowhere"),
         ({"guided_json": {"type": "integer", "multipleOf": 99999989}}, "guided_json", ""),
-        ({"guided_regex": "(" * 5000}, "guided_regex", "nested"),
+        ({"guided_regex": "(" * 5000}, "guided_regex", "unclosed"),
     ],
 )
 def test_what_can_not_be_is_said_and_named(server: Server, how: Any, param: str | None, part: str) -> None:
