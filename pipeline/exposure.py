@@ -25,9 +25,9 @@ def check(settings: Settings, has_keys: bool) -> None:
 
 def _refusal(where: str) -> str:
     return (
-        f"{where} can be reached from beyond this machine, and the server has no API keys: give it some ({FILE_KEY}, or "
-        f"{SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or say gateway.allow_open = true to serve "
-        "whoever comes"
+        f"{where} can be reached from beyond this machine, and the server has no API keys: give it some "
+        f"({FILE_KEY}, or {SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or say "
+        "gateway.allow_open = true to serve whoever comes"
     )
 
 

@@ -11,7 +11,7 @@ a notebook whose event loop runs already.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -31,6 +31,8 @@ from pipeline.prompts import (
     Prompt,
     Ready,
     chat_of,
+    chat_options_of,
+    info_for,
     is_one_conversation,
     is_one_prompt,
     params_for,
@@ -52,9 +54,10 @@ class LLM:
     Usable from any thread.
 
     `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
-    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without one, `model`, the file or preset `config` and further settings (as `max_model_len=2048,
-    schedule={"max_num_seqs": 8}`) say what is served; its log goes to `log_path`, by default to a file that is gone
-    with it. `progress` shows on a terminal what a start does.
+    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without
+    one, `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs":
+    8}`) say what is served; its log goes to `log_path`, by default to a file that is gone with it. `progress` shows on
+    a terminal what a start does.
 
     Returns when it serves. Raises UserError for settings that are none, StartError where the server can't start, and
     ServerFailed where none answers at `address`.
@@ -161,16 +164,26 @@ class LLM:
         sampling_params: Params = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
         priority: Priority = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation or any number of them, as `generate`. The server applies the model's chat template."""
+        """Answer a conversation or any number of them, as `generate`. The server applies the model's chat template.
+
+        `tools` are those of all of them, in OpenAI's shape: the template shows them to the model, and its output is the
+        text as it is, calls included. With `continue_final_message` the output goes on with the last message, which
+        takes add_generation_prompt=False. `chat_template_kwargs` are further names for the template.
+        """
+
+        written = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
 
         def ready(conversation: Any, where: str, info: ServerInfo) -> Ready:
-            return chat_of(conversation, where, add_generation_prompt, info)
+            return chat_of(conversation, where, written, info)
 
         is_one = is_one_conversation(messages)
         names = _Names("messages", is_one)
@@ -201,7 +214,8 @@ class LLM:
 
         def read() -> Iterator[Item]:
             for place, one in enumerate(given):
-                yield Item(ready(one, names.of(place), self.info), next(params), names.of(place), next(options))
+                drawn, name = next(params), names.of(place)
+                yield Item(ready(one, name, info_for(drawn, self.info)), drawn, name, next(options))
 
         items = read() if num_items is None else iter(list(read()))
         bar = BatchBar()

@@ -20,8 +20,8 @@ from typing import Any, assert_never
 
 import zmq
 
-from pipeline import messages as m
 from pipeline import api_keys, exposure, topology
+from pipeline import messages as m
 from pipeline.admin import Door, Questions
 from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of

@@ -140,7 +140,8 @@ class Masks:
         for is_last in (False, True):
             try:
                 self._until_ready()
-                return self._say()
+                self._say()
+                return
             except Gone as gone:
                 self._stop()
                 if is_last:
@@ -221,4 +222,3 @@ class Masks:
         self._drops.clear()
         for row in self._rows.values():
             row.num_told = 0
-

@@ -97,7 +97,8 @@ class Door:
         tasks: asyncio.TaskGroup,
         keys: Keys | None = None,
     ) -> None:
-        """Listen, with `keys` for clients that show one of them. Raises UserError where the address can't be listened on."""
+        """Listen; with `keys`, for clients that show one of them. Raises UserError where the address can't be listened
+        on."""
         self._doors = doors
         self._requests = requests
         self._limits = limits

@@ -70,6 +70,17 @@ def overloaded(why: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded", retry_after_s=retry_after_s)
 
 
+ENCODINGS = ("identity", "gzip", "deflate")
+"""How bodies may be packed."""
+
+
+def unsupported_encoding(encoding: str) -> ApiError:
+    """415"""
+    what = f"a body in '{shown(encoding)}'" if encoding else "a body in this encoding"
+    message = f"{what} can't be read, only in {', '.join(ENCODINGS)}"
+    return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
+
+
 def unsupported(param: str, what: str = "") -> ApiError:
     """400 for what the OpenAI API knows and this server can't do yet: never silently ignored."""
     return invalid(param, f"'{param}' is not supported by this server{': ' + what if what else ''}", "unsupported")

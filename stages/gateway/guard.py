@@ -1,8 +1,10 @@
-"""Who is let in over HTTP: stands before the routes, so that it holds for whatever is asked, paths that lead nowhere and
-methods that nobody knows among them; and before the body, of which no byte is read or asked for until the key is known
-to be right."""
+"""Who is let in over HTTP.
 
-from collections.abc import Awaitable, Callable
+It stands before the routes, so that it holds for whatever is asked, paths that lead nowhere and methods that nobody
+knows among them; and before the body, of which no byte is read or asked for until the key is known to be right.
+"""
+
+from collections.abc import Awaitable, Callable, Collection
 from http import HTTPStatus
 
 from aiohttp import web
@@ -14,24 +16,22 @@ from pipeline.stages.gateway.errors import ApiError
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = ("/health", "/metrics")
-"""Written so and not otherwise: what a router would take for the same is not meant."""
+"""Where there is no admin listener. Written so and not otherwise: what a router would take for the same is not
+meant."""
 OPEN_METHODS = ("GET", "HEAD")
 
 
-def guarded(handle: Handle, keys: Keys) -> Handle:
-    """`handle`, for those who show one of the keys."""
+def guarded(handle: Handle, keys: Keys, open_paths: Collection[str]) -> Handle:
+    """`handle`, for those who show one of the keys; whoever asks for one of `open_paths` needs none."""
 
     async def guard(request: web.BaseRequest) -> web.StreamResponse:
         headers = request.headers.getall("Authorization", [])
-        if keys.admits(bearer(headers)) or _is_open(request):
+        is_open = request.method in OPEN_METHODS and request.rel_url.raw_path in open_paths
+        if keys.admits(bearer(headers)) or is_open:
             return await handle(request)
         return _refusal(request, bool(headers))
 
     return guard
-
-
-def _is_open(request: web.BaseRequest) -> bool:
-    return request.method in OPEN_METHODS and request.rel_url.raw_path in OPEN_PATHS
 
 
 def unauthorized(has_shown: bool) -> ApiError:

@@ -6,24 +6,58 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 
-from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.stages.gateway.errors import ApiError, shown, unsupported_encoding
 
 BACKLOG = 1024
 """Connections that may wait to be accepted; aiohttp's own 128 makes a crowd that comes at once wait for TCP's timer."""
 
 
+MAX_HEADERS = 128
+"""Of a request."""
+HEAD_S = 30.0
+"""Longest that the head of a request may take to come, from its first byte on, and that of a connection's first request
+from the beginning. It costs nothing to say a byte now and then, and a connection that does takes a descriptor."""
+
+
 class Protocol(web.RequestHandler):
     """One connection. Its errors have OpenAI's shape like all others."""
 
-    __slots__ = ()
+    __slots__ = ("_head_timer",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._head_timer: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+        self._time_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def _time_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self._loop.call_later(HEAD_S, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._current_request is None:
+            self.force_close()
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come. Where they break off a body that a route reads, aiohttp would tell it after its response
         alone, and leave it waiting for the rest: the route is told now, and nothing more is read."""
         num_messages = len(self._messages)
         super().data_received(data)
+        if len(self._messages) > num_messages:
+            self._stop_head_timer()
+        elif data and self._current_request is None and not self._messages:
+            self._time_head()
         reading = self._current_request
         if len(self._messages) > num_messages and reading is not None and not reading.content.is_eof():
             error = getattr(self._messages[-1][0], "exc", None)  # only what can't be read has one
@@ -58,6 +92,14 @@ def _error_of(status: int, exc: BaseException | None) -> ApiError:
             return ApiError(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a line of the request's head is too long", code="too_large"
             )
+        case BadHttpMessage(message=message) if message.startswith("Too many headers"):
+            return ApiError(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"a request has at most {MAX_HEADERS} headers",
+                code="too_large",
+            )
+        case ContentEncodingError(message=message) if "install" in message:  # what this server is, is not its affair
+            return unsupported_encoding("")
         case HttpProcessingError():
             lines = exc.message.partition("\n")[0].rstrip(":")
             return ApiError(status, f"the request can't be read: {shown(lines)}", code="invalid_http")

@@ -29,13 +29,13 @@ from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.door import Door
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.guard import guarded
+from pipeline.stages.gateway.guard import OPEN_PATHS, guarded
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
 from pipeline.stages.gateway.resets import ResetDesk
-from pipeline.stages.gateway.site import Site
+from pipeline.stages.gateway.site import MAX_HEADERS, Site
 
 LAST_WORDS_S = 1.5
 """After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
@@ -73,6 +73,7 @@ class Gateway:
             topology.max_open_of_one(settings),
             has_priorities=settings.schedule.policy == "priority",
             caps=settings.limits,
+            formats=self._requests.formats,
         )
         self._api = Api(
             self._doors,
@@ -95,9 +96,15 @@ class Gateway:
     async def serve(self) -> None:
         """Listen, say that the stage is ready, and handle messages until `Stop`."""
         options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
+        max_header_bytes = self._stage.settings.limits.max_header_bytes
+        options |= {"max_line_size": max_header_bytes, "max_field_size": max_header_bytes, "max_headers": MAX_HEADERS}
         has_admin = self._stage.launch.admin_fd >= 0
-        runner = await self._runner(self._api.app(has_admin_routes=not has_admin), options, self._keys)
-        admin = await self._runner(self._api.admin_app(), options, None)
+        runner = await self._runner(self._api.app(has_admin_routes=not has_admin), options)
+        admin = await self._runner(self._api.admin_app(), options)
+        if self._keys is not None:
+            assert runner.server is not None
+            handle = runner.server.request_handler
+            runner.server.request_handler = guarded(handle, self._keys, () if has_admin else OPEN_PATHS)
         if self._stage.tape.is_replaying:
             ReplayedClients(self._stage.tape, self._requests, self._aborts, self._resets)
         else:
@@ -128,13 +135,9 @@ class Gateway:
                 self._door.wait_closed()
             inbox.close()
 
-    async def _runner(self, app: web.Application, options: dict[str, Any], keys: Keys | None) -> web.AppRunner:
-        """Serves routes, where there are keys to those who have one."""
+    async def _runner(self, app: web.Application, options: dict[str, Any]) -> web.AppRunner:
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
         await runner.setup()
-        if keys is not None:
-            assert runner.server is not None
-            runner.server.request_handler = guarded(runner.server.request_handler, keys)
         return runner
 
     def _open_door(self, http_port: int) -> None:

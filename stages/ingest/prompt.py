@@ -165,7 +165,7 @@ class Prompts:
         """Check output ids that the client has already, one array a sequence. Returns a `Finish` for each, uint8: STOP
         where the last id ends the sequence. Raises Refusal."""
         stops = set(submit.sampling.stop_token_ids)
-        if not submit.sampling.ignore_eos:
+        if not submit.sampling.ignore_eos or submit.sampling.grammar:
             stops.update(self._eos_ids)
         finishes = bytearray()
         for index, ids in enumerate(outputs):

@@ -26,7 +26,12 @@ class Server:
     processes is left."""
 
     def __init__(
-        self, *sets: str, config: Path | None = None, until_ready: bool = True, options: tuple[str, ...] = ()
+        self,
+        *sets: str,
+        config: Path | None = None,
+        until_ready: bool = True,
+        options: tuple[str, ...] = (),
+        environ: dict[str, str] | None = None,
     ) -> None:
         command = [sys.executable, "-m", "pipeline", "serve", "--set", "gateway.port=0"]
         command += options
@@ -37,7 +42,12 @@ class Server:
         self.lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
+            command,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | (environ or {}),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -243,7 +243,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     settings: list[Settings] = []
 
     class OwnServer:
-        def __init__(self, given: Settings) -> None:
+        def __init__(self, given: Settings, environ: dict[str, str]) -> None:
+            assert len(environ["PIPELINE_API_KEYS"]) > 30  # drawn for it: nobody else has the key
             settings.append(given)
             raise StartError("not today")
 

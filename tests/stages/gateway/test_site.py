@@ -15,7 +15,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 CASES: dict[str, tuple[bytes, int, str]] = {
     "a header over 8 kB": (b"GET /version HTTP/1.1\r\nX-A: " + b"a" * 9000 + b"\r\n\r\n", 431, "too long"),
     "an address over 8 kB": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 431, "too long"),
-    "300 headers": (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(300)) + b"\r\n", 400, "headers"),
+    "300 headers": (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(300)) + b"\r\n", 431, "headers"),
     "a header without a colon": (b"GET /version HTTP/1.1\r\nbad header\r\n\r\n", 400, "header"),
     "a chunk without a length": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n", 400, "chunk"),
     "a length and chunks": (HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Length"),

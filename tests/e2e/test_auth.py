@@ -1,0 +1,179 @@
+"""A server with API keys: who comes in, where the keys are not, and where it does not listen without them."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipeline import Client, RequestError
+from pipeline.recording import format as f
+from tests.e2e.server import Server
+from tests.stages.gateway.test_guard import free_port
+
+KEY = "sk-of-the-environment-4f1c0e6d"
+FILED = "sk-of-the-file-9a8b7c6d5e4f"
+
+
+def get(url: str, key: str | None = None) -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+class Locked:
+    """A server with keys, of two gateways, with an admin listener and a tcp door; it records its first gateway."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys_file = folder / "keys"
+        self.keys_file.write_text(f"# a comment\n{FILED}\n")
+        self.keys_file.chmod(0o600)
+        self.recording = folder / "gateway.rec"
+        self.door = f"tcp://127.0.0.1:{free_port(2)}"
+        self.server = Server(
+            f"gateway.api_keys_file={self.keys_file}",
+            "gateway.replicas=2",
+            "gateway.admin_port=0",
+            f"gateway.zmq={self.door}",
+            "log_level=debug",
+            options=("--instant", "--record", f"gateway.0={self.recording}"),
+            environ={"PIPELINE_API_KEYS": KEY},
+        )
+        match = re.search(r"admin=(http://\S+)", self.server.wait_for_line("ready on", 1))
+        assert match
+        self.admin = match[1]
+
+
+@pytest.fixture(scope="module")
+def locked(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    locked = Locked(tmp_path_factory.mktemp("locked"))
+    with locked.server:
+        yield locked
+
+
+def test_openai_s_client_comes_in_with_a_key_alone(locked: Locked) -> None:
+    url = f"{locked.server.url}/v1"
+    for key in (KEY, FILED):
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            model = client.models.list().data[0].id
+            reply = client.completions.create(model=model, prompt="Hi", max_tokens=3)
+            assert reply.usage is not None and reply.usage.completion_tokens == 3
+    with (
+        openai.OpenAI(base_url=url, api_key=f"{KEY}x", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError) as refusal,
+    ):
+        client.models.list()
+    assert (refusal.value.code, KEY in str(refusal.value)) == ("invalid_api_key", False)
+
+
+def test_python_s_clients_at_tcp_show_theirs(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPELINE_API_KEY", raising=False)
+    for wrong in (None, "not-a-key"):
+        with pytest.raises(RequestError) as refusal:
+            Client(locked.door, api_key=wrong)
+        assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
+    with Client(locked.door, api_key=FILED) as client:
+        assert client.info.vocab_size > 0
+    monkeypatch.setenv("PIPELINE_API_KEY", KEY)
+    with Client(locked.door) as client:
+        assert client.info.vocab_size > 0
+
+
+def test_the_commands_take_the_key_of_the_environment(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_API_KEY", KEY)
+    bench = [sys.executable, "-m", "pipeline", "bench", "--url", locked.server.url, "--num-requests", "2"]
+    bench += ["--concurrency", "1", "--prompt-words", "2", "--output-tokens", "2", "--warmup", "0"]
+    done = subprocess.run(bench, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    chat = [sys.executable, "-m", "pipeline", "chat", "--url", locked.server.url, "--max-tokens", "2"]
+    done = subprocess.run(chat, input="Hi\n", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "error" in done.stderr) == (0, False), done.stderr
+    monkeypatch.delenv("PIPELINE_API_KEY")
+    done = subprocess.run(chat, input="Hi\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "API key" in done.stderr
+    assert KEY not in done.stderr
+
+
+def test_the_admin_listener_answers_for_the_whole_server(locked: Locked) -> None:
+    status, text = get(f"{locked.admin}/health")
+    health = json.loads(text)
+    assert (status, health["status"], len(health["stages"])) == (200, "ok", 6)
+    assert get(f"{locked.admin}/metrics")[0] == 200
+    assert [get(f"{locked.admin}{path}", KEY)[0] for path in ("/v1/models", "/load")] == [404, 404]
+    assert [get(f"{locked.server.url}{path}", KEY)[0] for path in ("/health", "/metrics", "/load")] == [404, 404, 200]
+    assert get(f"{locked.server.url}/health")[0] == 401
+
+
+def texts_about(server: Server) -> dict[str, bytes]:
+    """What the system tells of each stage's process."""
+    found = {}
+    server.look()
+    for pid in server.seen:
+        for name in ("cmdline", "environ"):
+            found[f"{pid} {name}"] = Path(f"/proc/{pid}/{name}").read_bytes()
+    found["supervisor cmdline"] = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+    return found
+
+
+def test_the_keys_are_nowhere_to_be_read(locked: Locked) -> None:
+    """A key in any of these would be a key in a bug report."""
+    found = texts_about(locked.server)
+    assert len(found) >= 13
+    health = get(f"{locked.admin}/health")[1] + get(f"{locked.admin}/metrics")[1]
+    get(f"{locked.server.url}/nothing?key={KEY}", KEY)
+    get(f"{locked.server.url}/v1/models", f"{KEY}x")
+    show = [sys.executable, "-m", "pipeline", "config", "show", "--set", f"gateway.api_keys_file={locked.keys_file}"]
+    shown = subprocess.run(show, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert str(locked.keys_file) in shown
+    found |= {"health": health.encode(), "config": shown.encode(), "log": locked.server.log().encode()}
+    for what, data in found.items():
+        assert KEY.encode() not in data and FILED.encode() not in data, what
+
+
+def refused(*sets: str, environ: dict[str, str] | None = None) -> str:
+    """What a server that does not start says; it says so before it does anything that takes time."""
+    with Server(*sets, until_ready=False, options=("--instant",), environ=environ) as server:
+        assert server.process.wait(30) == 2, server.log()
+        server.wait_for_line("<end of log>", 10)
+        return server.log()
+
+
+def test_it_does_not_listen_beyond_this_machine_without_keys(tmp_path: Path) -> None:
+    for where in ("0.0.0.0", "::"):
+        log = refused(f"gateway.host={where}")
+        assert "pipeline: error: gateway.host: " in log and "api_keys_file" in log and "allow_open" in log
+    assert "gateway.zmq: tcp://*:9999 can be reached" in refused("gateway.zmq=tcp://*:9999")
+    assert "PIPELINE_API_KEYS: holds no key" in refused(environ={"PIPELINE_API_KEYS": " "})
+    assert "can't be read" in refused(f"gateway.api_keys_file={tmp_path / 'none'}")
+
+
+def test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to(smollm2_dir: Path) -> None:
+    here: dict[str, Any]
+    for sets, here, status in (
+        (("gateway.allow_open=true",), {}, 200),
+        ((), {"PIPELINE_API_KEYS": KEY}, 401),
+    ):
+        with Server("gateway.host=0.0.0.0", *sets, options=("--instant",), environ=here) as server:
+            url = server.url.replace("0.0.0.0", "127.0.0.1")
+            assert get(f"{url}/v1/models")[0] == status
+            assert [get(f"{url}{path}")[0] for path in ("/health", "/metrics")] == [200, 200]
+
+
+def test_the_keys_are_in_no_recording(locked: Locked) -> None:
+    """The last of those with this server: a recording is whole when its stage has ended."""
+    assert get(f"{locked.server.url}/v1/models", KEY)[0] == 200
+    assert locked.server.stop(signal.SIGTERM) == 0
+    data = locked.recording.read_bytes()
+    assert data.startswith(f.MAGIC)
+    assert KEY.encode() not in data and FILED.encode() not in data
