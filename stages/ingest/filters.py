@@ -31,16 +31,18 @@ MAX_ATTRIBUTE_CHARS = 256
 
 def made(value: Any) -> Any:
     """Count a value that was made. Returns it, or its items one by one where it makes them only then."""
+    if value is None or isinstance(value, bool):
+        return value
     budget = active.budget
     if isinstance(value, str):
         budget.make(len(value))
+    elif isinstance(value, list | tuple):
+        budget.make_list(len(value))
     elif isinstance(value, Iterator):
         return metered(value)
     elif isinstance(value, int):
         if value.bit_length() > MAX_INT_BITS:
             raise TooLarge(f"it makes a number of {value.bit_length()} bits, and {MAX_INT_BITS} are the most")
-    elif isinstance(value, list | tuple):
-        budget.make_list(len(value))
     elif isinstance(value, dict):
         budget.make_list(len(value) * 8)
     return value

@@ -27,7 +27,7 @@ FOR_EVER = {
         "{% macro g(n) %}{% if n %}{% call f() %}{{ g(n - 1) }}{% endcall %}{% endif %}{% endmacro %}{{ g(25) }}"
     ),
     "recursive loops": "{% for x in [1, 1] if x recursive %}{{ loop([1, 1]) if loop.depth < 60 }}{% endfor %}",
-    "blocks": "{% block a %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endblock %}",
+    "blocks": "{% block a %}{% for i in range(999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endblock %}",
     "searches": "{% set s = 'a' * 4000000 %}{% for i in range(99999) %}{% if 'b' in s %}{% endif %}{% endfor %}",
     "comparisons": (
         "{% set s = 'a' * 4000000 + 'c' %}{% set t = 'a' * 4000000 + 'b' %}"
