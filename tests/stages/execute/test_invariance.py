@@ -289,9 +289,16 @@ def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> No
         Ask(ask.prompt, 1 if i % 3 else ask.max_tokens, wishes=(("pooling", 1 + i % 2),) if i % 3 else WISHES[i % 4])
         for i, ask in enumerate(asks())
     ]
-    for limits in ({"max_num_batched_tokens": 17}, {"max_num_batched_tokens": 256}, {"max_num_seqs": 3}):
-        pair = Pair(machine.runner(MANY), depth, **limits)
+    ways: list[tuple[tuple[int, int], dict[str, Any]]] = [
+        ((MANY, 0), {"max_num_batched_tokens": 17}),
+        ((MANY, 0), {"max_num_batched_tokens": 256, "max_num_seqs": 3}),
+        ((FEW, 0), {"max_num_batched_tokens": 17, "preemption": "recompute"}),
+        ((FEW, 60), {"max_num_batched_tokens": 17, "preemption": "swap"}),
+    ]
+    for memory, limits in ways:
+        pair = Pair(machine.runner(*memory), depth, **limits)
         pair.run(requests)
+        assert (pair.scheduler.load().num_preemptions > 0) == (memory[0] == FEW)
         for i, ask in enumerate(requests, 1):
             lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
             lonely.run([ask])
