@@ -210,7 +210,7 @@ class Call:
         self.received_s = ask.received_s or tape.monotonic()
         """When its client began to ask, by time.monotonic()."""
         self.trace = stage.trace
-        prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
+        prefix = _prefix(ask)
         self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
         self.created = int(tape.time())
         self.salt = 0 if ask.reply is None else tape.randbits(64)
@@ -712,6 +712,17 @@ class Requests:
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
+
+
+def _prefix(ask: Ask) -> str:
+    """What the ids of such a call's reply begin with."""
+    if ask.is_lookup:
+        return "tokenize"
+    if ask.embedding is not None:
+        return "embd"
+    if ask.is_tokens_only:
+        return "generate"
+    return "chatcmpl" if ask.is_chat else "cmpl"
 
 
 def _timeout(timeout_s: float) -> ApiError:

@@ -63,7 +63,7 @@ def _chat_reply(call: Call) -> ChatReply:
     for i, sequence in enumerate(call.choices):
         text = sequence.take_text()
         told = IdTeller(call, request, sequence).take(text)
-        message, finish = ReplyMessage(text), _finish_reason(sequence)
+        message, finish = ReplyMessage(text), finish_reason(sequence)
         if call.ask.reply is not None:
             reader = ReplyReader(call, request, i)
             message = reader.message(text)
@@ -84,7 +84,7 @@ def _text_reply(call: Call) -> TextReply:
         text = sequence.take_text()
         told = IdTeller(call, request, sequence).take(text)
         choice = _text_choice(i, text, told)
-        choice.finish_reason, choice.stop_reason = _finish_reason(sequence), sequence.stop_reason
+        choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
         choice.prompt_logprobs = prompt_logprobs(request)
         choices.append(choice)
     return TextReply(call.id, "text_completion", call.created, call.ask.model, choices, usage_of(call))
@@ -96,14 +96,14 @@ def _text_choice(index: int, text: str, told: Told) -> TextChoice:
     return choice
 
 
-class _Tokenized(msgspec.Struct):
+class Tokenized(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class _Detokenized(msgspec.Struct):
+class Detokenized(msgspec.Struct):
     prompt: str
 
 
@@ -112,13 +112,13 @@ def tokenized(call: Call, max_model_len: int) -> bytes:
     (request,) = call.requests
     assert request.prompt_ids is not None
     ids = request.prompt_ids.tolist()
-    return _encoder.encode(_Tokenized(len(ids), max_model_len, ids, request.token_strs))
+    return _encoder.encode(Tokenized(len(ids), max_model_len, ids, request.token_strs))
 
 
 def detokenized(call: Call) -> bytes:
     """The body of a response of /detokenize. The call has finished."""
     (request,) = call.requests
-    return _encoder.encode(_Detokenized(request.prompt_text or ""))
+    return _encoder.encode(Detokenized(request.prompt_text or ""))
 
 
 def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
@@ -202,7 +202,7 @@ class Events:
                 )
             if is_over:
                 told = teller.take("")
-                reason, stop = _finish_reason(sequence), sequence.stop_reason
+                reason, stop = finish_reason(sequence), sequence.stop_reason
                 choice: ChatDeltaChoice | TextChoice
                 if is_chat:
                     choice = ChatDeltaChoice(i, Delta(), reason, stop, told.chat_logprobs, told.token_ids)
@@ -228,7 +228,7 @@ class Events:
             yield self._event(ChatDeltaChoice(i, delta, None, UNSET, told.chat_logprobs, told.token_ids))
         if is_over:
             told = teller.take(text)
-            reason = reader.finish_reason(_finish_reason(sequence))
+            reason = reader.finish_reason(finish_reason(sequence))
             yield self._event(
                 ChatDeltaChoice(i, Delta(), reason, sequence.stop_reason, told.chat_logprobs, told.token_ids)
             )
@@ -243,24 +243,24 @@ class Events:
             chunk.usage = usage_of(self._call)
         if ask.timings:
             chunk.timings = timings_of(times_of(self._call))
-        return self._call.told("last", _framed(_encoder.encode(chunk)) + DONE)
+        return self._call.told("last", framed(_encoder.encode(chunk)) + DONE)
 
     def _event(self, choice: ChatDeltaChoice | TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
         if self._call.ask.continuous_usage:
             i = choice.index
             self._chunk.usage = usage_so_far(self._requests[i], self._call.sequences[i])
-        return _framed(_encoder.encode(self._chunk))
+        return framed(_encoder.encode(self._chunk))
 
 
 def error_events(error: ApiError) -> bytes:
     """How a stream ends that failed after it began: the client raises at the first event, so [DONE] comes after it."""
-    return _framed(error.json()) + DONE
+    return framed(error.json()) + DONE
 
 
-def _framed(data: bytes) -> bytes:
+def framed(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _finish_reason(sequence: Sequence) -> str:
+def finish_reason(sequence: Sequence) -> str:
     return FINISH_REASONS[m.Finish(sequence.finish)]

@@ -425,7 +425,7 @@ class TestWhatIsTooManyWhateverItSays:
         def packed(ids: Any) -> bytes:
             raise AssertionError("nothing is to be made of prompts that are refused")
 
-        monkeypatch.setattr("pipeline.stages.gateway.parse._packed", packed)
+        monkeypatch.setattr("pipeline.stages.gateway.prompt_fields.packed", packed)
         content = json.dumps({"model": "tiny"} | body, separators=(",", ":")).encode()
         assert len(content) <= Gateway().max_body_bytes
         begin_s = time.process_time()
