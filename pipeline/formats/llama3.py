@@ -2,9 +2,9 @@
 
     {"name": "find", "parameters": {"text": "a"}}
 
-They begin the reply, or stand behind `<|python_tag|>`; several are separated by `;`, with Llama 4 by nothing. An object that no mark says to be
-a call is one only if it calls a tool of the request. What else stands behind the mark is code for tools that the model
-brings with it, and is content here.
+They begin the reply, or stand behind `<|python_tag|>`; several are separated by `;`, with Llama 4 by nothing. An object
+that no mark says to be a call is one only if it calls a tool of the request. What else stands behind the mark is code
+for tools that the model brings with it, and is content here.
 https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md
 """
 

@@ -1,5 +1,5 @@
-"""The shape that a chat's reply is to have, besides what the client wants to be matched: calls that may stand for it,
-and the reasoning before it. Pure."""
+"""The shape that a chat's reply is to have, as far as it depends on more than what the client wants to be matched:
+calls that may stand for it, and the reasoning before it. Pure."""
 
 import msgspec
 import numpy as np
