@@ -13,7 +13,7 @@ import asyncio
 import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 import numpy as np
@@ -44,9 +44,16 @@ SLICE_S = 0.01
 Key = tuple[int, int]
 """request_id and attempt."""
 
-Made = tuple[Ids, int, Sampling, str | None, list[str] | None]
-"""A prompt's ids, how many may be generated at most and how they are drawn; its text and the names of its ids, where
-they are asked for."""
+class Seen(NamedTuple):
+    """What a client sees of a prompt, where it is asked for; as `Accepted` has it."""
+
+    text: str | None = None
+    token_strs: list[str] | None = None
+    pieces: list[bytes] | None = None
+
+
+Made = tuple[Ids, int, Sampling, Seen]
+"""A prompt's ids, how many may be generated at most and how they are drawn, and what its client sees of it."""
 
 
 def run(launch: Launch) -> None:
@@ -146,7 +153,7 @@ class Ingest:
         try:
             ids = self._given_ids(submit.prompt) if isinstance(submit.prompt, IdsPrompt) else None
             is_long = cost_chars(submit) >= LONG_CHARS
-            if ids is not None and submit.prompt_options.with_text:
+            if ids is not None and (submit.prompt_options.with_text or submit.prompt_options.with_pieces):
                 is_long |= len(ids) >= MANY_IDS
             if not is_long:
                 self._admit(submit, began_s, *self._made(submit, ids, is_short=True))
@@ -202,13 +209,16 @@ class Ingest:
         ids = self._prompts.cut(ids, submit)
         max_tokens = self._prompts.max_tokens(ids, submit)
         sampling = self._prompts.sampling(submit)
-        text = token_strs = None
+        seen = Seen()
         if options.with_text:
             is_cut = options.truncate != 0
             text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
+            seen = seen._replace(text=text)
         if options.with_token_strs:
-            token_strs = self._shown.token_strs(ids.tolist())
-        return ids, max_tokens, sampling, text, token_strs
+            seen = seen._replace(token_strs=self._shown.token_strs(ids.tolist()))
+        if options.with_pieces:
+            seen = seen._replace(pieces=self._shown.pieces(ids.tolist()))
+        return ids, max_tokens, sampling, seen
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
@@ -222,8 +232,7 @@ class Ingest:
         ids: Ids,
         max_tokens: int,
         sampling: Sampling,
-        text: str | None,
-        token_strs: list[str] | None,
+        seen: Seen,
     ) -> None:
         """Hand the ids on: put once, read by schedule and by the gateway, or by the gateway alone where nothing is to
         be generated. Raises Refusal."""
@@ -234,7 +243,9 @@ class Ingest:
         done_s = self._stage.tape.monotonic()
         self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s)
+        accepted = m.Accepted(
+            submit.request_id, submit.attempt, array, seen.text, seen.token_strs, began_s, done_s, seen.pieces
+        )
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:
             return
