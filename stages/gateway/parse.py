@@ -38,6 +38,7 @@ from pipeline.stages.gateway.conversation import (
     ReplyForm,
     calls_grammar,
     chat_prompt,
+    given_of_chat,
     num_parts,
     reply_form,
 )
@@ -266,10 +267,8 @@ def parse_tokenize(body: bytes, limits: Limits) -> Ask:
     prompt: m.Prompt
     match asked.prompt, asked.messages:
         case str(text), None:
-            if asked.add_generation_prompt is not None:
-                raise invalid(
-                    "add_generation_prompt", "'add_generation_prompt' is only allowed together with 'messages'"
-                )
+            if (name := given_of_chat(asked)) is not None:
+                raise invalid(name, f"'{name}' is only allowed together with 'messages'")
             prompt = m.TextPrompt(text)
         case None, list(messages):
             prompt = chat_prompt(asked, messages, limits.caps)
@@ -337,9 +336,16 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     if generate.received and len(generate.received) != ask.n:
         message = f"'received' must have the ids of each of n = {ask.n} sequences, not of {len(generate.received)}"
         raise invalid("received", message, "invalid_value")
-    outputs = [_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)]
-    name = names.checked(generate.name, "name")
-    return msgspec.structs.replace(ask, stream=True, outputs=outputs, request_id=name, timings=generate.timings)
+    (prompt,) = ask.prompts
+    grammar = calls_grammar(prompt, limits.formats, ask.grammar) if isinstance(prompt, m.ChatPrompt) else ask.grammar
+    return msgspec.structs.replace(
+        ask,
+        stream=True,
+        outputs=[_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)],
+        request_id=names.checked(generate.name, "name"),
+        timings=generate.timings,
+        grammar=grammar,
+    )
 
 
 def _prompt_of(prompt: p.Prompt, limits: Limits) -> m.Prompt:
@@ -351,7 +357,7 @@ def _prompt_of(prompt: p.Prompt, limits: Limits) -> m.Prompt:
             check_num_ids(len(ids) // 4, "prompt", limits.max_prompt_tokens)
             return m.IdsPrompt(_whole_ids(ids, "prompt"))
         case p.ChatPrompt():
-            _check_num_messages(len(prompt.messages), limits)
+            _check_num_messages(sum(1 + len(one.tool_calls) for one in prompt.messages), limits)
             return wire_fields.chat_of(prompt, limits.caps)
         case _:
             assert_never(prompt)

@@ -23,9 +23,11 @@ from tokenizers import Tokenizer
 from pipeline import messages as m
 from pipeline import records
 from pipeline.channels import AsyncInbox
+from pipeline.formats.chat_formats import ChatFormats, either
 from pipeline.messages import Failure, IdsPrompt, Launch, Sampling, Submit
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest import shape
 from pipeline.stages.ingest.chats import NeedsTime
 from pipeline.stages.ingest.counting import Counting
 from pipeline.stages.ingest.grammar import Grammars
@@ -44,12 +46,14 @@ SLICE_S = 0.01
 Key = tuple[int, int]
 """request_id and attempt."""
 
+
 class Seen(NamedTuple):
     """What a client sees of a prompt, where it is asked for; as `Accepted` has it."""
 
     text: str | None = None
     token_strs: list[str] | None = None
     pieces: list[bytes] | None = None
+    tail: str | None = None
 
 
 Made = tuple[Ids, int, Sampling, Seen]
@@ -94,6 +98,7 @@ class Ingest:
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
+        self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self._grammars = Grammars(stage.model_dir, stage.launch.settings.limits, title)
         self._unsent = Unsent(lambda: stage.tape)
         self._counting = Counting()
@@ -170,6 +175,8 @@ class Ingest:
         try:
             outcome: str | Refusal
             outcome = await self._grammars.check(grammar)
+            if (calls := shape.calls_beside(submit, self._formats)) is not None:
+                outcome = either(outcome, await self._grammars.check(calls))
         except Refusal as refusal:
             outcome = refusal
         await self._stage.tape.moment("checked", submit.request_id)
@@ -208,8 +215,9 @@ class Ingest:
             ids = self._prompts.encode(prompt, options, submit.arrival_s, is_short=is_short)
         ids = self._prompts.cut(ids, submit)
         max_tokens = self._prompts.max_tokens(ids, submit)
-        sampling = self._prompts.sampling(submit)
-        seen = Seen()
+        tail = shape.tail(submit, ids, self._tokenizer)
+        sampling = shape.behind_reasoning(self._prompts.sampling(submit), tail, self._formats)
+        seen = Seen(tail=tail)
         if options.with_text:
             is_cut = options.truncate != 0
             text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
@@ -244,7 +252,15 @@ class Ingest:
         self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
         accepted = m.Accepted(
-            submit.request_id, submit.attempt, array, seen.text, seen.token_strs, began_s, done_s, seen.pieces
+            submit.request_id,
+            submit.attempt,
+            array,
+            seen.text,
+            seen.token_strs,
+            began_s,
+            done_s,
+            seen.pieces,
+            seen.tail,
         )
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:

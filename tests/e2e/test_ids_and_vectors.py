@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,11 @@ def post(url: str, path: str, **body: Any) -> Any:
 
 
 def bytes_of(name: str) -> bytes:
-    """The bytes of a token of a completion that is no text."""
-    text = name.removeprefix("bytes:")
-    return (
-        text.encode("latin-1").decode("unicode_escape").encode("latin-1")
-        if name.startswith("bytes:")
-        else text.encode()
-    )
+    """The bytes of a token of a completion."""
+    escaped = name.removeprefix("bytes:").encode()
+    if not name.startswith("bytes:"):
+        return escaped
+    return re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), escaped)
 
 
 def test_of_a_prompt_and_an_output_are_those_of_the_model(url: str, reference: Any, tokenizer: Tokenizer) -> None:

@@ -192,7 +192,7 @@ class TestReplies:
         assert ask(tools=[FIND]).grammar is None
         required, named = ask(tools=[FIND, NOW], tool_choice="required"), ask(tools=[FIND, NOW], tool_choice=NAMED)
         assert required.grammar is not None and named.grammar is not None
-        assert (required.grammar.kind, required.grammar.param) == ("lark", "tools")
+        assert (required.grammar.kind, required.grammar.param) == ("calls", "tools")
         assert "now" in required.grammar.source
         assert "now" not in named.grammar.source
 
