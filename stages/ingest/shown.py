@@ -32,7 +32,7 @@ class Shown:
         return [self._vocabulary.token(token_id) or "" for token_id in ids]
 
     def pieces(self, ids: list[int]) -> list[bytes]:
-        """The bytes of text that each id stands for; empty where the vocabulary has no such id."""
+        """The bytes of text that each id stands for, special tokens as they are written."""
         pieces = self._vocabulary.pieces(skip_special_tokens=False)
         return [piece.encode() if isinstance(piece, str) else piece for piece in map(pieces.__getitem__, ids)]
 
