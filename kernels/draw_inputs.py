@@ -22,9 +22,10 @@ NO_PLACES: LongArray = np.zeros(0, np.int64)
 
 
 class DrawInputs:
-    """How each id of a step is drawn. Shapes are [max_num_rows]."""
+    """How each id of a step is drawn. Shapes are [max_num_rows]; `mask_words` is memory for masks where another process
+    writes them."""
 
-    def __init__(self, max_num_rows: int, vocab_size: int) -> None:
+    def __init__(self, max_num_rows: int, vocab_size: int, mask_words: WordArray | None = None) -> None:
         self.greedy: np.ndarray[Any, np.dtype[np.uint8]] = np.ones(max_num_rows, np.uint8)
         """1 where the largest logit is taken as it is and nothing else is wanted; what follows is then not read."""
         self.temperature: FloatArray = np.zeros(max_num_rows, np.float32)
@@ -39,7 +40,8 @@ class DrawInputs:
         """Ids of the row; read where it is shaped."""
         self.masks: AddressArray = np.zeros(max_num_rows, np.uint64)
         """Address of the bits that a grammar allows, which are in `mask_words`; 0 where there is no grammar."""
-        self.mask_words: WordArray = np.zeros((max_num_rows, num_words(vocab_size)), np.uint32)
+        shape = max_num_rows, num_words(vocab_size)
+        self.mask_words: WordArray = np.zeros(shape, np.uint32) if mask_words is None else mask_words
         """[max_num_rows, ceil(V / 32)]; bit v % 32 of word v / 32 says whether id v is allowed. Whoever owns the
         grammars writes the rows in `masked` for each step, before the program's wait for them ends."""
         self.masked: LongArray = NO_PLACES
@@ -52,6 +54,7 @@ class DrawInputs:
         self.rows: IntArray = np.zeros(0, np.int32)
         """Whose tokens they are, as the next has them."""
         self.row_shapings: Sequence[Shaping | None] = ()
+        assert self.mask_words.shape == shape and self.mask_words.flags.c_contiguous
         self._mask_addresses: AddressArray = (
             self.mask_words.ctypes.data + np.arange(max_num_rows, dtype=np.uint64) * self.mask_words.strides[0]
         ).astype(np.uint64)

@@ -16,8 +16,9 @@ def log_softmax(logits: Tensor) -> Tensor:
     probability 0. Where the largest logit is infinite, 0 for its ids and -inf for others; never NaN."""
     wide = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     top = wide.amax(dim=-1, keepdim=True)
-    within = torch.where(wide == top, 0.0, -torch.inf)
-    return torch.where(top.isfinite(), wide - wide.logsumexp(dim=-1, keepdim=True), within)
+    below = wide - top
+    logprobs = below - below.exp().sum(dim=-1, keepdim=True).log()
+    return torch.where(top.isfinite(), logprobs, torch.where(wide == top, 0.0, -torch.inf))
 
 
 def likeliest(logits: Tensor, num: int) -> Tensor:
@@ -37,11 +38,11 @@ def write_records(logits: Tensor, ids: IntArray, records: RecordInputs) -> None:
     if not len(asking):
         return
     rows = logits[torch.from_numpy(asking).to(logits.device)]
-    values = log_softmax(rows).cpu()
+    values = log_softmax(rows).float().cpu()
     for place, i in enumerate(asking.tolist()):
         logprob, top_ids, top_logprobs = records.parts(i)
         num = min(len(top_ids), rows.shape[1])
         top = likeliest(rows[place], num).cpu()
         logprob[0] = values[place, ids[i]]
         top_ids[:num], top_ids[num:] = top.numpy(), -1
-        top_logprobs[:num], top_logprobs[num:] = values[place, top].float().numpy(), -np.inf
+        top_logprobs[:num], top_logprobs[num:] = values[place, top].numpy(), -np.inf

@@ -6,8 +6,10 @@ if TYPE_CHECKING:
     from pipeline.async_llm import AsyncLLM
     from pipeline.client import AsyncClient, Client, ConnectionLost, RequestError
     from pipeline.llm import LLM
+    from pipeline.logprobs import Logprob
     from pipeline.outputs import CompletionOutput, RequestOutput
     from pipeline.sampling_params import SamplingParams
+    from pipeline.structured_params import StructuredOutputsParams
 
 _HOMES = {
     "AsyncClient": "pipeline.client",
@@ -16,9 +18,11 @@ _HOMES = {
     "CompletionOutput": "pipeline.outputs",
     "ConnectionLost": "pipeline.client",
     "LLM": "pipeline.llm",
+    "Logprob": "pipeline.logprobs",
     "RequestError": "pipeline.client",
     "RequestOutput": "pipeline.outputs",
     "SamplingParams": "pipeline.sampling_params",
+    "StructuredOutputsParams": "pipeline.structured_params",
 }
 
 __all__ = [
@@ -28,9 +32,11 @@ __all__ = [
     "Client",
     "CompletionOutput",
     "ConnectionLost",
+    "Logprob",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

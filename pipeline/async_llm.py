@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import reprlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from pipeline.errors import ServerFailed, StartError, UserError
 from pipeline.open_request import OpenRequest
 from pipeline.outputs import OutputKind, RequestOutput
 from pipeline.own_server import OwnServer, private_address, settings_of
-from pipeline.prompts import Conversation, Prompt, Ready, chat_of, prompt_of
+from pipeline.prompts import Conversation, Prompt, Ready, chat_of, chat_options_of, prompt_of
 from pipeline.protocol import MAX_NAME_CHARS
 from pipeline.sampling_params import SamplingParams
 from pipeline.slots import Slots
@@ -190,15 +190,25 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         output_kind: OutputKind = "cumulative",
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a conversation, as `generate`. The server applies the model's chat template."""
+        """Answer a conversation, as `generate`. The server applies the model's chat template.
+
+        `tools`, in OpenAI's shape, are shown to the model by the template; its output is the text as it is, calls
+        included. With `continue_final_message` the output goes on with the last message, which takes
+        add_generation_prompt=False. `chat_template_kwargs` are further names for the template.
+        """
+
+        written = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
 
         def ready(info: ServerInfo) -> Ready:
-            return chat_of(messages, "messages", add_generation_prompt, info)
+            return chat_of(messages, "messages", written, info)
 
         options = options_of(priority, cache_salt, timeout_s)
         return self._stream(ready, sampling_params, request_id, output_kind, options)

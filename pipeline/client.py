@@ -31,6 +31,8 @@ import zmq
 from pipeline import api_keys
 from pipeline import protocol as p
 from pipeline.call_options import checked
+from pipeline.chats import tool_calls_of
+from pipeline.logprobs import Logprob, logprobs_of
 from pipeline.loop_thread import LoopThread
 from pipeline.sampling_params import SamplingParams
 from pipeline.version import VERSION
@@ -38,8 +40,8 @@ from pipeline.version import VERSION
 T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | p.Prompt
-"""A text, token ids, or the messages of a chat: mappings with role, content and perhaps name; or one as the wire has
-it."""
+"""A text, token ids, or the messages of a chat: mappings with role, content and perhaps name, tool_calls, tool_call_id
+and reasoning; or one as the wire has it."""
 Received = Sequence[int] | Sequence[Sequence[int]] | None
 """Output ids that the caller has already: of the one sequence, or of each of n."""
 
@@ -116,13 +118,15 @@ class Output(msgspec.Struct, frozen=True):
     """Characters of the sequence's text before this one, those of a resumed request's `received` included."""
     token_offset: int = 0
     """Output ids of the sequence before these, `received` included."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each of `token_ids` its own and those of the likeliest in its place; None where they were not asked for."""
 
 
 class Stream:
     """One request: an async iterator of `Output`s. Raises RequestError where the server refuses or fails it, and
     ConnectionLost where the server is gone. Made by `AsyncClient.generate`."""
 
-    def __init__(self, client: "AsyncClient", request_id: int) -> None:
+    def __init__(self, client: "AsyncClient", request_id: int, params: p.Params) -> None:
         self.request_id = request_id
         self.prompt_token_ids: list[int] | None = None
         """None until the request is accepted; there before the first output."""
@@ -138,6 +142,11 @@ class Stream:
         """The server's name for it, as `cmpl-…`, in its log and for POST /abort_requests; None until accepted."""
         self.timings: dict[str, Any] | None = None
         """Where its time went, as the field `timings` of a reply over HTTP; known at the end, if it was asked for."""
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        """For each of the prompt's ids, as `Output.logprobs`, and None for the first; those that have been read. Where
+        they were asked for, all are there at the end."""
+        self._num_top, self._prompt_num_top = params.logprobs, params.prompt_logprobs
+        self._prompt_pieces: list[bytes] = []
         self._client = client
         self._deltas: deque[p.Delta] = deque()
         self._outputs: deque[Output] = deque()
@@ -200,12 +209,24 @@ class Stream:
                 return False
             await self._change()
         delta = self._deltas.popleft()
-        self._outputs.extend(_output(output) for output in delta.outputs)
+        self._take_prompt(delta)
+        self._outputs.extend(_output(output, self._num_top) for output in delta.outputs)
         self._num_read += 1
         if self._num_read >= WINDOW // 2 and not self._is_closed:
             self._client._send(p.Credit(self.request_id, self._num_read))
             self._num_read = 0
         return True
+
+    def _take_prompt(self, delta: p.Delta) -> None:
+        """Log probabilities of further ids of the prompt."""
+        if self.prompt_logprobs is None or self._prompt_num_top is None or not delta.prompt_records:
+            return
+        begin, num_top, named = 1 + delta.prompt_record_offset, self._prompt_num_top, delta.prompt_record_pieces
+        pieces: list[bytes] = []
+        for place, own in enumerate(self._prompt_pieces[begin:]):
+            pieces += [own, *named[place * num_top : (place + 1) * num_top]]
+        ids = (self.prompt_token_ids or [])[begin:]
+        self.prompt_logprobs += logprobs_of(ids, delta.prompt_records, pieces, num_top)
 
     async def _change(self) -> None:
         """Wait for news. The client's heartbeat ends the wait where the server is gone."""
@@ -220,6 +241,8 @@ class Stream:
                 self.prompt_token_ids = unpacked(message.prompt_token_ids)
                 self.seed = message.seed
                 self.id = message.id or None
+                self._prompt_pieces = message.prompt_pieces
+                self.prompt_logprobs = None if self._prompt_num_top is None else [None]
             case p.Delta():
                 self._deltas.append(message)
             case p.Finished():
@@ -372,7 +395,7 @@ class AsyncClient:
             raise TooLarge(
                 f"the request takes {len(data)} bytes, and this server reads at most {self.info.max_message_bytes}"
             )
-        stream = Stream(self, message.request_id)
+        stream = Stream(self, message.request_id, message.params)
         stream._when_dropped = weakref.finalize(stream, self._dropped.append, message.request_id)
         stream._when_dropped.atexit = False
         self._streams[message.request_id] = stream
@@ -630,6 +653,11 @@ class BlockingStream:
         return self._stream.num_cached_tokens
 
     @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """As `Stream.prompt_logprobs`."""
+        return self._stream.prompt_logprobs
+
+    @property
     def id(self) -> str | None:
         """As `Stream.id`."""
         return self._stream.id
@@ -680,15 +708,17 @@ def unpacked(data: bytes) -> list[int]:
     return list(struct.unpack_from(f"<{len(data) // 4}i", data))
 
 
-def _output(output: p.Output) -> Output:
+def _output(output: p.Output, num_top: int | None) -> Output:
+    ids = unpacked(output.token_ids)
     return Output(
         output.index,
         output.text,
-        unpacked(output.token_ids),
+        ids,
         output.finish_reason,
         output.stop_reason,
         output.text_offset,
         output.token_offset,
+        None if num_top is None else logprobs_of(ids, output.records, output.pieces, num_top),
     )
 
 
@@ -713,14 +743,26 @@ def _prompt(prompt: Any) -> p.Prompt:
 
 
 def _message(place: int, message: Mapping[str, Any]) -> p.ChatMessage:
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            raise TypeError(f"messages[{place}].{name} must be a string, not {type(message.get(name)).__name__}")
-    return p.ChatMessage(message["role"], message["content"], message.get("name"))
+    at, content, calls = f"messages[{place}]", message.get("content"), message.get("tool_calls")
+    fields = {name: message.get(name) for name in ("role", "name", "tool_call_id", "reasoning")}
+    for name in fields:
+        if not isinstance(fields[name], str) and (name == "role" or fields[name] is not None):
+            raise TypeError(f"{at}.{name} must be a string, not {type(fields[name]).__name__}")
+    if isinstance(content, (list, tuple)):
+        content = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(text, str) for text in content):
+            raise TypeError(f"{at}.content must be a string or parts with a text each")
+    elif not isinstance(content, str) and (content is not None or not calls):
+        raise TypeError(f"{at}.content must be a string, not {type(content).__name__}")
+    return p.ChatMessage(content=content, tool_calls=tool_calls_of(calls, f"{at}.tool_calls"), **fields)  # type: ignore[arg-type]
 
 
 def _params(params: SamplingParams) -> p.Params:
-    return p.Params(**{name: getattr(params, name) for name in p.Params.__struct_fields__})
+    fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
+    fields["logit_bias"] = {str(token_id): value for token_id, value in (params.logit_bias or {}).items()}
+    if params.structured_outputs is not None:
+        fields["structured_outputs"] = params.structured_outputs.on_the_wire()
+    return p.Params(**fields)
 
 
 def _received(received: Any, n: int) -> list[bytes]:

@@ -11,7 +11,7 @@ a notebook whose event loop runs already.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from pipeline.prompts import (
     Prompt,
     Ready,
     chat_of,
+    chat_options_of,
     is_one_conversation,
     is_one_prompt,
     params_for,
@@ -162,16 +163,26 @@ class LLM:
         sampling_params: Params = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
         priority: Priority = None,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation or any number of them, as `generate`. The server applies the model's chat template."""
+        """Answer a conversation or any number of them, as `generate`. The server applies the model's chat template.
+
+        `tools` are those of all of them, in OpenAI's shape: the template shows them to the model, and its output is the
+        text as it is, calls included. With `continue_final_message` the output goes on with the last message, which
+        takes add_generation_prompt=False. `chat_template_kwargs` are further names for the template.
+        """
+
+        written = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
 
         def ready(conversation: Any, where: str, info: ServerInfo) -> Ready:
-            return chat_of(conversation, where, add_generation_prompt, info)
+            return chat_of(conversation, where, written, info)
 
         is_one = is_one_conversation(messages)
         names = _Names("messages", is_one)

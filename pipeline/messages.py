@@ -210,6 +210,8 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     with_token_strs: bool = False
     truncate: int = 0
     """Keep the last so many ids alone; 0 keeps all, -1 as many as the model's context leaves room for."""
+    with_tail: bool = False
+    """The end of a chat's text, which says whether it opens the model's reasoning; see pipeline/formats."""
     with_pieces: bool = False
 
 
@@ -460,6 +462,9 @@ class Accepted(Message, frozen=True, tag="accepted"):
     machine share."""
     done_s: float = 0.0
     """When it had the ids."""
+    tail: str | None = None
+    """The last characters of a chat's text, as many as pipeline/formats wants at least, where
+    `Submit.prompt_options` asks for them."""
     pieces: list[bytes] | None = None
     """The bytes of text that each id stands for, where `Submit.prompt_options` asks for it."""
 

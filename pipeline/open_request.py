@@ -9,6 +9,7 @@ from http import HTTPStatus
 from pipeline.call_options import CallOptions
 from pipeline.client import AsyncClient, ConnectionLost, Output, RequestError, Stream, TooLarge
 from pipeline.errors import PromptError, ServerFailed, UserError
+from pipeline.logprobs import Logprob
 from pipeline.outputs import CompletionOutput, OutputKind, RequestOutput
 from pipeline.prompts import Ready
 from pipeline.sampling_params import SamplingParams
@@ -58,7 +59,7 @@ class OpenRequest:
         self._lost = lost
         self._num_slots = 0
         self._stream: Stream | None = None
-        self._whole = [CompletionOutput(index, "", []) for index in range(params.n)]
+        self._whole = [self._nothing(index) for index in range(params.n)]
         self._news: list[CompletionOutput] = []
         self._is_aborted = False
         self._is_told = False
@@ -105,7 +106,15 @@ class OpenRequest:
         """What has come: since the last `more` where `kind` is delta, else all of it."""
         news = self._news if kind == "delta" else self._whole
         outputs = [
-            CompletionOutput(one.index, one.text, list(one.token_ids), one.finish_reason, one.stop_reason)
+            CompletionOutput(
+                one.index,
+                one.text,
+                list(one.token_ids),
+                one.finish_reason,
+                one.stop_reason,
+                None if one.logprobs is None else list(one.logprobs),
+                self._whole[one.index].cumulative_logprob,
+            )
             for one in news
         ]
         finished = all(one.finished() for one in self._whole)
@@ -116,7 +125,13 @@ class OpenRequest:
             outputs,
             finished,
             self._num_cached if finished else None,
+            self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Those of the prompt, once they are all there."""
+        known = None if self._stream is None else self._stream.prompt_logprobs
+        return list(known) if known is not None and len(known) == len(self.prompt_ids) else None
 
     def abort(self) -> None:
         """Have it ended. What comes last then says `finish_reason="abort"`."""
@@ -206,15 +221,25 @@ class OpenRequest:
         self._news = self._whole
         return 0
 
+    def _nothing(self, index: int) -> CompletionOutput:
+        """What has come of a sequence before anything has."""
+        if self._params.logprobs is None:
+            return CompletionOutput(index, "", [])
+        return CompletionOutput(index, "", [], logprobs=[], cumulative_logprob=0.0)
+
     def _take_in(self, outputs: list[Output]) -> None:
         news: dict[int, CompletionOutput] = {}
         for output in outputs:
             for one in (
                 self._whole[output.index],
-                news.setdefault(output.index, CompletionOutput(output.index, "", [])),
+                news.setdefault(output.index, self._nothing(output.index)),
             ):
                 one.text += output.text
                 one.token_ids += output.token_ids
+                if one.logprobs is not None and one.cumulative_logprob is not None and output.logprobs:
+                    one.logprobs += output.logprobs
+                    own = zip(output.logprobs, output.token_ids, strict=False)
+                    one.cumulative_logprob += sum(each[token_id].logprob for each, token_id in own)
                 one.finish_reason = output.finish_reason
                 one.stop_reason = output.stop_reason
         self._news = list(news.values())

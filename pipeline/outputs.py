@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from pipeline.logprobs import Logprob
+
 OutputKind = Literal["cumulative", "delta", "final"]
 """What each output of a stream holds: all so far, what is new, or, once, everything."""
 
@@ -19,6 +21,11 @@ class CompletionOutput(msgspec.Struct):
     """`stop`, `length` or `abort` where it has ended, None while it goes on."""
     stop_reason: int | str | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each of `token_ids` its own and those of the likeliest ids in its place; None where they were not asked for.
+    So is the next."""
+    cumulative_logprob: float | None = None
+    """Sum of those of the ids themselves, all so far."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -39,3 +46,6 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int | None = None
     """Of the prompt's ids, those that were found in the prefix cache, and not computed; None until it is
     finished, and where no sequence got an id."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each of the prompt's ids what `CompletionOutput.logprobs` has, and None for the first, before which there is
+    nothing. None before all are known, and where they were not asked for."""

@@ -12,11 +12,12 @@ import numpy as np
 
 from pipeline import call_options
 from pipeline import protocol as p
+from pipeline.chats import ChatOptions, chat_options, tool_calls_of
 from pipeline.client import ServerInfo, packed
 from pipeline.errors import PromptError
 from pipeline.sampling_params import SamplingParams
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_SHOWN_CHARS = 100
 _ID_LISTS = (list, tuple, range, array.array)
 
@@ -104,10 +105,19 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> Ready:
     return Ready(p.TokensPrompt(packed(prompt)), None)
 
 
-def chat_of(messages: Any, where: str, add_generation_prompt: bool, info: ServerInfo) -> Ready:
+def chat_options_of(
+    add_generation_prompt: Any, continue_final_message: Any, tools: Any, chat_template_kwargs: Any
+) -> ChatOptions:
+    """How the conversations of a call are written. Raises PromptError."""
+    try:
+        return chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+    except (TypeError, ValueError) as error:
+        raise PromptError(str(error)) from error
+
+
+def chat_of(messages: Any, where: str, options: ChatOptions, info: ServerInfo) -> Ready:
     """One conversation for a server. Raises PromptError, calling it `where`."""
-    checked = _checked_conversation(messages, where, info)
-    return Ready(p.ChatPrompt(checked, add_generation_prompt), None)
+    return Ready(options.prompt(_checked_conversation(messages, where, info)), None)
 
 
 def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p.ChatMessage]:
@@ -121,19 +131,27 @@ def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p
 def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessage:
     if not isinstance(message, Mapping):
         raise PromptError(f'{where} must be a dict as {{"role": "user", "content": "…"}}, not {_shown(message)}')
-    if unknown := sorted(map(str, set(message) - {"role", "content", "name"})):
+    if unknown := sorted(map(str, set(message) - set(p.ChatMessage.__struct_fields__))):
         raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
-    role, content, name = message.get("role"), message.get("content"), message.get("name")
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise PromptError(f"{where}['role'] must be one of {', '.join(ROLES)}, not {_shown(role)}")
+    try:
+        calls = tool_calls_of(message.get("tool_calls"), f"{where}['tool_calls']")
+    except (TypeError, ValueError) as error:
+        raise PromptError(str(error)) from error
     if isinstance(content, (list, tuple)):
-        content = "\n".join(_part(part, f"{where}['content'][{place}]") for place, part in enumerate(content))
-    if not isinstance(content, str):
+        content = [_part(part, f"{where}['content'][{place}]") for place, part in enumerate(content)]
+    elif not isinstance(content, str) and (content is not None or not calls):
         raise PromptError(f"{where}['content'] must be a text, not {_shown(content)}")
-    if name is not None and not isinstance(name, str):
-        raise PromptError(f"{where}['name'] must be a text, not {_shown(name)}")
-    _check_text(content, f"{where}['content']", info)
-    return p.ChatMessage(role, content, name)
+    others = [message.get(name) for name in ("name", "tool_call_id", "reasoning")]
+    for key, other in zip(("name", "tool_call_id", "reasoning"), others, strict=True):
+        if other is not None and not isinstance(other, str):
+            raise PromptError(f"{where}['{key}'] must be a text, not {_shown(other)}")
+    name, call_id, reasoning = others
+    texts = content if isinstance(content, list) else [content or ""]
+    _check_text("\n".join([*texts, reasoning or ""]), f"{where}['content']", info)
+    return p.ChatMessage(role, content, name, calls, call_id, reasoning)
 
 
 def _part(part: Any, where: str) -> str:

@@ -36,6 +36,7 @@ RequestId = Annotated[
     ),
 ]
 PackedIds = Annotated[bytes, Meta(description="Token ids, each 4 bytes: int32, little-endian.")]
+JsonText = Annotated[str | None, Meta(description="JSON text.")]
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
@@ -57,12 +58,31 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     ] = None
 
 
+class ToolCall(msgspec.Struct, array_like=True, frozen=True):
+    """A call of a tool, in a message of the assistant that the client gives back."""
+
+    id: Annotated[str, Meta(description="What the message of the tool names as `tool_call_id`.")]
+    name: Annotated[str, Meta(description="Of the function.")]
+    arguments: Annotated[str, Meta(description="JSON text: an object.")]
+
+
 class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
     """One message of a chat."""
 
-    role: Annotated[str, Meta(description="system, developer, user or assistant.")]
-    content: Annotated[str, Meta(description="Its text.")]
+    role: Annotated[str, Meta(description="system, developer, user, assistant or tool.")]
+    content: Annotated[
+        str | list[str] | None,
+        Meta(
+            description="Its text, or the texts of its parts; null in a message of the assistant that has tool calls "
+            "alone."
+        ),
+    ]
     name: Annotated[str | None, Meta(description="Who speaks, for templates that show it.")] = None
+    tool_calls: Annotated[list[ToolCall], Meta(description="What the assistant called.")] = []
+    tool_call_id: Annotated[str | None, Meta(description="In a message of a tool: the call that it answers.")] = None
+    reasoning: Annotated[
+        str | None, Meta(description="What the assistant thought before, for templates that show it.")
+    ] = None
 
 
 class TextPrompt(msgspec.Struct, array_like=True, frozen=True, tag_field="kind", tag="text"):
@@ -82,9 +102,40 @@ class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag_field="kind",
 
     messages: Annotated[list[ChatMessage], Meta(description="In order; at least one.")]
     add_generation_prompt: Annotated[bool, Meta(description="Whether the template opens the assistant's turn.")] = True
+    continue_final_message: Annotated[
+        bool, Meta(description="The output goes on with the last message; not together with add_generation_prompt.")
+    ] = False
+    tools: Annotated[
+        JsonText, Meta(description="JSON text: the array of tools, as the HTTP API has it; null where there are none.")
+    ] = None
+    tool_choice: Annotated[
+        str, Meta(description="none, auto, required, or named, which takes `tool_name`: what the output must be.")
+    ] = "auto"
+    tool_name: Annotated[str, Meta(description="Of the tool that is to be called.")] = ""
+    parallel_tool_calls: Annotated[bool, Meta(description="Whether more than one tool may be called at once.")] = True
+    documents: Annotated[JsonText, Meta(description="JSON text: an array, for templates that show them.")] = None
+    chat_template_kwargs: Annotated[
+        JsonText, Meta(description="JSON text: an object of further names for the template.")
+    ] = None
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+class StructuredOutputs(msgspec.Struct, array_like=True, frozen=True):
+    """What the output is to match, as `structured_outputs` of the HTTP API."""
+
+    kind: Annotated[
+        str,
+        Meta(description="json (a JSON Schema), json_object (any), regex, choice, grammar or structural_tag."),
+    ]
+    source: Annotated[
+        str,
+        Meta(
+            description="JSON text of a schema (json), of an array of strings (choice) or of a structural tag; a "
+            "pattern (regex); a grammar in Lark's or EBNF notation. Empty for json_object."
+        ),
+    ] = ""
 
 
 class Params(msgspec.Struct, array_like=True, frozen=True):
@@ -111,6 +162,39 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
             "id are sent, the best first, when all have ended. Null, and n, send all as they come."
         ),
     ] = None
+    repetition_penalty: Annotated[
+        float, Meta(description="0.01 to 100. Above 1 makes ids of the prompt and the output less likely.")
+    ] = 1.0
+    presence_penalty: Annotated[float, Meta(description="-2 to 2. Above 0 makes ids of the output less likely.")] = 0.0
+    frequency_penalty: Annotated[
+        float, Meta(description="-2 to 2. As presence_penalty, as many times as they occur.")
+    ] = 0.0
+    logit_bias: Annotated[
+        dict[str, float],
+        Meta(
+            description="A map from token ids, written as decimal strings, to what is added to their logits: -100 to "
+            "100."
+        ),
+    ] = {}
+    allowed_token_ids: Annotated[
+        list[int] | None, Meta(description="No other ids are drawn: at least one; null allows all.")
+    ] = None
+    bad_words: Annotated[list[str], Meta(description="Texts that the output never has: of 1 to 256 characters.")] = []
+    min_tokens: Annotated[int, Meta(description="Output ids before which nothing ends a sequence.")] = 0
+    truncate_prompt_tokens: Annotated[
+        int | None, Meta(description="Keep this many of the prompt's last ids; -1: as many as fit; null keeps all.")
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        Meta(
+            description="Outputs have the log probability of each id, and of so many of the likeliest in its place; "
+            "see Records. Null has none."
+        ),
+    ] = None
+    prompt_logprobs: Annotated[int | None, Meta(description="The same of the prompt's ids, all but the first.")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Meta(description="What the output is to match; null is anything.")
+    ] = None
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
@@ -127,6 +211,13 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     stop_reason: Annotated[
         str | int | None, Meta(description="The stop string, or the id of stop_token_ids, that ended it.")
     ] = None
+    records: Annotated[
+        bytes, Meta(description="Where `logprobs` were asked for: a record of each of token_ids; see Records.")
+    ] = b""
+    pieces: Annotated[
+        list[bytes],
+        Meta(description="For each record the bytes of text that its id stands for, then those of the ids it names."),
+    ] = []
 
 
 # ------------------------------------------------------------------------------------------------------- to the server
@@ -255,13 +346,34 @@ class Accepted(Message, frozen=True, tag="accepted"):
             "in the client's own name where it gave one. Empty from a server that is older than this field."
         ),
     ] = ""
+    prompt_pieces: Annotated[
+        list[bytes],
+        Meta(
+            description="Where `prompt_logprobs` were asked for: the bytes of text that each id of the prompt stands "
+            "for."
+        ),
+    ] = []
 
 
 class Delta(Message, frozen=True, tag="delta"):
     """What is new of a request; takes one credit. Each sequence has exactly one output with a finish_reason."""
 
     request_id: RequestId
-    outputs: Annotated[list[Output], Meta(description="At most one for each sequence.")]
+    outputs: Annotated[
+        list[Output],
+        Meta(description="At most one for each sequence; none, perhaps, where there are records of the prompt."),
+    ]
+    prompt_records: Annotated[
+        bytes,
+        Meta(
+            description="Where `prompt_logprobs` were asked for: records of further ids of the prompt, the first of "
+            "which has none; see Records."
+        ),
+    ] = b""
+    prompt_record_offset: Annotated[int, Meta(description="Records of the prompt before these.")] = 0
+    prompt_record_pieces: Annotated[
+        list[bytes], Meta(description="For each of these records the bytes of text of the ids that it names.")
+    ] = []
 
 
 class Finished(Message, frozen=True, tag="finished"):

@@ -27,6 +27,8 @@ SCHEMA = ROOT / "docs" / "protocol.schema.json"
 PAGE = ROOT / "docs" / "protocol.md"
 VECTORS = ROOT / "tests" / "protocol" / "vectors.json"
 
+IDS = ("token_ids", "prompt_token_ids", "received")
+"""Fields of packed ids: as objects they are lists of numbers. Other binary is written as hex."""
 U64 = ("request_id", "seed", "nonce")
 """Fields that may hold more than JSON's numbers keep exactly: as objects they are decimal strings."""
 NAMES = {int: "integer", str: "string", bool: "boolean", float: "float", bytes: "binary", type(None): "null"}
@@ -128,7 +130,7 @@ def table(kind: Any) -> str:
         default = "–"
         if not field.required:
             value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-            default = f"`{json.dumps(value)}`"
+            default = f"`{shown(value)}`"
         words = _description(hints[field.name])
         rows.append(f"| {place} | {field.name} | {_type_words(hints[field.name])} | {default} | {words} |")
     return "\n".join(rows)
@@ -147,6 +149,8 @@ def _type_words(hint: Any) -> str:
         return " or ".join(words)
     if get_origin(hint) is list:
         return f"array of {_type_words(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return f"map of {_type_words(get_args(hint)[0])} to {_type_words(get_args(hint)[1])}"
     return NAMES.get(hint) or f"[{hint.__name__}](#{hint.__name__.lower()})"
 
 
@@ -171,6 +175,8 @@ def shown(value: Any) -> str:
     match value:
         case list():
             return f"[{', '.join(map(shown, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{shown(name)}: {shown(one)}' for name, one in value.items())}}}"
         case bytes():
             return f"h'{value.hex()}'"
         case _:
@@ -185,6 +191,8 @@ def packed(*ids: int) -> bytes:
 
 
 MAX_U64 = 2**64 - 1
+_RECORDS = struct.pack("<f2i2ff2i2f", -0.125, 6, 300, -0.125, -2.5, -0.25, 7, 8, -0.25, -1.75)
+"""Of two ids, each with the two likeliest"""
 
 SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "hello": p.Hello(1, 1, "example/1.0"),
@@ -213,6 +221,57 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     "generate with priority, salt and timeout": p.Generate(
         7, "", p.TextPrompt("x"), p.Params(), 1, [], None, False, -(2**31), "tenant é", 2.5
     ),
+    "generate with penalties, bias, words and log probabilities": p.Generate(
+        9,
+        "",
+        p.TextPrompt("x"),
+        p.Params(
+            max_tokens=4,
+            repetition_penalty=1.25,
+            presence_penalty=-0.5,
+            frequency_penalty=2.0,
+            logit_bias={"17": -100.0, "504": 2.5},
+            allowed_token_ids=[17, 504, 49151],
+            bad_words=["né", "never"],
+            min_tokens=2,
+            truncate_prompt_tokens=-1,
+            logprobs=2,
+            prompt_logprobs=0,
+        ),
+        1,
+    ),
+    "generate what matches a schema": p.Generate(
+        10, "", p.TextPrompt("x"), p.Params(structured_outputs=p.StructuredOutputs("json", '{"type":"object"}')), 1
+    ),
+    "generate from a chat with tools": p.Generate(
+        11,
+        "",
+        p.ChatPrompt(
+            [
+                p.ChatMessage("user", ["Is it cold", "in Athens?"]),
+                p.ChatMessage(
+                    "assistant",
+                    None,
+                    None,
+                    [p.ToolCall("call-1", "weather", '{"city":"Athens"}')],
+                    None,
+                    "I have to look.",
+                ),
+                p.ChatMessage("tool", "31 °C", None, [], "call-1"),
+                p.ChatMessage("assistant", "No, it"),
+            ],
+            False,
+            True,
+            '[{"type":"function","function":{"name":"weather"}}]',
+            "named",
+            "weather",
+            False,
+            '[{"text":"It is hot."}]',
+            '{"enable_thinking":false}',
+        ),
+        p.Params(),
+        1,
+    ),
     "accepted": p.Accepted(1, packed(1, 4093, 2), MAX_U64, "cmpl-user-7/story.3"),
     "delta": p.Delta(1, [p.Output(0, " there was", packed(665, 436), 17, 4)]),
     "delta with ends": p.Delta(
@@ -224,6 +283,16 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
             p.Output(3, "", b"", 0, 0, "abort"),
         ],
     ),
+    "accepted with pieces": p.Accepted(1, packed(5, 6), 7, "cmpl-1", [b"na", b"\xc3"]),
+    "delta with records": p.Delta(
+        1,
+        [
+            p.Output(
+                0, "é", packed(6, 7), 0, 0, None, None, _RECORDS, [b"\xc3", b"\xc3", b"e", b"\xa9", b"\xa9", b"\xaa"]
+            )
+        ],
+    ),
+    "delta with records of the prompt": p.Delta(1, [], _RECORDS, 3, [b"a", b"e", b"", b"\xff"]),
     "finished": p.Finished(1, 5, 8),
     "finished with timings": p.Finished(1, 5, 8, '{"received":1.5,"total_ms":2.25,"choices":[]}'),
     "finished with cached tokens": p.Finished(1, 37, 8, None, [32, 37]),
@@ -274,7 +343,8 @@ def vectors() -> dict[str, Any]:
     return {
         "version": p.PROTOCOL_VERSION,
         "about": "hex is a message as it stands in its frame; message is the same with its fields by name. Packed ids "
-        f"are lists of numbers; {', '.join(U64)} are decimal strings, for they may exceed what JSON's numbers keep. "
+        f"are lists of numbers, other binary is hex; {', '.join(U64)} are decimal strings, for they may exceed what "
+        "JSON's numbers keep. "
         "Where exact is false, another encoding of the same message is as good, and clients need only read this one.",
         "vectors": [
             *(_vector(name, sample, msgspec.msgpack.encode(sample), exact=True) for name, sample in SAMPLES.items()),
@@ -323,9 +393,13 @@ def as_object(value: Any, field: str = "") -> Any:
             fields = {name: as_object(getattr(value, name), name) for name in value.__struct_fields__}
             return fields if tag is None else {"kind": tag, **fields}
         case list():
-            return [as_object(one) for one in value]
-        case bytes():
+            return [as_object(one, field) for one in value]
+        case dict():
+            return {name: as_object(one) for name, one in value.items()}
+        case bytes() if field in IDS:
             return list(struct.unpack(f"<{len(value) // 4}i", value))
+        case bytes():
+            return value.hex()
         case int() if field in U64:
             return str(value)
         case _:

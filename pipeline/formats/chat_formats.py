@@ -1,6 +1,6 @@
 """The formats of one model: which it uses, and what is done with them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipeline.formats.mistral import Mistral
 from pipeline.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.formats.reasoning import ReasoningFormat, ReasoningParser, Stage
 from pipeline.formats.specials import Specials
-from pipeline.formats.tool_format import NO_PARAMETERS, Call, Lark, Tool, ToolFormat
+from pipeline.formats.tool_format import NO_PARAMETERS, AddedToken, Call, Lark, Tool, ToolFormat
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
 """The first that detects a template is its own."""
@@ -28,16 +28,10 @@ TAIL_CHARS = 64
 _tools = msgspec.json.Decoder(list[Tool])
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-    special: bool = False
-
-
 class _Tokenizer(msgspec.Struct):
     """As much of a tokenizer.json as is needed here."""
 
-    added_tokens: list[_AddedToken] = []
+    added_tokens: list[AddedToken] = []
 
 
 class ReplyParser:
@@ -77,28 +71,28 @@ class ChatFormats(msgspec.Struct, frozen=True):
     reasoning: ReasoningFormat | None = None
     template: str = ""
     """The model's chat template"""
-    special_ids: Mapping[str, int] = {}
-    """By the text of each special token"""
+    added: Mapping[str, AddedToken] = {}
+    """Its tokenizer's added tokens, by their text"""
 
     @classmethod
     def load(cls, model_dir: str | Path, chat: Chat) -> "ChatFormats":
         """Those of a prepared model, as far as the settings leave it to its chat template."""
         template, tokenizer = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer.json"
-        added = []
+        added: list[AddedToken] = []
         if tokenizer.exists():
             added = msgspec.json.decode(tokenizer.read_bytes(), type=_Tokenizer).added_tokens
         return cls.of(
             template.read_text(encoding="utf-8") if template.exists() else "",
             chat,
-            {token.content: token.id for token in added if token.special},
+            added,
         )
 
     @classmethod
-    def of(cls, template: str, chat: Chat, special_ids: Mapping[str, int]) -> "ChatFormats":
-        """Those of a model with this template and these special tokens."""
+    def of(cls, template: str, chat: Chat, added: Iterable[AddedToken] = ()) -> "ChatFormats":
+        """Those of a model with this template and these added tokens."""
         tools = _chosen(TOOL_FORMATS, chat.tool_format, template)
         reasoning = _chosen(REASONING_FORMATS, chat.reasoning_format, template)
-        return cls(tools, reasoning, template, special_ids)
+        return cls(tools, reasoning, template, {token.content: token for token in added})
 
     def tools_of(self, choice: str) -> ToolFormat | None:
         """The format in which calls are to be looked for; `choice` is as in `ChatPrompt`."""
@@ -108,7 +102,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
 
     def needs_specials(self, choice: str) -> bool:
         """Whether text has to show special tokens, so that the parser sees its marks."""
-        return not self.special_ids.keys().isdisjoint(self._marks(self.tools_of(choice)))
+        return any(map(self._is_special, self._marks(self.tools_of(choice))))
 
     def parser(
         self,
@@ -123,38 +117,38 @@ class ChatFormats(msgspec.Struct, frozen=True):
         tools = self.tools_of(choice)
         marks = self._marks(tools)
         is_filtered = not shows_specials and self.needs_specials(choice)
-        hidden = frozenset(mark for mark in marks if mark in self.special_ids) if is_filtered else frozenset()
-        specials = Specials(self.special_ids.keys() - set(marks)) if is_filtered else None
+        hidden = frozenset(filter(self._is_special, marks)) if is_filtered else frozenset()
+        specials = Specials(filter(self._is_special, self.added.keys() - set(marks))) if is_filtered else None
         calls = NoCalls((), hidden) if tools is None else tools.parser(names, hidden)
         if self.reasoning is None:
             return ReplyParser(specials, None, calls)
         stage = self.reasoning.unsaid if tail is None else self.reasoning.stage_of(tail)
         return ReplyParser(specials, self.reasoning.parser(stage), calls)
 
-    def grammar(
-        self, choice: str, name: str = "", tools: str = "", *, parallel: bool = True, tail: str = "", output: str = ""
-    ) -> str:
-        """The grammar of a reply, in llguidance's form: a Lark grammar, or where `output` is given a list of grammars
-        as JSON; empty where the reply is free.
-
-        `choice`, `name`, `tools` and `parallel` are as in `ChatPrompt`; `tail` is the end of the prompt's text;
-        `output` is a grammar in llguidance's form that content has to match, empty for any. With choice `auto` and tools, a
-        reply is either calls or such content; with `required` and `named` it is calls, and `output` must be empty.
-        Raises ValueError where the tools are not those of a request that the gateway has checked.
-        """
+    def calls_grammar(self, choice: str, name: str, tools: str, *, parallel: bool) -> str:
+        """The Lark grammar, in llguidance's form, of calls that a client insists on, or may get with `auto`. The
+        arguments are as in `ChatPrompt`. Raises ValueError where the tools are not those of a request that the gateway
+        has checked."""
         form = self.tools_of(choice)
-        is_forced = choice in ("required", "named")
-        if not is_forced and not output:
-            return ""
-        lark = Lark(self.template, self.special_ids)
-        ways = [] if is_forced else ["@output"]
-        if form is not None and tools and (is_forced or choice == "auto"):
-            ways.append(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
-        start = lark.one_of(ways)
+        if form is None:
+            raise ValueError("the model has no format of calls")
+        lark = Lark(self.template, self.added)
+        return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
+
+    def around(self, grammar: str, tail: str, calls: str = "") -> str:
+        """The grammar of a whole reply, whose content is to match `grammar`, or where `calls` is given either of the
+        two: both in llguidance's form. `tail` is the end of the prompt's text, TAIL_CHARS of it or more: reasoning is
+        free, and what the grammars say holds behind it."""
+        if self.reasoning is None and not calls:
+            return grammar
+        lark = Lark(self.template, self.added)
+        start = lark.one_of(["@output", "@calls"] if calls else ["@output"])
         if self.reasoning is not None:
             start = _behind_reasoning(lark, self.reasoning, self.reasoning.stage_of(tail), start)
-        written = lark.grammar(start)
-        return written if is_forced else _with_output(written, output)
+        grammars = [{"lark_grammar": lark.grammar(start)}, _named(grammar, "output")]
+        if calls:
+            grammars.append(_named(calls, "calls"))
+        return msgspec.json.encode({"grammars": grammars}).decode()
 
     def _calls(self, lark: Lark, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
         functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
@@ -163,6 +157,9 @@ class ChatFormats(msgspec.Struct, frozen=True):
         schemas = [NO_PARAMETERS if one.parameters is None else one.parameters for one in functions]
         calls = [Call(one.name, lark.schema(schema)) for one, schema in zip(functions, schemas, strict=True)]
         return form.grammar(lark, calls, parallel=parallel and name is None)
+
+    def _is_special(self, mark: str) -> bool:
+        return mark in self.added and self.added[mark].special
 
     def _marks(self, tools: ToolFormat | None) -> tuple[str, ...]:
         marks = () if tools is None else tools.marks
@@ -188,12 +185,11 @@ def _behind_reasoning(lark: Lark, form: ReasoningFormat, stage: Stage, start: st
     return f"({lark.mark(form.start)} {thought} {blank})? {start}"
 
 
-def _with_output(written: str, output: str) -> str:
-    """Both grammars, the second by the name that the first gives it."""
-    inner: dict[str, Any] = {"lark_grammar": output}
-    if output.lstrip().startswith("{"):
-        grammars = msgspec.json.decode(output).get("grammars")
-        if not isinstance(grammars, list) or len(grammars) != 1:
-            raise ValueError("the output's grammar has to be one grammar")
-        (inner,) = grammars
-    return msgspec.json.encode({"grammars": [{"lark_grammar": written}, inner | {"name": "output"}]}).decode()
+def _named(grammar: str, name: str) -> dict[str, Any]:
+    """A grammar that others may refer to by a name."""
+    if not grammar.lstrip().startswith("{"):
+        return {"lark_grammar": grammar, "name": name}
+    grammars = msgspec.json.decode(grammar).get("grammars")
+    if not isinstance(grammars, list) or len(grammars) != 1:
+        raise ValueError("a reply's grammar has to be one grammar")
+    return {**grammars[0], "name": name}

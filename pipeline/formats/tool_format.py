@@ -24,6 +24,20 @@ class Tool(msgspec.Struct, frozen=True):
     function: Function
 
 
+class AddedToken(msgspec.Struct, frozen=True):
+    """One of a tokenizer.json's `added_tokens`."""
+
+    id: int
+    content: str
+    special: bool = False
+
+    @property
+    def stands_apart(self) -> bool:
+        """Whether llguidance takes it for no text: it does so with special ones, and with whatever looks like a tag,
+        as Qwen's <tool_call> does, which text shows all the same."""
+        return self.special or (self.content.startswith("<") and self.content.endswith(">"))
+
+
 class Call(msgspec.Struct, frozen=True):
     """A tool's call in a grammar."""
 
@@ -36,20 +50,19 @@ class Lark:
     """Writes a grammar in the syntax of llguidance
     (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
 
-    def __init__(self, template: str, special_ids: Mapping[str, int]) -> None:
+    def __init__(self, template: str, added: Mapping[str, "AddedToken"]) -> None:
         self.template = template
         """The model's chat template"""
-        self._special_ids = special_ids
-        """By the text of each special token"""
+        self._added = added
         self._rules: list[str] = []
 
     def text(self, text: str) -> str:
         return msgspec.json.encode(text).decode()
 
     def mark(self, mark: str) -> str:
-        """A mark: text, or one token where it is special, which no text ever becomes."""
-        token_id = self._special_ids.get(mark)
-        return self.text(mark) if token_id is None else f"<[{token_id}]>"
+        """A mark: text, or one token that no text ever becomes."""
+        token = self._added.get(mark)
+        return self.text(mark) if token is None or not token.stands_apart else f"<[{token.id}]>"
 
     def rule(self, body: str) -> str:
         """Name something."""
@@ -58,8 +71,8 @@ class Lark:
 
     def until(self, mark: str) -> str:
         """Any text, and the first of these marks behind it."""
-        if mark in self._special_ids:
-            return self.rule(rf"/(.|\n)*/ {self.mark(mark)}")
+        if (written := self.mark(mark)) != self.text(mark):
+            return self.rule(rf"/(.|\n)*/ {written}")
         self._rules.append(rf"r{len(self._rules)}[suffix={self.text(mark)}]: /(.|\n)*/")
         return f"r{len(self._rules) - 1}"
 

@@ -9,10 +9,9 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-MAX_CHOICES = 10_000
-OWN_OPTIONS = "x-guidance"
-"""A schema's options for the library: they would let it ignore keywords, or write what is no JSON."""
+from pipeline.grammars.schema import OWN_OPTIONS, Untrue, check, strict
 
+MAX_CHOICES = 10_000
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -57,9 +56,9 @@ def _json(source: str, what: str) -> Any:
 
 def _schema(source: str) -> str:
     """Nothing is ignored: what the library can't enforce is an error."""
-    _check_schema(_json(source, "the schema"))
-    # As it was written: every digit of a number counts.
-    return f'{{"grammars": [{{"json_schema": {source}}}]}}'
+    schema = _json(source, "the schema")
+    _check_schema(schema)
+    return f'{{"grammars": [{{"json_schema": {strict(source, schema)}}}]}}'
 
 
 def _check_schema(schema: Any) -> None:
@@ -67,6 +66,10 @@ def _check_schema(schema: Any) -> None:
         raise Unusable(f"a schema is an object, true or false, and not {_type(schema)}")
     if isinstance(schema, dict) and OWN_OPTIONS in schema:
         raise Unusable(f"{OWN_OPTIONS!r} is not taken in a schema")
+    try:
+        check(schema)
+    except Untrue as error:
+        raise Unusable(str(error)) from None
 
 
 def _choice(choices: Any) -> str:
@@ -133,7 +136,7 @@ def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokeniz
     if trigger is None:
         raise Unusable(f"`begin` of {where} starts with none of the triggers")
     try:
-        inner = f"%json {json.dumps(schema, allow_nan=False)}"
+        inner = f"%json {strict(json.dumps(schema, allow_nan=False), schema)}"
     except ValueError:
         raise Unusable(f"`schema` of {where} has a number that is too large") from None
     follows = begin[len(trigger) :]

@@ -2,16 +2,18 @@
 measured without a model's time: `pipeline serve --instant` and `pipeline profile pipeline`.
 
 Ids depend on the row and the step alone, are words in most vocabularies, and end no sequence: every one has the length
-that its request allows. Nothing is loaded, neither torch nor weights.
+that its request allows. Records are zeros, as many as there would be. Nothing is loaded, neither torch nor weights.
 """
 
 import gc
 from typing import assert_never
 
+import msgspec
 import numpy as np
 
 from pipeline import messages as m
 from pipeline.model_folder import ModelConfig
+from pipeline.records import embedding_bytes, logprob_bytes
 from pipeline.stage import Stage
 
 IDLE_S = 60.0
@@ -31,7 +33,8 @@ def run(launch: m.Launch) -> None:
         stage.log.warning("an instant executor answers with made-up ids: this is no model")
         num_swap_blocks = NUM_BLOCKS if settings.execute.swap_bytes else 0
         block_size, vocab_size = settings.schedule.block_size, config.vocab_size
-        stage.ready(m.ExecuteFacts(NUM_BLOCKS, block_size, max_model_len, vocab_size, num_swap_blocks))
+        hidden_size = config.hidden_size
+        stage.ready(m.ExecuteFacts(NUM_BLOCKS, block_size, max_model_len, vocab_size, num_swap_blocks, hidden_size))
         while True:
             messages: list[m.ExecuteInbox] = stage.inbox.wait_all(IDLE_S)
             for message in messages:
@@ -54,25 +57,35 @@ def run(launch: m.Launch) -> None:
 
 
 class Instant:
-    """What it knows of rows: their generations."""
+    """What it knows of rows: their generations, and what is to be told of them."""
 
     def __init__(self, max_num_seqs: int, config: ModelConfig) -> None:
         self._generations = np.zeros(max_num_seqs, np.uint32)
         self._first = min(FIRST_ID, config.vocab_size // 2)
         self._num_ids = max(1, min(NUM_IDS, config.vocab_size - self._first))
         self._ends = np.array(config.eos_ids, np.int32)
+        self._hidden_size = config.hidden_size
+        self._widths = np.zeros(max_num_seqs, np.int64)
+        """Bytes of the records of ids, and of those of the prompt's."""
+        self._prompt_widths = np.zeros(max_num_seqs, np.int64)
+        self._num_prompt = np.zeros(max_num_seqs, np.int64)
+        self._samplings = msgspec.msgpack.Decoder(m.Sampling)
 
     def step(self, stage: Stage[m.ExecuteInbox], step: m.Step) -> m.StepResult:
         arrays = stage.arrays
         for add in step.adds:
-            self._generations[add.row] = add.generation
+            self._add(add)
             arrays.done(add.ids)
             arrays.done(add.blocks)
-        for array in (step.drops, step.block_rows, step.block_ids, step.starts, step.counts):
+        for array in (step.drops, step.block_rows, step.block_ids):
             arrays.done(array)
         for array in (step.copy_sources, step.copy_targets):
             arrays.done(array)
-        rows = arrays.take(step.rows, np.int32)[arrays.take(step.samples, np.uint8) > 0]
+        computed = arrays.take(step.rows, np.int32)
+        starts, counts = (arrays.take(array, np.int32) for array in (step.starts, step.counts))
+        ends = np.minimum(starts + counts, self._num_prompt[computed] - 1)
+        num_prompt_bytes = int((np.maximum(ends - starts, 0) * self._prompt_widths[computed]).sum())
+        rows = computed[arrays.take(step.samples, np.uint8) > 0]
         ids = (self._first + (rows * 131 + step.step_id * 17) % self._num_ids).astype(np.int32)
         if np.isin(ids, self._ends).any():
             ids = np.where(np.isin(ids, self._ends), self._first, ids).astype(np.int32)
@@ -85,4 +98,18 @@ class Instant:
             finishes=bytes(len(rows)),
             compute_s=0.0,
             wait_s=0.0,
+            records=arrays.put(np.zeros(int(self._widths[rows].sum()), np.uint8)),
+            prompt_records=arrays.put(np.zeros(num_prompt_bytes, np.uint8)),
         )
+
+    def _add(self, add: m.RowAdd) -> None:
+        row, sampling = add.row, self._samplings.decode(add.sampling)
+        self._generations[row] = add.generation
+        self._num_prompt[row] = add.num_prompt
+        asks_of_prompt = sampling.prompt_num_top >= 0 and add.index == 0
+        self._prompt_widths[row] = logprob_bytes(sampling.prompt_num_top) if asks_of_prompt else 0
+        self._widths[row] = 0
+        if sampling.pooling:
+            self._widths[row] = embedding_bytes(self._hidden_size)
+        elif sampling.with_logprobs:
+            self._widths[row] = logprob_bytes(sampling.num_top)

@@ -117,7 +117,10 @@ class RowTable:
         self.min_p[row] = sampling.min_p
         self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.keys[row] = sequence_key(sampling.seed, index)
-        self.stops[row] = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
+        self.stops[row] = frozenset(sampling.stop_token_ids).union(
+            # With a grammar one is allowed only where the output may end, and if ignored only where it has to.
+            () if sampling.ignore_eos and not sampling.grammar else eos_ids
+        )
         self.num_top[row] = sampling.num_top if sampling.with_logprobs else NO_RECORD
         # A request's prompt is told of once, by its first sequence.
         self.prompt_num_top[row] = sampling.prompt_num_top if index == 0 else NO_RECORD

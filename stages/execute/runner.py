@@ -20,8 +20,10 @@ from pipeline.model_folder import ModelConfig
 from pipeline.shm.arrays import Array
 from pipeline.stages.execute.backend import make_program
 from pipeline.stages.execute.kv import divide_swap, plan_kv
+from pipeline.stages.execute.masks import LATE_MS, Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.program import MasksLate
 from pipeline.stages.execute.prompts import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.wants import Want
@@ -90,7 +92,8 @@ class Runner:
         self.inputs = StepInputs(
             settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
         )
-        self.draws = DrawInputs(max_num_seqs, config.vocab_size)
+        self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
+        self.draws = DrawInputs(max_num_seqs, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't go on, and why, to be told with the next id that is drawn for each: it has none
@@ -107,8 +110,9 @@ class Runner:
         self._samplings = msgspec.msgpack.Decoder(Sampling)
 
     def close(self) -> None:
-        """Give back threads and memory."""
+        """Give back threads and memory, and end the process that computes masks."""
         self.program.close()
+        self.masks.close()
 
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
         """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage. Copies alone are
@@ -134,21 +138,25 @@ class Runner:
     def _change_rows(self, step: Step, take: Take) -> None:
         drops = take(step.drops, np.int32)
         self.rows.drop(drops)
+        self.masks.drop(drops)
         for row in drops.tolist():
             self.failed.pop(row, None)
             self._pool.drop(row)
         for add in step.adds:
+            sampling = self._samplings.decode(add.sampling)
             self.rows.add(
                 add.row,
                 add.generation,
                 add.index,
                 take(add.ids, np.int32),
                 take(add.blocks, np.int32),
-                self._samplings.decode(add.sampling),
+                sampling,
                 self._eos_ids,
                 add.fork_of,
                 add.num_prompt,
             )
+            if self.rows.wants[add.row] & Want.MASK:
+                self.masks.add(add.row, sampling, add.num_prompt)
         self.rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
 
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
@@ -181,13 +189,34 @@ class Runner:
         drawn = samples & ~pooled if wanted & Want.EMBEDDING else samples
         self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], drawn)
         self.rows.fill_draws(self.draws, rows[drawn])
-        computed = Computed(self.program.run(), self.draws.records.memory, self.draws.records.widths)
+        computed = Computed(self._run(rows[drawn]), self.draws.records.memory, self.draws.records.widths)
         if wanted & Want.PROMPT_RECORDS:
             prompt_records = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = replace(computed, prompt_records=prompt_records)
         if pooled.any():
             computed = self._embed(rows, samples, pooled, computed)
         return computed
+
+    def _run(self, rows: IntArray) -> IntArray:
+        """Run the program, which draws for these rows, with the masks of those that have a grammar. Rows that can have
+        none are noted as failed. Returns the ids."""
+        if not len(self.draws.masked):
+            return self.program.run()
+        masks = self.masks
+        masks.ask(rows, self.rows.ids, self.rows.num_ids)
+        try:
+            while True:
+                self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
+                try:
+                    ids = self.program.run()
+                    break
+                except MasksLate:
+                    masks.wait()
+        finally:
+            self.program.wait_for(0, 0, 0)
+        for place, why in masks.take_failed().items():
+            self.failed[int(rows[place])] = why
+        return ids
 
     def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
         """Pool what the step has computed, and put the embeddings between the records of what was drawn."""

@@ -66,6 +66,8 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner":
 
     torch.set_num_threads(num_threads)
     runner = Runner(launch.settings, Path(launch.model_dir), swap)
+    # Beside all that is still to be done, so that the first that needs a mask does not wait for a process to start.
+    runner.masks.start()
     gc.collect()
     gc.freeze()
     return runner

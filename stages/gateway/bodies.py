@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI API, and which of its fields must keep their neutral value here.
 
 Fields that neither struct nor table names are ignored, as OpenAI's own clients and proxies expect. So are fields that
-change nothing about the text: user, metadata, parallel_tool_calls, prompt_cache_key, safety_identifier ...
+change nothing about the text: user, metadata, prompt_cache_key, safety_identifier ...
 Null stands for a field's default everywhere.
 """
 
@@ -9,10 +9,19 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
 from pipeline.messages import MAX_SHOWN_IDS
 from pipeline.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.stages.gateway.conversation import (
+    Documents,
+    Kwargs,
+    Message,
+    Messages,
+    ReasoningEffort,
+    ToolChoice,
+    Tools,
+)
 from pipeline.stages.gateway.sampling_fields import Id, SamplingFields
 
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -61,27 +70,24 @@ class Body(SamplingFields, kw_only=True):
 B = TypeVar("B", bound=msgspec.Struct)
 
 
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-    audio: Any = None
-
-
 class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: MaxTokens | None = None
     """Wins over max_tokens, which it replaces in OpenAI's API."""
     add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, Meta(description="true: the reply goes on with the last one.")] | None = (
+        None
+    )
+    tools: Tools = Raw()
+    tool_choice: ToolChoice = Raw()
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call in a reply.")] | None = None
+    documents: Documents = Raw()
+    chat_template_kwargs: Kwargs = Raw()
+    chat_template: Any = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: Annotated[bool, Meta(description="false leaves reasoning out of the reply.")] | None = None
     logprobs: Annotated[bool, Meta(description="true tells the log probability of each token.")] | None = None
     top_logprobs: (
         Annotated[int, Meta(ge=0, description="With logprobs: of so many of the likeliest tokens too.")] | None
@@ -108,6 +114,7 @@ class ParamsBody(Body, kw_only=True):
     """A request that comes over ZeroMQ"""
 
     best_of: BestOf | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -116,6 +123,14 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_SHOWN_IDS)] | None = None
+    continue_final_message: bool | None = None
+    tools: Tools = Raw()
+    tool_choice: ToolChoice = Raw()
+    parallel_tool_calls: bool | None = None
+    documents: Documents = Raw()
+    chat_template_kwargs: Kwargs = Raw()
+    chat_template: Any = None
+    reasoning_effort: ReasoningEffort | None = None
     add_special_tokens: bool | None = None
     """By default those of a text are added, and those of a chat are left to its template."""
     add_generation_prompt: bool | None = None
@@ -137,20 +152,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": ([], ["text"]),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     # OpenAI, completions
     "suffix": ("",),
     # vLLM
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "guided_whitespace_pattern": (),
     "length_penalty": (1,),
     "logprob_token_ids": (),
@@ -163,10 +171,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 Any other value is an error, so that nobody gets text other than what they asked for without being told."""
 
 CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,), "echo": (False,)}
-COMPLETION_NEUTRAL = NEUTRAL | {"max_completion_tokens": (), "top_logprobs": (0,)}
-TOKENIZE_NEUTRAL = {
-    name: NEUTRAL[name]
-    for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "documents", "tools")
+COMPLETION_NEUTRAL = NEUTRAL | {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "max_completion_tokens": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
 }
 
 

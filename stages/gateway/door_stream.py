@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pipeline import messages as m
 from pipeline import protocol as p
+from pipeline.records import logprob_bytes
 from pipeline.stages.gateway.door_errors import on_the_wire
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.requests import ID_BYTES, Call, Requests, Sequence
@@ -45,6 +46,8 @@ class DoorStream:
         self._requests = requests
         self._unfinished: list[_Unsent] = []
         """Sequences whose end has not been sent. Where the best are to be chosen, none before all have ended."""
+        self._num_prompt_records = 0
+        """Those that have been sent."""
         self._is_choosing = call.ask.best_of is not None
         if not self._is_choosing:
             self._take(call.sequences)
@@ -55,7 +58,8 @@ class DoorStream:
 
     def _take(self, sequences: list[Sequence]) -> None:
         """These are sent."""
-        self._unfinished = [_Unsent(index, sequence) for index, sequence in enumerate(sequences)]
+        has_records = self._call.ask.details.num_top is not None
+        self._unfinished = [_Unsent(index, sequence, has_records) for index, sequence in enumerate(sequences)]
 
     def _choose(self) -> None:
         """The best of what there is are sent, if none were chosen before."""
@@ -98,7 +102,7 @@ class DoorStream:
             if self._is_aborted:
                 self._choose()
                 self._requests.leave(call)
-                way.post(p.Delta(self.request_id, [one.output(is_last=True) for one in self._unfinished]))
+                way.post(self._delta([one.output(is_last=True) for one in self._unfinished]))
             way.post(self._finished())
         except ApiError as error:
             self._send_due(way)
@@ -122,13 +126,14 @@ class DoorStream:
 
     def _send_due(self, way: Way) -> bool:
         """Send all that is due in one delta. Returns whether that was something, and was taken."""
-        due = [one for one in self._unfinished if one.is_due]
-        if not due or not self._num_credits or not way.takes_deltas:
+        if not self._is_due or not self._num_credits or not way.takes_deltas:
             return False
-        if not way.send_delta(p.Delta(self.request_id, [one.output() for one in due])):
+        due = [one for one in self._unfinished if one.is_due]
+        if not way.send_delta(self._delta([one.output() for one in due])):
             return False
         for one in due:
             one.sent()
+        self._num_prompt_records = self._num_known_prompt_records
         self._unfinished = [one for one in self._unfinished if not one.is_over]
         self._num_credits -= 1
         self._stalled_s = None
@@ -150,13 +155,31 @@ class DoorStream:
 
     @property
     def _is_due(self) -> bool:
-        return any(one.is_due for one in self._unfinished)
+        return self._num_known_prompt_records > self._num_prompt_records or any(one.is_due for one in self._unfinished)
+
+    @property
+    def _num_known_prompt_records(self) -> int:
+        """Of those that the client asked for."""
+        (request,) = self._call.requests
+        return 0 if self._call.ask.details.prompt_num_top is None else request.num_prompt_records
+
+    def _delta(self, outputs: list[p.Output]) -> p.Delta:
+        """These outputs, with the records of the prompt that are new."""
+        begin, end = self._num_prompt_records, self._num_known_prompt_records
+        if begin == end:
+            return p.Delta(self.request_id, outputs)
+        (request,) = self._call.requests
+        num_top = request.submit.text.prompt_num_top
+        width = logprob_bytes(num_top)
+        records = bytes(request.prompt_records[begin * width : end * width])
+        pieces = request.prompt_pieces[begin * num_top : end * num_top]
+        return p.Delta(self.request_id, outputs, records, begin, pieces)
 
     def _accepted(self) -> p.Accepted:
         (request,) = self._call.requests
         assert request.prompt_ids is not None
         ids = request.prompt_ids.astype("<i4").tobytes()
-        return p.Accepted(self.request_id, ids, request.submit.sampling.seed, self._call.id)
+        return p.Accepted(self.request_id, ids, request.submit.sampling.seed, self._call.id, request.pieces or [])
 
     def _finished(self) -> p.Finished:
         call = self._call
@@ -173,11 +196,14 @@ class DoorStream:
 class _Unsent:
     """What the client has not been sent of one sequence."""
 
-    __slots__ = ("_index", "_num_ids", "_sequence", "_text", "is_over")
+    __slots__ = ("_has_records", "_index", "_num_ids", "_sequence", "_text", "is_over")
 
-    def __init__(self, index: int, sequence: Sequence) -> None:
+    def __init__(self, index: int, sequence: Sequence, has_records: bool) -> None:
+        """With `has_records` the client is told those of the ids. The sequence then keeps the ones that are not sent
+        yet."""
         self._index = index
         self._sequence = sequence
+        self._has_records = has_records
         self._text = ""
         """Taken from the sequence, and refused by the connection."""
         self._num_ids = sequence.num_received
@@ -207,10 +233,14 @@ class _Unsent:
             token_offset=self._num_ids,
             finish_reason=FINISH_REASONS.get(m.Finish(sequence.finish), "abort" if is_last else None),
             stop_reason=sequence.stop_reason,
+            records=bytes(sequence.records) if self._has_records else b"",
+            pieces=sequence.pieces if self._has_records else [],
         )
 
     def sent(self) -> None:
         """What `output` gave has been sent."""
         self._text = ""
         self._num_ids = self._sequence.num_ids
+        self._sequence.records.clear()
+        self._sequence.pieces = []
         self.is_over = self._sequence.finish != m.Finish.NONE

@@ -19,22 +19,28 @@ import numpy as np
 from pipeline import messages as m
 from pipeline import protocol as p
 from pipeline.config.settings import Limits as Caps
-from pipeline.stages.gateway import errors, names
+from pipeline.formats.chat_formats import ChatFormats
+from pipeline.stages.gateway import errors, names, wire_fields
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
-    TOKENIZE_NEUTRAL,
     B,
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Message,
     ParamsBody,
     StreamOptions,
     TokenizeBody,
     is_neutral,
     with_unsupported,
+)
+from pipeline.stages.gateway.conversation import (
+    ReplyForm,
+    calls_grammar,
+    chat_prompt,
+    num_parts,
+    reply_form,
 )
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.id_details import IdDetails, check_num_top, with_details
@@ -43,8 +49,6 @@ from pipeline.stages.gateway.sampling_fields import check_counts, sampling_of, s
 from pipeline.stages.gateway.structured import grammar_of
 
 DEFAULT_COMPLETION_TOKENS = 16
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""By the name a client gives. OpenAI's newer models say developer where templates say system."""
 
 
 class Limits(msgspec.Struct):
@@ -61,6 +65,8 @@ class Limits(msgspec.Struct):
     """Numbers of an embedding."""
     caps: Caps = Caps()
     """How much one request may ask for."""
+    formats: ChatFormats = ChatFormats()
+    """How the model writes calls and reasoning."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +114,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One id is generated that nobody asked for, because the prompt's log probabilities need a forward pass."""
     continuous_usage: bool = False
     """Each event of the stream says how much has been used by then."""
+    reply: ReplyForm | None = None
+    """What is looked for in the output; None where that is nothing."""
 
     @property
     def num_sequences(self) -> int:
@@ -121,7 +129,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_NEUTRAL))
-_tokenizes = msgspec.json.Decoder(with_unsupported(TokenizeBody, TOKENIZE_NEUTRAL))
+_tokenizes = msgspec.json.Decoder(TokenizeBody)
 _detokenizes = msgspec.json.Decoder(DetokenizeBody)
 _completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_NEUTRAL))
 
@@ -129,24 +137,46 @@ _completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_
 def parse_chat(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/chat/completions. Raises ApiError."""
     chat = decode(_chats, body, CHAT_NEUTRAL)
-    generate = True if chat.add_generation_prompt is None else chat.add_generation_prompt
 
     def prompts() -> list[m.Prompt]:
-        _check_num_messages(len(chat.messages), limits)
-        return [m.ChatPrompt([_message(i, message) for i, message in enumerate(chat.messages)], generate)]
+        _check_num_messages(num_parts(chat.messages), limits)
+        return [chat_prompt(chat, chat.messages, limits.caps)]
 
     details = _details(chat, _chat_num_top(chat, limits), limits)
     if chat.max_completion_tokens is None:
-        return _ask(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
-    return _ask(
-        chat,
-        1,
-        prompts,
-        chat.max_completion_tokens,
-        limits,
-        is_chat=True,
-        max_tokens_param="max_completion_tokens",
-        details=details,
+        ask = _ask(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
+    else:
+        ask = _ask(
+            chat,
+            1,
+            prompts,
+            chat.max_completion_tokens,
+            limits,
+            is_chat=True,
+            max_tokens_param="max_completion_tokens",
+            details=details,
+        )
+    return _with_reply(ask, chat, limits.formats)
+
+
+def _with_reply(ask: Ask, chat: ChatBody, formats: ChatFormats) -> Ask:
+    """The same with what its reply is to be, and what is looked for in it."""
+    (prompt,) = ask.prompts
+    assert isinstance(prompt, m.ChatPrompt)
+    shows_specials = chat.skip_special_tokens is False
+    form = reply_form(
+        prompt, formats, shows_specials=shows_specials, with_reasoning=chat.include_reasoning is not False
+    )
+    if form is None:
+        return ask
+    replace = msgspec.structs.replace
+    skip = ask.text.skip_special_tokens and not formats.needs_specials(form.tool_choice)
+    return replace(
+        ask,
+        reply=form,
+        text=replace(ask.text, skip_special_tokens=skip),
+        grammar=calls_grammar(prompt, formats, ask.grammar),
+        prompt_options=replace(ask.prompt_options, with_tail=formats.reasoning is not None),
     )
 
 
@@ -200,7 +230,6 @@ def _with_echo(ask: Ask) -> Ask:
     options = msgspec.structs.replace(
         ask.prompt_options,
         with_text=isinstance(ask.prompts[0], m.IdsPrompt),
-        with_token_strs=ask.details.with_echo,  # no record tells of the first id
     )
     ask = msgspec.structs.replace(ask, echo=True, prompt_options=options)
     if ask.max_tokens == 0 and ask.details.prompt_record_num_top >= 0:
@@ -215,7 +244,7 @@ def _untruncated(limits: Limits) -> Limits:
 
 def parse_tokenize(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /tokenize. Raises ApiError."""
-    asked = decode(_tokenizes, body, TOKENIZE_NEUTRAL)
+    asked = decode(_tokenizes, body, {})
     _check_model(asked.model, limits)
     prompt: m.Prompt
     match asked.prompt, asked.messages:
@@ -226,8 +255,7 @@ def parse_tokenize(body: bytes, limits: Limits) -> Ask:
                 )
             prompt = m.TextPrompt(text)
         case None, list(messages):
-            generate = asked.add_generation_prompt is not False
-            prompt = m.ChatPrompt([_message(i, message) for i, message in enumerate(messages)], generate)
+            prompt = chat_prompt(asked, messages, limits.caps)
         case None, None:
             raise invalid("prompt", "'prompt' or 'messages' is required")
         case _:
@@ -268,18 +296,22 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     params = generate.params
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
     fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
+    structured = fields.pop("structured_outputs")
     try:
         body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
     except msgspec.ValidationError as error:
         raise errors.of_validation(error) from error
+    body.structured_outputs = wire_fields.structured_of(structured)
+    prompt_limits = limits if not params.truncate_prompt_tokens else _untruncated(limits)
     ask = _ask(
         body,
         1,
-        lambda: [_prompt_of(generate.prompt, limits)],
+        lambda: [_prompt_of(generate.prompt, prompt_limits)],
         params.max_tokens,
         limits,
         is_chat=isinstance(generate.prompt, p.ChatPrompt),
         best_of=body.best_of,
+        details=_details(body, check_num_top("logprobs", body.logprobs, limits.caps), limits),
     )
     if generate.received and ask.num_sequences > ask.n:
         message = f"'received' is not allowed with best_of above n: none of its {ask.num_sequences} sequences is sent"
@@ -300,10 +332,9 @@ def _prompt_of(prompt: p.Prompt, limits: Limits) -> m.Prompt:
         case p.TokensPrompt(ids):
             _check_num_ids(len(ids) // 4, "prompt", limits)
             return m.IdsPrompt(_whole_ids(ids, "prompt"))
-        case p.ChatPrompt(messages, add_generation_prompt):
-            _check_num_messages(len(messages), limits)
-            chat = [_message(i, Message(one.role, one.content, one.name)) for i, one in enumerate(messages)]
-            return m.ChatPrompt(chat, add_generation_prompt)
+        case p.ChatPrompt():
+            _check_num_messages(len(prompt.messages), limits)
+            return wire_fields.chat_of(prompt, limits.caps)
         case _:
             assert_never(prompt)
 
@@ -387,7 +418,9 @@ def _ask(
         sampling=sampling,
         text=text,
         prompt_options=m.PromptOptions(
-            body.add_special_tokens, truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens)
+            body.add_special_tokens,
+            truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens),
+            with_pieces=text.with_pieces and details.prompt_record_num_top >= 0,
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
@@ -468,30 +501,6 @@ def _stream_options(body: Body) -> StreamOptions:
     if not body.stream:
         raise invalid("stream_options", "'stream_options' is only allowed together with stream = true")
     return body.stream_options
-
-
-def _message(i: int, message: Message) -> m.ChatMessage:
-    at = f"messages[{i}]"
-    if message.role in ("tool", "function"):
-        raise unsupported(f"{at}.role", "messages of tools")
-    if message.role not in ROLES:
-        raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}", "invalid_value")
-    for name in ("tool_calls", "function_call", "audio"):
-        if getattr(message, name) not in (None, []):
-            raise unsupported(f"{at}.{name}")
-    match message.content:
-        case None:
-            raise invalid(f"{at}.content", f"'{at}.content' is required")
-        case str(content):
-            pass
-        case parts:
-            for j, part in enumerate(parts):
-                if part.type != "text":
-                    raise unsupported(f"{at}.content[{j}].type", "content must be text")
-                if part.text is None:
-                    raise invalid(f"{at}.content[{j}].text", f"'{at}.content[{j}].text' is required")
-            content = "\n".join(part.text or "" for part in parts)
-    return m.ChatMessage(ROLES[message.role], content, message.name)
 
 
 def _num_prompts(prompt: str | list[str | int | list[int]]) -> int:

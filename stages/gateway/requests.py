@@ -24,6 +24,7 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.records import logprob_bytes
 from pipeline.stage import Stage
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
@@ -49,8 +50,10 @@ class Sequence(msgspec.Struct, eq=False):
     """Characters of its text that have come."""
     ids: bytearray = msgspec.field(default_factory=bytearray)
     """int32, every output id that has come"""
-    logprobs: bytearray = msgspec.field(default_factory=bytearray)
-    """float32, of these, where its request is scored"""
+    records: bytearray = msgspec.field(default_factory=bytearray)
+    """Of these, where its request asks for them; see pipeline/records.py"""
+    pieces: list[bytes] = []
+    """Likewise: for each record the bytes of its id, then of the ids that it names"""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
     num_received: int = 0
@@ -84,7 +87,15 @@ class Sequence(msgspec.Struct, eq=False):
         self.pending.clear()
         return text
 
-    def extend(self, text: str, text_offset: int, ids: bytes, id_offset: int, logprobs: bytes = b"") -> None:
+    def extend(
+        self,
+        text: str,
+        text_offset: int,
+        ids: bytes,
+        id_offset: int,
+        records: bytes = b"",
+        pieces: list[bytes] = [],  # noqa: B006 - only read
+    ) -> None:
         """Append what is new: a request that was driven again repeats itself from some earlier place."""
         if self.is_resumed:
             self.num_chars, self.is_resumed = text_offset, False
@@ -92,9 +103,12 @@ class Sequence(msgspec.Struct, eq=False):
         if new := text[self.num_chars - text_offset :]:
             self.pending.append(new)
             self.num_chars += len(new)
-        num_known = (self.num_ids - id_offset) * ID_BYTES
-        self.ids += ids[num_known:]
-        self.logprobs += logprobs[num_known:]
+        num_known = self.num_ids - id_offset
+        if records:
+            num_ids = len(ids) // ID_BYTES
+            self.records += records[num_known * (len(records) // num_ids) :]
+            self.pieces += pieces[num_known * (len(pieces) // num_ids) :]
+        self.ids += ids[num_known * ID_BYTES :]
 
 
 class Request(msgspec.Struct, eq=False):
@@ -116,6 +130,12 @@ class Request(msgspec.Struct, eq=False):
     is_rejected: bool = False
     prompt_text: str | None = None
     token_strs: list[str] | None = None
+    pieces: list[bytes] | None = None
+    """The bytes of its prompt's ids, where they are asked for"""
+    prompt_records: bytearray = msgspec.field(default_factory=bytearray)
+    """Of its prompt's ids, from the second on, where they are asked for"""
+    prompt_pieces: list[bytes] = []
+    """For each of these records the bytes of the ids that it names"""
     began_s: float = 0.0
     """As `Accepted` has it."""
     done_s: float = 0.0
@@ -128,6 +148,25 @@ class Request(msgspec.Struct, eq=False):
     def generates(self) -> bool:
         """Whether schedule hears of it."""
         return self.submit.max_tokens != 0
+
+    @property
+    def num_prompt_records(self) -> int:
+        return len(self.prompt_records) // logprob_bytes(max(0, self.submit.text.prompt_num_top))
+
+    @property
+    def has_prompt_records(self) -> bool:
+        """Whether all have come that are to come."""
+        if self.submit.text.prompt_num_top < 0 or self.is_finished:
+            return True
+        return self.prompt_ids is not None and self.num_prompt_records >= len(self.prompt_ids) - 1
+
+    def record_prompt(self, offset: int, records: bytes, pieces: list[bytes]) -> None:
+        """Take records of the prompt, of which `offset` come before. A request that was driven again repeats itself."""
+        num_known = self.num_prompt_records - offset
+        assert num_known >= 0, "records of a prompt were left out"
+        num_top = self.submit.text.prompt_num_top
+        self.prompt_records += records[num_known * logprob_bytes(num_top) :]
+        self.prompt_pieces += pieces[num_known * num_top :]
 
     @property
     def num_cached(self) -> int:
@@ -210,7 +249,8 @@ class Call:
         """What it is answered with: all its sequences, or of each request the best."""
         if self.ask.best_of is None:
             return self.sequences
-        return [one for request in self.requests for one in best(request.sequences, self.ask.n)]
+        num_top = self.ask.text.num_top
+        return [one for request in self.requests for one in best(request.sequences, self.ask.n, num_top)]
 
     @property
     def num_output_tokens(self) -> int:
@@ -457,6 +497,7 @@ class Requests:
             self.admission.correct(request.num_counted, len(ids))
             request.num_counted = len(ids)
             request.prompt_text, request.token_strs = message.text, message.token_strs
+            request.pieces = message.pieces
             request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
             if request.call.ask.echo:
@@ -493,12 +534,14 @@ class Requests:
         gaps: dict[float, int] = {}
         """By when the ids before came: those of one message came together, so these are few."""
         errors = iter(message.errors)
+        self._record_prompts(message)
         marked: list[int] = []
         """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
             records = message.records[i] if message.records else b""
+            pieces = message.pieces[i] if message.pieces else []
             finish = message.finishes[i]
             error = next(errors, "") if finish == m.Finish.ERROR else ""
             request = self._find(request_id, message.attempts[i], is_open=finish == m.Finish.NONE)
@@ -510,7 +553,8 @@ class Requests:
             call = request.call
             if not call.is_over:
                 offset = message.id_offsets[i]
-                sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records)
+                if not call.ask.hides_output:
+                    sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records, pieces)
                 call.has_begun = True
                 if sequence.last_s:
                     gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
@@ -529,6 +573,17 @@ class Requests:
         if self._trace.on:
             args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
             self._trace.span("deltas", now_s, time.monotonic(), args, marked)
+
+    def _record_prompts(self, message: m.Deltas) -> None:
+        """Take what a message has of prompts."""
+        each = zip(
+            message.prompt_places, message.prompt_offsets, message.prompt_records, message.prompt_pieces, strict=True
+        )
+        for place, offset, records, pieces in each:
+            request = self._table.get(message.request_ids[place])
+            if request is None or request.submit.attempt != message.attempts[place] or request.call.is_over:
+                continue
+            request.record_prompt(offset, records, pieces)
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
@@ -572,6 +627,8 @@ class Requests:
             self._stage.log.info("failed", extra=_fields(request, why=error))
             message = "the server could not finish this request" + (f": {error}" if error else "")
             request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))
+        if request.call.ask.hides_output and finish == m.Finish.STOP:
+            finish, stop_reason = m.Finish.LENGTH, None  # the id that nobody asked for is the one that stops it
         sequence.finish = finish
         sequence.stop_reason = stop_reason
         self._count(request, sequence, finish)

@@ -1,83 +1,33 @@
-"""What goes out: response bodies and the events of a stream, in OpenAI's shapes. Pure.
-
-`stop_reason` is vLLM's addition: the stop string or id that ended a choice.
-"""
+"""What goes out: response bodies and the events of a stream, in the shapes of reply_types.py. Pure."""
 
 import time
 from collections.abc import Iterator
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from pipeline import messages as m
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.requests import Call, Sequence
-from pipeline.stages.gateway.timings import Timings, times_of, timings_of
+from pipeline.stages.gateway.id_teller import NOTHING, IdTeller, Told, prompt_logprobs
+from pipeline.stages.gateway.reply_types import (
+    ChatChoice,
+    ChatChunk,
+    ChatDeltaChoice,
+    ChatReply,
+    Delta,
+    PromptTokensDetails,
+    ReplyMessage,
+    TextChoice,
+    TextReply,
+    Usage,
+)
+from pipeline.stages.gateway.requests import Call, Request, Sequence
+from pipeline.stages.gateway.timings import times_of, timings_of
 
 FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
 """A sequence that ends with an error has none: its call does."""
 
 DONE = b"data: [DONE]\n\n"
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-    """Found in the prefix cache, and not computed."""
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class _Message(msgspec.Struct):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class _ChatChoice(msgspec.Struct):
-    index: int
-    message: _Message
-    finish_reason: str
-    stop_reason: str | int | None
-    logprobs: None = None
-
-
-class _TextChoice(msgspec.Struct):
-    index: int
-    text: str
-    finish_reason: str | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    logprobs: None = None
-
-
-class _Delta(msgspec.Struct):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class _DeltaChoice(msgspec.Struct):
-    index: int
-    delta: _Delta
-    finish_reason: str | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    logprobs: None = None
-
-
-class _Response(msgspec.Struct):
-    """A whole response, or a chunk of a streamed one."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[_ChatChoice] | list[_TextChoice] | list[_DeltaChoice]
-    usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: None = None
-    timings: Timings | UnsetType = UNSET
 
 
 _encoder = msgspec.json.Encoder()
@@ -88,18 +38,15 @@ def usage_of(call: Call) -> Usage:
     return Usage(prompt, output, prompt + output, PromptTokensDetails(call.num_cached_tokens))
 
 
+def usage_so_far(request: Request, sequence: Sequence) -> Usage:
+    """Of one choice of a stream, as far as it has come."""
+    prompt, output = 0 if request.prompt_ids is None else len(request.prompt_ids), sequence.num_ids
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(request.num_cached))
+
+
 def whole(call: Call) -> bytes:
     """The body of a response that is not streamed. The call has finished."""
-    choices: list[_ChatChoice] | list[_TextChoice]
-    if call.ask.is_chat:
-        choices = [
-            _ChatChoice(i, _Message(s.take_text()), _finish_reason(s), s.stop_reason)
-            for i, s in enumerate(call.choices)
-        ]
-    else:
-        choices = [_TextChoice(i, s.take_text(), _finish_reason(s), s.stop_reason) for i, s in enumerate(call.choices)]
-    kind = "chat.completion" if call.ask.is_chat else "text_completion"
-    response = _Response(call.id, kind, call.created, call.ask.model, choices, usage_of(call))
+    response = _chat_reply(call) if call.ask.is_chat else _text_reply(call)
     begin_s = time.monotonic()
     if call.ask.timings:
         response.timings = timings_of(times_of(call))
@@ -107,6 +54,42 @@ def whole(call: Call) -> bytes:
     if call.trace.on:
         _trace_write(call, begin_s, body)
     return call.told("whole", body)
+
+
+def _chat_reply(call: Call) -> ChatReply:
+    (request,) = call.requests
+    choices = []
+    for i, sequence in enumerate(call.choices):
+        text = sequence.take_text()
+        told = IdTeller(call, request, sequence).take(text)
+        message = ReplyMessage(text)
+        finish = _finish_reason(sequence)
+        choices.append(ChatChoice(i, message, finish, sequence.stop_reason, told.chat_logprobs, told.token_ids))
+    reply = ChatReply(call.id, "chat.completion", call.created, call.ask.model, choices, usage_of(call))
+    reply.prompt_logprobs = prompt_logprobs(request)
+    if call.ask.details.with_ids and request.prompt_ids is not None:
+        reply.prompt_token_ids = request.prompt_ids.tolist()
+    return reply
+
+
+def _text_reply(call: Call) -> TextReply:
+    whose = {id(sequence): request for request in call.requests for sequence in request.sequences}
+    choices = []
+    for i, sequence in enumerate(call.choices):
+        request = whose[id(sequence)]
+        text = sequence.take_text()
+        told = IdTeller(call, request, sequence).take(text)
+        choice = _text_choice(i, text, told)
+        choice.finish_reason, choice.stop_reason = _finish_reason(sequence), sequence.stop_reason
+        choice.prompt_logprobs = prompt_logprobs(request)
+        choices.append(choice)
+    return TextReply(call.id, "text_completion", call.created, call.ask.model, choices, usage_of(call))
+
+
+def _text_choice(index: int, text: str, told: Told) -> TextChoice:
+    choice = TextChoice(index, text, None, logprobs=told.text_logprobs)
+    choice.token_ids, choice.prompt_token_ids = told.token_ids, told.prompt_token_ids
+    return choice
 
 
 class _Tokenized(msgspec.Struct):
@@ -151,10 +134,16 @@ class Events:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        kind = "chat.completion.chunk" if call.ask.is_chat else "text_completion"
         usage = None if call.ask.include_usage else UNSET
-        self._chunk = _Response(call.id, kind, call.created, call.ask.model, [], usage)
+        self._chunk: ChatChunk | TextReply
+        if call.ask.is_chat:
+            self._chunk = ChatChunk(call.id, "chat.completion.chunk", call.created, call.ask.model, [], usage)
+        else:
+            self._chunk = TextReply(call.id, "text_completion", call.created, call.ask.model, [], usage)
         self._unfinished = dict(enumerate(call.sequences))
+        each = [(request, sequence) for request in call.requests for sequence in request.sequences]
+        self._requests = [request for request, _ in each]
+        self._tellers = [IdTeller(call, request, sequence) for request, sequence in each]
 
     @property
     def are_over(self) -> bool:
@@ -165,8 +154,14 @@ class Events:
         """What a stream begins with, before there is any text."""
         if not self._call.ask.is_chat:
             return b""
-        role = _Delta("assistant", "")
-        return self._call.told("first", b"".join(self._event(_DeltaChoice(i, role, None)) for i in self._unfinished))
+        role = Delta("assistant", "")
+        ids = self._requests[0].prompt_ids
+        if self._call.ask.details.with_ids and ids is not None and isinstance(self._chunk, ChatChunk):
+            self._chunk.prompt_token_ids = ids.tolist()
+        data = b"".join(self._event(ChatDeltaChoice(i, role, None)) for i in self._unfinished)
+        if isinstance(self._chunk, ChatChunk):
+            self._chunk.prompt_token_ids = UNSET
+        return self._call.told("first", data)
 
     def due(self) -> bytes:
         """All that has come since the last time."""
@@ -180,15 +175,28 @@ class Events:
         is_chat = self._call.ask.is_chat
         finished = []
         for i, sequence in self._unfinished.items():
+            teller = self._tellers[i]
+            if teller.is_waiting:
+                continue
+            is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
+            told = NOTHING
             if text := sequence.take_text():
+                told = teller.take(text)
                 yield self._event(
-                    _DeltaChoice(i, _Delta(content=text), None) if is_chat else _TextChoice(i, text, None)
+                    ChatDeltaChoice(i, Delta(content=text), None, UNSET, told.chat_logprobs, told.token_ids)
+                    if is_chat
+                    else _text_choice(i, text, told)
                 )
-            if sequence.finish not in (m.Finish.NONE, m.Finish.ERROR):
+            if is_over:
+                told = teller.take("")
                 reason, stop = _finish_reason(sequence), sequence.stop_reason
-                yield self._event(
-                    _DeltaChoice(i, _Delta(), reason, stop) if is_chat else _TextChoice(i, "", reason, stop)
-                )
+                choice: ChatDeltaChoice | TextChoice
+                if is_chat:
+                    choice = ChatDeltaChoice(i, Delta(), reason, stop, told.chat_logprobs, told.token_ids)
+                else:
+                    choice = _text_choice(i, "", told)
+                    choice.finish_reason, choice.stop_reason = reason, stop
+                yield self._event(choice)
                 finished.append(i)
         for i in finished:
             del self._unfinished[i]
@@ -198,15 +206,18 @@ class Events:
         ask = self._call.ask
         if not (ask.include_usage or ask.timings):
             return self._call.told("last", DONE)
-        chunk = msgspec.structs.replace(self._chunk, choices=[])
+        chunk = msgspec.structs.replace(self._chunk, choices=[], usage=UNSET)
         if ask.include_usage:
             chunk.usage = usage_of(self._call)
         if ask.timings:
             chunk.timings = timings_of(times_of(self._call))
         return self._call.told("last", _framed(_encoder.encode(chunk)) + DONE)
 
-    def _event(self, choice: _DeltaChoice | _TextChoice) -> bytes:
+    def _event(self, choice: ChatDeltaChoice | TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
+        if self._call.ask.continuous_usage:
+            i = choice.index
+            self._chunk.usage = usage_so_far(self._requests[i], self._call.sequences[i])
         return _framed(_encoder.encode(self._chunk))
 
 

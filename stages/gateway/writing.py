@@ -79,8 +79,9 @@ async def send_stream(request: web.Request, call: Call, patience_s: float) -> we
 
 
 async def _begun(call: Call) -> None:
-    """Wait until it is time for the headers. What echoes its prompts has nothing to say before they have come."""
-    echo = call.ask.echo
+    """Wait until it is time for the headers. What repeats its prompts, or their ids, has nothing to say before they
+    have come."""
+    echo = call.ask.echo or call.ask.details.with_ids
     await call.until(lambda: call.is_accepted or (call.has_begun and not echo) or call.is_finished)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEADERS_AFTER_S):

@@ -93,7 +93,7 @@ class Grammars:
         assert self._stream is not None
         self._number += 1
         number = self._number
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
         try:
             data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic()))

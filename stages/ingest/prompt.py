@@ -1,19 +1,19 @@
 """From what a client asked to the prompt's ids, or to the reason why not. No sockets, no shared memory.
 
-    chat ──template──► text ──tokenizer──► ids ──max_tokens()──► how many may follow
-    └───────────── encode() ─────────────┘        each may raise Refusal
+    chat ──template──► text ──tokenizer──► ids ──cut()──► ids ──max_tokens()──► how many may follow
+    └───────────── encode() ─────────────┘               sampling() ► how they are drawn, with ids for words
 
-`encode` takes about half a microsecond a character; other threads run meanwhile.
+Each may raise Refusal. `encode` takes about half a microsecond a character; other threads run meanwhile.
 """
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
+from pipeline.config.settings import Limits
 from pipeline.messages import (
     MAX_SHOWN_IDS,
     ChatPrompt,
@@ -23,15 +23,23 @@ from pipeline.messages import (
     IdsPrompt,
     Prompt,
     PromptOptions,
+    Sampling,
     Submit,
     TextPrompt,
 )
 from pipeline.model_folder import ModelConfig
-from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure, TextTooLong
+from pipeline.stages.ingest import bad_words, chats, conversation
+from pipeline.stages.ingest.bad_words import BadWord
+from pipeline.stages.ingest.budget import OutOfTime
+from pipeline.stages.ingest.chats import Chats
+from pipeline.stages.ingest.conversation import BadChat
+from pipeline.stages.ingest.longest_id import longest_id_bytes
+from pipeline.stages.ingest.template import TemplateFailure, TextTooLong
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 PLAIN = PromptOptions()
+LIMITS = Limits()
 
 UNBOUNDED_CHARS_PER_ID = 256
 """Characters that a template may write per id of the model's length, for tokenizers that tell no bound themselves."""
@@ -39,8 +47,8 @@ UNBOUNDED_CHARS_PER_ID = 256
 TEMPLATE_GROWTH = 4
 """How many times as long as its messages a chat of any length may become."""
 
-MESSAGE_CHARS = 40
-"""What a template puts around a message, more or less."""
+WORD_CHARS = 40
+"""What it costs to tokenize a short word, in characters of a long text."""
 
 
 class Refusal(Exception):
@@ -52,37 +60,40 @@ class Refusal(Exception):
 
 
 class Prompts:
-    """Makes prompts for one model.
-
-    `template` is None where the model has none; `broken_template` says why it has none that works.
-    """
+    """Makes prompts for one model. `limits` are those of the settings."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         facts: ExecuteFacts,
-        template: ChatTemplate | None = None,
-        broken_template: str = "this model has no chat template: use /v1/completions",
+        chats: Chats,
+        limits: Limits,
         eos_ids: Collection[int] = (),
     ) -> None:
         # Threads share the tokenizer, so nothing may set these on the way.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = template
-        self._broken_template = broken_template
+        self._chats = chats
+        self._limits = limits
         self._eos_ids = eos_ids
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
         self._max_id_bytes = longest_id_bytes(tokenizer)
 
     def encode(
-        self, prompt: ChatPrompt | TextPrompt, options: PromptOptions = PLAIN, now_s: float | None = None
+        self,
+        prompt: ChatPrompt | TextPrompt,
+        options: PromptOptions = PLAIN,
+        now_s: float | None = None,
+        *,
+        is_short: bool = False,
     ) -> Ids:
         """The ids of a chat or a text, [n]. Chat templates write their special tokens themselves; `now_s` is the time
-        of those that write it, Unix seconds. Raises Refusal."""
+        of those that write it, Unix seconds. Raises Refusal, or NeedsTime where it `is_short` and the chat's template
+        takes long all the same."""
         is_chat = isinstance(prompt, ChatPrompt)
-        text = self._render(prompt, options, now_s) if isinstance(prompt, ChatPrompt) else prompt.text
+        text = self._render(prompt, options, now_s, is_short) if isinstance(prompt, ChatPrompt) else prompt.text
         self._check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
         try:
@@ -91,6 +102,38 @@ class Prompts:
         except Exception as error:  # the library raises nothing more precise
             raise _refusal(f"the prompt cannot be tokenized: {error}", prompt) from error
         return np.array(encoding.ids, dtype=np.int32)
+
+    def cut(self, ids: Ids, submit: Submit) -> Ids:
+        """The last ids of a prompt, as many as its `truncate` says. Raises Refusal."""
+        options = submit.prompt_options
+        if options.truncate == 0:
+            return ids
+        self._check_ids(ids, submit.prompt)
+        keep = options.truncate
+        if keep > self._max_model_len or keep < -1:
+            message = (
+                f"'truncate_prompt_tokens' can't be {keep}: it may be 1 to {self._max_model_len}, the model's maximum "
+                "context length, or -1 for as many tokens as leave room for the output"
+            )
+            raise Refusal(Failure(400, message, "truncate_prompt_tokens"))
+        if keep == -1:
+            following = 0 if options.any_length else 1 if submit.max_tokens is None else submit.max_tokens
+            keep = max(self._max_model_len - following, 1)
+        return ids[-keep:]
+
+    def sampling(self, submit: Submit) -> Sampling:
+        """How the output is drawn, with ids for what the client gave as text. Raises Refusal."""
+        sampling = submit.sampling
+        self._check_known(sampling.stop_token_ids, "stop_token_ids")
+        self._check_known(sampling.bias_ids, "logit_bias")
+        self._check_known(np.frombuffer(sampling.allowed_ids, np.int32), "allowed_token_ids")
+        if not submit.bad_words:
+            return sampling
+        try:
+            runs = bad_words.as_ids(self._tokenizer, submit.bad_words, self._vocab_size)
+        except BadWord as error:
+            raise Refusal(Failure(400, str(error), "bad_words")) from error
+        return msgspec.structs.replace(sampling, bad_words=runs)
 
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
         """Check everything that needs the ids. Returns how many tokens may be generated at most. Raises Refusal."""
@@ -103,10 +146,6 @@ class Prompts:
             return 0
         if len(ids) == 0:
             raise _refusal("the prompt is empty", submit.prompt)
-        for stop_id in submit.sampling.stop_token_ids:
-            if not 0 <= stop_id < self._vocab_size:
-                message = f"stop token id {stop_id} is not one of the model's 0..{self._vocab_size - 1}"
-                raise Refusal(Failure(400, message, "stop_token_ids"))
         room = self._max_model_len - len(ids)
         if room < 1 and (submit.max_tokens != 0 or room < 0):
             raise self._too_long(str(len(ids)), param)
@@ -126,7 +165,7 @@ class Prompts:
         """Check output ids that the client has already, one array a sequence. Returns a `Finish` for each, uint8: STOP
         where the last id ends the sequence. Raises Refusal."""
         stops = set(submit.sampling.stop_token_ids)
-        if not submit.sampling.ignore_eos:
+        if not submit.sampling.ignore_eos or submit.sampling.grammar:
             stops.update(self._eos_ids)
         finishes = bytearray()
         for index, ids in enumerate(outputs):
@@ -140,6 +179,14 @@ class Prompts:
                 raise _of_outputs(index, f"goes on after token id {ids[ends[0]]}, which ends a sequence")
             finishes.append(Finish.STOP if ends else Finish.NONE)
         return bytes(finishes)
+
+    def _check_known(self, ids: Sequence[int] | Ids, param: str) -> None:
+        if isinstance(ids, np.ndarray):
+            ids = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
+        for token_id in ids:
+            if not 0 <= token_id < self._vocab_size:
+                message = f"'{param}' has token id {token_id}, not one of the model's 0..{self._vocab_size - 1}"
+                raise Refusal(Failure(400, message, param))
 
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
         """Refuse ids that the model does not have, and say where the first one stands if the client wrote them."""
@@ -156,30 +203,33 @@ class Prompts:
             num_bytes = len(text.encode())
         except UnicodeEncodeError:
             raise _refusal("the prompt holds half a surrogate pair, which is no character", prompt) from None
-        if options.any_length:
-            return
-        if self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
+        is_whole = not (options.any_length or options.truncate)
+        if is_whole and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
             raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
+        if num_bytes > (most := self._limits.max_prompt_bytes):
+            # The gateway has looked at what the client wrote, but not at what a template makes of it.
+            message = (
+                f"the prompt has {num_bytes} bytes of text, and at most {most} are taken: limits.max_prompt_bytes"
+            )
+            raise Refusal(Failure(400, message, _param(prompt), "prompt_too_large"))
 
-    def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None) -> str:
-        if self._template is None:
-            raise Refusal(Failure(400, self._broken_template, "messages"))
+    def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool) -> str:
         if not prompt.messages:
             raise Refusal(Failure(400, "messages is empty: at least one message is needed", "messages"))
         max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
-        if options.any_length:
+        if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
-            return self._template.render(
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                max_chars=max_chars,
-                now_s=now_s,
-            )
+            return self._chats.text(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short)
+        except BadChat as error:
+            raise Refusal(Failure(400, str(error), error.param)) from error
         except TemplateFailure as failure:
             raise Refusal(Failure(400, str(failure), "messages")) from failure
         except TextTooLong:
             raise self._too_long(f"more than {self._max_model_len}", "messages") from None
+        except OutOfTime:
+            message = f"the chat template took longer than {self._limits.template_timeout_s:g} s with these messages"
+            raise Refusal(Failure(400, message, "messages", "template_timeout")) from None
 
     def _too_long(self, num_tokens: str, param: str) -> Refusal:
         message = (
@@ -189,56 +239,25 @@ class Prompts:
         return Refusal(Failure(400, message, param, "context_length_exceeded"))
 
 
-def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer) -> Prompts:
+def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: Limits = LIMITS) -> Prompts:
     """Make prompts for the model in a prepared folder."""
     config = ModelConfig.load(folder)
-    path = folder / "chat_template.jinja"
-    if not path.is_file():
-        return Prompts(tokenizer, facts, eos_ids=config.eos_ids)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
-    try:
-        template = ChatTemplate(path.read_text(encoding="utf-8"), bos_token or "", eos_token or "")
-    except TemplateFailure as failure:
-        return Prompts(tokenizer, facts, broken_template=str(failure), eos_ids=config.eos_ids)
-    return Prompts(tokenizer, facts, template, eos_ids=config.eos_ids)
+    made = chats.load(folder, bos_token or "", eos_token or "", limits.template_timeout_s)
+    return Prompts(tokenizer, facts, made, limits, eos_ids=config.eos_ids)
 
 
-def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
-    """The most bytes of text that one id can stand for, where every byte of a text is in some id; None where a text
-    may shrink on the way (normalisation, unknown tokens that swallow, added tokens that take spaces with them)."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):
-        return None
-    byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-    byte_fallback = bool(getattr(tokenizer.model, "byte_fallback", False))
-    if not (byte_level or byte_fallback) or not _keeps_every_byte(tokenizer.normalizer):
-        return None
-    # Vocabularies spell a byte as a character of one or more bytes, so the spelling is never shorter.
-    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=None)
-
-
-def _keeps_every_byte(normalizer: Any) -> bool:
-    """Whether a normaliser at most adds to a text: none, or SentencePiece's marks for spaces."""
-    if normalizer is None:
-        return True
-    return _only_marks_spaces(json.loads(normalizer.__getstate__()))
-
-
-def _only_marks_spaces(state: dict[str, Any]) -> bool:
-    match state:
-        case {"type": "Sequence", "normalizers": list(parts)}:
-            return all(_only_marks_spaces(part) for part in parts)
-        case {"type": "Prepend"} | {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
-            return True
-    return False
+def cost_chars(submit: Submit) -> int:
+    """About what it takes to make a request's ids, in characters of a long text."""
+    prompt = submit.prompt
+    size = 0 if isinstance(prompt, IdsPrompt) else num_chars(prompt)
+    return size + sum(len(word) + WORD_CHARS for word in submit.bad_words)
 
 
 def num_chars(prompt: ChatPrompt | TextPrompt) -> int:
     """About how long a prompt is, templates aside: what it costs to make its ids."""
-    if isinstance(prompt, TextPrompt):
-        return len(prompt.text)
-    return sum(len(message.content or "") + MESSAGE_CHARS for message in prompt.messages)
+    return len(prompt.text) if isinstance(prompt, TextPrompt) else conversation.num_chars(prompt)
 
 
 def _param(prompt: Prompt) -> str:

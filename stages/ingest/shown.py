@@ -18,13 +18,13 @@ class Shown:
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
 
-    def text(self, prompt: Prompt, ids: list[int], *, goes_on: bool) -> str:
-        """A text as it was written; of chats and ids, what the ids say. Where output goes on behind it, a character
-        that the last ids begin and do not complete is left to the output."""
+    def text(self, prompt: Prompt, ids: list[int], *, goes_on: bool, is_cut: bool = False) -> str:
+        """A text as it was written, unless a part of it `is_cut` off; of chats and ids, what the ids say. Where output
+        goes on behind it, a character that the last ids begin and do not complete is left to the output."""
         match prompt:
-            case TextPrompt(text):
+            case TextPrompt(text) if not is_cut:
                 return text
-            case ChatPrompt() | IdsPrompt():
+            case TextPrompt() | ChatPrompt() | IdsPrompt():
                 return self._said(ids, goes_on=goes_on)
 
     def token_strs(self, ids: list[int]) -> list[str]:

@@ -21,13 +21,15 @@ import uvloop
 from tokenizers import Tokenizer
 
 from pipeline import messages as m
+from pipeline import records
 from pipeline.channels import AsyncInbox
-from pipeline.messages import ChatPrompt, Failure, IdsPrompt, Launch, Submit, TextPrompt
+from pipeline.messages import Failure, IdsPrompt, Launch, Sampling, Submit
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest.chats import NeedsTime
 from pipeline.stages.ingest.counting import Counting
 from pipeline.stages.ingest.grammar import Grammars
-from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, num_chars
+from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, cost_chars
 from pipeline.stages.ingest.shown import Shown
 from pipeline.stages.ingest.unsent import Unsent
 
@@ -42,8 +44,9 @@ SLICE_S = 0.01
 Key = tuple[int, int]
 """request_id and attempt."""
 
-Made = tuple[Ids, int, str | None, list[str] | None]
-"""A prompt's ids, how many may be generated at most, its text and the names of its ids, where they are asked for."""
+Made = tuple[Ids, int, Sampling, str | None, list[str] | None]
+"""A prompt's ids, how many may be generated at most and how they are drawn; its text and the names of its ids, where
+they are asked for."""
 
 
 def run(launch: Launch) -> None:
@@ -114,7 +117,8 @@ class Ingest:
             case m.Release():
                 self._stage.arrays.released(message)
             case m.Start(facts):
-                self._prompts = prompt_module.load(self._stage.model_dir, facts, self._tokenizer)
+                limits = self._stage.settings.limits
+                self._prompts = prompt_module.load(self._stage.model_dir, facts, self._tokenizer, limits)
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays
             case m.Ping(nonce):
@@ -140,23 +144,19 @@ class Ingest:
             self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, submit.grammar))
             return
         try:
-            match submit.prompt:
-                case IdsPrompt() as prompt:
-                    ids = self._given_ids(prompt)
-                    if submit.prompt_options.with_text and len(ids) >= MANY_IDS:
-                        task = self._tasks.create_task(self._admit_beside(key, submit, began_s, ids))
-                        self._encoding[key] = submit, task
-                    else:
-                        self._admit(submit, began_s, *self._made(submit, ids))
-                case (ChatPrompt() | TextPrompt()) as prompt if num_chars(prompt) < LONG_CHARS:
-                    self._admit(submit, began_s, *self._made(submit))
-                case ChatPrompt() | TextPrompt():
-                    task = self._tasks.create_task(self._admit_beside(key, submit, began_s))
-                    self._encoding[key] = submit, task
-                case never:
-                    assert_never(never)
+            ids = self._given_ids(submit.prompt) if isinstance(submit.prompt, IdsPrompt) else None
+            is_long = cost_chars(submit) >= LONG_CHARS
+            if ids is not None and submit.prompt_options.with_text:
+                is_long |= len(ids) >= MANY_IDS
+            if not is_long:
+                self._admit(submit, began_s, *self._made(submit, ids, is_short=True))
+                return
+        except NeedsTime:
+            pass  # a short chat, and a template that takes long
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
+            return
+        self._encoding[key] = submit, self._tasks.create_task(self._admit_beside(key, submit, began_s, ids))
 
     async def _begin_checked(self, key: Key, submit: Submit, grammar: m.Grammar) -> None:
         """Begin once the grammar is known to be good."""
@@ -190,21 +190,25 @@ class Ingest:
         finally:
             self._encoding.pop(key, None)
 
-    def _made(self, submit: Submit, ids: Ids | None = None) -> Made:
-        """All that is to be made of a prompt, of which the client may have given the ids: how many may follow, and
-        what the client wants to see. Runs in either thread. Raises Refusal."""
+    def _made(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> Made:
+        """All that is to be made of a prompt, of which the client may have given the ids: how many may follow, how they
+        are drawn, and what the client wants to see. Runs in either thread. Raises Refusal, and NeedsTime where it
+        `is_short` and takes long all the same."""
         assert self._prompts is not None
         prompt, options = submit.prompt, submit.prompt_options
         if ids is None:
             assert not isinstance(prompt, IdsPrompt)
-            ids = self._prompts.encode(prompt, options, submit.arrival_s)
+            ids = self._prompts.encode(prompt, options, submit.arrival_s, is_short=is_short)
+        ids = self._prompts.cut(ids, submit)
         max_tokens = self._prompts.max_tokens(ids, submit)
+        sampling = self._prompts.sampling(submit)
         text = token_strs = None
         if options.with_text:
-            text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0)
+            is_cut = options.truncate != 0
+            text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
         if options.with_token_strs:
             token_strs = self._shown.token_strs(ids.tolist())
-        return ids, max_tokens, text, token_strs
+        return ids, max_tokens, sampling, text, token_strs
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
@@ -217,6 +221,7 @@ class Ingest:
         began_s: float,
         ids: Ids,
         max_tokens: int,
+        sampling: Sampling,
         text: str | None,
         token_strs: list[str] | None,
     ) -> None:
@@ -241,13 +246,15 @@ class Ingest:
             prompt_ids=array,
             n=submit.n,
             max_tokens=max_tokens,
-            sampling=msgspec.Raw(self._packer.encode(submit.sampling)),
+            sampling=msgspec.Raw(self._packer.encode(sampling)),
             text=msgspec.Raw(self._packer.encode(submit.text)),
             outputs=[self._stage.arrays.put(output) for output in outputs],
             finishes=finishes,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
             record_bytes=submit.text.record_bytes,
+            prompt_record_bytes=records.logprob_bytes(sampling.prompt_num_top) if sampling.prompt_num_top >= 0 else 0,
+            is_whole=sampling.prompt_num_top >= 0 or sampling.pooling != m.Pooling.NONE,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)
 

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -66,16 +66,20 @@ def test_the_page_has_a_section_for_every_message_and_part() -> None:
 
 
 def test_the_page_names_the_limits_that_are() -> None:
-    from pipeline.stages.gateway import bodies, door, door_socket, door_stream
+    from pipeline.config.settings import Limits
+    from pipeline.stages.gateway import door, door_socket, door_stream, sampling_fields
 
     page = PAGE.read_text()
+    caps = Limits()
     for words in (
         f"within {door.HELLO_S:g} s of connecting",
         f"takes nothing for {door_stream.STALL_S:g} s",
         f"more than {door.MAX_LETTERS:,} messages",
         f"({door_socket.MAX_CONNECTIONS:,}, or a quarter",
-        f"| {bodies.MAX_N}; {bodies.MAX_STOP_STRINGS} of 1 to {bodies.MAX_STOP_CHARS} characters; ",
-        f" characters; {bodies.MAX_STOP_IDS} |",
+        f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
+        f" characters; {caps.max_stop_token_ids} |",
+        f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
+        f" characters; {caps.max_logprobs} |",
         f"| {door_socket.HANDSHAKE_MS / 1000:g} s; {door.HELLO_S:g} s |",
         f"| {door_socket.RECEIVE_BOUND}, then",
     ):
@@ -83,12 +87,19 @@ def test_the_page_names_the_limits_that_are() -> None:
 
 
 def test_sampling_params_have_the_limits_of_http() -> None:
-    from pipeline import sampling_params
-    from pipeline.stages.gateway import bodies
+    from pipeline import sampling_params, structured_params
+    from pipeline.config.settings import Limits
+    from pipeline.stages.gateway import sampling_fields, structured
 
-    for name in ("MAX_N", "MAX_STOP_STRINGS", "MAX_STOP_CHARS", "MAX_STOP_IDS"):
-        assert getattr(sampling_params, name) == getattr(bodies, name)
-    assert set(p.Params.__struct_fields__) == set(sampling_params.SamplingParams.__struct_fields__)
+    for name in ("MAX_STOP_CHARS", "MAX_BIAS", "MIN_REPETITION_PENALTY", "MAX_REPETITION_PENALTY"):
+        assert getattr(sampling_params, name) == getattr(sampling_fields, name)
+    assert {f"max_{name}" for name in sampling_params.MOST} <= set(Limits.__struct_fields__)
+    for name, most in sampling_params.MOST.items():
+        (meta,) = [one for one in get_type_hints(Limits, include_extras=True)[f"max_{name}"].__metadata__ if one.le]
+        assert most == meta.le, f"{name}: what no server takes"
+    fields = set(sampling_params.SamplingParams.__struct_fields__)
+    assert set(p.Params.__struct_fields__) == fields - {"spaces_between_special_tokens"}
+    assert structured_params.KINDS == structured.KINDS
 
 
 @given(st.binary(max_size=100))

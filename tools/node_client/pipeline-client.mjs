@@ -10,7 +10,7 @@
 
 import { Dealer } from "zeromq";
 
-import { decode, encode, VERSION } from "./wire.mjs";
+import { decode, encode, recordsOf, VERSION } from "./wire.mjs";
 
 /** Deltas that a stream holds at most; more are granted when half of them have been read. */
 const WINDOW = 32;
@@ -37,18 +37,30 @@ export class ConnectionLost extends Error {
   }
 }
 
-/** One request: an async iterable of outputs `{index, text, token_ids, text_offset, token_offset, finish_reason, stop_reason}`. */
+/**
+ * One request: an async iterable of outputs `{index, text, token_ids, text_offset, token_offset, finish_reason, stop_reason,
+ * logprobs}`, the last of which is an array with an entry for each id, and null where `logprobs` were not asked for. An entry is
+ * {tokenId, logprob, piece, top: [{tokenId, logprob, piece}, …]}, where `piece` has the bytes of the id's text.
+ */
 export class Stream {
   #client;
+  #numTop;
+  #promptNumTop;
+  #promptPieces = [];
   #deltas = [];
   #numRead = 0;
   #error = null;
   #isClosed = false;
   #wake = () => {};
 
-  constructor(client, requestId) {
+  constructor(client, requestId, { logprobs = null, prompt_logprobs = null } = {}) {
     this.#client = client;
+    this.#numTop = logprobs;
+    this.#promptNumTop = prompt_logprobs;
     this.requestId = requestId;
+    /** Of the prompt's ids what `logprobs` of an output has, null for the first; complete when all outputs have come. Null
+     * where `prompt_logprobs` were not asked for. */
+    this.promptLogprobs = null;
     /** Int32Array; null until the server has accepted the request. */
     this.promptTokenIds = null;
     /** BigInt; null until accepted. A resumed request needs it. */
@@ -81,11 +93,23 @@ export class Stream {
           this.#client._send({ kind: "credit", request_id: this.requestId, num_deltas: this.#numRead });
           this.#numRead = 0;
         }
-        yield* delta.outputs;
+        for (const { records, pieces, ...output } of delta.outputs) {
+          const k = this.#numTop;
+          yield { ...output, logprobs: k === null ? null : logprobsOf(output.token_ids, records, pieces, k) };
+        }
       }
     } finally {
       this.abort(); // whoever leaves the loop wants no more
     }
+  }
+
+  #takePrompt({ prompt_records, prompt_record_offset, prompt_record_pieces }) {
+    if (this.promptLogprobs === null || !prompt_records.length) return;
+    const ids = this.promptTokenIds.subarray(prompt_record_offset + 1);
+    const k = this.#promptNumTop;
+    const own = this.#promptPieces.slice(prompt_record_offset + 1);
+    const pieces = own.flatMap((piece, i) => [piece, ...prompt_record_pieces.slice(i * k, (i + 1) * k)]);
+    this.promptLogprobs.push(...logprobsOf(ids, prompt_records, pieces, k));
   }
 
   _handle(message) {
@@ -94,8 +118,11 @@ export class Stream {
         this.promptTokenIds = message.prompt_token_ids;
         this.seed = message.seed;
         this.id = message.id || null;
+        this.#promptPieces = message.prompt_pieces;
+        if (this.#promptNumTop !== null) this.promptLogprobs = [null];
         break;
       case "delta":
+        this.#takePrompt(message);
         this.#deltas.push(message);
         break;
       case "finished":
@@ -171,7 +198,8 @@ export class Client {
   }
 
   /**
-   * Generate from a text, an array of token ids, or an array of chat messages {role, content}.
+   * Generate from a text, an array of token ids, an array of chat messages {role, content, …}, or a prompt as the wire has
+   * it: {kind: "chat", messages, tools, …}.
    *
    * `params` has the names of docs/protocol.md. With `received`, for each of the n sequences its output ids so far, the
    * request goes on behind them; `params.seed` must then be that of the first stream. `name` is the caller's own for it:
@@ -185,7 +213,7 @@ export class Client {
     const { priority = 0, cacheSalt = null, timeoutS = null } = options;
     if (this.#lost) throw this.#lost;
     if (name !== null && typeof name !== "string") throw new TypeError("name must be a string");
-    const stream = new Stream(this, this.#nextId++);
+    const stream = new Stream(this, this.#nextId++, params);
     const message = { kind: "generate", request_id: stream.requestId, model, prompt: promptOf(prompt), params };
     const more = { received, name, timings: Boolean(timings), priority, cache_salt: cacheSalt, timeout_s: timeoutS };
     const data = encode({ ...message, credits: WINDOW, ...more });
@@ -284,7 +312,16 @@ export class Client {
   }
 }
 
+function logprobsOf(ids, records, pieces, k) {
+  return recordsOf(records, k).map(({ logprob, topIds, topLogprobs }, place) => {
+    const at = place * (1 + k);
+    const named = (tokenId, i) => ({ tokenId, logprob: topLogprobs[i], piece: pieces[at + 1 + i] });
+    return { tokenId: ids[place], logprob, piece: pieces[at], top: Array.from(topIds, named) };
+  });
+}
+
 function promptOf(prompt) {
+  if (typeof prompt.kind === "string") return prompt;
   if (typeof prompt === "string") return { kind: "text", text: prompt };
   if (typeof prompt[0] === "number") return { kind: "tokens", token_ids: prompt };
   return { kind: "chat", messages: prompt };

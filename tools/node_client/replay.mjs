@@ -22,6 +22,7 @@ console.log(`${document.vectors.length} vectors are read and written`);
 function asJson(value) {
   if (typeof value === "bigint") return String(value);
   if (value instanceof Int32Array) return Array.from(value);
+  if (value instanceof Uint8Array) return Buffer.from(value).toString("hex");
   if (Array.isArray(value)) return value.map(asJson);
   if (value === null || typeof value !== "object") return value;
   return Object.fromEntries(Object.entries(value).map(([name, one]) => [name, asJson(one)]));

@@ -1,6 +1,7 @@
 // The client wire, version 1, as docs/protocol.md has it: messages as objects, to and from MessagePack.
 //
-// An object has `kind` and its fields by name. Ids and seeds of 64 bits are BigInt, packed token ids are Int32Array.
+// An object has `kind` and its fields by name. Ids and seeds of 64 bits are BigInt, packed token ids are Int32Array, other
+// binary is Uint8Array.
 
 import { decode as unpack, encode as pack } from "@msgpack/msgpack";
 
@@ -8,13 +9,20 @@ export const VERSION = 1;
 
 // How a field is written and read. A field that may be left out at the end has a default.
 const plain = { write: (value) => value, read: (value) => value };
+const nullable = { ...plain, takesNull: true };
 const u64 = {
   write: (value) => (value === null ? null : BigInt(value)),
   read: (value) => (value === null ? null : BigInt(value)),
 };
+// Parts that may be missing where they stand.
+const optional = (of) => ({
+  write: (value) => (value === null ? null : of.write(value)),
+  read: (value) => (value === null ? null : of.read(value)),
+});
 const ids = { write: packIds, read: unpackIds };
 const list = (of) => ({ write: (values) => values.map(of.write), read: (values) => values.map(of.read) });
 const part = (name) => ({ write: (value) => toArray(PARTS[name], value), read: (value) => fromArray(PARTS[name], value) });
+const NO_BYTES = new Uint8Array(0);
 const prompt = {
   write: (value) => toArray(PROMPTS[value.kind], value, value.kind),
   read: (value) => ({ kind: value[0], ...fromArray(PROMPTS[value[0]], value.slice(1)) }),
@@ -29,7 +37,16 @@ const PARTS = {
     ["code", plain, null],
     ["retry_after_s", plain, null],
   ],
-  chatMessage: [["role", plain], ["content", plain], ["name", plain, null]],
+  toolCall: [["id", plain], ["name", plain], ["arguments", plain]],
+  chatMessage: [
+    ["role", plain],
+    ["content", nullable],
+    ["name", plain, null],
+    ["tool_calls", list(part("toolCall")), []],
+    ["tool_call_id", plain, null],
+    ["reasoning", plain, null],
+  ],
+  structuredOutputs: [["kind", plain], ["source", plain, ""]],
   params: [
     ["n", plain, 1],
     ["temperature", plain, 1],
@@ -44,6 +61,17 @@ const PARTS = {
     ["skip_special_tokens", plain, true],
     ["include_stop_str_in_output", plain, false],
     ["best_of", plain, null],
+    ["repetition_penalty", plain, 1],
+    ["presence_penalty", plain, 0],
+    ["frequency_penalty", plain, 0],
+    ["logit_bias", plain, {}],
+    ["allowed_token_ids", plain, null],
+    ["bad_words", plain, []],
+    ["min_tokens", plain, 0],
+    ["truncate_prompt_tokens", plain, null],
+    ["logprobs", plain, null],
+    ["prompt_logprobs", plain, null],
+    ["structured_outputs", optional(part("structuredOutputs")), null],
   ],
   output: [
     ["index", plain],
@@ -53,12 +81,24 @@ const PARTS = {
     ["token_offset", plain],
     ["finish_reason", plain, null],
     ["stop_reason", plain, null],
+    ["records", plain, NO_BYTES],
+    ["pieces", plain, []],
   ],
 };
 const PROMPTS = {
   text: [["text", plain]],
   tokens: [["token_ids", ids]],
-  chat: [["messages", list(part("chatMessage"))], ["add_generation_prompt", plain, true]],
+  chat: [
+    ["messages", list(part("chatMessage"))],
+    ["add_generation_prompt", plain, true],
+    ["continue_final_message", plain, false],
+    ["tools", plain, null],
+    ["tool_choice", plain, "auto"],
+    ["tool_name", plain, ""],
+    ["parallel_tool_calls", plain, true],
+    ["documents", plain, null],
+    ["chat_template_kwargs", plain, null],
+  ],
 };
 const MESSAGES = {
   hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""], ["api_key", plain, null]],
@@ -91,8 +131,20 @@ const MESSAGES = {
     ["heartbeat_s", plain],
     ["silence_s", plain],
   ],
-  accepted: [["request_id", u64], ["prompt_token_ids", ids], ["seed", u64], ["id", plain, ""]],
-  delta: [["request_id", u64], ["outputs", list(part("output"))]],
+  accepted: [
+    ["request_id", u64],
+    ["prompt_token_ids", ids],
+    ["seed", u64],
+    ["id", plain, ""],
+    ["prompt_pieces", plain, []],
+  ],
+  delta: [
+    ["request_id", u64],
+    ["outputs", list(part("output"))],
+    ["prompt_records", plain, NO_BYTES],
+    ["prompt_record_offset", plain, 0],
+    ["prompt_record_pieces", plain, []],
+  ],
   finished: [
     ["request_id", u64],
     ["num_prompt_tokens", plain],
@@ -123,7 +175,7 @@ export function decode(data) {
 
 function toArray(fields, object, kind) {
   const values = fields.map(([name, type, fallback]) => {
-    const value = object[name] ?? fallback;
+    const value = object[name] === null && type.takesNull ? null : (object[name] ?? fallback);
     if (value === undefined) throw new TypeError(`${kind ?? "a part"} needs ${name}`);
     return type.write(value);
   });
@@ -160,4 +212,21 @@ function packIds(values) {
 function unpackIds(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   return Int32Array.from({ length: bytes.byteLength >> 2 }, (_, place) => view.getInt32(place * 4, true));
+}
+
+/**
+ * The records of log probabilities in `bytes`, each with the `numTop` likeliest ids: an array of {logprob, topIds,
+ * topLogprobs}.
+ */
+export function recordsOf(bytes, numTop) {
+  const width = 4 + 8 * numTop;
+  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+  return Array.from({ length: Math.floor(bytes.byteLength / width) }, (_, place) => {
+    const at = place * width;
+    return {
+      logprob: view.getFloat32(at, true),
+      topIds: Int32Array.from({ length: numTop }, (_, k) => view.getInt32(at + 4 + 4 * k, true)),
+      topLogprobs: Float32Array.from({ length: numTop }, (_, k) => view.getFloat32(at + 4 + 4 * (numTop + k), true)),
+    };
+  });
 }

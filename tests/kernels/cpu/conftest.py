@@ -1,6 +1,7 @@
 """The CPU library at every level that this machine can compute."""
 
 import ctypes
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,9 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The whole program, from the user's cache or compiled into it; "emulated" is AVX-512 without its instructions."""
     emulate = request.param == "emulated"
     return native.load(build("avx512_bf16" if emulate else request.param, print, emulate=emulate))
+
+
+@pytest.fixture(scope="session")
+def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for the libraries of samplers.py, each compiled once, without a warning."""
+    return tmp_path_factory.mktemp("cache")

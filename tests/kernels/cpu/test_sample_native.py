@@ -10,17 +10,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.cpu.build import build
-from pipeline.kernels.cpu.levels import available
 from pipeline.kernels.cpu.sample_reference import draw_reference, kept_reference, weights_reference
 from pipeline.kernels.noise import draw_keys, sequence_key
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.sample import probabilities_reference
+from tests.kernels.cpu.samplers import CANARY, LEVELS, load
 
-ENTRY = Path(__file__).parent / "sample_entry.cpp"
-LEVELS = [*available(), "emulated"]
 VOCABULARIES = [1, 7, 63, 64, 65, 2048, 32003, 49152]
-CANARY = 0xA5
 INF = float("inf")
 
 # What may rounding move: the relative error of a float32 weight.
@@ -30,8 +26,8 @@ ROUNDING = 1e-6
 class Native:
     """One compiled sampler. Memory before each call is garbage, and nothing beyond what it is given may change."""
 
-    def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self.library.scratch_bytes.restype = ctypes.c_size_t
         self.library.floor_row.restype = ctypes.c_float
         self.library.greedy_row.restype = ctypes.c_int32
@@ -129,16 +125,12 @@ def filter_arguments(temperature: float, top_k: int, top_p: float, min_p: float)
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Native]:
-    root = tmp_path_factory.mktemp("cache")
+def compiled(sampler_cache: Path) -> Callable[[str], Native]:
     made: dict[str, Native] = {}
 
     def get(level: str) -> Native:
         if level not in made:
-            emulate = level == "emulated"
-            library = build("avx512_bf16" if emulate else level, print, ENTRY, cache_root=root, emulate=emulate)
-            assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
-            made[level] = Native(library)
+            made[level] = Native(load(level, sampler_cache))
         return made[level]
 
     return get

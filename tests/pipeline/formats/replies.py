@@ -7,6 +7,7 @@ import msgspec
 from pipeline.formats.chat_formats import TOOL_FORMATS, ChatFormats, ReplyParser
 from pipeline.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 from pipeline.formats.reasoning import FORMATS
+from pipeline.formats.tool_format import AddedToken
 
 TOOLS = {one.name: one for one in TOOL_FORMATS}
 REASONING = {one.name: one for one in FORMATS}
@@ -54,7 +55,7 @@ def formats(tools: str | None = None, reasoning: str | None = None, specials: Se
     return ChatFormats(
         None if tools is None else TOOLS[tools],
         None if reasoning is None else REASONING[reasoning],
-        special_ids={text: place for place, text in enumerate(specials)},
+        added={text: AddedToken(place, text, True) for place, text in enumerate(specials)},
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from pipeline import messages as m
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.messages import Finish
+from pipeline.records import embedding_bytes, logprob_bytes
 from pipeline.stages.execute.runner import Runner
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
@@ -32,13 +33,23 @@ class Ask(msgspec.Struct, frozen=True):
     at_step: int = 0
     """Steps that are planned before it comes."""
     priority: int = 0
-    scored: bool = False
-    """Whether its log probabilities are asked for."""
+    wishes: tuple[tuple[str, Any], ...] = ()
+    """Further fields of its sampling."""
 
     @property
     def sampling(self) -> m.Sampling:
         temperature = 0.0 if self.seed == GREEDY else 1.3
-        return m.Sampling(temperature=temperature, seed=max(0, self.seed), ignore_eos=True, with_logprobs=self.scored)
+        plain = {"temperature": temperature, "seed": max(0, self.seed), "ignore_eos": True}
+        return m.Sampling(**{**plain, **dict(self.wishes)})
+
+    def record_bytes(self, facts: m.ExecuteFacts) -> int:
+        if self.sampling.pooling:
+            return embedding_bytes(facts.hidden_size)
+        return logprob_bytes(self.sampling.num_top) if self.sampling.with_logprobs else 0
+
+    @property
+    def prompt_record_bytes(self) -> int:
+        return logprob_bytes(self.sampling.prompt_num_top) if self.sampling.prompt_num_top >= 0 else 0
 
 
 def make_runner(
@@ -78,8 +89,14 @@ class Pair:
         self._opened: dict[int, tuple[int, int]] = {}
         self._texts: dict[tuple[int, int], list[int]] = {}
         self._finished: dict[tuple[int, int], Finish] = {}
-        self.logprobs: dict[tuple[int, int], list[float]] = {}
-        """Of each sequence of each request, by the order in which they were asked; 0 where they are not asked for."""
+        self.records: dict[tuple[int, int], bytes] = {}
+        """Of each sequence of each request, by the order in which they were asked."""
+        self.prompt_records: dict[tuple[int, int], bytes] = {}
+        """Likewise, of their prompts"""
+        self.errors: dict[tuple[int, int], str] = {}
+        """Of those that have ended by one."""
+        self._widths: dict[int, int] = {}
+        self._prompt_widths: dict[int, int] = {}
         # Rows that end with a scheduler's last step would be dropped by its next one.
         runner.rows.drop(np.flatnonzero(runner.rows.taken).astype(np.int32))
 
@@ -108,7 +125,7 @@ class Pair:
         texts = [[self._texts[begin_id + i, index] for index in range(ask.n)] for i, ask in enumerate(asks)]
         for i, ask in enumerate(asks):
             for index in range(ask.n):
-                assert self._finished[begin_id + i, index] in (Finish.LENGTH, Finish.STOP)
+                assert (self._finished[begin_id + i, index] == Finish.ERROR) == ((begin_id + i, index) in self.errors)
             self.scheduler.close(m.Closed(begin_id + i, 1))
         return texts
 
@@ -124,13 +141,16 @@ class Pair:
             sampling=raw(ask.sampling),
             text=raw(m.TextOptions()),
             priority=ask.priority,
-            with_logprobs=ask.scored,
+            record_bytes=ask.record_bytes(self._runner.facts),
+            prompt_record_bytes=ask.prompt_record_bytes,
+            is_whole=bool(ask.prompt_record_bytes or ask.sampling.pooling),
         )
         for told in self.scheduler.admit(admit):
             assert isinstance(told, m.Open), told
             self._opened[told.seq] = request_id, told.index
             self._texts[request_id, told.index] = []
-            self.logprobs[request_id, told.index] = []
+            self.records[request_id, told.index] = self.prompt_records[request_id, told.index] = b""
+            self._widths[told.seq], self._prompt_widths[told.seq] = admit.record_bytes, admit.prompt_record_bytes
 
     def _compute(self, step: m.Step) -> None:
         began_s = time.monotonic()
@@ -145,7 +165,9 @@ class Pair:
             compute_s=time.monotonic() - began_s,
             wait_s=0.0,
             copy_s=sampled.copy_s,
-            logprobs=sampled.logprobs.tobytes(),
+            records=sampled.records.tobytes(),
+            prompt_records=sampled.prompt_records.tobytes(),
+            errors=list(sampled.errors),
         )
         self.scheduler.settle(result)
 
@@ -159,14 +181,21 @@ class Pair:
             for array, dtype in ((settled.seqs, np.uint64), (settled.starts, np.int32), (settled.counts, np.int32))
         )
         ids, finishes = take(settled.ids, np.int32).tolist(), take(settled.finishes, np.uint8).tolist()
-        logprobs = take(settled.logprobs, np.float32).tolist() or [0.0] * len(ids)
-        assert len(logprobs) == len(ids)
+        records, errors = take(settled.records, np.uint8).tobytes(), list(settled.errors)
+        for seq, start, told in zip(settled.prompt_seqs, settled.prompt_starts, settled.prompt_records, strict=True):
+            known, num_before = self.prompt_records[self._opened[seq]], start * self._prompt_widths[seq]
+            assert len(known) == num_before, "records of a prompt were lost or repeated"
+            self.prompt_records[self._opened[seq]] += told
         for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
             text = self._texts[self._opened[seq]]
             assert start == len(text), "ids were lost or repeated"
             text += ids[:count]
             ids = ids[count:]
-            self.logprobs[self._opened[seq]] += logprobs[:count]
-            logprobs = logprobs[count:]
+            num_bytes = count * self._widths[seq]
+            self.records[self._opened[seq]] += records[:num_bytes]
+            records = records[num_bytes:]
             if finish:
                 self._finished[self._opened[seq]] = Finish(finish)
+            if finish == Finish.ERROR:
+                self.errors[self._opened[seq]] = errors.pop(0)
+        assert not records and not errors

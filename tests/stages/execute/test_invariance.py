@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -55,11 +56,11 @@ class Machine:
         self._runners.append(runner)
         return runner
 
-    def _alone(self, prompt: tuple[int, ...], max_tokens: int, seed: int, n: int) -> list[list[int]]:
+    def _alone(self, encoded: bytes) -> list[list[int]]:
         """The texts of a request that has everything for itself: one sequence after the other, each prompt in one
         chunk, nothing cached, nothing ahead."""
         pair = Pair(self.runner(ALONE), prefix_caching=False, max_num_seqs=1)
-        (texts,) = pair.run([Ask(prompt, max_tokens, seed, n)])
+        (texts,) = pair.run([msgspec.msgpack.decode(encoded, type=Ask)])
         assert pair.scheduler.load().num_preemptions == 0
         return texts
 
@@ -76,7 +77,7 @@ def machine(folder: Path) -> Iterator[Machine]:
 
 
 def alone(machine: Machine, ask: Ask) -> list[list[int]]:
-    return machine.alone(ask.prompt, ask.max_tokens, ask.seed, ask.n)
+    return machine.alone(msgspec.msgpack.encode(msgspec.structs.replace(ask, at_step=0, priority=0)))
 
 
 def run(machine: Machine, pair: Pair, requests: list[Ask]) -> m.ScheduleLoad:
@@ -221,15 +222,42 @@ def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> N
     assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0
 
 
+def records_of(**wishes: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple({"with_logprobs": True, **wishes}.items())
+
+
+def few_ids(seed: int) -> bytes:
+    """Most of the vocabulary."""
+    kept = np.random.default_rng(seed).random(checkpoints.VOCAB_SIZE) < 0.7
+    return np.flatnonzero(kept).astype(np.int32).tobytes()
+
+
+WISHES = [
+    (),
+    records_of(),
+    records_of(num_top=4),
+    records_of(num_top=2, prompt_num_top=3, repetition_penalty=1.3),
+    (("presence_penalty", 0.6), ("frequency_penalty", 0.4), ("prompt_num_top", 0)),
+    (("min_tokens", 9), ("allowed_ids", few_ids(1)), ("bias_ids", [7, 80, 123]), ("bias_values", [3.0, 5.0, -4.0])),
+    records_of(num_top=1, bad_words=[[5], [17, 90], [4, 4, 4]], frequency_penalty=1.5),
+    records_of(num_top=checkpoints.VOCAB_SIZE, allowed_ids=few_ids(2), prompt_num_top=1),
+]
+
+
+def with_wishes() -> list[Ask]:
+    """Each wish greedy and drawn, alone and with n."""
+    return [
+        Ask(ask.prompt, ask.max_tokens, ask.seed if i % 3 else i, n=1 + i % 3, wishes=WISHES[i % len(WISHES)])
+        for i, ask in enumerate(asks())
+    ]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("memory", [(MANY, 0), (FEW, 0), (FEW, 60)], ids=["enough", "recomputed", "swapped"])
-def test_log_probabilities_of_some_change_no_text_and_are_what_they_are_alone(
-    machine: Machine, depth: int, memory: tuple[int, int]
-) -> None:
-    """Bit for bit: alone, in a batch with others that don't ask, forked, preempted by either means."""
-    requests = [
-        Ask(ask.prompt, ask.max_tokens, ask.seed, n=1 + i % 3, scored=i % 2 == 0) for i, ask in enumerate(asks()[:8])
-    ]
+def test_wishes_are_granted_alike_in_any_company(machine: Machine, depth: int, memory: tuple[int, int]) -> None:
+    """Ids and records to the bit: alone, in a batch with others that wish for other things or for nothing, in chunks,
+    forked, preempted by either means."""
+    requests = with_wishes()
     limits: dict[str, Any] = {"max_num_batched_tokens": 96, "preemption": "swap" if memory[1] else "recompute"}
     pair = Pair(machine.runner(*memory), depth, **limits)
     load = run(machine, pair, requests)
@@ -239,7 +267,47 @@ def test_log_probabilities_of_some_change_no_text_and_are_what_they_are_alone(
         lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
         lonely.run([ask])
         for index in range(ask.n):
-            logprobs = pair.logprobs[i, index]
-            assert logprobs == lonely.logprobs[1, index]
-            assert len(logprobs) == ask.max_tokens
-            assert all(one < 0 for one in logprobs) if ask.scored else not any(logprobs)
+            records, prompts = pair.records[i, index], pair.prompt_records[i, index]
+            assert records == lonely.records[1, index]
+            assert len(records) == ask.max_tokens * ask.record_bytes(machine.runner(ALONE).facts)
+            assert prompts == lonely.prompt_records[1, index]
+            assert len(prompts) == (len(ask.prompt) - 1) * ask.prompt_record_bytes * (index == 0)
+
+
+def test_wishes_change_texts(machine: Machine) -> None:
+    """So that the test above compares something: but records alone do not."""
+    for ask in with_wishes():
+        plain = Ask(ask.prompt, ask.max_tokens, ask.seed, ask.n)
+        only_records = all(name in ("with_logprobs", "num_top") for name, _ in ask.wishes)
+        assert (alone(machine, ask) == alone(machine, plain)) == only_records
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> None:
+    """To the bit, also where a prompt is computed in chunks of other lengths, or begins again half-way."""
+    requests = [
+        Ask(ask.prompt, 1 if i % 3 else ask.max_tokens, wishes=(("pooling", 1 + i % 2),) if i % 3 else WISHES[i % 4])
+        for i, ask in enumerate(asks())
+    ]
+    for limits in ({"max_num_batched_tokens": 17}, {"max_num_batched_tokens": 256}, {"max_num_seqs": 3}):
+        pair = Pair(machine.runner(MANY), depth, **limits)
+        pair.run(requests)
+        for i, ask in enumerate(requests, 1):
+            lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
+            lonely.run([ask])
+            assert pair.records[i, 0] == lonely.records[1, 0]
+            if ask.sampling.pooling:
+                vector = np.frombuffer(pair.records[i, 0], np.float32)
+                assert len(vector) == 48 and np.isfinite(vector).all() and vector.std() > 0.1
+
+
+def test_a_sequence_that_nothing_can_follow_ends_with_why_and_its_neighbours_go_on(machine: Machine) -> None:
+    nothing = [(token,) for token in range(checkpoints.VOCAB_SIZE)]
+    ends = Ask(tuple(PREFIX), 9, wishes=records_of(bad_words=[list(run) for run in nothing]))
+    follows = [Ask(ask.prompt, ask.max_tokens, wishes=records_of()) for ask in asks()[:5]]
+    for depth in (1, 2):
+        pair = Pair(machine.runner(MANY), depth)
+        texts = pair.run([*follows[:2], ends, *follows[2:]])
+        assert texts.pop(2) == [[]] and list(pair.errors) == [(3, 0)] and pair.records[3, 0] == b""
+        assert "no token can follow" in pair.errors[3, 0]
+        assert [texts[i] for i in range(5)] == [alone(machine, ask) for ask in follows]

@@ -13,6 +13,7 @@ from pipeline import topology
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.recording.compare import compare
 from pipeline.recording.replaying import replay
+from pipeline.records import embedding_bytes, logprob_bytes
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
 from tests.stages.execute import checkpoints
@@ -43,7 +44,7 @@ def ids_of(rig: Rig, result: m.StepResult) -> list[int]:
 
 def test_it_says_what_it_has_learnt_when_it_is_ready(rig: Rig) -> None:
     facts = begin(rig)
-    assert facts == m.ExecuteFacts(16 * 1024**2 // 12288, 16, 256, VOCAB_SIZE)
+    assert facts == m.ExecuteFacts(16 * 1024**2 // 12288, 16, 256, VOCAB_SIZE, hidden_size=48)
 
 
 def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None:
@@ -226,4 +227,24 @@ def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> Non
         rig.send(msgspec.structs.replace(make_step(), copy_sources=sources, copy_targets=targets), SCHEDULE)
         assert rig.receive("schedule", m.StepResult).copy_s == 0
         assert sorted(rig.receive("schedule", m.Release).offsets) == sorted([sources.offset, targets.offset])
+    gc.unfreeze()
+
+
+def test_an_instant_executor_tells_as_much_as_a_model_would(tiny_dir: Path) -> None:
+    scored = m.Sampling(with_logprobs=True, num_top=3, prompt_num_top=1)
+    pooled, silent = m.Sampling(pooling=m.Pooling.MEAN, prompt_num_top=0), m.Sampling()
+    rig = Rig("execute", settings(), tiny_dir)
+    rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
+    with rig:
+        facts = begin(rig)
+        adds = [row_add(row, PROMPT, [row], wish) for row, wish in enumerate((scored, pooled, silent))]
+        forked = row_add(3, [], [3], scored, index=1, fork_of=0, num_prompt=len(PROMPT))
+        num = len(PROMPT)
+        rig.send(make_step([(0, 0, num - 2, False), (1, 0, num, True), (2, 0, num, True)], adds=adds), SCHEDULE)
+        rig.send(make_step([(0, num - 2, 2, True), (3, num - 1, 1, True)], adds=[forked], step_id=1), SCHEDULE)
+        first, second = (rig.receive("schedule", m.StepResult) for _ in range(2))
+        assert len(rig.bytes_of(first.records)) == embedding_bytes(facts.hidden_size) > 0
+        assert len(rig.bytes_of(first.prompt_records)) == (num - 2) * logprob_bytes(1) + (num - 1) * 4
+        assert len(rig.bytes_of(second.records)) == 2 * logprob_bytes(3)
+        assert len(rig.bytes_of(second.prompt_records)) == logprob_bytes(1)
     gc.unfreeze()

@@ -14,7 +14,7 @@ from pipeline.config.settings import Gateway, Schedule, Settings
 from pipeline.model_folder import ModelConfig
 from tests.rig import PATIENCE_S, Rig
 
-FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000)
+FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 END = b"\r\n0\r\n\r\n"
@@ -123,9 +123,10 @@ class Gate:
         self.accept(submit)
         return submit
 
-    def accept(self, submit: m.Submit, num_ids: int = 3) -> None:
-        ids = np.arange(num_ids, dtype=np.int32)
-        self.rig.send(m.Accepted(submit.request_id, submit.attempt, ids.tobytes()), "ingest.0")
+    def accept(self, submit: m.Submit, num_ids: int = 3, *, pieces: list[bytes] | None = None) -> None:
+        """With `pieces`, its ids are theirs."""
+        ids = np.arange(num_ids if pieces is None else len(pieces), dtype=np.int32)
+        self.rig.send(m.Accepted(submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces), "ingest.0")
 
     def reject(self, submit: m.Submit, failure: m.Failure, sender: str = "ingest.0") -> None:
         self.rig.send(m.Rejected(submit.request_id, submit.attempt, failure), sender)
@@ -142,10 +143,14 @@ class Gate:
         back: int = 0,
         num_cached: int | None = None,
         logprobs: list[float] | None = None,
+        records: bytes = b"",
+        pieces: list[bytes] | None = None,
+        prompt: tuple[int, bytes, list[bytes]] | None = None,
     ) -> None:
         """Text and ids of a sequence. With `back`, the text begins that many characters, and ids, before the end of
         what was sent: a repetition. With `num_cached`, these are its first ids, and so many of its prompt were in the
-        prefix cache."""
+        prefix cache. `logprobs`, or `records` and `pieces`, are of its ids; `prompt` is the offset, the records and the
+        pieces of some of its prompt's."""
         key = submit.request_id, index
         chars, ids = self._chars.get(key, 0) - back, self._ids.get(key, 0) - back
         self._chars[key], self._ids[key] = chars + len(text), ids + num_ids
@@ -162,7 +167,12 @@ class Gate:
                 [int(finish)],
                 [stop_reason],
                 [] if num_cached is None else [m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)],
-                records=[np.array(logprobs, np.float32).tobytes()] if logprobs else [],
+                records=[np.array(logprobs, np.float32).tobytes()] if logprobs else [records] if records else [],
+                pieces=[pieces] if pieces else [],
+                prompt_places=[0] if prompt else [],
+                prompt_offsets=[prompt[0]] if prompt else [],
+                prompt_records=[prompt[1]] if prompt else [],
+                prompt_pieces=[prompt[2]] if prompt else [],
             ),
             "detokenize.0",
         )

@@ -36,7 +36,7 @@ def play(gate: Gate, submit: m.Submit, order: tuple[int, ...] = (1, 3, 0, 2)) ->
 
 class TestChoice:
     def sequence(self, *logprobs: float) -> Sequence:
-        return Sequence(logprobs=bytearray(np.array(logprobs, "<f4").tobytes()))
+        return Sequence(records=bytearray(np.array(logprobs, "<f4").tobytes()))
 
     def test_is_by_the_mean_and_not_by_the_sum(self) -> None:
         long, short = self.sequence(*[-0.5] * 100), self.sequence(-0.6)
@@ -71,7 +71,7 @@ class TestParse:
             ({"best_of": 2, "n": 3}, "at least n = 3"),
             ({"best_of": 2, "stream": True}, "must equal n = 1"),
             ({"best_of": 0}, ">= 1"),
-            ({"best_of": 129}, "<= 128"),
+            ({"best_of": 129}, "at most 128"),
             ({"best_of": "2"}, "integer"),
             ({"best_of": 2.5}, "integer"),
             ({"best_of": 65}, "best_of = 65 is more than this server takes at once (64)"),

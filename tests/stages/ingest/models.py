@@ -5,8 +5,11 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline import messages as m
+from pipeline.config.settings import Limits
 from pipeline.messages import ExecuteFacts
 from pipeline.model_folder import ModelConfig
+from pipeline.stages.ingest.chats import Chats
+from pipeline.stages.ingest.prompt import Prompts
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"
@@ -52,6 +55,11 @@ def folder(path: Path, template: str | None = CHATML, tokenizer: Tokenizer | Non
         weight_files=[],
     ).save(path)
     return path
+
+
+def prompts(tokenizer: Tokenizer, of: ExecuteFacts) -> Prompts:
+    """For a model that has no template."""
+    return Prompts(tokenizer, of, Chats({}, "no template", 1.0), Limits())
 
 
 def submit(

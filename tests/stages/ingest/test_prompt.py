@@ -13,7 +13,8 @@ from tokenizers import models as tokenizer_models
 
 from pipeline import messages as m
 from pipeline.stages.ingest import prompt as prompt_module
-from pipeline.stages.ingest.prompt import Prompts, Refusal, longest_id_bytes
+from pipeline.stages.ingest.longest_id import longest_id_bytes
+from pipeline.stages.ingest.prompt import Prompts, Refusal
 from tests.stages.ingest import models as tiny
 
 
@@ -33,6 +34,7 @@ def refused(prompts: Prompts, submit: m.Submit) -> m.Failure:
 def ids_of(prompts: Prompts, submit: m.Submit) -> tuple[list[int], int]:
     prompt = submit.prompt
     ids = np.frombuffer(prompt.ids, np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt)
+    prompts.sampling(submit)
     return ids.tolist(), prompts.max_tokens(ids, submit)
 
 
@@ -103,9 +105,9 @@ def test_stop_ids_outside_the_vocabulary_are_refused(prompts: Prompts, stop_id: 
 
 
 def test_the_executors_vocabulary_decides_not_the_tokenizers() -> None:
-    made = Prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=300))
+    made = tiny.prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=300))
     assert ids_of(made, tiny.submit(given_ids(299)))[0] == [299]
-    assert refused(Prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=100)), tiny.submit("ÿ" * 3)).status == 400
+    assert refused(tiny.prompts(tiny.byte_tokenizer(), tiny.facts(vocab_size=100)), tiny.submit("ÿ" * 3)).status == 400
 
 
 @pytest.mark.parametrize("prompt", ["", given_ids(), m.ChatPrompt([])])
@@ -195,7 +197,7 @@ def test_the_size_bound_is_the_longest_token_where_no_byte_can_be_lost() -> None
 
 
 def test_a_tokenizer_that_fails_on_a_text_is_a_refusal() -> None:
-    made = Prompts(Tokenizer(tokenizer_models.WordLevel({"a": 0}, "[UNK]")), tiny.facts())
+    made = tiny.prompts(Tokenizer(tokenizer_models.WordLevel({"a": 0}, "[UNK]")), tiny.facts())
     failure = refused(made, tiny.submit("b"))
     assert (failure.status, failure.param) == (400, "prompt")
 

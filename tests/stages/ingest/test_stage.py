@@ -163,9 +163,9 @@ def test_stopping_waits_for_the_text_being_encoded_but_not_for_those_behind(
     encoded = []
     really = Prompts.encode
 
-    def counted(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt, *others: Any) -> np.ndarray:
+    def counted(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
         encoded.append(prompt)
-        return really(self, prompt, *others)
+        return really(self, prompt, *others, **options)
 
     monkeypatch.setattr(Prompts, "encode", counted)
     with Rig("ingest", model_dir=smollm2_dir) as rig:
@@ -221,7 +221,7 @@ def test_a_folder_without_a_tokenizer_ends_the_stage_before_it_is_ready(tmp_path
 def test_what_goes_wrong_beside_the_loop_ends_the_stage_with_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt, *others: Any) -> np.ndarray:
+    def broken(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
         raise AssertionError("a broken invariant")
 
     monkeypatch.setattr(Prompts, "encode", broken)

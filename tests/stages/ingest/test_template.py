@@ -1,37 +1,21 @@
 """The chat template's environment is the one templates are written for, and whatever goes wrong is words."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import ChatMessage
+from pipeline.messages import ChatMessage, ChatPrompt
 from pipeline.stages.ingest.template import MAX_WORDS_CHARS, ChatTemplate, TemplateFailure, TextTooLong
+from tests.stages.ingest import chats
 
-ROOT = Path(__file__).parents[3]
 USER = [ChatMessage("user", "hi")]
 
 
 def render(source: str, messages: list[ChatMessage] = USER, *, prompt: bool = True, max_chars: int = 10_000) -> str:
-    return ChatTemplate(source, "<s>", "</s>").render(messages, add_generation_prompt=prompt, max_chars=max_chars)
-
-
-def by_transformers(source: str, messages: list[ChatMessage], prompt: bool) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    plain = [{"role": message.role, "content": message.content} for message in messages]
-    (text,), _ = render_jinja_template(
-        conversations=[plain],
-        chat_template=source,
-        add_generation_prompt=prompt,
-        bos_token="<s>",
-        eos_token="</s>",
-    )
-    return str(text)
+    return chats.render(source, ChatPrompt(messages, add_generation_prompt=prompt), max_chars=max_chars)
 
 
 TEMPLATES = {
@@ -56,7 +40,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("prompt", [True, False])
 def test_templates_write_what_transformers_writes(name: str, prompt: bool) -> None:
     messages = [ChatMessage("system", " <b>be</b> 'nice' "), ChatMessage("user", "héllo\n"), ChatMessage("user", "ü")]
-    assert render(TEMPLATES[name], messages, prompt=prompt) == by_transformers(TEMPLATES[name], messages, prompt)
+    plain: chats.Chat = [{"role": message.role, "content": message.content} for message in messages]
+    expected = chats.by_transformers(TEMPLATES[name], plain, add_generation_prompt=prompt)
+    assert render(TEMPLATES[name], messages, prompt=prompt) == expected
 
 
 def test_the_date_is_there() -> None:
@@ -112,22 +98,6 @@ def test_a_template_that_is_not_valid_says_so_when_it_is_made(source: str, words
     with pytest.raises(TemplateFailure, match=f"not valid: .*{words}"):
         ChatTemplate(source)
     assert sys.getrecursionlimit() >= 1000
-
-
-HUGE = """
-import resource
-resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure
-try:
-    ChatTemplate("{{ '%0999999999d' % 3 }}")
-except TemplateFailure as failure:
-    print(failure)
-"""
-
-
-def test_a_constant_that_fills_the_memory_is_only_a_template_that_is_not_valid() -> None:
-    result = subprocess.run([sys.executable, "-c", HUGE], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout) == (0, "the model's chat template is not valid: MemoryError\n")
 
 
 def test_writing_stops_at_the_bound() -> None:

@@ -1,0 +1,40 @@
+"""Log probabilities of ids, read from the records that the wire has of them (docs/protocol.md, Records)."""
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """Of one id in its place, by the model's own distribution: before temperature, filters, penalties and grammars."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the likeliest; None for an id that was drawn and is not among those that were asked for."""
+    decoded_token: str | None = None
+    """Its text. What is no whole character stands as U+FFFD."""
+    bytes: bytes = b""
+    """Its text's UTF-8, of which a character may be divided among ids."""
+
+
+def logprobs_of(ids: Sequence[int], records: bytes, pieces: Sequence[bytes], num_top: int) -> list[dict[int, Logprob]]:
+    """For each record the id it is of, then the likeliest. Bytes behind the last whole record are left out, and where
+    there are fewer records than ids, the ids behind them."""
+    layout = struct.Struct(f"<f{num_top}i{num_top}f")
+    whole = memoryview(records)[: len(records) // layout.size * layout.size]
+    read = []
+    for place, (token_id, numbers) in enumerate(zip(ids, layout.iter_unpack(whole), strict=False)):
+        first = place * (1 + num_top)
+        own, *others = [*pieces[first : first + 1 + num_top], *[b""] * (1 + num_top)][: 1 + num_top]
+        top = numbers[1 : 1 + num_top]
+        rank = top.index(token_id) + 1 if token_id in top else None
+        each = {token_id: _logprob(numbers[0], rank, own)}
+        for number, (top_id, logprob, piece) in enumerate(zip(top, numbers[1 + num_top :], others, strict=True)):
+            each.setdefault(top_id, _logprob(logprob, number + 1, piece))
+        read.append(each)
+    return read
+
+
+def _logprob(logprob: float, rank: int | None, piece: bytes) -> Logprob:
+    return Logprob(logprob, rank, piece.decode("utf-8", "replace"), piece)

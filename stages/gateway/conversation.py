@@ -1,0 +1,347 @@
+"""Chats as clients give them: messages, tools, and what the model's template is told besides. Pure.
+
+    messages   system, developer, user: content · assistant: content, tool_calls or both, reasoning · tool: content of a
+               call's answer, with tool_call_id
+    tools      functions, each with a JSON schema of its arguments · tool_choice: none, auto, required, or one by name
+
+`chat_template_kwargs`, `documents`, `reasoning_effort`, `continue_final_message`, `add_generation_prompt` are for the
+template, as in vLLM. What a function's schema may be is ingest's to judge, where a grammar is made of it.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw
+
+from pipeline import messages as m
+from pipeline.config.settings import Limits as Caps
+from pipeline.formats.chat_formats import ChatFormats
+from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
+
+T = TypeVar("T")
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CONTENT = {"text": "text", "refusal": "refusal"}
+"""Kinds of parts that are text, and the field of each that holds it."""
+MAX_ID_CHARS = 256
+
+
+class ContentPart(msgspec.Struct):
+    type: Annotated[str, Meta(description="text; of an assistant's message also refusal")]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON text")]
+
+
+class ToolCall(msgspec.Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+    function: CalledFunction
+    type: str = "function"
+
+
+class Message(msgspec.Struct):
+    role: Annotated[str, Meta(description="system, developer, user, assistant or tool")]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, Meta(description="Of a tool's message: the call that it answers.")] | None = None
+    reasoning_content: Annotated[str, Meta(description="Of an assistant's message: what it thought before.")] | None = (
+        None
+    )
+    reasoning: Annotated[str, Meta(description="As reasoning_content.")] | None = None
+    refusal: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class Function(msgspec.Struct):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    type: str
+    function: Function | None = None
+
+
+class _Tools(msgspec.Struct):
+    tools: list[Tool] | None = None
+
+
+class _Documents(msgspec.Struct):
+    documents: list[dict[str, Any]] | None = None
+
+
+class _Kwargs(msgspec.Struct):
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _NamedFunction(msgspec.Struct):
+    name: str
+
+
+class _NamedChoice(msgspec.Struct):
+    type: str
+    function: _NamedFunction | None = None
+
+
+class _Choice(msgspec.Struct):
+    tool_choice: str | _NamedChoice | None = None
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Messages = Annotated[list[Message], Meta(min_length=1)]
+Tools = Annotated[Raw, Meta(description="Functions that the model may call.")]
+ToolChoice = Annotated[Raw, Meta(description='none, auto, required or {"type": "function", "function": {"name": …}}')]
+Documents = Annotated[Raw, Meta(description="An array of objects for the chat template.")]
+Kwargs = Annotated[Raw, Meta(description="An object of further names for the chat template.")]
+
+
+class Conversation(Protocol):
+    """A body that holds a chat."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    tools: Raw
+    tool_choice: Raw
+    parallel_tool_calls: bool | None
+    documents: Raw
+    chat_template_kwargs: Raw
+    reasoning_effort: ReasoningEffort | None
+    chat_template: Any
+
+
+class ReplyForm(msgspec.Struct, frozen=True):
+    """What is looked for in the reply to a chat."""
+
+    tool_choice: str = "none"
+    """As in `ChatPrompt`"""
+    names: list[str] = []
+    """The tools'"""
+    parallel: bool = True
+    shows_specials: bool = False
+    """The client wants to see special tokens."""
+    with_reasoning: bool = True
+    """It is told of reasoning."""
+
+
+def chat_prompt(body: Conversation, messages: Sequence[Message], caps: Caps) -> m.ChatPrompt:
+    """The prompt that a chat is. Raises ApiError."""
+    if body.chat_template is not None:
+        raise unsupported("chat_template", "a template is a program, and the model's own is the one that is run")
+    generate, goes_on = body.add_generation_prompt, bool(body.continue_final_message)
+    if generate and goes_on:
+        message = "'continue_final_message' and 'add_generation_prompt' can't both be true: a reply goes on, or begins"
+        raise invalid("continue_final_message", message, "invalid_value")
+    tools = _tools(body.tools, caps)
+    choice, name = _choice(body.tool_choice, tools)
+    return m.ChatPrompt(
+        [chat_message(place, message) for place, message in enumerate(messages)],
+        not goes_on if generate is None else generate,
+        continue_final_message=goes_on,
+        tools=_json(body.tools) if tools else "",
+        tool_choice=choice,
+        tool_name=name,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        documents=_json(body.documents) if _documents(body.documents) else "",
+        template_kwargs=_kwargs(body.chat_template_kwargs, body.reasoning_effort),
+    )
+
+
+def num_parts(messages: Sequence[Message]) -> int:
+    """Messages and calls in them: templates write at least a token for each."""
+    return len(messages) + sum(len(message.tool_calls or ()) for message in messages)
+
+
+def reply_form(
+    prompt: m.ChatPrompt, formats: ChatFormats, *, shows_specials: bool, with_reasoning: bool
+) -> ReplyForm | None:
+    """What to look for in its reply; None where that is nothing. Raises ApiError where the model has no way to call a
+    tool."""
+    choice = prompt.tool_choice if prompt.tools else "none"
+    if choice == "auto" and formats.tools is None:
+        what = (
+            "the model's chat template has no form of calls that is known here, see chat.tool_format; tool_choice "
+            '"required" or a function by name works without one'
+        )
+        raise unsupported("tools", what)
+    names = [] if choice == "none" else [tool.function.name for tool in _decoded_tools(prompt.tools)]
+    if choice == "none" and formats.reasoning is None:
+        return None
+    return ReplyForm(choice, names, prompt.parallel_tool_calls, shows_specials, with_reasoning)
+
+
+def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None) -> m.Grammar | None:
+    """What the reply is to match: `output`, which the client asks for besides, or calls where it insists on them.
+    Raises ApiError where it can't be both."""
+    if prompt.tool_choice not in ("required", "named"):
+        return output
+    if output is not None:
+        message = f"'{output.param}' is not allowed with this tool_choice: the reply is calls, and no content"
+        raise invalid(output.param, message, "invalid_value")
+    grammar = formats.calls_grammar(
+        prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls
+    )
+    return m.Grammar("lark", grammar, "tools")
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+def chat_message(place: int, message: Message) -> m.ChatMessage:
+    """One message of a chat. Raises ApiError."""
+    at, role = f"messages[{place}]", message.role
+    if role == "function":
+        raise invalid(f"{at}.role", f"'{at}.role' function is deprecated: use tool, and tool_call_id", "invalid_value")
+    if role not in ROLES:
+        raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(ROLES)}", "invalid_value")
+    for name in ("function_call", "audio"):
+        if getattr(message, name) is not None:
+            raise unsupported(f"{at}.{name}")
+    calls = _calls(at, message)
+    if role == "tool" and not message.tool_call_id:
+        raise invalid(f"{at}.tool_call_id", f"'{at}.tool_call_id' is required: the id of the call that it answers")
+    content, parts = _content(at, message)
+    if content is None and not calls:
+        raise invalid(f"{at}.content", f"'{at}.content' is required")
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    return m.ChatMessage(
+        role,
+        content,
+        message.name,
+        parts=parts,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id if role == "tool" else None,
+        reasoning=reasoning if role == "assistant" else None,
+    )
+
+
+def _content(at: str, message: Message) -> tuple[str | None, list[str] | None]:
+    """As one text, and as the texts of its parts where it has some."""
+    match message.content:
+        case None:
+            return (message.refusal if message.role == "assistant" else None), None
+        case str(content):
+            return content, None
+        case parts:
+            texts = [_part(f"{at}.content[{j}]", part, message.role) for j, part in enumerate(parts)]
+            return "\n".join(texts), texts
+
+
+def _part(at: str, part: ContentPart, role: str) -> str:
+    field = CONTENT.get(part.type)
+    if field is None or (field == "refusal" and role != "assistant"):
+        raise unsupported(f"{at}.type", "content must be text")
+    text: str | None = getattr(part, field)
+    if text is None:
+        raise invalid(f"{at}.{field}", f"'{at}.{field}' is required")
+    return text
+
+
+def _calls(at: str, message: Message) -> list[m.ToolCall]:
+    if not message.tool_calls:
+        return []
+    if message.role != "assistant":
+        raise invalid(f"{at}.tool_calls", f"'{at}.tool_calls' is only allowed where role is assistant", "invalid_value")
+    for place, call in enumerate(message.tool_calls):
+        if call.type != "function":
+            raise unsupported(f"{at}.tool_calls[{place}].type", "tools are functions")
+    return [m.ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+# ------------------------------------------------------------------------------------------------------------ tools
+
+
+def _tools(raw: Raw, caps: Caps) -> list[str]:
+    """The names of the tools, all of which are fit to be told a model."""
+    tools = _checked(raw, "tools", _Tools).tools or []
+    if len(tools) > caps.max_tools:
+        message = f"'tools' has {len(tools)} entries, and at most {caps.max_tools} are taken: limits.max_tools"
+        raise invalid("tools", message, "invalid_value")
+    names: list[str] = []
+    for place, tool in enumerate(tools):
+        at = f"tools[{place}]"
+        if tool.type != "function":
+            raise unsupported(f"{at}.type", "tools are functions")
+        if tool.function is None:
+            raise invalid(f"{at}.function", f"'{at}.function' is required")
+        if tool.function.name in names:
+            message = f"'{at}.function.name' is {tool.function.name} again: each tool needs a name of its own"
+            raise invalid(f"{at}.function.name", message, "invalid_value")
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            param = f"{at}.function.parameters.type"
+            raise invalid(param, f"'{param}' must be object: arguments are one", "invalid_value")
+        names.append(tool.function.name)
+    return names
+
+
+def _decoded_tools(tools: str) -> Any:
+    return msgspec.json.decode(tools, type=list[Tool])
+
+
+def _choice(raw: Raw, names: list[str]) -> tuple[str, str]:
+    """As `ChatPrompt` has it: how, and whom."""
+    match _checked(raw, "tool_choice", _Choice).tool_choice:
+        case None:
+            return "auto", ""
+        case ("none" | "auto") as choice:
+            return choice, ""
+        case "required":
+            if not names:
+                raise invalid("tool_choice", "'tool_choice' required is only allowed together with tools")
+            return "required", ""
+        case str():
+            words = 'none, auto, required or {"type": "function", "function": {"name": …}}'
+            raise invalid("tool_choice", f"'tool_choice' must be {words}", "invalid_value")
+        case _NamedChoice(type="function", function=None):
+            raise invalid("tool_choice.function", "'tool_choice.function' is required")
+        case _NamedChoice(type="function", function=_NamedFunction(name=name)):
+            if name not in names:
+                message = f"'tool_choice' names {name[:64]!r}, which is none of the request's tools"
+                raise invalid("tool_choice", message, "invalid_value")
+            return "named", name
+        case _NamedChoice():
+            raise unsupported("tool_choice.type", "it is function")
+
+
+# --------------------------------------------------------------------------------------------------- for the template
+
+
+def _documents(raw: Raw) -> bool:
+    return bool(_checked(raw, "documents", _Documents).documents)
+
+
+def _kwargs(raw: Raw, effort: ReasoningEffort | None) -> str:
+    """JSON text. The effort is a name like any other to a template; some know only whether there is thinking at all."""
+    kwargs = _checked(raw, "chat_template_kwargs", _Kwargs).chat_template_kwargs or {}
+    if effort is not None:
+        own: dict[str, Any] = {"reasoning_effort": effort}
+        if effort == "none":
+            own["enable_thinking"] = False
+        kwargs = own | kwargs
+    return msgspec.json.encode(kwargs).decode() if kwargs else ""
+
+
+def _checked(raw: Raw, name: str, kind: type[T]) -> T:
+    """A field as the struct of that field alone, so that errors name it as the whole body's would."""
+    data = bytes(raw) or b"null"
+    try:
+        return msgspec.json.decode(b'{"%s":%s}' % (name.encode(), data), type=kind)
+    except msgspec.ValidationError as error:
+        raise of_validation(error) from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise invalid(name, f"'{name}' is not valid JSON: {error}", "invalid_json") from error
+    except RecursionError as error:
+        raise invalid(name, f"'{name}' is nested too deeply", "invalid_json") from error
+
+
+def _json(raw: Raw) -> str:
+    """JSON text as the client gave it; it has been decoded before."""
+    return bytes(raw).decode()

@@ -1,0 +1,113 @@
+"""What replies to chats and completions are made of, in OpenAI's shapes, whole and in the events of a stream.
+
+`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are vLLM's additions, in its places: what is said
+of a prompt stands with the reply of a chat, and with each choice of a completion. Fields that are UNSET are left out.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from pipeline.stages.gateway.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
+from pipeline.stages.gateway.timings import Timings
+
+StopReason = Annotated[str | int, Meta(description="The stop string or the id of stop_token_ids that ended it.")]
+FinishReason = Annotated[str, Meta(description="stop, length or abort")]
+TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None], Meta(description="With prompt_logprobs: by ids, null for the first.")
+]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: Annotated[int, Meta(description="Found in the prefix cache, and not computed.")]
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ReplyMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ReplyMessage
+    finish_reason: FinishReason
+    stop_reason: StopReason | None
+    logprobs: ChatLogprobs | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct):
+    """POST /v1/chat/completions"""
+
+    id: str
+    object: Annotated[str, Meta(description="chat.completion")]
+    created: Annotated[int, Meta(description="Unix time, in seconds.")]
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatDeltaChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: FinishReason | None
+    stop_reason: StopReason | UnsetType | None = UNSET
+    logprobs: ChatLogprobs | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """An event of a stream of POST /v1/chat/completions"""
+
+    id: str
+    object: Annotated[str, Meta(description="chat.completion.chunk")]
+    created: int
+    model: str
+    choices: list[ChatDeltaChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: StopReason | UnsetType | None = UNSET
+    logprobs: TextLogprobs | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class TextReply(msgspec.Struct):
+    """POST /v1/completions; an event of its stream has the same shape."""
+
+    id: str
+    object: Annotated[str, Meta(description="text_completion")]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET

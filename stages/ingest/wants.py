@@ -1,0 +1,163 @@
+"""What a chat template wants to be given, told from its syntax tree. Pure.
+
+Templates are written for different shapes of one message: `content` is text, or a list of parts that the template goes
+through; a message without content has none, or an empty text; arguments of a call are an object, or its JSON text.
+Servers look at the template to find out, for models do not say. vLLM calls the first two "string" and "openai".
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+
+ROUNDS = 8
+"""Names that stand for names that stand for … messages are followed so far."""
+
+
+@dataclass(frozen=True)
+class Wants:
+    """`parts`: it goes through a message's content part by part. `text_too`: it asks whether content is text, and so
+    takes that as well. `none`: it asks whether content is None. `developer`: it knows that role. `json_arguments`: it
+    adds the arguments of a call to text, and never asks whether they are text."""
+
+    parts: bool = False
+    text_too: bool = False
+    none: bool = False
+    developer: bool = False
+    json_arguments: bool = False
+
+
+class Kind(Enum):
+    MESSAGES = auto()
+    MESSAGE = auto()
+    CONTENT = auto()
+
+
+def wants(environment: jinja2.Environment, source: str) -> Wants:
+    """Raises jinja2.TemplateSyntaxError."""
+    tree = environment.parse(source)
+    names = _Names(tree)
+    consts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    tests = [node for node in tree.find_all(nodes.Test) if names.kind(node.node) is Kind.CONTENT]
+    return Wants(
+        parts=any(map(names.goes_through_parts, tree.find_all(nodes.For))),
+        text_too=any(test.name == "string" for test in tests),
+        none=any(test.name == "none" for test in tests) or names.compared_with_none(),
+        developer="developer" in consts,
+        json_arguments=_adds_arguments(tree),
+    )
+
+
+def _adds_arguments(tree: nodes.Template) -> bool:
+    sums: list[Any] = list(tree.find_all(nodes.Add))
+    is_added = any(_is_arguments(side) for add in sums for side in (add.left, add.right))
+    return is_added and not any(
+        test.name == "string" and _is_arguments(test.node) for test in tree.find_all(nodes.Test)
+    )
+
+
+def _is_arguments(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Getattr | nodes.Getitem) and _named(node) == "arguments"
+
+
+class _Names:
+    """What the names in a template stand for. Scopes are not told apart: a name that stands for a message anywhere is
+    taken for one everywhere."""
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self._tree = tree
+        self._kinds: dict[str, Kind] = {"messages": Kind.MESSAGES}
+        self._macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        for _ in range(ROUNDS):
+            before = len(self._kinds)
+            self._look()
+            if len(self._kinds) == before:
+                return
+
+    def kind(self, node: nodes.Node | None) -> Kind | None:
+        match node:
+            case nodes.Name():
+                return self._kinds.get(node.name)
+            case nodes.Getattr() | nodes.Getitem():
+                return self._of_part(node)
+            case nodes.Filter():
+                inner = self.kind(node.node)
+                is_one = inner is Kind.MESSAGES and node.name in ("first", "last")
+                return Kind.MESSAGE if is_one else inner
+            case nodes.CondExpr():
+                return self.kind(node.expr1) or self.kind(node.expr2)
+            case nodes.Or() | nodes.And() | nodes.Add():
+                return self.kind(node.left) or self.kind(node.right)
+        return None
+
+    def goes_through_parts(self, loop: nodes.For) -> bool:
+        """Whether a loop is one over a content's parts: what else it may be given as content, as calls of tools, has
+        neither type nor text."""
+        if self.kind(loop.iter) is not Kind.CONTENT or not isinstance(loop.target, nodes.Name):
+            return False
+        item = loop.target.name
+        asked: list[Any] = [*loop.find_all(nodes.Getattr), *loop.find_all(nodes.Getitem)]
+        return any(
+            isinstance(node.node, nodes.Name) and node.node.name == item and _named(node) in ("type", "text")
+            for node in asked
+        )
+
+    def compared_with_none(self) -> bool:
+        for node in self._tree.find_all(nodes.Compare):
+            sides = [node.expr, *(operand.expr for operand in node.ops)]
+            is_none = any(isinstance(side, nodes.Const) and side.value is None for side in sides)
+            if is_none and any(self.kind(side) is Kind.CONTENT for side in sides):
+                return True
+        return False
+
+    def _of_part(self, node: nodes.Getattr | nodes.Getitem) -> Kind | None:
+        whole = self.kind(node.node)
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            return whole
+        name = _named(node)
+        if isinstance(node.node, nodes.Name) and (kind := self._kinds.get(f"{node.node.name}.{name}")) is not None:
+            return kind
+        if whole is Kind.MESSAGE:
+            return Kind.CONTENT if name == "content" else None
+        if whole is Kind.MESSAGES and isinstance(node, nodes.Getitem):
+            return Kind.MESSAGE
+        return None
+
+    def _look(self) -> None:
+        """Note the names that are given something known."""
+        for assign in self._tree.find_all(nodes.Assign):
+            self._note(assign.target, assign.node)
+        for block in self._tree.find_all(nodes.With):
+            for target, value in zip(block.targets, block.values, strict=True):
+                self._note(target, value)
+        for loop in self._tree.find_all(nodes.For):
+            if self.kind(loop.iter) is Kind.MESSAGES and isinstance(loop.target, nodes.Name):
+                self._kinds.setdefault(loop.target.name, Kind.MESSAGE)
+        for call in self._tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Name) and (macro := self._macros.get(call.node.name)) is not None:
+                for parameter, value in zip(macro.args, call.args, strict=False):
+                    self._note(parameter, value)
+                for keyword in call.kwargs:
+                    self._note(nodes.Name(keyword.key, "param"), keyword.value)
+
+    def _note(self, target: nodes.Node, value: nodes.Node) -> None:
+        match target:
+            case nodes.Name():
+                name = target.name
+            case nodes.NSRef():
+                name = f"{target.name}.{target.attr}"
+            case _:
+                return
+        if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Name) and value.node.name == "namespace":
+            for keyword in value.kwargs:
+                if (kind := self.kind(keyword.value)) is not None:
+                    self._kinds.setdefault(f"{name}.{keyword.key}", kind)
+        elif (kind := self.kind(value)) is not None:
+            self._kinds.setdefault(name, kind)
+
+
+def _named(node: nodes.Getattr | nodes.Getitem) -> Any:
+    """What of a value is asked for; None where that is not known."""
+    return node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None)

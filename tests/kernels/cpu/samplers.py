@@ -1,0 +1,71 @@
+"""sample.h, shaping.h and record.h as a library of their own, at every level, for tests."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.kernels.cpu.build import build
+from pipeline.kernels.cpu.levels import available
+from pipeline.kernels.shaping import SHAPING, Shaping
+
+ENTRY = Path(__file__).parent / "sample_entry.cpp"
+LEVELS = [*available(), "emulated"]
+CANARY = 0xA5
+
+
+def load(level: str, root: Path) -> ctypes.CDLL:
+    emulate = level == "emulated"
+    library = build("avx512_bf16" if emulate else level, print, ENTRY, cache_root=root, emulate=emulate)
+    assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
+    return ctypes.CDLL(str(library))
+
+
+class Rows:
+    """Calls for one row. Memory before each call is garbage, and nothing beyond what it is given may change."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        library.scratch_bytes.restype = ctypes.c_size_t
+
+    def shaped(self, logits: np.ndarray, shaping: Shaping, num_known: int) -> np.ndarray:
+        changed = np.append(logits, np.float32(CANARY)).astype(np.float32)
+        described = np.zeros(1, SHAPING)
+        shaping.write(described, 0)
+        self._with_memory(
+            len(logits),
+            lambda memory: self.library.shape_row(
+                ctypes.c_void_p(changed.ctypes.data),
+                len(logits),
+                ctypes.c_void_p(described.ctypes.data),
+                num_known,
+                memory,
+            ),
+        )
+        assert changed[-1] == CANARY
+        return changed[:-1]
+
+    def record(self, logits: np.ndarray, token: int, num_top: int) -> bytes:
+        logits = np.ascontiguousarray(logits, np.float32)
+        before, num_bytes = logits.tobytes(), 4 + 8 * num_top
+        out = np.full(num_bytes + 64, CANARY, np.uint8)
+        self._with_memory(
+            len(logits),
+            lambda memory: self.library.record_row(
+                ctypes.c_void_p(logits.ctypes.data),
+                len(logits),
+                token,
+                num_top,
+                ctypes.c_void_p(out.ctypes.data),
+                memory,
+            ),
+        )
+        assert (out[num_bytes:] == CANARY).all() and logits.tobytes() == before
+        return out[:num_bytes].tobytes()
+
+    def _with_memory(self, vocab_size: int, call: Callable[[ctypes.c_void_p], object]) -> None:
+        num_bytes = self.library.scratch_bytes(vocab_size)
+        memory = np.full(num_bytes + 64, CANARY, np.uint8)
+        call(ctypes.c_void_p(memory.ctypes.data))
+        assert (memory[num_bytes:] == CANARY).all(), "wrote beyond the scratch memory"

@@ -1,0 +1,258 @@
+"""What the executor tells besides ids is what transformers finds: log probabilities of outputs and of prompts, and
+embeddings; by both back ends, in chunks, in company."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import messages as m
+from pipeline.records import logprob_dtype
+from tests.stages.execute import checkpoints
+from tests.stages.execute.checkpoints import VOCAB_SIZE
+from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+
+PROMPTS = [random_ids(num, num) for num in (1, 2, 17, 40, 70)]
+HIDDEN = 48
+
+
+class Executor:
+    """A driver and the model that transformers makes of the same weights."""
+
+    def __init__(self, driver: Driver, model: torch.nn.Module, tolerance: float) -> None:
+        self.driver = driver
+        self.tolerance = tolerance
+        """Of log probabilities and hidden states: float32 throughout, or what bfloat16 leaves of them."""
+        self._model = model
+
+    def logprobs(self, ids: list[int]) -> np.ndarray:
+        """[len(ids), V]: at each position, those of the id behind it."""
+        return torch.log_softmax(checkpoints.reference_logits(self._model, ids).double(), dim=-1).numpy()
+
+    def states(self, ids: list[int]) -> np.ndarray:
+        """[len(ids), HIDDEN]: behind the last norm."""
+        with torch.inference_mode():
+            return self._model.model(torch.tensor([ids])).last_hidden_state[0].double().numpy()
+
+    def prompts(self, wishes: list[m.Sampling], chunk: int = 128, index: int = 0) -> list[Any]:
+        """Compute each of PROMPTS, with its wish, in chunks of at most so many tokens. Returns each step's result."""
+        driver = self.driver
+        driver.clear()
+        adds = [
+            row_add(row, ids, driver.take_blocks(len(ids) + 1), wishes[row % len(wishes)], index=index)
+            for row, ids in enumerate(PROMPTS)
+        ]
+        results, computed = [], [0] * len(PROMPTS)
+        while any(done < len(ids) for done, ids in zip(computed, PROMPTS, strict=True)):
+            entries, left = [], 128
+            for row, ids in enumerate(PROMPTS):
+                if count := min(chunk, left, len(ids) - computed[row]):
+                    entries.append((row, computed[row], count, computed[row] + count == len(ids)))
+                    computed[row] += count
+                    left -= count
+            results.append((entries, driver.step(entries, adds=adds)))
+            adds = []
+        return results
+
+
+@pytest.fixture(scope="module", params=["torch", "torch, bfloat16", *LEVELS])
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    config = checkpoints.config_of()
+    if request.param == "torch":
+        model = checkpoints.write(folder, config)
+        made = Executor(Driver(folder, settings()), model, 1e-4)
+    else:
+        write(folder, config)
+        model = checkpoints.reference_model(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(parameter.bfloat16().float())
+        if request.param == "torch, bfloat16":
+            driver = Driver(folder, settings(dtype="bfloat16", kernels="torch"))
+        else:
+            driver = Native(folder, request.param, keep_logits=False, max_num_seqs=8)
+        made = Executor(driver, model, 0.1)
+    yield made
+    made.driver.runner.close()
+
+
+def asking(**wishes: Any) -> m.Sampling:
+    return m.Sampling(**{"temperature": 0.0, "ignore_eos": True, **wishes})
+
+
+def assert_told(executor: Executor, told: Any, logprobs: np.ndarray, token: int) -> None:
+    """One record, of an id behind a position with these log probabilities [V]."""
+    tolerance = executor.tolerance
+    np.testing.assert_allclose(told["logprob"], logprobs[token], rtol=0, atol=tolerance)
+    top_ids, top = told["top_ids"], told["top_logprobs"]
+    np.testing.assert_allclose(top, logprobs[top_ids], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(top, np.sort(logprobs)[::-1][: len(top)], rtol=0, atol=tolerance)
+    assert len(set(top_ids.tolist())) == len(top_ids) and (np.diff(top) <= 0).all()
+    if token in top_ids:
+        assert told["logprob"] == top[top_ids.tolist().index(token)]
+
+
+@pytest.mark.parametrize("chunk", [128, 16, 7, 1])
+def test_prompts_are_told_of_as_transformers_scores_them(executor: Executor, chunk: int) -> None:
+    """Rows that don't ask are among them, and more positions in a step than there are rows for logits."""
+    tops = [3, -1, 0, VOCAB_SIZE, 5]
+    told: list[list[Any]] = [[] for _ in PROMPTS]
+    for entries, result in executor.prompts([asking(prompt_num_top=num) for num in tops], chunk):
+        data = result.prompt_records.tobytes()
+        for row, start, count, _ in entries:
+            num = max(0, min(start + count, len(PROMPTS[row]) - 1) - start) if tops[row] >= 0 else 0
+            dtype = logprob_dtype(max(0, tops[row]))
+            told[row] += list(np.frombuffer(data[: num * dtype.itemsize], dtype))
+            data = data[num * dtype.itemsize :]
+        assert not data
+    for row, ids in enumerate(PROMPTS):
+        assert len(told[row]) == (len(ids) - 1 if tops[row] >= 0 else 0)
+        logprobs = executor.logprobs(ids)
+        for place, record in enumerate(told[row]):
+            assert_told(executor, record, logprobs[place], ids[place + 1])
+
+
+def test_chunks_tell_the_same_to_the_bit(executor: Executor) -> None:
+    """Where products have the same bits in any batch, which torch does not promise."""
+    if not isinstance(executor.driver, Native):
+        return
+    texts = []
+    for chunk in (128, 16, 7):
+        told: dict[int, bytes] = {}
+        for entries, result in executor.prompts([asking(prompt_num_top=2)], chunk):
+            data = result.prompt_records.tobytes()
+            for row, start, count, _ in entries:
+                num_bytes = 20 * max(0, min(start + count, len(PROMPTS[row]) - 1) - start)
+                told[row] = told.get(row, b"") + data[:num_bytes]
+                data = data[num_bytes:]
+        texts.append(told)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_an_output_that_becomes_a_prompt_is_told_of_alike(executor: Executor) -> None:
+    """What was told when each id was drawn, one by one, is told when all are given: to the bit, but in torch."""
+    driver, dtype = executor.driver, logprob_dtype(4)
+    driver.clear()
+    wish = asking(with_logprobs=True, num_top=4, temperature=1.2, seed=3)
+    ids = list(PROMPTS[2])
+    result = driver.step([(0, 0, len(ids), True)], adds=[row_add(0, ids, driver.take_blocks(60), wish)])
+    told = [result.records.tobytes()]
+    while len(ids) < 50:
+        ids.append(int(result.ids[0]))
+        result = driver.step([(0, len(ids) - 1, 1, True)])
+        told.append(result.records.tobytes())
+    adds = [row_add(1, ids, driver.take_blocks(60), asking(prompt_num_top=4))]
+    again = driver.step([(1, 0, len(ids), True)], adds=adds).prompt_records.tobytes()
+    again = again[dtype.itemsize * (len(PROMPTS[2]) - 1) :]
+    if isinstance(driver, Native):
+        assert again == b"".join(told[:-1])
+    else:
+        first, second = (np.frombuffer(data, dtype) for data in (b"".join(told[:-1]), again))
+        np.testing.assert_allclose(second["logprob"], first["logprob"], rtol=0, atol=executor.tolerance)
+
+
+def test_a_prompt_is_told_of_once_by_the_first_sequence(executor: Executor) -> None:
+    for _, result in executor.prompts([asking(prompt_num_top=3)], index=1):
+        assert len(result.prompt_records) == 0
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20, VOCAB_SIZE])
+def test_outputs_are_told_of_as_transformers_scores_them(executor: Executor, num_top: int) -> None:
+    """Whatever changes what is drawn: records are by the model's own distribution."""
+    changes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "seed": 5, "top_p": 0.9},
+        {"repetition_penalty": 1.7, "frequency_penalty": 1.0},
+        {"bias_ids": [7, 9], "bias_values": [30.0, 31.0], "bad_words": [[9]]},
+        {"allowed_ids": np.arange(50, 60, dtype=np.int32).tobytes(), "temperature": 1.0, "seed": 8},
+    ]
+    wishes = [asking(with_logprobs=True, num_top=num_top, **change) for change in changes]
+    driver, dtype = executor.driver, logprob_dtype(num_top)
+    known = [list(ids) for ids in PROMPTS]
+    for entries, result in executor.prompts(wishes):
+        told = iter(np.frombuffer(result.records.tobytes(), dtype))
+        for row, token in zip(result.rows.tolist(), result.ids.tolist(), strict=True):
+            assert_told(executor, next(told), executor.logprobs(known[row])[-1], token)
+            known[row].append(token)
+        assert list(told) == [] and len(entries) >= len(result.rows)
+    for _ in range(5):
+        needed = [(row, len(ids) // 16 + 1 - int(driver.runner.rows.num_blocks[row])) for row, ids in enumerate(known)]
+        blocks = [(row, block) for row, num in needed if num > 0 for block in driver.take_blocks(16 * num)]
+        result = driver.step([(row, len(ids) - 1, 1, True) for row, ids in enumerate(known)], blocks=blocks)
+        told = np.frombuffer(result.records.tobytes(), dtype)
+        for row, (ids, token) in enumerate(zip(known, result.ids.tolist(), strict=True)):
+            assert_told(executor, told[row], executor.logprobs(ids)[-1], token)
+            ids.append(token)
+    assert set(known[3][len(PROMPTS[3]) :]) == {7}, "the bias has the word, and what is forbidden has not"
+    assert all(50 <= token < 60 for token in known[4][len(PROMPTS[4]) :])
+
+
+@pytest.mark.parametrize("chunk", [128, 16, 7])
+def test_embeddings_are_made_of_the_states_that_transformers_finds(executor: Executor, chunk: int) -> None:
+    """Beside rows that draw, and by themselves, where nothing is drawn."""
+    mean, last = asking(pooling=m.Pooling.MEAN), asking(pooling=m.Pooling.LAST)
+    drawing = asking(with_logprobs=True, num_top=1)
+    for wishes in ([mean, last], [mean, drawing, last, drawing, mean], [last, drawing]):
+        told: dict[int, bytes] = {}
+        for entries, result in executor.prompts(wishes, chunk):
+            data = result.records.tobytes()
+            sampled = [row for row, _, _, samples in entries if samples]
+            assert result.rows.tolist() == sampled
+            assert result.finishes.tolist() == [m.Finish.NONE] * len(sampled) and (result.ids >= 0).all()
+            for row in sampled:
+                num_bytes = 12 if wishes[row % len(wishes)] is drawing else 4 * HIDDEN
+                told[row], data = data[:num_bytes], data[num_bytes:]
+            assert not data
+        for row, ids in enumerate(PROMPTS):
+            wish, states = wishes[row % len(wishes)], executor.states(ids)
+            if wish is drawing:
+                record = np.frombuffer(told[row], logprob_dtype(1))[0]
+                np.testing.assert_allclose(
+                    record["top_logprobs"][0], executor.logprobs(ids)[-1].max(), atol=executor.tolerance
+                )
+                continue
+            expected = states.mean(0) if wish is mean else states[-1]
+            found = np.frombuffer(told[row], np.float32)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=executor.tolerance)
+
+
+def test_a_prompt_that_begins_again_is_pooled_anew(executor: Executor) -> None:
+    driver, ids = executor.driver, PROMPTS[3]
+    driver.clear()
+    for half_way in (False, True):
+        mean = asking(pooling=m.Pooling.MEAN)
+        if half_way:
+            driver.step([(1, 0, 25, False)], adds=[row_add(1, PROMPTS[4], driver.take_blocks(80), mean)])
+            driver.step(drops=[1])
+        result = driver.step([(1, 0, 40, True)], adds=[row_add(1, ids, driver.take_blocks(41), mean)])
+        found = result.records.view(np.float32)
+        np.testing.assert_allclose(found, executor.states(ids).mean(0), rtol=0, atol=executor.tolerance)
+        driver.step(drops=[1])
+
+
+def test_facts_tell_how_long_an_embedding_is(executor: Executor) -> None:
+    assert executor.driver.runner.facts.hidden_size == HIDDEN
+
+
+def test_a_row_that_failed_ends_with_why_at_its_next_id(executor: Executor) -> None:
+    """As where a grammar can't go on. Records are those of the others."""
+    driver = executor.driver
+    executor.prompts([asking(with_logprobs=True)])
+    driver.runner.failed[2] = "it went wrong"
+    driver.runner.failed[3] = "of a row that is gone before it is told"
+    driver.step(drops=[3])
+    for row in (1, 2, 4):
+        driver.step(blocks=[(row, block) for block in driver.take_blocks(16)])
+    result = driver.step([(row, len(PROMPTS[row]), 1, True) for row in (1, 2, 4)])
+    assert result.finishes.tolist() == [m.Finish.NONE, m.Finish.ERROR, m.Finish.NONE]
+    assert result.errors == ("it went wrong",) and not driver.runner.failed
+    assert result.ids[1] == -1 and len(result.records) == 8 and (result.records.view(np.float32) < 0).all()
+    after = driver.step([(row, len(PROMPTS[row]) + 1, 1, True) for row in (1, 2, 4)])
+    assert after.ids[1] == -1 and (after.ids[[0, 2]] >= 0).all()
+    assert after.finishes.tolist() == [m.Finish.NONE] * 3 and not after.errors
