@@ -23,9 +23,11 @@ from tokenizers import Tokenizer
 from pipeline import messages as m
 from pipeline import records
 from pipeline.channels import AsyncInbox
+from pipeline.formats.chat_formats import ChatFormats, either
 from pipeline.messages import Failure, IdsPrompt, Launch, Sampling, Submit
 from pipeline.stage import Stage
 from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest import shape
 from pipeline.stages.ingest.chats import NeedsTime
 from pipeline.stages.ingest.counting import Counting
 from pipeline.stages.ingest.grammar import Grammars
@@ -44,9 +46,9 @@ SLICE_S = 0.01
 Key = tuple[int, int]
 """request_id and attempt."""
 
-Made = tuple[Ids, int, Sampling, str | None, list[str] | None]
-"""A prompt's ids, how many may be generated at most and how they are drawn; its text and the names of its ids, where
-they are asked for."""
+Made = tuple[Ids, int, Sampling, str | None, list[str] | None, str | None]
+"""A prompt's ids, how many may be generated at most and how they are drawn; its text, the names of its ids and the end
+of its text, where they are asked for."""
 
 
 def run(launch: Launch) -> None:
@@ -87,6 +89,7 @@ class Ingest:
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
+        self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self._grammars = Grammars(stage.model_dir, stage.launch.settings.limits, title)
         self._unsent = Unsent(lambda: stage.tape)
         self._counting = Counting()
@@ -163,6 +166,8 @@ class Ingest:
         try:
             outcome: str | Refusal
             outcome = await self._grammars.check(grammar)
+            if (calls := shape.calls_beside(submit, self._formats)) is not None:
+                outcome = either(outcome, await self._grammars.check(calls))
         except Refusal as refusal:
             outcome = refusal
         await self._stage.tape.moment("checked", submit.request_id)
@@ -201,14 +206,15 @@ class Ingest:
             ids = self._prompts.encode(prompt, options, submit.arrival_s, is_short=is_short)
         ids = self._prompts.cut(ids, submit)
         max_tokens = self._prompts.max_tokens(ids, submit)
-        sampling = self._prompts.sampling(submit)
+        tail = shape.tail(submit, ids, self._tokenizer)
+        sampling = shape.behind_reasoning(self._prompts.sampling(submit), tail, self._formats)
         text = token_strs = None
         if options.with_text:
             is_cut = options.truncate != 0
             text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
         if options.with_token_strs:
             token_strs = self._shown.token_strs(ids.tolist())
-        return ids, max_tokens, sampling, text, token_strs
+        return ids, max_tokens, sampling, text, token_strs, tail
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
@@ -224,6 +230,7 @@ class Ingest:
         sampling: Sampling,
         text: str | None,
         token_strs: list[str] | None,
+        tail: str | None,
     ) -> None:
         """Hand the ids on: put once, read by schedule and by the gateway, or by the gateway alone where nothing is to
         be generated. Raises Refusal."""
@@ -234,7 +241,7 @@ class Ingest:
         done_s = self._stage.tape.monotonic()
         self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s)
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s, tail=tail)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:
             return
