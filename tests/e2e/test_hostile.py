@@ -1,6 +1,7 @@
 """Nothing that a client sends stops or slows the server for others: while fifty hostile requests come at once, somebody
 else goes on getting health and completions soon, and afterwards nothing is left of them."""
 
+import contextlib
 import http.client
 import json
 import socket
@@ -73,10 +74,8 @@ def say(server: Server, data: bytes) -> bytes:
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=DEADLINE_S) as connection:
 
         def send() -> None:
-            try:
+            with contextlib.suppress(OSError):  # it has heard enough
                 connection.sendall(data)
-            except OSError:
-                pass  # it has heard enough
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
