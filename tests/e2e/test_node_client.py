@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.client import Client
+from pipeline.client import Client, Output
+from pipeline.logprobs import Logprob
 from pipeline.sampling_params import SamplingParams
 from tests.e2e.server import Server
 
@@ -22,6 +23,10 @@ def run(command: list[str], folder: Path, timeout_s: float) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def zip_told(output: Output) -> list[tuple[int, dict[int, Logprob]]]:
+    return list(zip(output.token_ids, output.logprobs or [], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,9 @@ def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, ser
     with Client(server.zmq) as client:
         stream = client.generate([{"role": "user", "content": "Name three colours, with an emoji each."}], params)
         outputs = list(stream)
+        asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        told = client.generate("One, two,", asked)
+        each = [(one, logprobs) for output in told for one, logprobs in zip_told(output)]
     num_cached = said["stream"]["usage"].pop("num_cached_tokens")
     assert num_cached is not None and 0 <= num_cached < stream.num_prompt_tokens  # as others have asked before
     assert said["stream"] == {
@@ -71,6 +79,18 @@ def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, ser
         {"cut": cut, "same": True} for cut in (1, 7, 13, 24)
     ]
     assert said["n"] == {"indexes": [0, 1], "other": True}
+    logprobs = said["logprobs"]
+    assert logprobs["ids"] == [one for one, _ in each]
+    for row, (one, known) in zip(logprobs["output"], each, strict=True):
+        assert row[0] == [one, pytest.approx(known[one].logprob, abs=0.01), known[one].bytes.decode()]
+        assert [named for named, *_ in row[1:]] == [named for named, two in known.items() if two.rank is not None]
+    prompt = told.prompt_logprobs
+    assert prompt is not None and logprobs["prompt"][0] is None is prompt[0]
+    for row, of_prompt in zip(logprobs["prompt"][1:], prompt[1:], strict=True):
+        assert of_prompt is not None
+        assert {one: pytest.approx(logprob, abs=0.01) for one, logprob, _ in row} == {
+            one: known_prompt.logprob for one, known_prompt in of_prompt.items()
+        }
     assert said["abort"] == {"finish": "abort"}
     assert said["error"] == {"status": 400, "param": "temperature"}
     assert said["name"] == {"id": "cmpl-counting/1", "tokens": 4, "without": None}
