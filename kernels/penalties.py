@@ -1,6 +1,6 @@
 """Penalties on what has been said before, with vLLM's meaning (and OpenAI's, of the two that it has).
 
-Costs are those of the known ids, not of the vocabulary.
+Costs are those of the known ids, and of one vector of zeros where repetitions are counted.
 """
 
 import torch
@@ -19,9 +19,14 @@ def penalize(
     """
     ids = ids.long()
     inside = (ids >= 0) & (ids < len(logits))
+    # An id that is there several times is written several times, each time the same.
     if repetition != 1:
-        known = torch.unique(ids[inside])
+        known = ids[inside]
         values = logits[known]
         logits[known] = torch.where(values > 0, values / repetition, values * repetition)
-    said, counts = torch.unique(ids[num_prompt:][inside[num_prompt:]], return_counts=True)
-    logits[said] = logits[said] - frequency * counts - presence
+    said = ids[num_prompt:][inside[num_prompt:]]
+    changed = logits[said]
+    if frequency != 0:
+        counts = torch.zeros_like(logits).index_add_(0, said, torch.ones_like(changed))
+        changed = changed - frequency * counts[said]
+    logits[said] = changed - presence

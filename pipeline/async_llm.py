@@ -24,7 +24,7 @@ from pipeline.errors import ServerFailed, StartError, UserError
 from pipeline.open_request import OpenRequest
 from pipeline.outputs import OutputKind, RequestOutput
 from pipeline.own_server import OwnServer, private_address, settings_of
-from pipeline.prompts import Conversation, Prompt, Ready, chat_of, chat_options_of, prompt_of
+from pipeline.prompts import Conversation, Prompt, Ready, chat_of, chat_options_of, info_for, prompt_of
 from pipeline.protocol import MAX_NAME_CHARS
 from pipeline.sampling_params import SamplingParams
 from pipeline.slots import Slots
@@ -251,7 +251,8 @@ class AsyncLLM:
         if output_kind not in ("cumulative", "delta", "final"):
             raise UserError(f"output_kind must be cumulative, delta or final, not {output_kind!r}")
         info = await self.ready()
-        request = await self._request(ready(info), params or SamplingParams(), request_id, options)
+        params = params or SamplingParams()
+        request = await self._request(ready(info_for(params, info)), params, request_id, options)
         try:
             await request.open()
             while await request.more() is not None:

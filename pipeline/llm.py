@@ -32,6 +32,7 @@ from pipeline.prompts import (
     Ready,
     chat_of,
     chat_options_of,
+    info_for,
     is_one_conversation,
     is_one_prompt,
     params_for,
@@ -213,7 +214,8 @@ class LLM:
 
         def read() -> Iterator[Item]:
             for place, one in enumerate(given):
-                yield Item(ready(one, names.of(place), self.info), next(params), names.of(place), next(options))
+                drawn, name = next(params), names.of(place)
+                yield Item(ready(one, name, info_for(drawn, self.info)), drawn, name, next(options))
 
         items = read() if num_items is None else iter(list(read()))
         bar = BatchBar()

@@ -210,18 +210,19 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     with_token_strs: bool = False
     truncate: int = 0
     """Keep the last so many ids alone; 0 keeps all, -1 as many as the model's context leaves room for."""
+    with_pieces: bool = False
     with_tail: bool = False
     """The end of a chat's text, which says whether it opens the model's reasoning; see pipeline/formats."""
-    with_pieces: bool = False
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """What a client wants its output to match, as it gave it; ingest makes `Sampling.grammar` of it."""
 
     kind: str
-    """json_object, json_schema, regex, choice, grammar or structural_tag"""
+    """json_object, json_schema, regex, choice, grammar or structural_tag; or calls, of tools"""
     source: str = ""
-    """JSON text of a schema, of an array of strings, or of a structural tag; a pattern; a grammar"""
+    """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/formats); a
+    pattern; a grammar"""
     param: str = ""
     """The request's field that said so, for errors."""
 
@@ -462,11 +463,11 @@ class Accepted(Message, frozen=True, tag="accepted"):
     machine share."""
     done_s: float = 0.0
     """When it had the ids."""
+    pieces: list[bytes] | None = None
+    """The bytes of text that each id stands for, where `Submit.prompt_options` asks for it."""
     tail: str | None = None
     """The last characters of a chat's text, as many as pipeline/formats wants at least, where
     `Submit.prompt_options` asks for them."""
-    pieces: list[bytes] | None = None
-    """The bytes of text that each id stands for, where `Submit.prompt_options` asks for it."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):

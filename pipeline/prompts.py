@@ -5,9 +5,11 @@ Errors name the prompt: `prompts[17]: …`. What needs the tokenizer is the serv
 
 import array
 import reprlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, Union
 
+import msgspec
 import numpy as np
 
 from pipeline import call_options
@@ -103,6 +105,11 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> Ready:
         if not 0 <= one < info.vocab_size:
             raise PromptError(f"{where}[{place}]: {one} is not one of the model's token ids 0..{info.vocab_size - 1}")
     return Ready(p.TokensPrompt(packed(prompt)), None)
+
+
+def info_for(params: SamplingParams, info: ServerInfo) -> ServerInfo:
+    """What a server takes where these are a prompt's parameters: one that it cuts may be of any length."""
+    return msgspec.structs.replace(info, max_model_len=sys.maxsize) if params.truncate_prompt_tokens else info
 
 
 def chat_options_of(

@@ -15,7 +15,7 @@ from pipeline.formats.mistral import Mistral
 from pipeline.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.formats.reasoning import ReasoningFormat, ReasoningParser, Stage
 from pipeline.formats.specials import Specials
-from pipeline.formats.tool_format import NO_PARAMETERS, AddedToken, Call, Lark, Tool, ToolFormat
+from pipeline.formats.tool_format import AddedToken, Call, Lark, Tool, ToolFormat, Written
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
 """The first that detects a template is its own."""
@@ -24,6 +24,8 @@ FORCED = TOOL_FORMATS[2]
 write it."""
 TAIL_CHARS = 64
 """As much of a prompt's end as tells whether it opens the reasoning."""
+
+BLANK = r"/\n*/"
 
 _tools = msgspec.json.Decoder(list[Tool])
 
@@ -81,11 +83,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
         added: list[AddedToken] = []
         if tokenizer.exists():
             added = msgspec.json.decode(tokenizer.read_bytes(), type=_Tokenizer).added_tokens
-        return cls.of(
-            template.read_text(encoding="utf-8") if template.exists() else "",
-            chat,
-            added,
-        )
+        return cls.of(template.read_text(encoding="utf-8") if template.exists() else "", chat, added)
 
     @classmethod
     def of(cls, template: str, chat: Chat, added: Iterable[AddedToken] = ()) -> "ChatFormats":
@@ -125,8 +123,8 @@ class ChatFormats(msgspec.Struct, frozen=True):
         stage = self.reasoning.unsaid if tail is None else self.reasoning.stage_of(tail)
         return ReplyParser(specials, self.reasoning.parser(stage), calls)
 
-    def calls_grammar(self, choice: str, name: str, tools: str, *, parallel: bool) -> str:
-        """The Lark grammar, in llguidance's form, of calls that a client insists on, or may get with `auto`. The
+    def calls(self, choice: str, name: str, tools: str, *, parallel: bool) -> Written:
+        """The grammar, in llguidance's form, of calls that a client insists on, or that a reply with `auto` may be. The
         arguments are as in `ChatPrompt`. Raises ValueError where the tools are not those of a request that the gateway
         has checked."""
         form = self.tools_of(choice)
@@ -135,27 +133,22 @@ class ChatFormats(msgspec.Struct, frozen=True):
         lark = Lark(self.template, self.added)
         return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
 
-    def around(self, grammar: str, tail: str, calls: str = "") -> str:
-        """The grammar of a whole reply, whose content is to match `grammar`, or where `calls` is given either of the
-        two: both in llguidance's form. `tail` is the end of the prompt's text, TAIL_CHARS of it or more: reasoning is
-        free, and what the grammars say holds behind it."""
-        if self.reasoning is None and not calls:
+    def behind_reasoning(self, grammar: str, tail: str) -> str:
+        """The grammar of a whole reply whose answer is to match `grammar`: reasoning before it is free. `tail` is the
+        end of the prompt's text, TAIL_CHARS of it or more."""
+        if self.reasoning is None or (stage := self.reasoning.stage_of(tail)) is Stage.OVER:
             return grammar
         lark = Lark(self.template, self.added)
-        start = lark.one_of(["@output", "@calls"] if calls else ["@output"])
-        if self.reasoning is not None:
-            start = _behind_reasoning(lark, self.reasoning, self.reasoning.stage_of(tail), start)
-        grammars = [{"lark_grammar": lark.grammar(start)}, _named(grammar, "output")]
-        if calls:
-            grammars.append(_named(calls, "calls"))
-        return msgspec.json.encode({"grammars": grammars}).decode()
+        thought = f"{lark.until(self.reasoning.end)} {lark.rule(BLANK)}"
+        if stage is Stage.UNSAID:
+            thought = f"({lark.mark(self.reasoning.start)} {thought})?"
+        return _joined(lark.grammar(f"{thought} @answer").lark(), answer=grammar)
 
     def _calls(self, lark: Lark, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
         functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
         if not functions:
             raise ValueError(f"there is no tool of the name {name!r}")
-        schemas = [NO_PARAMETERS if one.parameters is None else one.parameters for one in functions]
-        calls = [Call(one.name, lark.schema(schema)) for one, schema in zip(functions, schemas, strict=True)]
+        calls = [Call(one.name, lark.schema(one.schema)) for one in functions]
         return form.grammar(lark, calls, parallel=parallel and name is None)
 
     def _is_special(self, mark: str) -> bool:
@@ -174,22 +167,18 @@ def _chosen(formats: Collection[Any], setting: str, template: str) -> Any:
     return None
 
 
-def _behind_reasoning(lark: Lark, form: ReasoningFormat, stage: Stage, start: str) -> str:
-    """What a grammar says of the answer, behind the reasoning, which is free."""
-    if stage is Stage.OVER:
-        return start
-    thought = lark.until(form.end)
-    blank = lark.rule(r"/\n*/")
-    if stage is Stage.OPEN:
-        return f"{thought} {blank} {start}"
-    return f"({lark.mark(form.start)} {thought} {blank})? {start}"
+def either(output: str, calls: str) -> str:
+    """The grammar of an answer that is what `output` matches, or calls."""
+    return _joined("start: @output | @calls\n", output=output, calls=calls)
 
 
-def _named(grammar: str, name: str) -> dict[str, Any]:
-    """A grammar that others may refer to by a name."""
-    if not grammar.lstrip().startswith("{"):
-        return {"lark_grammar": grammar, "name": name}
-    grammars = msgspec.json.decode(grammar).get("grammars")
-    if not isinstance(grammars, list) or len(grammars) != 1:
-        raise ValueError("a reply's grammar has to be one grammar")
-    return {**grammars[0], "name": name}
+def _joined(lark: str, **others: str) -> str:
+    """A grammar that refers to others by these names."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
+    for name, grammar in others.items():
+        if grammar.lstrip().startswith("{"):
+            first, *rest = msgspec.json.decode(grammar)["grammars"]
+            grammars += [{**first, "name": name}, *rest]
+        else:
+            grammars.append({"lark_grammar": grammar, "name": name})
+    return msgspec.json.encode({"grammars": grammars}).decode()

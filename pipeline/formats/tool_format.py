@@ -1,21 +1,33 @@
 """What a format of tool calls is, and the grammar that makes a model call tools in it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
+from msgspec import Raw
 
 from pipeline.formats.calls import CallParser
 
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 """The schema of a function that says none: it takes none."""
 
 
 class Function(msgspec.Struct, frozen=True):
     name: str
-    parameters: dict[str, Any] | None = None
-    """A JSON schema of an object"""
+    parameters: Raw = Raw()
+    """A JSON schema"""
+
+    @property
+    def schema(self) -> str:
+        """Of its arguments, which are an object whether the schema says so or not. Else it is as the client wrote it:
+        every digit of a number counts."""
+        text = bytes(self.parameters).decode().strip()
+        if text in ("", "null"):
+            return NO_PARAMETERS
+        keys = msgspec.json.decode(text, type=dict[str, Raw])
+        if "type" in keys:
+            return text
+        return f'{{"type": "object"{", " if keys else ""}{text[1:].lstrip()}'
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -55,6 +67,7 @@ class Lark:
         """The model's chat template"""
         self._added = added
         self._rules: list[str] = []
+        self._schemas: dict[str, Raw] = {}
 
     def text(self, text: str) -> str:
         return msgspec.json.encode(text).decode()
@@ -76,9 +89,11 @@ class Lark:
         self._rules.append(rf"r{len(self._rules)}[suffix={self.text(mark)}]: /(.|\n)*/")
         return f"r{len(self._rules) - 1}"
 
-    def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that a schema describes. It stands alone, so that references in it mean what they did."""
-        return self.rule(f"%json {msgspec.json.encode(schema).decode()}")
+    def schema(self, schema: str) -> str:
+        """JSON that a schema describes, whose text is given. It stands alone, so that references in it mean what they
+        did."""
+        self._schemas[f"s{len(self._schemas)}"] = Raw(schema.encode())
+        return f"s{len(self._schemas) - 1}"
 
     def one_of(self, ways: Sequence[str]) -> str:
         return self.rule(" | ".join(ways))
@@ -89,8 +104,22 @@ class Lark:
         begin = self.text(f'{{"name": {name}, "{key}": ')
         return f"{begin} {call.arguments} {self.text('}')}"
 
-    def grammar(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._rules, ""])
+    def grammar(self, start: str) -> "Written":
+        return Written("\n".join([f"start: {start}", *self._rules, ""]), self._schemas)
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A grammar, and apart from it the schemas of the arguments in it, which whoever checks them may have to change."""
+
+    rules: str
+    schemas: dict[str, Raw] = {}
+    """By the names that the rules give them"""
+
+    def lark(self, fit: Callable[[str], str] = lambda schema: schema) -> str:
+        """The whole grammar, with each schema as `fit` makes it."""
+        return self.rules + "".join(
+            f"{name}: %json {fit(bytes(schema).decode())}\n" for name, schema in self.schemas.items()
+        )
 
 
 class ToolFormat(ABC):

@@ -94,7 +94,7 @@ class Checker:
             try:
                 os.close(reads)
                 bound_memory(MAX_BYTES)
-                with open(writes, "wb") as out:
+                with os.fdopen(writes, "wb") as out:
                     out.write(msgspec.msgpack.encode(checked(check, self._engine)))
                 code = 0
             finally:
@@ -168,7 +168,7 @@ def _in_our_words(error: str) -> str:
         keys = words.removeprefix("Unimplemented keys: ").strip("[]")
         return f"its keywords {keys} are not supported"
     if "oneOf constraints are not supported" in words:
-        return "its keyword \"oneOf\" is supported only where no value can match two of the schemas: use \"anyOf\""
+        return 'its keyword "oneOf" is supported only where no value can match two of the schemas: use "anyOf"'
     if "recursion limit exceeded" in words:
         return "it is nested too deeply"
     return words
@@ -185,4 +185,3 @@ def main(of: socket.socket, model_dir: str, timeout_s: str) -> None:
     gc.freeze()
     with contextlib.suppress(Gone):
         Checker(of, engine, why_not, float(timeout_s)).loop()
-

@@ -6,7 +6,7 @@ import msgspec
 class Check(msgspec.Struct, array_like=True, frozen=True):
     number: int
     kind: str
-    """As in `Grammar`; besides, "lark" """
+    """As in `Grammar`"""
     source: str
     asked_s: float = 0.0
     """When, by time.monotonic()."""

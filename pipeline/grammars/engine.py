@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pipeline.model_folder import ModelConfig
 
 LIMITS = LLParserLimits(verbose_errors=False)
-"""The library's own: fuel for each mask, items of a row, states of a lexer. Its errors then hold no part of a schema."""
+"""The library's own: fuel for each mask, items of a row, states of a lexer. Its errors then show no schema."""
 
 MAX_WORDS = 400
 """Characters of an error that a client is told."""

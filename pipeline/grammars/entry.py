@@ -1,7 +1,6 @@
 """What a `Worker`'s process does first. Run as a script, with the number of its socket, a title, a dotted module, and
 what that is to be told."""
 
-import os
 import sys
 
 PR_SET_PDEATHSIG = 1
@@ -36,8 +35,9 @@ def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
 if __name__ == "__main__":
     # We were started by our path, so nothing beside it is to be imported by a bare name.
     import importlib.util
+    from pathlib import Path
 
-    _path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "entry.py")
+    _path = Path(__file__).resolve().parent.parent / "entry.py"
     _spec = importlib.util.spec_from_file_location("_entry", _path)
     assert _spec is not None and _spec.loader is not None
     _entry = importlib.util.module_from_spec(_spec)

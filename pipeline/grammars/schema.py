@@ -1,7 +1,7 @@
 """What of a JSON schema would not be kept to, though llguidance takes it; and the options that it is given.
 
-The library refuses keywords that it does not know. These are the cases, found by trying, in which it would let an output
-through that does not validate:
+The library refuses keywords that it does not know. In these cases, found by trying, it would let an output through that
+does not validate:
 
 - A property's name spelled with escapes is taken for another name. So with our options each character is spelled in one
   way, and \\u is none of them.
@@ -25,8 +25,10 @@ VALUES = ("default", "examples")
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that have no escape of their own."""
 
-_CODE = r"\\(?:[xuU]\{?0*(?:0?[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])(?![0-9a-fA-F])\}?|[va])"
-CONTROL_IN_PATTERN = re.compile(rf"(?:{_CODE}|{CONTROL.pattern})")
+_DIGITS = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+CONTROL_IN_PATTERN = re.compile(
+    rf"\\x{_DIGITS}|\\u00{_DIGITS}|\\U000000{_DIGITS}|\\[xuU]\{{0*(?:{_DIGITS}|[0-7bBeEfF])\}}|\\[va]|{CONTROL.pattern}"
+)
 """Such a character as a pattern spells it. The ends of a range of several are none."""
 
 
@@ -100,4 +102,6 @@ def _check_pattern(pattern: Any) -> None:
         begins = after[:1] == "-" and after[1:2] not in ("", "]") and not after[1:].startswith(found[0])
         ends = before[-1:] == "-" and before[-2:-1] not in ("", "[") and not before[:-1].endswith(found[0])
         if not (begins or ends):
-            raise Untrue(f"of control characters, a pattern may name those alone that JSON has a letter for: {pattern!r}")
+            raise Untrue(
+                f"of control characters, a pattern may name those alone that JSON has a letter for: {pattern!r}"
+            )

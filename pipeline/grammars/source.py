@@ -6,9 +6,11 @@ To be called where it may take its time: converting is cheap for what people wri
 import json
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from pipeline.formats.tool_format import Written
 from pipeline.grammars.schema import OWN_OPTIONS, Untrue, check, strict
 
 MAX_CHOICES = 10_000
@@ -20,7 +22,7 @@ class Unusable(Exception):
 
 
 def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
-    """`kind` and `source` are those of `Grammar`; besides, "lark" is a grammar of our own making. Raises Unusable."""
+    """`kind` and `source` are those of `Grammar`. Raises Unusable."""
     try:
         match kind:
             case "json_object":
@@ -33,8 +35,8 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
                 return _choice(_json(source, "the choices"))
             case "grammar":
                 return LLMatcher.grammar_from_lark(_lark(source))
-            case "lark":
-                return LLMatcher.grammar_from_lark(source)
+            case "calls":
+                return LLMatcher.grammar_from_lark(_calls(source))
             case "structural_tag":
                 return _structural_tag(_json(source, "the structural tag"), tokenizer)
     except RecursionError:
@@ -59,6 +61,17 @@ def _schema(source: str) -> str:
     schema = _json(source, "the schema")
     _check_schema(schema)
     return f'{{"grammars": [{{"json_schema": {strict(source, schema)}}}]}}'
+
+
+def _calls(source: str) -> str:
+    """Calls of tools, whose arguments have schemas."""
+
+    def fit(text: str) -> str:
+        schema = _json(text, "the schema of a tool")
+        _check_schema(schema)
+        return strict(text, schema)
+
+    return msgspec.json.decode(source, type=Written).lark(fit)
 
 
 def _check_schema(schema: Any) -> None:

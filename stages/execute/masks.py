@@ -140,7 +140,8 @@ class Masks:
         for is_last in (False, True):
             try:
                 self._until_ready()
-                return self._say()
+                self._say()
+                return
             except Gone as gone:
                 self._stop()
                 if is_last:

@@ -185,15 +185,16 @@ class Runner:
         ids = self.rows.ids[entry, positions]
         num_blocks = int(self.rows.num_blocks[rows].max())
         wanted = self.rows.wanted
-        pooled = self.rows.wants[rows] & Want.EMBEDDING != 0
-        drawn = samples & ~pooled if wanted & Want.EMBEDDING else samples
+        pooled = self.rows.wants[rows] & Want.EMBEDDING != 0 if wanted & Want.EMBEDDING else None
+        # The head computes nothing for a row that is pooled.
+        drawn = samples if pooled is None else samples & ~pooled
         self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], drawn)
         self.rows.fill_draws(self.draws, rows[drawn])
         computed = Computed(self._run(rows[drawn]), self.draws.records.memory, self.draws.records.widths)
         if wanted & Want.PROMPT_RECORDS:
             prompt_records = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = replace(computed, prompt_records=prompt_records)
-        if pooled.any():
+        if pooled is not None:
             computed = self._embed(rows, samples, pooled, computed)
         return computed
 

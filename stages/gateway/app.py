@@ -1,9 +1,6 @@
 """The HTTP routes.
 
-POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /abort_requests, /reset_prefix_cache
-GET /v1/models, /v1/models/{model}, /health, /load, /metrics, /version
-
-Each is told in docs/http.md.
+Those of routes.py; each is told in docs/http.md.
 """
 
 import asyncio
@@ -21,14 +18,19 @@ from aiohttp.typedefs import Handler
 from pipeline import exposition
 from pipeline import messages as m
 from pipeline.config.settings import Gateway as GatewaySettings
-from pipeline.stages.gateway import health, names, parse, responses, writing
+from pipeline.stages.gateway import health, names, parse, responses, shapes, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.depth import check_depth
+from pipeline.stages.gateway.embeddings import parse_embeddings
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
+from pipeline.stages.gateway.rendering import Rendering
 from pipeline.stages.gateway.requests import Call, Requests
 from pipeline.stages.gateway.resets import ResetDesk
+from pipeline.stages.gateway.routes import ROUTES, Route
+from pipeline.stages.gateway.site_replies import Load, ModelCard, ModelList, Version
+from pipeline.stages.gateway.tokens_only import parse_tokens_only
 from pipeline.stages.gateway.turns import Turns
 from pipeline.stages.gateway.uploads import Upload, UploadRoom
 from pipeline.version import VERSION
@@ -108,20 +110,7 @@ class Api:
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes; those of `admin_app` may be left out."""
         app = self._empty()
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self.chat_completions, expect_handler=self._expect_call),
-                web.post("/v1/completions", self.completions, expect_handler=self._expect_call),
-                web.get("/v1/models", self.models, expect_handler=_expect),
-                web.get("/v1/models/{model:.+}", self.model, expect_handler=_expect),
-                web.get("/version", self.version, expect_handler=_expect),
-                web.post("/tokenize", self.tokenize, expect_handler=self._expect_call),
-                web.post("/detokenize", self.detokenize, expect_handler=self._expect_call),
-                web.get("/load", self.load, expect_handler=_expect),
-                web.post("/abort_requests", self.abort_requests, expect_handler=_expect),
-                web.post("/reset_prefix_cache", self.reset_prefix_cache, expect_handler=_expect),
-            ]
-        )
+        app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
         if has_admin_routes:
             app.add_routes(self._admin_routes())
         return app
@@ -133,10 +122,13 @@ class Api:
         return app
 
     def _admin_routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/health", self.health, expect_handler=_expect),
-            web.get("/metrics", self.metrics, expect_handler=_expect),
-        ]
+        return [self._def_of(route) for route in ROUTES if route.is_admin]
+
+    def _def_of(self, route: Route) -> web.RouteDef:
+        expect = self._expect_call if route.is_call else _expect
+        options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
+        add = web.get if route.method == "GET" else web.post
+        return add(route.resource, getattr(self, route.does), expect_handler=expect, **options)
 
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[_errors_in_shape])
@@ -149,6 +141,20 @@ class Api:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, parse.parse_completion)
 
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse_embeddings)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse_tokens_only)
+
+    async def render_chat(self, request: web.Request) -> web.StreamResponse:
+        rendering = Rendering(parse.read_chat, parse.parse_chat)
+        return await self._generate(request, rendering.parse, rendering.body_of)
+
+    async def render_completion(self, request: web.Request) -> web.StreamResponse:
+        rendering = Rendering(parse.read_completion, parse.parse_completion)
+        return await self._generate(request, rendering.parse, rendering.body_of)
+
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         facts = self._doors.enter()
         return await self._generate(
@@ -159,7 +165,7 @@ class Api:
         return await self._generate(request, parse.parse_detokenize, responses.detokenized)
 
     async def _generate(
-        self, request: web.Request, parser: Parser, body_of: Callable[[Call], bytes] = responses.whole
+        self, request: web.Request, parser: Parser, body_of: Callable[[Call], bytes] = shapes.whole
     ) -> web.StreamResponse:
         """One call from body to response. Whichever way it ends, what is still open is aborted: aiohttp cancels this
         task as soon as the client leaves."""
@@ -253,25 +259,19 @@ class Api:
         return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return _json({"object": "list", "data": [self._card()]})
+        return _json(ModelList(data=[self._card()]))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         card = self._card()
-        if (name := request.match_info["model"]) != card["id"]:
+        if (name := request.match_info["model"]) != card.id:
             raise ApiError(
                 HTTPStatus.NOT_FOUND, f"the model '{name[:100]}' does not exist", "model", code="model_not_found"
             )
         return _json(card)
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self) -> ModelCard:
         facts = self._doors.enter()
-        return {
-            "id": self._limits.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "pipeline",
-            "max_model_len": facts.max_model_len,
-        }
+        return ModelCard(id=self._limits.model, created=self._created, max_model_len=facts.max_model_len)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         status = self._doors.status
@@ -292,13 +292,13 @@ class Api:
     async def load(self, request: web.Request) -> web.StreamResponse:
         admission = self._requests.admission
         return _json(
-            {
-                "server_load": self._requests.num_calls,
-                "open_sequences": admission.num_sequences,
-                "max_open_sequences": admission.max_sequences,
-                "open_tokens": admission.num_tokens,
-                "max_open_tokens": admission.max_tokens,
-            }
+            Load(
+                server_load=self._requests.num_calls,
+                open_sequences=admission.num_sequences,
+                max_open_sequences=admission.max_sequences,
+                open_tokens=admission.num_tokens,
+                max_open_tokens=admission.max_tokens,
+            )
         )
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
@@ -310,7 +310,7 @@ class Api:
         return _json(await self._resets.reset())
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        return _json({"version": VERSION})
+        return _json(Version(VERSION))
 
 
 async def _repeat_name(request: web.Request, response: web.StreamResponse) -> None:

@@ -155,6 +155,15 @@ def chat_prompt(body: Conversation, messages: Sequence[Message], caps: Caps) -> 
     )
 
 
+def given_of_chat(body: Conversation) -> str | None:
+    """A field that a body gives and only a chat has; None where there is none."""
+    for name in Conversation.__annotations__:
+        value = getattr(body, name)
+        if bytes(value) not in (b"", b"null") if isinstance(value, Raw) else value is not None:
+            return name
+    return None
+
+
 def num_parts(messages: Sequence[Message]) -> int:
     """Messages and calls in them: templates write at least a token for each."""
     return len(messages) + sum(len(message.tool_calls or ()) for message in messages)
@@ -186,10 +195,8 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
     if output is not None:
         message = f"'{output.param}' is not allowed with this tool_choice: the reply is calls, and no content"
         raise invalid(output.param, message, "invalid_value")
-    grammar = formats.calls_grammar(
-        prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls
-    )
-    return m.Grammar("lark", grammar, "tools")
+    written = formats.calls(prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls)
+    return m.Grammar("calls", msgspec.json.encode(written).decode(), "tools")
 
 
 # --------------------------------------------------------------------------------------------------------- messages

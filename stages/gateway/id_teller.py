@@ -67,7 +67,7 @@ class IdTeller:
             )
         if details.num_top is None:
             return told
-        if self._ask.is_chat:
+        if self._ask.is_chat or self._ask.is_tokens_only:
             chat = logprobs.of_chat(self._lines(ids), details.num_top, names_ids=details.names_ids) if ids else None
             return told._replace(chat_logprobs=chat)
         self._offsets = self._offsets or TextOffsets()

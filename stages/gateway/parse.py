@@ -14,7 +14,6 @@ from http import HTTPStatus
 from typing import Any, assert_never
 
 import msgspec
-import numpy as np
 
 from pipeline import messages as m
 from pipeline import protocol as p
@@ -39,12 +38,22 @@ from pipeline.stages.gateway.conversation import (
     ReplyForm,
     calls_grammar,
     chat_prompt,
+    given_of_chat,
     num_parts,
     reply_form,
 )
+from pipeline.stages.gateway.embedding_options import EmbeddingOptions
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.id_details import IdDetails, check_num_top, with_details
-from pipeline.stages.gateway.prompt_fields import check_prompt_bytes, check_truncate
+from pipeline.stages.gateway.prompt_fields import (
+    check_num_ids,
+    check_prompt_bytes,
+    check_truncate,
+    most_ids,
+    num_prompts,
+    packed,
+    prompts_of,
+)
 from pipeline.stages.gateway.sampling_fields import check_counts, sampling_of, seed_of, text_of
 from pipeline.stages.gateway.structured import grammar_of
 
@@ -114,6 +123,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One id is generated that nobody asked for, because the prompt's log probabilities need a forward pass."""
     continuous_usage: bool = False
     """Each event of the stream says how much has been used by then."""
+    is_tokens_only: bool = False
+    """The reply has ids and no text."""
+    embedding: EmbeddingOptions | None = None
+    """The reply has the prompts' embeddings."""
     reply: ReplyForm | None = None
     """What is looked for in the output; None where that is nothing."""
 
@@ -134,19 +147,29 @@ _detokenizes = msgspec.json.Decoder(DetokenizeBody)
 _completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_NEUTRAL))
 
 
+def read_chat(body: bytes) -> ChatBody:
+    """As it stands there. Raises ApiError."""
+    return decode(_chats, body, CHAT_NEUTRAL)
+
+
+def read_completion(body: bytes) -> CompletionBody:
+    """As it stands there. Raises ApiError."""
+    return decode(_completions, body, COMPLETION_NEUTRAL)
+
+
 def parse_chat(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/chat/completions. Raises ApiError."""
-    chat = decode(_chats, body, CHAT_NEUTRAL)
+    chat = read_chat(body)
 
     def prompts() -> list[m.Prompt]:
         _check_num_messages(num_parts(chat.messages), limits)
         return [chat_prompt(chat, chat.messages, limits.caps)]
 
-    details = _details(chat, _chat_num_top(chat, limits), limits)
+    details = details_of(chat, _chat_num_top(chat, limits), limits)
     if chat.max_completion_tokens is None:
-        ask = _ask(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
+        ask = ask_of(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
     else:
-        ask = _ask(
+        ask = ask_of(
             chat,
             1,
             prompts,
@@ -188,7 +211,7 @@ def _chat_num_top(chat: ChatBody, limits: Limits) -> int | None:
     return check_num_top("top_logprobs", chat.top_logprobs or 0, limits.caps)
 
 
-def _details(body: Body, num_top: int | None, limits: Limits, *, echo: bool = False) -> IdDetails:
+def details_of(body: Body, num_top: int | None, limits: Limits, *, echo: bool = False) -> IdDetails:
     """What a reply is to tell of ids. Raises ApiError."""
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "'prompt_logprobs' is not allowed together with stream = true")
@@ -203,7 +226,7 @@ def _details(body: Body, num_top: int | None, limits: Limits, *, echo: bool = Fa
 
 def parse_completion(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /v1/completions. Raises ApiError."""
-    completion = decode(_completions, body, COMPLETION_NEUTRAL)
+    completion = read_completion(body)
     max_tokens = DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
     echo = bool(completion.echo)
     if max_tokens == 0 and not echo:
@@ -212,15 +235,15 @@ def parse_completion(body: bytes, limits: Limits) -> Ask:
         message = "'truncate_prompt_tokens' is not allowed together with echo, which repeats the prompt as it was given"
         raise invalid("truncate_prompt_tokens", message)
     num_top = check_num_top("logprobs", completion.logprobs, limits.caps)
-    ask = _ask(
+    ask = ask_of(
         completion,
-        _num_prompts(completion.prompt),
-        lambda: _prompts(completion.prompt, limits if not completion.truncate_prompt_tokens else _untruncated(limits)),
+        num_prompts(completion.prompt),
+        lambda: prompts_of(completion.prompt, most_ids(completion.truncate_prompt_tokens, limits.max_prompt_tokens)),
         max_tokens,
         limits,
         is_chat=False,
         best_of=completion.best_of,
-        details=_details(completion, num_top, limits, echo=echo),
+        details=details_of(completion, num_top, limits, echo=echo),
     )
     return _with_echo(ask) if echo else ask
 
@@ -237,22 +260,15 @@ def _with_echo(ask: Ask) -> Ask:
     return ask
 
 
-def _untruncated(limits: Limits) -> Limits:
-    """Of a prompt that is cut before anything is computed from it."""
-    return msgspec.structs.replace(limits, max_prompt_tokens=m.MAX_SHOWN_IDS)
-
-
 def parse_tokenize(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /tokenize. Raises ApiError."""
     asked = decode(_tokenizes, body, {})
-    _check_model(asked.model, limits)
+    check_model(asked.model, limits)
     prompt: m.Prompt
     match asked.prompt, asked.messages:
         case str(text), None:
-            if asked.add_generation_prompt is not None:
-                raise invalid(
-                    "add_generation_prompt", "'add_generation_prompt' is only allowed together with 'messages'"
-                )
+            if (name := given_of_chat(asked)) is not None:
+                raise invalid(name, f"'{name}' is only allowed together with 'messages'")
             prompt = m.TextPrompt(text)
         case None, list(messages):
             prompt = chat_prompt(asked, messages, limits.caps)
@@ -267,9 +283,9 @@ def parse_tokenize(body: bytes, limits: Limits) -> Ask:
 def parse_detokenize(body: bytes, limits: Limits) -> Ask:
     """Read the body of POST /detokenize. Raises ApiError."""
     asked = decode(_detokenizes, body, {})
-    _check_model(asked.model, limits)
+    check_model(asked.model, limits)
     options = m.PromptOptions(any_length=True, with_text=True)
-    return _lookup(m.IdsPrompt(_packed(asked.tokens)), options, "tokens", limits)
+    return _lookup(m.IdsPrompt(packed(asked.tokens)), options, "tokens", limits)
 
 
 def _lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: Limits) -> Ask:
@@ -302,8 +318,9 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     except msgspec.ValidationError as error:
         raise errors.of_validation(error) from error
     body.structured_outputs = wire_fields.structured_of(structured)
-    prompt_limits = limits if not params.truncate_prompt_tokens else _untruncated(limits)
-    ask = _ask(
+    most = most_ids(params.truncate_prompt_tokens, limits.max_prompt_tokens)
+    prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
+    ask = ask_of(
         body,
         1,
         lambda: [_prompt_of(generate.prompt, prompt_limits)],
@@ -311,7 +328,7 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
         limits,
         is_chat=isinstance(generate.prompt, p.ChatPrompt),
         best_of=body.best_of,
-        details=_details(body, check_num_top("logprobs", body.logprobs, limits.caps), limits),
+        details=details_of(body, check_num_top("logprobs", body.logprobs, limits.caps), limits),
     )
     if generate.received and ask.num_sequences > ask.n:
         message = f"'received' is not allowed with best_of above n: none of its {ask.num_sequences} sequences is sent"
@@ -319,9 +336,16 @@ def parse_generate(generate: p.Generate, limits: Limits) -> Ask:
     if generate.received and len(generate.received) != ask.n:
         message = f"'received' must have the ids of each of n = {ask.n} sequences, not of {len(generate.received)}"
         raise invalid("received", message, "invalid_value")
-    outputs = [_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)]
-    name = names.checked(generate.name, "name")
-    return msgspec.structs.replace(ask, stream=True, outputs=outputs, request_id=name, timings=generate.timings)
+    (prompt,) = ask.prompts
+    grammar = calls_grammar(prompt, limits.formats, ask.grammar) if isinstance(prompt, m.ChatPrompt) else ask.grammar
+    return msgspec.structs.replace(
+        ask,
+        stream=True,
+        outputs=[_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)],
+        request_id=names.checked(generate.name, "name"),
+        timings=generate.timings,
+        grammar=grammar,
+    )
 
 
 def _prompt_of(prompt: p.Prompt, limits: Limits) -> m.Prompt:
@@ -330,10 +354,10 @@ def _prompt_of(prompt: p.Prompt, limits: Limits) -> m.Prompt:
         case p.TextPrompt(text):
             return m.TextPrompt(text)
         case p.TokensPrompt(ids):
-            _check_num_ids(len(ids) // 4, "prompt", limits)
+            check_num_ids(len(ids) // 4, "prompt", limits.max_prompt_tokens)
             return m.IdsPrompt(_whole_ids(ids, "prompt"))
         case p.ChatPrompt():
-            _check_num_messages(len(prompt.messages), limits)
+            _check_num_messages(sum(1 + len(one.tool_calls) for one in prompt.messages), limits)
             return wire_fields.chat_of(prompt, limits.caps)
         case _:
             assert_never(prompt)
@@ -381,9 +405,9 @@ def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes) -> B:
         raise invalid(None, "the body's JSON is nested too deeply", "invalid_json") from error
 
 
-def _ask(
+def ask_of(
     body: Body,
-    num_prompts: int,
+    num: int,
     prompts: Callable[[], list[m.Prompt]],
     max_tokens: int | None,
     limits: Limits,
@@ -392,17 +416,23 @@ def _ask(
     max_tokens_param: str = "max_tokens",
     best_of: int | None = None,
     details: IdDetails = IdDetails(),  # noqa: B008 - frozen
+    with_pieces: bool = True,
 ) -> Ask:
-    """`prompts` makes the prompts; it is called once it is certain that so many may be asked for."""
-    _check_model(body.model, limits)
+    """What a body asks for, checked. `prompts` makes the prompts; it is called once it is certain that so many may be
+    asked for. `with_pieces`: the reply names tokens by their text. Raises ApiError."""
+    check_model(body.model, limits)
     check_counts(body, limits.caps)
     num_sequences = _num_sequences(body.n or 1, best_of, limits, stream=bool(body.stream))
     n = body.n or 1
     is_scored = num_sequences > n
-    _check_num_sequences(num_sequences, num_prompts, "best_of" if is_scored else "n", limits)
+    _check_num_sequences(num_sequences, num, "best_of" if is_scored else "n", limits)
     options = _stream_options(body)
     sampling, text = with_details(
-        sampling_of(body, max_tokens, limits.vocab_size), text_of(body), details, is_scored=is_scored
+        sampling_of(body, max_tokens, limits.vocab_size),
+        text_of(body),
+        details,
+        is_scored=is_scored,
+        with_pieces=with_pieces,
     )
     made = prompts()
     check_prompt_bytes(made, limits.caps.max_prompt_bytes)
@@ -427,7 +457,7 @@ def _ask(
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         request_id=names.checked(body.request_id, "request_id"),
         timings=bool(body.timings),
-        priority=_priority(body.priority, limits),
+        priority=priority_of(body.priority, limits),
         cache_salt=body.cache_salt or "",
         timeout_s=body.timeout_s,
         grammar=grammar_of(body, limits.caps),
@@ -463,15 +493,6 @@ def _check_num_sequences(num_sequences: int, num_prompts: int, each: str, limits
     raise invalid(each if num_sequences > limits.max_sequences else "prompt", message)
 
 
-def _check_num_ids(num_ids: int, param: str, limits: Limits) -> None:
-    if limits.max_prompt_tokens is not None and num_ids > limits.max_prompt_tokens:
-        message = (
-            f"this model's maximum context length is {limits.max_prompt_tokens} tokens, and the prompt has {num_ids}: "
-            "there must be room for at least one more"
-        )
-        raise invalid(param, message, "context_length_exceeded")
-
-
 def _check_num_messages(num_messages: int, limits: Limits) -> None:
     """Templates write at least a token for each message."""
     if limits.max_prompt_tokens is not None and num_messages > limits.max_prompt_tokens:
@@ -482,14 +503,16 @@ def _check_num_messages(num_messages: int, limits: Limits) -> None:
         raise invalid("messages", message, "context_length_exceeded")
 
 
-def _priority(priority: int | None, limits: Limits) -> int:
+def priority_of(priority: int | None, limits: Limits) -> int:
+    """Raises ApiError."""
     if priority and not limits.has_priorities:
         message = f"got priority {priority}, but this server has no priorities: that takes schedule.policy = priority"
         raise invalid("priority", message, "invalid_value")
     return priority or 0
 
 
-def _check_model(model: str | None, limits: Limits) -> None:
+def check_model(model: str | None, limits: Limits) -> None:
+    """Raises ApiError, 404."""
     if model not in (None, limits.model):
         message = f"the model '{str(model)[:100]}' does not exist; this server has '{limits.model}'"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
@@ -501,36 +524,3 @@ def _stream_options(body: Body) -> StreamOptions:
     if not body.stream:
         raise invalid("stream_options", "'stream_options' is only allowed together with stream = true")
     return body.stream_options
-
-
-def _num_prompts(prompt: str | list[str | int | list[int]]) -> int:
-    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
-
-
-def _prompts(prompt: str | list[str | int | list[int]], limits: Limits) -> list[m.Prompt]:
-    if isinstance(prompt, str):
-        return [m.TextPrompt(prompt)]
-    if not prompt:
-        raise invalid("prompt", "'prompt' must not be an empty array", "invalid_value")
-    kinds = set(map(type, prompt))
-    if len(kinds) > 1:
-        raise invalid("prompt", "'prompt' must hold strings, ids or arrays of ids, not a mixture", "invalid_type")
-    if kinds == {int}:
-        _check_num_ids(len(prompt), "prompt", limits)
-        return [m.IdsPrompt(_packed(prompt))]
-    for i, item in enumerate(prompt):
-        if isinstance(item, list):
-            _check_num_ids(len(item), f"prompt[{i}]", limits)
-    return [_prompt(i, item) for i, item in enumerate(prompt)]
-
-
-def _prompt(i: int, item: str | int | list[int]) -> m.Prompt:
-    if isinstance(item, str):
-        return m.TextPrompt(item)
-    if not item:
-        raise invalid(f"prompt[{i}]", f"'prompt[{i}]' must not be an empty array", "invalid_value")
-    return m.IdsPrompt(_packed(item))
-
-
-def _packed(ids: Any) -> bytes:
-    return np.array(ids, "<i4").tobytes()

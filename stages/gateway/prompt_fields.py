@@ -1,17 +1,75 @@
-"""How long a prompt may be that a client sends, and how much of it is kept."""
+"""Prompts as clients send them: texts or ids, one or several; how long each may be, and how much of it is kept.
+
+What is too many or too long is refused before anything is made of it.
+"""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from pipeline import messages as m
 from pipeline.stages.gateway.errors import invalid
 
+Prompts = str | list[str | int | list[int]]
+"""A text, texts, ids, or lists of ids."""
 
-def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int) -> None:
+
+def num_prompts(prompt: Prompts) -> int:
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+
+
+def prompts_of(prompt: Prompts, max_ids: int | None, param: str = "prompt") -> list[m.Prompt]:
+    """Each of them; none has more than `max_ids`. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [m.TextPrompt(prompt)]
+    if not prompt:
+        raise invalid(param, f"'{param}' must not be an empty array", "invalid_value")
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        raise invalid(param, f"'{param}' must hold strings, ids or arrays of ids, not a mixture", "invalid_type")
+    if kinds == {int}:
+        check_num_ids(len(prompt), param, max_ids)
+        return [m.IdsPrompt(packed(prompt))]
+    for i, item in enumerate(prompt):
+        if isinstance(item, list):
+            check_num_ids(len(item), f"{param}[{i}]", max_ids)
+    return [_prompt(f"{param}[{i}]", item) for i, item in enumerate(prompt)]
+
+
+def _prompt(param: str, item: str | int | list[int]) -> m.Prompt:
+    if isinstance(item, str):
+        return m.TextPrompt(item)
+    if not item:
+        raise invalid(param, f"'{param}' must not be an empty array", "invalid_value")
+    return m.IdsPrompt(packed(item))
+
+
+def packed(ids: Any) -> bytes:
+    return np.array(ids, "<i4").tobytes()
+
+
+def most_ids(truncate: int | None, max_prompt_tokens: int | None) -> int | None:
+    """Ids that a prompt may have: more than fit, where it is cut before anything is computed from it."""
+    return m.MAX_SHOWN_IDS if truncate and max_prompt_tokens is not None else max_prompt_tokens
+
+
+def check_num_ids(num_ids: int, param: str, max_ids: int | None) -> None:
+    """Raises ApiError."""
+    if max_ids is not None and num_ids > max_ids:
+        message = (
+            f"this model's maximum context length is {max_ids} tokens, and the prompt has {num_ids}: "
+            "there must be room for at least one more"
+        )
+        raise invalid(param, message, "context_length_exceeded")
+
+
+def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = "prompt") -> None:
     """That the text of each is short enough to be looked at. Raises ApiError."""
     for place, prompt in enumerate(prompts):
         size = sum(map(_num_bytes, _texts(prompt)))
         if size > max_bytes:
-            param = "messages" if isinstance(prompt, m.ChatPrompt) else "prompt"
+            param = "messages" if isinstance(prompt, m.ChatPrompt) else name
             param += f"[{place}]" if len(prompts) > 1 else ""
             message = f"'{param}' has {size} bytes of text, and at most {max_bytes} are taken: limits.max_prompt_bytes"
             raise invalid(param, message, "invalid_value")

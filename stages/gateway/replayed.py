@@ -11,7 +11,7 @@ from http import HTTPStatus
 import msgspec
 
 from pipeline.recording.tape import Tape
-from pipeline.stages.gateway import responses
+from pipeline.stages.gateway import shapes
 from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
@@ -28,7 +28,7 @@ class ReplayedClients:
         self._requests = requests
         self._aborts = aborts
         self._decoder = msgspec.msgpack.Decoder(Ask)
-        self._calls: dict[int, tuple[Call, responses.Events]] = {}
+        self._calls: dict[int, tuple[Call, shapes.Events]] = {}
         tape.perform("open", self._open)
         tape.perform("leave", self._leave)
         tape.perform("abort", self._abort)
@@ -44,7 +44,7 @@ class ReplayedClients:
             call = self._requests.open(self._decoder.decode(data))
         except ApiError:
             return  # as it was then: it was overloaded
-        self._calls[number] = call, responses.Events(call)
+        self._calls[number] = call, shapes.events(call)
 
     def _abort(self, _: int, names: bytes) -> None:
         self._aborts.begin(msgspec.msgpack.decode(names, type=list[str]))
@@ -72,4 +72,4 @@ class ReplayedClients:
             case "last":
                 events.last()
             case "whole":
-                responses.whole(call)
+                shapes.whole(call)

@@ -13,7 +13,7 @@ from pipeline.stages.gateway.logprobs import ChatLogprobs, PromptLogprob, TextLo
 from pipeline.stages.gateway.timings import Timings
 
 StopReason = Annotated[str | int, Meta(description="The stop string or the id of stop_token_ids that ended it.")]
-FinishReason = Annotated[str, Meta(description="stop, length or abort")]
+FinishReason = Annotated[str, Meta(description="stop, length, tool_calls or abort")]
 TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None], Meta(description="With prompt_logprobs: by ids, null for the first.")
@@ -31,10 +31,24 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON text, as the model wrote it.")]
+
+
+class CalledTool(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ReplyMessage(msgspec.Struct):
-    content: str
+    content: Annotated[str, Meta(description="null beside calls or reasoning where there is none.")] | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+    reasoning_content: Annotated[str, Meta(description="What the model thought before.")] | UnsetType = UNSET
+    reasoning: Annotated[str, Meta(description="As reasoning_content.")] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -61,9 +75,24 @@ class ChatReply(msgspec.Struct):
     prompt_token_ids: TokenIds | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolDelta(msgspec.Struct):
+    index: Annotated[int, Meta(description="Of the choice's calls.")]
+    id: str | UnsetType
+    type: str | UnsetType
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatDeltaChoice(msgspec.Struct):

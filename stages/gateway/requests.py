@@ -24,6 +24,7 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.formats.chat_formats import ChatFormats
 from pipeline.records import logprob_bytes
 from pipeline.stage import Stage
 from pipeline.stages.gateway import timings
@@ -136,6 +137,8 @@ class Request(msgspec.Struct, eq=False):
     """Of its prompt's ids, from the second on, where they are asked for"""
     prompt_pieces: list[bytes] = []
     """For each of these records the bytes of the ids that it names"""
+    tail: str | None = None
+    """The end of its prompt's text, where it is asked for"""
     began_s: float = 0.0
     """As `Accepted` has it."""
     done_s: float = 0.0
@@ -196,8 +199,10 @@ class Request(msgspec.Struct, eq=False):
 class Call:
     """One client's call: its requests, and the wake of the task that writes its response."""
 
-    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int) -> None:
+    def __init__(self, ask: Ask, stage: "Stage[m.GatewayInbox]", number: int, formats: ChatFormats) -> None:
         self.ask = ask
+        self.formats = formats
+        """How the model writes what `ask.reply` looks for."""
         self.number = number
         """Of the gateway's calls."""
         self._stage = stage
@@ -205,9 +210,11 @@ class Call:
         self.received_s = ask.received_s or tape.monotonic()
         """When its client began to ask, by time.monotonic()."""
         self.trace = stage.trace
-        prefix = "tokenize" if ask.is_lookup else "chatcmpl" if ask.is_chat else "cmpl"
+        prefix = _prefix(ask)
         self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
         self.created = int(tape.time())
+        self.salt = 0 if ask.reply is None else tape.randbits(64)
+        """What ids of its tool calls are made from."""
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
         """Of all its requests; the place is the choice's index."""
@@ -299,6 +306,7 @@ class Requests:
         self._stage = stage
         self._ingests = stage.outboxes_of("ingest")
         self._schedule = stage.outbox("schedule")
+        self.formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self.num_opened = 0
         """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
@@ -373,7 +381,7 @@ class Requests:
         estimates = [self.admission.estimate(prompt, is_computed=not ask.is_lookup) for prompt in ask.prompts]
         now_s = time.monotonic()
         self.admission.admit(len(ask.prompts) * ask.num_sequences, sum(estimates), now_s)
-        call = Call(ask, self._stage, self.num_opened)
+        call = Call(ask, self._stage, self.num_opened, self.formats)
         self._name(call)
         seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
@@ -497,7 +505,7 @@ class Requests:
             self.admission.correct(request.num_counted, len(ids))
             request.num_counted = len(ids)
             request.prompt_text, request.token_strs = message.text, message.token_strs
-            request.pieces = message.pieces
+            request.pieces, request.tail = message.pieces, message.tail
             request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
             if request.call.ask.echo:
@@ -704,6 +712,17 @@ class Requests:
     def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
         if self._owed or not outbox.send(message):  # in order: a Closed must not overtake its Abort
             self._owed.append((outbox, message))
+
+
+def _prefix(ask: Ask) -> str:
+    """What the ids of such a call's reply begin with."""
+    if ask.is_lookup:
+        return "tokenize"
+    if ask.embedding is not None:
+        return "embd"
+    if ask.is_tokens_only:
+        return "generate"
+    return "chatcmpl" if ask.is_chat else "cmpl"
 
 
 def _timeout(timeout_s: float) -> ApiError:

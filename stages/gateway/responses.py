@@ -9,6 +9,7 @@ from msgspec import UNSET
 from pipeline import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.id_teller import NOTHING, IdTeller, Told, prompt_logprobs
+from pipeline.stages.gateway.replies import ReplyReader
 from pipeline.stages.gateway.reply_types import (
     ChatChoice,
     ChatChunk,
@@ -62,8 +63,11 @@ def _chat_reply(call: Call) -> ChatReply:
     for i, sequence in enumerate(call.choices):
         text = sequence.take_text()
         told = IdTeller(call, request, sequence).take(text)
-        message = ReplyMessage(text)
-        finish = _finish_reason(sequence)
+        message, finish = ReplyMessage(text), finish_reason(sequence)
+        if call.ask.reply is not None:
+            reader = ReplyReader(call, request, i)
+            message = reader.message(text)
+            finish = reader.finish_reason(finish)
         choices.append(ChatChoice(i, message, finish, sequence.stop_reason, told.chat_logprobs, told.token_ids))
     reply = ChatReply(call.id, "chat.completion", call.created, call.ask.model, choices, usage_of(call))
     reply.prompt_logprobs = prompt_logprobs(request)
@@ -80,7 +84,7 @@ def _text_reply(call: Call) -> TextReply:
         text = sequence.take_text()
         told = IdTeller(call, request, sequence).take(text)
         choice = _text_choice(i, text, told)
-        choice.finish_reason, choice.stop_reason = _finish_reason(sequence), sequence.stop_reason
+        choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
         choice.prompt_logprobs = prompt_logprobs(request)
         choices.append(choice)
     return TextReply(call.id, "text_completion", call.created, call.ask.model, choices, usage_of(call))
@@ -92,14 +96,14 @@ def _text_choice(index: int, text: str, told: Told) -> TextChoice:
     return choice
 
 
-class _Tokenized(msgspec.Struct):
+class Tokenized(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class _Detokenized(msgspec.Struct):
+class Detokenized(msgspec.Struct):
     prompt: str
 
 
@@ -108,13 +112,13 @@ def tokenized(call: Call, max_model_len: int) -> bytes:
     (request,) = call.requests
     assert request.prompt_ids is not None
     ids = request.prompt_ids.tolist()
-    return _encoder.encode(_Tokenized(len(ids), max_model_len, ids, request.token_strs))
+    return _encoder.encode(Tokenized(len(ids), max_model_len, ids, request.token_strs))
 
 
 def detokenized(call: Call) -> bytes:
     """The body of a response of /detokenize. The call has finished."""
     (request,) = call.requests
-    return _encoder.encode(_Detokenized(request.prompt_text or ""))
+    return _encoder.encode(Detokenized(request.prompt_text or ""))
 
 
 def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
@@ -144,6 +148,10 @@ class Events:
         each = [(request, sequence) for request in call.requests for sequence in request.sequences]
         self._requests = [request for request, _ in each]
         self._tellers = [IdTeller(call, request, sequence) for request, sequence in each]
+        self._readers = [
+            None if call.ask.reply is None else ReplyReader(call, request, i)
+            for i, request in enumerate(self._requests)
+        ]
 
     @property
     def are_over(self) -> bool:
@@ -179,6 +187,11 @@ class Events:
             if teller.is_waiting:
                 continue
             is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
+            if (reader := self._readers[i]) is not None:
+                if not reader.is_waiting:
+                    yield from self._read(i, sequence, reader, teller, is_over=is_over)
+                    finished += [i] if is_over else []
+                continue
             told = NOTHING
             if text := sequence.take_text():
                 told = teller.take(text)
@@ -189,7 +202,7 @@ class Events:
                 )
             if is_over:
                 told = teller.take("")
-                reason, stop = _finish_reason(sequence), sequence.stop_reason
+                reason, stop = finish_reason(sequence), sequence.stop_reason
                 choice: ChatDeltaChoice | TextChoice
                 if is_chat:
                     choice = ChatDeltaChoice(i, Delta(), reason, stop, told.chat_logprobs, told.token_ids)
@@ -201,6 +214,25 @@ class Events:
         for i in finished:
             del self._unfinished[i]
 
+    def _read(
+        self, i: int, sequence: Sequence, reader: ReplyReader, teller: IdTeller, *, is_over: bool
+    ) -> Iterator[bytes]:
+        """The same of a choice in which calls or reasoning are looked for."""
+        text = sequence.take_text()
+        deltas = reader.deltas(text) if text else []
+        if is_over:
+            deltas += reader.rest()
+        for delta in deltas:
+            told = teller.take(text)
+            text = ""
+            yield self._event(ChatDeltaChoice(i, delta, None, UNSET, told.chat_logprobs, told.token_ids))
+        if is_over:
+            told = teller.take(text)
+            reason = reader.finish_reason(finish_reason(sequence))
+            yield self._event(
+                ChatDeltaChoice(i, Delta(), reason, sequence.stop_reason, told.chat_logprobs, told.token_ids)
+            )
+
     def last(self) -> bytes:
         """How a stream ends that has gone well."""
         ask = self._call.ask
@@ -211,24 +243,24 @@ class Events:
             chunk.usage = usage_of(self._call)
         if ask.timings:
             chunk.timings = timings_of(times_of(self._call))
-        return self._call.told("last", _framed(_encoder.encode(chunk)) + DONE)
+        return self._call.told("last", framed(_encoder.encode(chunk)) + DONE)
 
     def _event(self, choice: ChatDeltaChoice | TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
         if self._call.ask.continuous_usage:
             i = choice.index
             self._chunk.usage = usage_so_far(self._requests[i], self._call.sequences[i])
-        return _framed(_encoder.encode(self._chunk))
+        return framed(_encoder.encode(self._chunk))
 
 
 def error_events(error: ApiError) -> bytes:
     """How a stream ends that failed after it began: the client raises at the first event, so [DONE] comes after it."""
-    return _framed(error.json()) + DONE
+    return framed(error.json()) + DONE
 
 
-def _framed(data: bytes) -> bytes:
+def framed(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _finish_reason(sequence: Sequence) -> str:
+def finish_reason(sequence: Sequence) -> str:
     return FINISH_REASONS[m.Finish(sequence.finish)]

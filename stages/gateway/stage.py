@@ -73,6 +73,7 @@ class Gateway:
             topology.max_open_of_one(settings),
             has_priorities=settings.schedule.policy == "priority",
             caps=settings.limits,
+            formats=self._requests.formats,
         )
         self._api = Api(
             self._doors,

@@ -22,7 +22,7 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
-class JsonSchemaFormat(msgspec.Struct):
+class JsonSchemaFormat(msgspec.Struct, omit_defaults=True):
     """`json_schema` of `response_format`"""
 
     name: Annotated[str, Meta(description="The client's name for it; changes nothing.")] | None = None
@@ -31,7 +31,7 @@ class JsonSchemaFormat(msgspec.Struct):
     strict: Annotated[bool, Meta(description="The schema holds whatever this says.")] | None = None
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, omit_defaults=True):
     """OpenAI's"""
 
     type: Annotated[str, Meta(description="text, json_object, json_schema or structural_tag")]
@@ -41,7 +41,7 @@ class ResponseFormat(msgspec.Struct):
     format: Annotated[Raw, Meta(description="Of structural_tag, the newer form.")] = Raw()
 
 
-class StructuredOutputs(msgspec.Struct):
+class StructuredOutputs(msgspec.Struct, omit_defaults=True):
     """vLLM's. One of the first six is given."""
 
     json: Annotated[Raw, Meta(description="A JSON Schema: an object, or a string that holds one.")] = Raw()
@@ -56,7 +56,7 @@ class StructuredOutputs(msgspec.Struct):
     whitespace_pattern: str | None = None
 
 
-class StructuredFields(msgspec.Struct, kw_only=True):
+class StructuredFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The fields of a body."""
 
     response_format: ResponseFormat | None = None

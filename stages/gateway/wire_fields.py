@@ -2,7 +2,7 @@
 with tools. Where a part is JSON text, so that the wire has one type for it, it is decoded and checked here.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -18,10 +18,10 @@ from pipeline.stages.gateway.conversation import (
     ToolCall,
     chat_prompt,
 )
-from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.depth import check_depth
+from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.structured import KINDS, StructuredOutputs
 
-T = TypeVar("T")
 NULL = Raw(b"null")
 
 
@@ -68,11 +68,11 @@ def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
     body = _Chat(
         chat.add_generation_prompt,
         chat.continue_final_message,
-        _raw(chat.tools, "tools"),
+        _raw(chat.tools, "tools", caps),
         Raw(msgspec.json.encode(choice)),
         chat.parallel_tool_calls,
-        _raw(chat.documents, "documents"),
-        _raw(chat.chat_template_kwargs, "chat_template_kwargs"),
+        _raw(chat.documents, "documents", caps),
+        _raw(chat.chat_template_kwargs, "chat_template_kwargs", caps),
     )
     return chat_prompt(body, [_message(one) for one in chat.messages], caps)
 
@@ -90,17 +90,21 @@ def _message(one: p.ChatMessage) -> Message:
     )
 
 
-def _raw(text: str | None, param: str) -> Raw:
-    """JSON text, which is decoded where it is checked."""
+def _raw(text: str | None, param: str, caps: Caps) -> Raw:
+    """JSON text of one value, no deeper than a body's. What it must be is checked where bodies are."""
     if text is None:
         return NULL
+    data = text.encode()
     try:
-        return Raw(text.encode())
-    except UnicodeEncodeError:
-        raise invalid(param, f"'{param}' holds half a surrogate pair, which is no character", "invalid_value") from None
+        check_depth(data, caps.max_json_depth)
+    except ApiError:
+        message = f"'{param}' is nested too deeply: it may have {caps.max_json_depth} levels of arrays and objects"
+        raise invalid(param, message, "invalid_json") from None
+    _decoded(text, Any, param)
+    return Raw(data)
 
 
-def _decoded(text: str, kind: type[T], param: str) -> T:
+def _decoded(text: str, kind: Any, param: str) -> Any:
     """JSON text as what it must be. Raises ApiError."""
     try:
         return msgspec.json.decode(text, type=kind)

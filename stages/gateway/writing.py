@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from pipeline.stages.gateway import responses
+from pipeline.stages.gateway import responses, shapes
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.requests import Call
 
@@ -43,7 +43,7 @@ async def send(request: web.Request, response: web.Response, patience_s: float) 
 
 
 async def send_whole(
-    request: web.Request, call: Call, patience_s: float, body_of: Callable[[Call], bytes] = responses.whole
+    request: web.Request, call: Call, patience_s: float, body_of: Callable[[Call], bytes] = shapes.whole
 ) -> web.StreamResponse:
     """Wait for the end of a call and send its response. Raises ApiError where it fails, ConnectionError as `send`."""
     await call.until(lambda: call.is_finished)
@@ -56,7 +56,7 @@ async def send_stream(request: web.Request, call: Call, patience_s: float) -> we
     events. Raises ConnectionError as `send`."""
     await _begun(call)
     response = web.StreamResponse(headers=EVENT_STREAM | _headers(call))
-    events = responses.Events(call)
+    events = shapes.events(call)
     with _Watch(request, patience_s):
         await response.prepare(request)
         request.writer.send_headers()

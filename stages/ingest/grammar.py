@@ -32,7 +32,7 @@ NAMES = {
     "choice": "the choices",
     "grammar": "the grammar",
     "structural_tag": "the structural tag",
-    "lark": "the grammar of the tools",
+    "calls": "the schema of a tool",
 }
 
 

@@ -208,9 +208,7 @@ class Prompts:
             raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
         if num_bytes > (most := self._limits.max_prompt_bytes):
             # The gateway has looked at what the client wrote, but not at what a template makes of it.
-            message = (
-                f"the prompt has {num_bytes} bytes of text, and at most {most} are taken: limits.max_prompt_bytes"
-            )
+            message = f"the prompt has {num_bytes} bytes of text, and at most {most} are taken: limits.max_prompt_bytes"
             raise Refusal(Failure(400, message, _param(prompt), "prompt_too_large"))
 
     def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool) -> str:

@@ -242,6 +242,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         grammar=m.Grammar("regex", "a+", "guided_regex"),
         bad_words=["bad"],
     ),
+    "accepted with the end of its text": m.Accepted(REQUEST_ID, 1, IDS, tail="<think>\n"),
     "accepted with pieces": m.Accepted(REQUEST_ID, 1, IDS, pieces=[b"a", b"\xc3"]),
     "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),
     "step with copies": m.Step(

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 
 from pipeline import protocol as p
+from pipeline.chats import ChatOptions
 from pipeline.client import ServerInfo, packed
 from pipeline.errors import PromptError
-from pipeline.prompts import chat_of, is_one_conversation, is_one_prompt, params_for, prompt_of
+from pipeline.prompts import (
+    chat_of,
+    chat_options_of,
+    info_for,
+    is_one_conversation,
+    is_one_prompt,
+    params_for,
+    prompt_of,
+)
 from pipeline.sampling_params import SamplingParams
 
 INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)
@@ -87,6 +96,14 @@ def test_what_is_no_prompt_is_said_by_its_place(value: Any, words: str) -> None:
     assert str(caught.value) == words
 
 
+def test_ids_that_the_server_cuts_may_be_as_many_as_there_are() -> None:
+    ids = [1] * 100
+    with pytest.raises(PromptError, match=r"^prompt has 100 token ids, and the longest"):
+        prompt_of(ids, "prompt", info_for(SamplingParams(), INFO))
+    cut = SamplingParams(truncate_prompt_tokens=5)
+    assert prompt_of(ids, "prompt", info_for(cut, INFO)).prompt == p.TokensPrompt(packed(ids))
+
+
 def test_an_error_does_not_repeat_a_huge_value() -> None:
     with pytest.raises(PromptError) as caught:
         prompt_of([["x" * 10**6]] * 10**6, "prompt", INFO)
@@ -105,9 +122,49 @@ def test_a_conversation_goes_as_it_is() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
     ]
-    assert chat_of(messages, "messages", False, INFO).prompt == p.ChatPrompt(
-        [p.ChatMessage("system", "Be brief."), p.ChatMessage("user", "a\nb", "Ann")], False
+    assert chat_of(messages, "messages", ChatOptions(False), INFO).prompt == p.ChatPrompt(
+        [p.ChatMessage("system", "Be brief."), p.ChatMessage("user", ["a", "b"], "Ann")], False
     )
+
+
+def test_a_conversation_with_tools_goes_as_it_is() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Athén"}}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Look."},
+        {"role": "tool", "content": "31 °C", "tool_call_id": "c1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    options = chat_options_of(False, True, tools, {"enable_thinking": False})
+    assert chat_of(messages, "messages", options, INFO).prompt == p.ChatPrompt(
+        [
+            p.ChatMessage("assistant", None, None, [p.ToolCall("c1", "weather", '{"city": "Athén"}')], None, "Look."),
+            p.ChatMessage("tool", "31 °C", None, [], "c1"),
+        ],
+        False,
+        True,
+        '[{"type": "function", "function": {"name": "weather"}}]',
+        chat_template_kwargs='{"enable_thinking": false}',
+    )
+    assert chat_options_of(True, False, [], {}) == ChatOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((1, False, None, None), "add_generation_prompt must be True or False, not 1"),
+        ((True, True, None, None), "continue_final_message takes add_generation_prompt=False"),
+        ((True, False, "weather", None), "tools must be a list of dicts, not 'weather'"),
+        ((True, False, [len], None), "tools must be a list of dicts, not [<built-in function len>]"),
+        ((True, False, [{"function": {1, 2}}], None), "tools is no JSON: "),
+        ((True, False, [{"function": "\ud800"}], None), "tools holds half a surrogate pair"),
+        ((True, False, None, [1]), "chat_template_kwargs must be a dict, not [1]"),
+        ((True, False, None, {"x": float("nan")}), "chat_template_kwargs is no JSON: "),
+    ],
+)
+def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        chat_options_of(*options)
+    assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +173,16 @@ def test_a_conversation_goes_as_it_is() -> None:
         ("Hi", "messages must be a list of messages, not 'Hi'"),
         ([], "messages is empty: at least one message is needed"),
         (["Hi"], 'messages[0] must be a dict as {"role": "user", "content": "…"}, not \'Hi\''),
-        ([{"role": "tool", "content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant"),
-        ([{"content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant, not None"),
+        ([{"role": "cook", "content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant,"),
+        ([{"content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant, tool, not None"),
         ([{"role": "user"}], "messages[0]['content'] must be a text, not None"),
         (
-            [{"role": "user", "content": "x", "tool_calls": []}],
-            "messages[0] has keys that are not supported: tool_calls",
+            [{"role": "user", "content": "x", "audio": {}, "refusal": ""}],
+            "messages[0] has keys that are not supported: audio, refusal",
         ),
+        ([{"role": "assistant", "content": "x", "tool_calls": "c1"}], "messages[0]['tool_calls'] must be a list of "),
+        ([{"role": "assistant", "tool_calls": [{"id": "c1"}]}], "messages[0]['tool_calls'][0] must be a dict as {"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0]['tool_call_id'] must be a text, not 1"),
         ([{"role": "user", "content": "x", "name": 1}], "messages[0]['name'] must be a text, not 1"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
@@ -133,7 +193,7 @@ def test_a_conversation_goes_as_it_is() -> None:
 )
 def test_what_is_no_conversation_is_said_by_its_place(value: Any, words: str) -> None:
     with pytest.raises(PromptError) as caught:
-        chat_of(value, "messages", True, INFO)
+        chat_of(value, "messages", ChatOptions(), INFO)
     assert str(caught.value).startswith(words)
 
 

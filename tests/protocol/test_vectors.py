@@ -80,7 +80,7 @@ def test_the_page_names_the_limits_that_are() -> None:
         f" characters; {caps.max_stop_token_ids} |",
         f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_logprobs} |",
-        f"| {door_socket.HANDSHAKE_MS / 1000:g} s; {door.HELLO_S:g} s |",
+        f"| {door_socket.HANDSHAKE_MS / 1000:g} s; {door.HELLO_S:g} s, of at most {door.MAX_HELLO_BYTES // 1024} KiB |",
         f"| {door_socket.RECEIVE_BOUND}, then",
     ):
         assert words in page, words

@@ -25,6 +25,7 @@ from tests.stages.detokenize.vocabularies import byte_level
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
+from tests.stages.gateway.test_logprobs import records
 from tests.stages.ingest import models as tiny
 from tests.stages.replays import entries, messages_in, order, replay_partial, replays_alike
 from tests.stages.schedule.test_stage import FACTS, Neighbours
@@ -352,6 +353,36 @@ def test_the_gateway_opens_the_same_requests_and_gives_clients_the_same_events(t
     assert replays_alike("gateway", recording, inline=False) == comparison
     text = b"".join(one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer == "client 1")
     assert text.count(b"data: ") >= 4 and b"[DONE]" in text and b"usage" in text
+
+
+def test_the_gateway_tells_of_ids_and_vectors_as_it_did(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    with Gate(tmp_path, record=recording) as gate:
+        top = [(7, -0.5)]
+        stream = gate.post(CHAT | {"stream": True, "logprobs": True, "top_logprobs": 1, "return_token_ids": True})
+        submit = gate.begin()
+        gate.delta(submit, "", records=records(-1.0, top=top), pieces=[b"\xf0\x9f", b"a"])
+        gate.delta(submit, "x", records=records(-2.0, top=top), pieces=[b"\x98", b"a"], finish=m.Finish.STOP)
+        assert stream.result().status_code == 200
+        prompt = gate.complete(COMPLETION | {"echo": True, "logprobs": 0, "max_tokens": 0})
+        submit = gate.submit()
+        gate.accept(submit, pieces=[b"H", b"i"])
+        gate.delta(submit, "no", prompt=(0, records(-2.0), []), finish=m.Finish.STOP)
+        assert prompt.result().status_code == 200
+        for is_stream in (False, True):
+            body = {"token_ids": [1], "sampling_params": {"prompt_logprobs": None}, "stream": is_stream}
+            ids = gate.post(body, "/inference/v1/generate")
+            gate.serve()
+            assert ids.result().status_code == 200
+        vector = gate.post({"model": "tiny", "input": "Hi"}, "/v1/embeddings")
+        gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        assert vector.result().status_code == 200
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    comparison = replays_alike("gateway", recording)
+    assert set(comparison.sent) == {"ingest.0", "schedule.0", "clients"}
+    told = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
+    for words in (b"top_logprobs", b"text_offset", b"token_ids", b"embedding"):
+        assert any(words in one for one in told), words
 
 
 def test_the_gateway_looks_prompts_up_and_calls_calls_off_as_it_did(tmp_path: Path) -> None:

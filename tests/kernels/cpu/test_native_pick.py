@@ -12,8 +12,10 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.cpu.sample_reference import draw_reference
 from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.noise import draw_keys, sequence_key
 from pipeline.kernels.penalties import penalize
-from pipeline.kernels.shaping import SHAPING, Shaping
+from pipeline.kernels.sample import probabilities_reference
+from pipeline.kernels.shaping import SHAPING, Shaping, bits_of, mask, pack_runs, shape
 from tests.kernels.cpu.recording import (
     FORMATS,
     Recording,
@@ -24,6 +26,7 @@ from tests.kernels.cpu.recording import (
     random_matrix,
     recording,
 )
+from tests.kernels.test_sample import assert_follows
 
 DEPTH = 64
 MASKS_LATE = 1
@@ -216,6 +219,48 @@ def test_ids_are_told_of_by_the_logits_before_shapes_masks_and_filters(library: 
             np.testing.assert_allclose(logprob[0], expected[i, ids[i]], rtol=0, atol=1e-6)
             logprobs.append(round(float(logprob[0]), 3))
         assert len(set(logprobs)) > num // 2
+
+
+def test_draws_follow_what_shapes_and_filters_leave(library: ctypes.CDLL) -> None:
+    """In this order: what is forbidden, bias, penalties, temperature, min_p, top_k, top_p."""
+    vocab_size, num, rounds, temperature = 60, 64, 400, 1.3
+    known = np.array([3, 5, 5, 9, 11, 5, 11, 11], np.int32)
+    runs, num_runs = pack_runs([[11, 20], [21], [9, 22]], vocab_size)
+    with recording(library, threads=2) as r:
+        head, draws = Head(r, random_matrix(40, vocab_size, DEPTH, "bf16", scale=0.15)), r.draws
+        activations = np.repeat(random(41, 1, DEPTH), num, axis=0)
+        logits = torch.from_numpy(head.all_logits(activations)[0])
+        shaping = Shaping(
+            known,
+            num_prompt=4,
+            repetition=1.25,
+            presence=0.5,
+            frequency=0.25,
+            bias_ids=np.array([5, 30], np.int32),
+            bias_values=np.array([2, 1.5], np.float32),
+            allowed=bits_of(np.arange(50, dtype=np.int32), vocab_size),
+            runs=runs,
+            num_runs=num_runs,
+            enders=np.array([2], np.int32),
+            min_tokens=5,
+        )
+        allowed = r.kept(bits_of(np.arange(3, 60, dtype=np.int32), vocab_size))
+        shaped = logits.clone()
+        mask(shaped, allowed)
+        shape(shaped, shaping, len(known))
+        draws.greedy[:num], draws.temperature[:num], draws.num_known[:num] = 0, temperature, len(known)
+        draws.shapings[:num], draws.masks[:num] = address(r, shaping), allowed.ctypes.data
+        filters = [(0, 1, 0), (9, 0.8, 0.02)]
+        for i, (top_k, top_p, min_p) in enumerate(filters):
+            half = slice(i, num, 2)
+            draws.top_k[half], draws.top_p[half], draws.min_p[half] = top_k, top_p, min_p
+        base, drawn = np.full(num, sequence_key(7, 0), np.uint64), []
+        for step in range(rounds):
+            draws.keys[:num] = draw_keys(base, np.arange(num) + num * step)
+            drawn.append(head.run(activations))
+        for i, (top_k, top_p, min_p) in enumerate(filters):
+            expected = probabilities_reference(shaped, temperature, top_k, top_p, min_p)
+            assert_follows(torch.from_numpy(np.concatenate([ids[i::2] for ids in drawn])).long(), expected)
 
 
 def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.formats import tool_format
-from pipeline.formats.chat_formats import TOOL_FORMATS, ChatFormats
+from pipeline.formats.chat_formats import TOOL_FORMATS, ChatFormats, either
 from tests.pipeline.formats.replies import REASONING, TOOLS, Reply, read
 
 SPECIALS = ("<|end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
@@ -114,7 +114,7 @@ WAYS = [("hermes", ""), ("llama3", ""), ("mistral", ""), ("mistral", "[ARGS]"), 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_required_is_one_call_or_more_that_fit(tools: str | None, template: str, parallel: bool) -> None:
     form = formats(tools, template=template)
-    grammar = form.calls_grammar("required", "", TOOLS_JSON, parallel=parallel)
+    grammar = form.calls("required", "", TOOLS_JSON, parallel=parallel).lark()
     nums, names = set(), set()
     for seed in range(30):
         text = walk(grammar, seed)
@@ -130,7 +130,7 @@ def test_required_is_one_call_or_more_that_fit(tools: str | None, template: str,
 @pytest.mark.parametrize(("tools", "template"), WAYS)
 def test_named_is_one_call_of_exactly_that_function(tools: str | None, template: str) -> None:
     form = formats(tools, template=template)
-    grammar = form.calls_grammar("named", "find", TOOLS_JSON, parallel=True)
+    grammar = form.calls("named", "find", TOOLS_JSON, parallel=True).lark()
     for seed in range(10):
         reply = read(form.parser("named", SCHEMAS), walk(grammar, seed))
         check(reply)
@@ -143,7 +143,7 @@ def test_calls_are_enforced_behind_the_reasoning(reasoning: str, tail: str) -> N
     start, end = REASONING[reasoning].start, REASONING[reasoning].end
     prompt = {"": "assistant\n", "open": f"{start}\n", "over": f"{start}\n\n{end}\n\n"}[tail]
     form = formats("hermes", reasoning)
-    grammar = form.around(form.calls_grammar("required", "", TOOLS_JSON, parallel=False), prompt)
+    grammar = form.behind_reasoning(form.calls("required", "", TOOLS_JSON, parallel=False).lark(), prompt)
     has_thought = False
     for seed in range(20):
         text = walk(grammar, seed, 200)
@@ -159,8 +159,8 @@ def test_calls_are_enforced_behind_the_reasoning(reasoning: str, tail: str) -> N
 
 def test_reasoning_may_be_opened_where_the_prompt_does_not() -> None:
     form = formats("hermes", "qwen3")
-    calls = form.calls_grammar("named", "now", TOOLS_JSON, parallel=True)
-    matcher = llguidance.LLMatcher(GUIDE, form.around(calls, "assistant\n"))
+    calls = form.calls("named", "now", TOOLS_JSON, parallel=True).lark()
+    matcher = llguidance.LLMatcher(GUIDE, form.behind_reasoning(calls, "assistant\n"))
     text = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert matcher.consume_tokens(TOKENIZER.encode(text).ids)
     assert matcher.is_accepting()
@@ -171,7 +171,9 @@ def test_reasoning_may_be_opened_where_the_prompt_does_not() -> None:
 )
 def test_with_an_output_asked_for_a_reply_is_that_or_calls(output: str) -> None:
     form = formats("hermes", "qwen3")
-    grammar = form.around(output, "</think>\n\n", form.calls_grammar("auto", "", TOOLS_JSON, parallel=True))
+    grammar = form.behind_reasoning(
+        either(output, form.calls("auto", "", TOOLS_JSON, parallel=True).lark()), "</think>\n\n"
+    )
     replies = [read(form.parser("auto", SCHEMAS, "</think>\n\n"), [walk(grammar, seed)]) for seed in range(30)]
     assert {bool(reply.calls) for reply in replies} == {True, False}
     for reply in replies:
@@ -184,18 +186,33 @@ def test_with_an_output_asked_for_a_reply_is_that_or_calls(output: str) -> None:
 
 def test_output_alone_is_enforced_behind_the_reasoning() -> None:
     form = formats(None, "deepseek_r1")
-    grammar = form.around("start: /[ab]{2}/", "<think>\n")
+    grammar = form.behind_reasoning("start: /[ab]{2}/", "<think>\n")
     matcher = llguidance.LLMatcher(GUIDE, grammar)
     assert matcher.consume_tokens(TOKENIZER.encode("Hm. No <b>.\n</think>\n\nab").ids)
     assert matcher.is_accepting()
     assert not matcher.try_consume_tokens(TOKENIZER.encode("a").ids)
 
 
-def test_without_reasoning_and_calls_nothing_is_put_around_a_grammar() -> None:
+def test_without_reasoning_nothing_is_put_around_a_grammar() -> None:
     for form in TOOL_FORMATS:
-        assert formats(form.name).around("start: /a/", "assistant\n") == "start: /a/"
+        assert formats(form.name).behind_reasoning("start: /a/", "assistant\n") == "start: /a/"
 
 
 def test_a_named_tool_has_to_be_there() -> None:
     with pytest.raises(ValueError, match="nobody"):
-        formats("hermes").calls_grammar("named", "nobody", TOOLS_JSON, parallel=True)
+        formats("hermes").calls("named", "nobody", TOOLS_JSON, parallel=True)
+
+
+def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+    tools = [
+        {"function": {"name": "f", "parameters": {"required": ["a"]}}},
+        {"function": {"name": "g", "parameters": {}}},
+    ]
+    written = formats("hermes").calls("required", "", json.dumps(tools), parallel=False)
+    assert [json.loads(bytes(schema)) for schema in written.schemas.values()] == [
+        {"type": "object", "required": ["a"]},
+        {"type": "object"},
+    ]
+    for seed in range(10):
+        text = walk(written.lark(), seed, 60)
+        assert '"arguments": {' in text

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from pipeline import messages as m
-from pipeline.config.settings import Gateway, Schedule, Settings
+from pipeline.config.settings import Chat, Gateway, Schedule, Settings
 from pipeline.model_folder import ModelConfig
 from tests.rig import PATIENCE_S, Rig
 
@@ -37,6 +37,7 @@ class Gate:
         rig: type[Rig] = Rig,
         send_buffer_bytes: int = 0,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        chat: Chat = Chat(),  # noqa: B008 - frozen
         **gateway: Any,
     ) -> None:
         ModelConfig(
@@ -64,7 +65,7 @@ class Gate:
         self._start = start
         self.rig = rig(
             "gateway",
-            Settings(gateway=Gateway(**gateway), schedule=Schedule(policy=policy)),
+            Settings(gateway=Gateway(**gateway), schedule=Schedule(policy=policy), chat=chat),
             folder,
             listen_fd=listener.detach(),
             siblings=siblings,
@@ -123,10 +124,13 @@ class Gate:
         self.accept(submit)
         return submit
 
-    def accept(self, submit: m.Submit, num_ids: int = 3, *, pieces: list[bytes] | None = None) -> None:
-        """With `pieces`, its ids are theirs."""
+    def accept(
+        self, submit: m.Submit, num_ids: int = 3, *, pieces: list[bytes] | None = None, tail: str | None = None
+    ) -> None:
+        """With `pieces`, its ids are theirs. `tail` is how its text ends."""
         ids = np.arange(num_ids if pieces is None else len(pieces), dtype=np.int32)
-        self.rig.send(m.Accepted(submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces), "ingest.0")
+        accepted = m.Accepted(submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces, tail=tail)
+        self.rig.send(accepted, "ingest.0")
 
     def reject(self, submit: m.Submit, failure: m.Failure, sender: str = "ingest.0") -> None:
         self.rig.send(m.Rejected(submit.request_id, submit.attempt, failure), sender)

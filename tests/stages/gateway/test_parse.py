@@ -139,15 +139,11 @@ class TestMessages:
             m.ChatPrompt(
                 [
                     m.ChatMessage("system", "Be brief."),
-                    m.ChatMessage("user", "a\nb", "Ann"),
+                    m.ChatMessage("user", "a\nb", "Ann", parts=["a", "b"]),
                     m.ChatMessage("assistant", ""),
                 ]
             )
         ]
-
-    def test_of_a_developer_are_the_systems(self) -> None:
-        (prompt,) = chat(messages=[{"role": "developer", "content": "x"}]).prompts
-        assert prompt == m.ChatPrompt([m.ChatMessage("system", "x")])
 
     def test_may_be_continued_without_a_generation_prompt(self) -> None:
         (prompt,) = chat(add_generation_prompt=False).prompts
@@ -181,7 +177,6 @@ BAD_CHATS: list[tuple[Any, str | None]] = [
     (CHAT | {"messages": ["Hi"]}, "messages[0]"),
     (CHAT | {"messages": [{"content": "x"}]}, "messages[0].role"),
     (message(role="emperor"), "messages[1].role"),
-    (message(role="tool"), "messages[1].role"),
     (message(content=None), "messages[1].content"),
     (message(content=5), "messages[1].content"),
     (message(content=["x"]), "messages[1].content[0]"),
@@ -193,7 +188,6 @@ BAD_CHATS: list[tuple[Any, str | None]] = [
         "messages[1].content[1].type",
     ),
     (message(name=7), "messages[1].name"),
-    (message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls"),
     (CHAT | {"temperature": -0.1}, "temperature"),
     (CHAT | {"temperature": 2.1}, "temperature"),
     (CHAT | {"temperature": "1"}, "temperature"),
@@ -326,8 +320,6 @@ UNSUPPORTED: dict[str, Any] = {
     "audio": {"voice": "x"},
     "functions": [{"name": "f"}],
     "prediction": {"type": "content"},
-    "tool_choice": "required",
-    "tools": [{"type": "function"}],
     "suffix": "x",
     "logprob_token_ids": [5],
     "truncation_side": "right",
@@ -433,7 +425,7 @@ class TestWhatIsTooManyWhateverItSays:
         def packed(ids: Any) -> bytes:
             raise AssertionError("nothing is to be made of prompts that are refused")
 
-        monkeypatch.setattr("pipeline.stages.gateway.parse._packed", packed)
+        monkeypatch.setattr("pipeline.stages.gateway.prompt_fields.packed", packed)
         content = json.dumps({"model": "tiny"} | body, separators=(",", ":")).encode()
         assert len(content) <= Gateway().max_body_bytes
         begin_s = time.process_time()

@@ -1,0 +1,39 @@
+"""The shape that a chat's reply is to have, as far as it depends on more than what the client wants to be matched:
+calls that may stand for it, and the reasoning before it. Pure."""
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from pipeline.formats.chat_formats import ChatFormats
+from pipeline.messages import ChatPrompt, Grammar, Sampling, Submit
+
+TAIL_IDS = 48
+"""A prompt's last ids, whose text has the marks that say whether it opens the reasoning: a mark is one id, or is
+spelled by some."""
+
+
+def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
+    """The calls that a reply may be as well as what its grammar says: a client that gives tools and a response format
+    wants either. None where there are none."""
+    prompt = submit.prompt
+    if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice != "auto" or formats.tools is None:
+        return None
+    written = formats.calls("auto", "", prompt.tools, parallel=prompt.parallel_tool_calls)
+    return Grammar("calls", msgspec.json.encode(written).decode(), "tools")
+
+
+def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", tokenizer: Tokenizer) -> str | None:
+    """The end of a chat's text; None where nobody needs it."""
+    if not isinstance(submit.prompt, ChatPrompt):
+        return None
+    if not (submit.prompt_options.with_tail or submit.sampling.grammar):
+        return None
+    return str(tokenizer.decode(ids[-TAIL_IDS:].tolist(), skip_special_tokens=False))
+
+
+def behind_reasoning(sampling: Sampling, tail: str | None, formats: ChatFormats) -> Sampling:
+    """The same with reasoning that is free before the answer, where the model reasons."""
+    if tail is None or not sampling.grammar:
+        return sampling
+    return msgspec.structs.replace(sampling, grammar=formats.behind_reasoning(sampling.grammar, tail))

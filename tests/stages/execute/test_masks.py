@@ -1,0 +1,225 @@
+"""Rows with a grammar: every output that finishes matches it, whatever happens on the way."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from pipeline.messages import Finish
+from pipeline.stages.execute import masks as masks_module
+from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, sampling, write
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": -9, "maximum": 99}, "b": {"enum": ["x", "yé", None]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+JSON = json.dumps(
+    {"grammars": [{"json_schema": SCHEMA | {"x-guidance": {"whitespace_flexible": False}}}]}, ensure_ascii=False
+)
+
+ENDLESS = "start: A\nA: " + " & ".join(f"/(.*[{chr(97 + i)}].{{{i}}})*/" for i in range(1, 20))
+"""Takes the library minutes to prepare."""
+
+DEEP = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} r{i + 1} | "a"' for i in range(40_000)) + '\nr40000: "x"\n'
+"""Takes more stack than there is."""
+
+BACK_ENDS = {"torch": {"kernels": "torch"}, "native": {"dtype": "bfloat16"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("structured"))
+
+
+@pytest.fixture(scope="module", params=BACK_ENDS)
+def back_end(folder: Path, request: pytest.FixtureRequest) -> Iterator[Structured]:
+    with Structured(folder, **BACK_ENDS[request.param]) as structured:
+        yield structured
+
+
+@pytest.fixture(scope="module")
+def torch_end(folder: Path) -> Iterator[Structured]:
+    with Structured(folder, kernels="torch") as structured:
+        yield structured
+
+
+def test_outputs_that_finish_match(back_end: Structured) -> None:
+    patterns = ["[ab]{3}c*", "(yes|no)", "[0-9]{1,4}(\\.[0-9]{2})?", "é+x"]
+    seqs = [Seq(sampling(lark(pattern), seed=i)) for i, pattern in enumerate(patterns)]
+    schemas = [Seq(sampling(JSON, seed=i)) for i in range(3)]
+    back_end.run(*seqs, *schemas)
+    for seq, pattern in zip(seqs, patterns, strict=True):
+        assert seq.finish is Finish.STOP and seq.output[-1] == EOS, seq
+        assert re.fullmatch(pattern, seq.text), (pattern, seq.text)
+    for seq in schemas:
+        assert seq.finish is Finish.STOP
+        Draft202012Validator(SCHEMA).validate(json.loads(seq.text))
+
+
+def test_greedy_rows_are_masked_too(back_end: Structured) -> None:
+    seq = Seq(sampling(lark("[xyz]{5}"), temperature=0.0))
+    back_end.run(seq)
+    assert re.fullmatch("[xyz]{5}", seq.text) and seq.finish is Finish.STOP
+
+
+def test_ids_that_the_tokenizer_has_not_are_never_drawn(back_end: Structured) -> None:
+    seqs = [Seq(sampling(lark("(.|\\n)*"), temperature=3.0, seed=i)) for i in range(4)]
+    back_end.run(*seqs, max_tokens=40)
+    assert max(map(largest_id, seqs)) <= EOS
+
+
+def test_rows_without_a_grammar_are_left_alone(back_end: Structured) -> None:
+    alone, beside = Seq(sampling(seed=9)), Seq(sampling(seed=9))
+    greedy_alone, greedy_beside = Seq(sampling(temperature=0.0)), Seq(sampling(temperature=0.0))
+    back_end.run(alone, greedy_alone, max_tokens=20)
+    back_end.run(beside, Seq(sampling(JSON)), greedy_beside, Seq(sampling(lark("a*"))), max_tokens=20)
+    assert beside.output == alone.output and greedy_beside.output == greedy_alone.output
+
+
+def test_a_row_that_is_put_back_goes_on_where_it_was(back_end: Structured) -> None:
+    whole, broken = Seq(sampling(JSON, seed=3)), Seq(sampling(JSON, seed=3))
+    back_end.run(whole)
+    back_end.add(broken, Seq(sampling(lark("b{30}"))))
+    for _ in range(4):
+        back_end.step()
+    back_end.drop(broken)
+    back_end.step()
+    back_end.add(broken)
+    back_end.finish()
+    assert broken.output == whole.output and broken.finish is Finish.STOP
+
+
+def test_forks_have_matchers_of_their_own(back_end: Structured) -> None:
+    first = Seq(sampling(lark("[a-z]{12}"), seed=1))
+    back_end.add(first)
+    back_end.step()
+    back_end.step()
+    forks = [Seq(sampling(lark("[a-z]{12}"), seed=1), index=i) for i in (1, 2)]
+    for fork in forks:
+        back_end.add(fork, fork_of=first)
+    back_end.finish()
+    texts = {seq.text for seq in (first, *forks)}
+    assert len(texts) == 3
+    assert all(re.fullmatch("[a-z]{12}", text) for text in texts)
+
+
+def test_an_output_that_a_client_has_already_is_gone_on_with(torch_end: Structured) -> None:
+    seq = Seq(sampling(lark("abc[0-9]{3}")), output=ids_of("abc1"))
+    torch_end.run(seq)
+    assert re.fullmatch("abc1[0-9]{2}", seq.text) and seq.finish is Finish.STOP
+
+
+def test_an_output_that_does_not_match_is_an_error(torch_end: Structured) -> None:
+    seq, other = Seq(sampling(lark("abc[0-9]{3}")), output=ids_of("abx")), Seq(sampling(lark("yes")))
+    torch_end.run(seq, other)
+    assert seq.finish is Finish.ERROR and "does not match the grammar" in seq.error
+    assert other.text == "yes"
+
+
+def test_stop_ids_end_it_where_it_may_end_and_nowhere_else(torch_end: Structured) -> None:
+    (stop,) = ids_of("!")
+    seqs = [Seq(sampling(lark("[!a]{4}b*"), stop_token_ids=[stop], seed=i, temperature=2.0)) for i in range(6)]
+    torch_end.run(*seqs)
+    assert all(seq.finish is Finish.STOP for seq in seqs)
+    for seq in seqs:
+        assert seq.output[-1] in (stop, EOS)
+        assert re.fullmatch("a{4}b*", seq.text.removesuffix("!"))
+    assert {seq.output[-1] for seq in seqs} == {stop, EOS}
+
+
+def test_a_stop_id_that_alone_can_follow_is_drawn(torch_end: Structured) -> None:
+    (stop,) = ids_of("!")
+    seq = Seq(sampling(lark("ab!c"), stop_token_ids=[stop]))
+    torch_end.run(seq)
+    assert (seq.text, seq.finish) == ("ab!", Finish.STOP)
+
+
+def test_ignore_eos_goes_on_while_anything_can_follow(torch_end: Structured) -> None:
+    endless, short = Seq(sampling(lark("a*"), ignore_eos=True)), Seq(sampling(lark("a{0,7}"), ignore_eos=True))
+    torch_end.run(endless, short, max_tokens=30)
+    assert (endless.text, endless.finish) == ("a" * 30, Finish.LENGTH)
+    assert (short.text, short.finish) == ("a" * 7, Finish.STOP)
+
+
+def test_nothing_is_drawn_where_the_request_forbids_all_that_the_grammar_allows(torch_end: Structured) -> None:
+    seqs = [
+        Seq(sampling(lark("a"), bad_words=[ids_of("a")])),
+        Seq(sampling(lark("a+b"), allowed_ids=np.array(ids_of("c"), np.int32).tobytes())),
+        Seq(sampling(lark("[ab]{9}"), min_tokens=3)),
+    ]
+    torch_end.run(*seqs)
+    assert [seq.finish for seq in seqs] == [Finish.ERROR, Finish.ERROR, Finish.STOP]
+    assert all("no token can follow" in seq.error for seq in seqs[:2])
+
+
+def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path: Path) -> None:
+    with Structured(write(tmp_path, vocab_size=257, eos_ids=[256]), kernels="torch") as structured:
+        seq = Seq(sampling(lark("[ab]{6}")))
+        structured.run(seq)
+    assert seq.output[-1] == 256 and re.fullmatch("[ab]{6}<s>", seq.text)
+
+
+def test_a_process_that_dies_is_replaced_and_nothing_is_lost(back_end: Structured) -> None:
+    seqs = [Seq(sampling(lark("[a-z]{20}"), seed=i)) for i in range(3)]
+    again = [Seq(sampling(lark("[a-z]{20}"), seed=i)) for i in range(3)]
+    back_end.run(*seqs)
+    back_end.add(*again)
+    for i in range(20):
+        if i in (4, 5, 11):
+            kill(back_end)
+        back_end.step()
+    back_end.finish()
+    assert [seq.output for seq in again] == [seq.output for seq in seqs]
+
+
+def kill(structured: Structured) -> None:
+    worker = structured.runner.masks._worker
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker._process.wait()
+
+
+def test_a_grammar_that_never_ends_ends_its_row_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Structured(folder, dtype="bfloat16") as structured:
+        monkeypatch.setattr(structured.runner.masks, "_limit_s", 0.3)
+        bad, good = Seq(sampling(ENDLESS)), Seq(sampling(lark("[ab]{9}")))
+        structured.run(bad, good)
+    assert bad.finish is Finish.ERROR and "took longer" in bad.error
+    assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
+
+
+def test_a_grammar_that_brings_the_library_down_ends_its_row_alone(folder: Path) -> None:
+    with Structured(folder, kernels="torch") as structured:
+        good, bad = Seq(sampling(lark("[ab]{9}"))), Seq(sampling(DEEP))
+        structured.add(good)
+        structured.step()
+        structured.run(bad)
+    assert bad.finish is Finish.ERROR and "brought the library down" in bad.error
+    assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
+
+
+def test_a_model_that_can_have_no_grammars_says_so(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with Structured(tmp_path, kernels="torch") as structured:
+        bad, good = Seq(sampling(lark("a"))), Seq(sampling())
+        structured.run(bad, good, max_tokens=4)
+    assert bad.finish is Finish.ERROR and "tokenizer" in bad.error
+    assert good.finish in (Finish.LENGTH, Finish.STOP)
+
+
+def test_nothing_is_left_of_the_process(folder: Path) -> None:
+    with Structured(folder, kernels="torch") as structured:
+        structured.run(Seq(sampling(lark("a"))))
+        worker = structured.runner.masks._worker
+        assert worker is not None and worker.is_alive
+    assert not worker.is_alive
+    assert masks_module.LATE_MS < 1000

@@ -1,0 +1,210 @@
+"""Grammars of requests: checked beside the loop, remembered, and refused in words that name the field."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline import messages as m
+from pipeline.config.settings import Limits, Settings
+from pipeline.stages.ingest.grammar import Grammars
+from pipeline.stages.ingest.prompt import Refusal
+from tests.rig import Rig
+from tests.stages.execute.test_masks import DEEP, ENDLESS
+from tests.stages.ingest import models as tiny
+
+
+@pytest.fixture
+async def grammars(tmp_path: Path) -> AsyncIterator[Grammars]:
+    grammars = Grammars(tiny.folder(tmp_path), Limits())
+    yield grammars
+    grammars.close()
+
+
+async def refused(grammars: Grammars, kind: str, source: Any) -> m.Failure:
+    text = source if isinstance(source, str) else json.dumps(source)
+    with pytest.raises(Refusal) as caught:
+        await grammars.check(m.Grammar(kind, text, "guided"))
+    assert caught.value.failure.param == "guided"
+    return caught.value.failure
+
+
+GOOD = [
+    ("json_object", ""),
+    ("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+    ("json_schema", "true"),
+    ("regex", "^[a-z]+@x\\.(com|org)$"),
+    ("choice", '["yes", "no", "ä\\n\\"\\u007f\\u0000", ""]'),
+    ("grammar", 'start: "a" | "b" start'),
+    ("grammar", 'root ::= "a" | "b" root'),
+    (
+        "structural_tag",
+        '{"type": "structural_tag", "structures": [{"begin": "<f=a>", "schema": {"type": "object"}, "end": "</f>"}], '
+        '"triggers": ["<f="]}',
+    ),
+]
+
+
+async def test_what_is_understood(grammars: Grammars) -> None:
+    for kind, source in GOOD:
+        assert await grammars.check(m.Grammar(kind, source))
+
+
+BAD = [
+    ("json_schema", "{", "no JSON"),
+    ("json_schema", "[]", "an array"),
+    ("json_schema", '{"minimum": NaN}', "NaN"),
+    ("json_schema", '{"minimum": 1e400}', "number out of range"),
+    ("json_schema", '{"not": {}}', '"not"'),
+    ("json_schema", '{"type": "string", "format": "ipv9"}', "ipv9"),
+    ("json_schema", '{"oneOf": [{"type": "string"}, {"minLength": 3}]}', '"oneOf"'),
+    ("json_schema", '{"$ref": "#"}', "no text matches"),
+    ("json_schema", '{"$ref": "https://example.org/schema"}', "example.org"),
+    ("json_schema", "false", "schema is false"),
+    ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
+    ("json_schema", '{"minProperties": 2}', "minProperties"),
+    ("json_schema", '{"const": "a\\u0000"}', "control characters"),
+    ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+    ("json_schema", '{"a":' * 5000 + "1" + "}" * 5000, "nested too deeply"),
+    ("regex", "(", "unclosed group"),
+    ("regex", "a(?!b)", "look-around"),
+    ("regex", "\ud800", "surrogate"),
+    ("choice", "[]", "no choices"),
+    ("choice", '["a", 1]', "array of strings"),
+    ("choice", '["\\ud800"]', "surrogate"),
+    ("grammar", "", "empty"),
+    ("grammar", "root ::= nowhere", "nowhere"),
+    ("grammar", "start: nowhere", "nowhere"),
+    ("structural_tag", "{}", "triggers"),
+    ("structural_tag", '{"format": {}}', "format"),
+    ("structural_tag", '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}', "structures[0]"),
+    ("structural_tag", '{"structures": [{"begin": "a", "schema": {"not": {}}}], "triggers": ["a"]}', '"not"'),
+    ("sonnet", "", "sonnet"),
+]
+
+
+async def test_what_is_not_understood_is_a_400_that_says_why(grammars: Grammars) -> None:
+    for kind, source, part in BAD:
+        failure = await refused(grammars, kind, source)
+        assert failure.status == 400
+        assert part in failure.message and len(failure.message) < 600, (kind, source, failure.message)
+
+
+HOSTILE = {
+    "endless": ("grammar", ENDLESS),
+    "deep": ("grammar", DEEP[:100_000] + '\nr99999: "x"\n'),
+    "multiple": ("json_schema", {"type": "integer", "multipleOf": 99999989}),
+    "branches": (
+        "json_schema",
+        {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(9)]},
+    ),
+    "huge": ("json_schema", {"enum": ["x" * 1000] * 1000}),
+    "many": ("choice", [str(i) for i in range(20_000)]),
+    "parentheses": ("regex", "(" * 30_000 + "a" + ")" * 30_000),
+}
+
+
+async def test_hostile_grammars_are_refused_in_time(grammars: Grammars) -> None:
+    await grammars.check(m.Grammar("json_object"))  # the process is there
+    for name, (kind, source) in HOSTILE.items():
+        began_s = time.monotonic()
+        failure = await refused(grammars, kind, source)
+        # A machine that is busy with other things is no proof of a grammar's worth.
+        assert failure.status in (400, 503), name
+        assert time.monotonic() - began_s < 5, name
+
+
+async def test_hostile_ones_do_not_hold_up_others(grammars: Grammars) -> None:
+    await grammars.check(m.Grammar("json_object"))
+    hostile = [asyncio.ensure_future(refused(grammars, "grammar", f"{ENDLESS}\n// {i}")) for i in range(3)]
+    await asyncio.sleep(0)
+    for i in range(5):
+        assert await grammars.check(m.Grammar("regex", f"a{{{i}}}b"))
+    assert not any(task.done() for task in hostile)
+    await asyncio.gather(*hostile)
+
+
+async def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
+    good, bad = m.Grammar("regex", "a+"), m.Grammar("regex", "(", "regex")
+    assert grammars.known(good) is None
+    text = await grammars.check(good)
+    assert grammars.known(good) == text
+    assert grammars.known(m.Grammar("grammar", "a+")) is None
+    await refused(grammars, "regex", "(")
+    with pytest.raises(Refusal):
+        grammars.known(bad)
+
+
+async def test_a_checker_that_dies_is_replaced(grammars: Grammars) -> None:
+    await grammars.check(m.Grammar("json_object"))
+    assert grammars._worker is not None
+    os.kill(grammars._worker.pid, signal.SIGKILL)
+    grammars._worker._process.wait()
+    assert await grammars.check(m.Grammar("regex", "b+"))
+
+
+async def test_a_model_whose_outputs_never_end_has_no_grammars(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path)
+    config = json.loads((folder / "model.json").read_text()) | {"eos_ids": []}
+    (folder / "model.json").write_text(json.dumps(config))
+    grammars = Grammars(folder, Limits())
+    try:
+        assert "ends a sequence" in (await refused(grammars, "regex", "a")).message
+    finally:
+        grammars.close()
+
+
+# The stage
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    settings = Settings(limits=Limits(max_grammar_bytes=2000))
+    with Rig("ingest", settings, model_dir=tiny.folder(tmp_path)) as rig:
+        rig.start(tiny.facts())
+        yield rig
+
+
+def structured(kind: str, source: str = "", request_id: int = 1, prompt: str = "hi") -> m.Submit:
+    submit = tiny.submit(prompt, request_id=request_id)
+    return msgspec.structs.replace(submit, grammar=m.Grammar(kind, source, "response_format"))
+
+
+def test_the_executor_gets_the_grammar(rig: Rig) -> None:
+    for request_id in (1, 2):  # checked, then known
+        rig.send(structured("json_object", request_id=request_id), "gateway.0")
+        admit = rig.receive("schedule", m.Admit)
+        sampling = msgspec.msgpack.decode(admit.sampling, type=m.Sampling)
+        assert json.loads(sampling.grammar)["grammars"][0]["json_schema"]["type"] == "object"
+        assert sampling.seed == 7
+
+
+def test_a_bad_one_is_rejected_and_others_go_by(rig: Rig) -> None:
+    rig.send(structured("json_schema", '{"not": {}}', 1), "gateway.0")
+    rig.send(tiny.submit("hi", request_id=2), "gateway.0")
+    accepted = rig.receive("gateway", m.Accepted)
+    rejected = rig.receive("gateway", m.Rejected)
+    assert accepted.request_id == 2
+    assert rejected.request_id == 1 and rejected.failure.status == 400
+    assert rejected.failure.param == "response_format" and '"not"' in rejected.failure.message
+
+
+def test_one_that_is_too_large_is_rejected(rig: Rig) -> None:
+    rig.send(structured("regex", "é" * 1001), "gateway.0")
+    failure = rig.receive("gateway", m.Rejected).failure
+    assert failure.status == 400 and "2000" in failure.message
+
+
+def test_an_abort_finds_it_while_it_is_checked(rig: Rig) -> None:
+    rig.send(structured("grammar", ENDLESS, 5), "gateway.0")
+    rig.send(m.Abort(5, 0), "gateway.0")
+    assert rig.receive("gateway", m.Rejected).failure.code == "aborted"
+    rig.send(tiny.submit("hi", request_id=6), "gateway.0")
+    assert rig.receive("gateway").request_id == 6
