@@ -13,7 +13,17 @@ from tests.e2e.test_openai_client import MODEL
 
 CLIENTS = Path(__file__).parent / "clients"
 RUN_S = 120.0
-NOT_INHERITED = ("OPENAI_", "LANGCHAIN_", "LANGSMITH_", "LLM_", "INSTRUCTOR_", "TIKTOKEN_", "PYTEST_", "PYTHON", "NODE_")
+NOT_INHERITED = (
+    "OPENAI_",
+    "LANGCHAIN_",
+    "LANGSMITH_",
+    "LLM_",
+    "INSTRUCTOR_",
+    "TIKTOKEN_",
+    "PYTEST_",
+    "PYTHON",
+    "NODE_",
+)
 """Beginnings of the names of variables that would change what a client does."""
 
 

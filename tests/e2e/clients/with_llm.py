@@ -2,7 +2,6 @@
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ QUESTION = "What is the capital of Greece?"
 RUN_S = 60.0
 
 
-class Visit(BaseModel):
+class Visit(BaseModel, extra="forbid"):
     city: Literal["Athens", "Cairo", "Oslo"]
     num_nights: int = Field(ge=1, le=9)
 
@@ -60,11 +59,10 @@ def test_the_command_answers_and_goes_on(home: Path) -> None:
     options = ("-o", "temperature", "0", "-o", "max_tokens", "30")
     assert "Athens" in command(home, "prompt", "-m", "h", "-s", "Answer in one sentence.", QUESTION, *options)
     assert command(home, "prompt", "--continue", "Thank you!", "--no-stream", *options).strip()
-    with sqlite3.connect(home / "logs.db") as logs:
-        rows = logs.execute("select model, input_tokens, output_tokens from responses order by id").fetchall()
-    logs.close()
-    assert [model for model, *_ in rows] == ["here", "here"]
-    assert all(tokens and tokens > 0 for _, *both in rows for tokens in both), "usage has been understood"
+    told = json.loads(command(home, "logs", "list", "--json", "-n", "2"))
+    assert [one["model"] for one in told] == ["here", "here"]
+    assert told[0]["conversation_id"] == told[1]["conversation_id"]
+    assert all(one[tokens] > 0 for one in told for tokens in ("input_tokens", "output_tokens")), "usage is understood"
 
 
 def test_the_command_has_json_of_a_schema(home: Path) -> None:
@@ -89,7 +87,11 @@ def test_the_library_has_an_object_of_a_schema(library: Any) -> None:
 def test_its_options_are_understood(library: Any) -> None:
     response = library.get_model("here").prompt(
         QUESTION,
-        **{"top_p": 0.9, "frequency_penalty": 0.5, "presence_penalty": 0.5, "seed": 7, "stop": "zzz"},
+        top_p=0.9,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        seed=7,
+        stop="zzz",
         logit_bias={"28": -100},
         max_tokens=12,
     )
