@@ -1,8 +1,6 @@
 """The client in JavaScript, installed from its lock file: it replays the vectors and talks to the real server."""
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,12 @@ import pytest
 from pipeline.client import Client, Output
 from pipeline.logprobs import Logprob
 from pipeline.sampling_params import SamplingParams
+from tests.e2e.packages import node_with, run
 from tests.e2e.server import Server
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tools" / "node_client"
-INSTALL_S = 180.0
 RUN_S = 120.0
-
-
-def run(command: list[str], folder: Path, timeout_s: float) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def zip_told(output: Output) -> list[tuple[int, dict[int, Logprob]]]:
@@ -31,16 +23,8 @@ def zip_told(output: Output) -> list[tuple[int, dict[int, Logprob]]]:
 
 @pytest.fixture(scope="module")
 def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The client's folder with its packages: prebuilt binaries come inside, nothing is compiled and no script runs."""
-    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
-    assert not missing, (
-        f"{' and '.join(missing)} not found: install Node.js 20 or newer with npm (https://nodejs.org); the client in "
-        "JavaScript is tested with it, and npm takes its packages from its registry"
-    )
-    folder = tmp_path_factory.mktemp("node") / "node_client"
-    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("node_modules"))
-    run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"], folder, INSTALL_S)
-    return folder
+    """The client's folder with its packages."""
+    return node_with(SOURCE, tmp_path_factory.mktemp("node") / "node_client")
 
 
 def test_the_lock_file_names_no_registry() -> None:
