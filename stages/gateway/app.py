@@ -5,6 +5,7 @@ Those of routes.py; each is told in docs/http.md.
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -21,6 +22,7 @@ from pipeline.config.settings import Gateway as GatewaySettings
 from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.depth import check_depth
+from pipeline.stages.gateway.description import Description
 from pipeline.stages.gateway.embeddings import parse_embeddings
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
 from pipeline.stages.gateway.health import HealthDesk
@@ -91,7 +93,9 @@ class Api:
         resets: ResetDesk,
         limits: parse.Limits,
         settings: GatewaySettings,
+        has_keys: bool = False,
     ) -> None:
+        """`has_keys`: whoever comes by HTTP has to show one."""
         self._doors = doors
         self._stats = stats
         self._resets = resets
@@ -106,9 +110,12 @@ class Api:
         self._timeout_s = settings.request_timeout_s
         self._patience_s = settings.slow_client_timeout_s
         self._created = int(time.time())
+        self._has_keys = has_keys
+        self._has_admin_routes = True
 
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes; those of `admin_app` may be left out."""
+        self._has_admin_routes = has_admin_routes
         app = self._empty()
         app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
         if has_admin_routes:
@@ -308,6 +315,17 @@ class Api:
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         self._doors.enter()
         return _json(await self._resets.reset())
+
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._description.as_json, content_type="application/json")
+
+    async def docs(self, request: web.Request) -> web.StreamResponse:
+        found = self._description
+        return web.Response(body=found.as_html, content_type="text/html", charset="utf-8", headers=found.headers)
+
+    @functools.cached_property
+    def _description(self) -> Description:
+        return Description(self._limits.model, self._limits.caps, self._has_keys, self._has_admin_routes)
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _json(Version(VERSION))

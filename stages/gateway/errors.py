@@ -21,15 +21,19 @@ def shown(words: str) -> str:
     return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"
 
 
-class _Error(msgspec.Struct, frozen=True):
+class ErrorFields(msgspec.Struct, frozen=True):
+    """What is wrong."""
+
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _Error
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Every error has this shape."""
+
+    error: ErrorFields
 
 
 class ApiError(Exception):
@@ -56,7 +60,7 @@ class ApiError(Exception):
 
     def json(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return msgspec.json.encode(_ErrorBody(_Error(self.message, kind, self.param, self.code)))
+        return msgspec.json.encode(ErrorBody(ErrorFields(self.message, kind, self.param, self.code)))
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:

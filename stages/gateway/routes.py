@@ -139,4 +139,6 @@ ROUTES = (
     Route("GET", "/health", "health", "How each process is.", reply=HealthBody, is_admin=True),
     Route("GET", "/metrics", "metrics", "Counts and times for Prometheus.", is_admin=True),
     Route("GET", "/version", "version", "The version of the package.", reply=Version),
+    Route("GET", "/openapi.json", "openapi", "This API, as OpenAPI 3.1."),
+    Route("GET", "/docs", "docs", "This API, as a page for people."),
 )

@@ -56,6 +56,10 @@ class Protocol(web.RequestHandler):
         super().data_received(data)
         if len(self._messages) > num_messages:
             self._stop_head_timer()
+            if any(getattr(message, "compression", None) for message, _ in self._messages):
+                # What a route has left of a body is read and thrown away for a while, so that the client comes to read
+                # the response. Unpacking it for that could take a gigabyte's time.
+                self._lingering_time = 0.0
         elif data and self._current_request is None and not self._messages:
             self._time_head()
         reading = self._current_request

@@ -84,6 +84,7 @@ class Gateway:
             self._resets,
             limits,
             settings.gateway,
+            has_keys=stage.launch.keys_fd >= 0,
         )
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup

@@ -1,0 +1,24 @@
+"""What a request to each route may say: for the API's description and its page. Tests send them."""
+
+from typing import Any
+
+_CHAT = {"messages": [{"role": "user", "content": "What is the capital of Greece?"}]}
+_MODEL: dict[str, Any] = {"model": "{model}"}
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat_completions": _MODEL | _CHAT | {"temperature": 0, "max_tokens": 8},
+    "completions": _MODEL | {"prompt": "One, two, three,", "max_tokens": 3, "temperature": 0},
+    "embeddings": _MODEL | {"input": ["a text", "and another"]},
+    "render_chat": _MODEL | _CHAT,
+    "render_completion": _MODEL | {"prompt": "One, two, three,"},
+    "generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3, "temperature": 0}},
+    "tokenize": _MODEL | {"prompt": "Hello there", "return_token_strs": True},
+    "detokenize": _MODEL | {"tokens": [1, 2, 3]},
+    "abort_requests": {"request_ids": ["greece-1"]},
+}
+
+
+def example_of(does: str, model: str) -> dict[str, Any] | None:
+    """The body of an example of a route, by what it does; None where it has none."""
+    body = BODIES.get(does)
+    return body and {name: model if value == "{model}" else value for name, value in body.items()}
