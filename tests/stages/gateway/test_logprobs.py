@@ -281,10 +281,10 @@ class TestMuchAtOnce:
     """Making it takes a while, in which others are served: whole in a thread, streamed by and by."""
 
     NUM_IDS = 400
-    TOP = [(place, -1.0 - place) for place in range(20)]
 
     def give(self, gate: Gate, submit: m.Submit) -> None:
-        told = records(*[-0.5] * self.NUM_IDS, top=self.TOP)
+        top = [(place, -1.0 - place) for place in range(20)]
+        told = records(*[-0.5] * self.NUM_IDS, top=top)
         pieces = with_tops([b"a"] * self.NUM_IDS, *[b"b"] * 20)
         for index in range(submit.n):
             text = "a" * self.NUM_IDS
