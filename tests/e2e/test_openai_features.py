@@ -1,4 +1,4 @@
-"""The official client: tools, structured output, log probabilities, embeddings and errors, as its own types have them."""
+"""The official client: tools, structured output, log probabilities, embeddings and errors, in its own types."""
 
 import base64
 import json
@@ -78,31 +78,23 @@ def test_a_required_call_and_its_answer_go_on_as_a_chat(client: OpenAI) -> None:
 
 
 def test_a_call_is_streamed_name_first_and_arguments_as_they_come(client: OpenAI) -> None:
-    ask: dict[str, Any] = ASK | {"tools": [PLAN, LIST], "tool_choice": "required", "stream": True, "n": 2, "seed": 5}
-    for index in (0, 1):
-        deltas, finishes = [], []
-        for chunk in client.chat.completions.create(**ask | {"temperature": 1.0}):
-            for choice in chunk.choices:
-                if choice.index == index:
-                    assert not choice.delta.content
-                    deltas += choice.delta.tool_calls or []
-                    finishes.append(choice.finish_reason)
-        if finishes[-1] == "length":  # calls may be many; the last is cut
-            continue
-        assert finishes[-1] == "tool_calls" and not any(finishes[:-1])
-        places = [delta.index for delta in deltas]
-        assert places == sorted(places) and set(places) == set(range(places[-1] + 1))
-        for place in set(places):
-            first, *rest = [delta for delta in deltas if delta.index == place]
-            assert first.id and first.type == "function"
-            assert first.function is not None and first.function.name in ("plan_visit", "list_visits")
-            assert all(delta.id is None and delta.function and delta.function.name is None for delta in rest)
-            text = "".join(delta.function.arguments or "" for delta in (first, *rest) if delta.function)
-            if first.function.name == "plan_visit":
-                assert len(rest) > 1, "they come as they are written"
-                Visit.model_validate_json(text)
-            else:
-                assert json.loads(text) == {}
+    ask = ASK | {"tools": [PLAN, LIST], "tool_choice": "required", "parallel_tool_calls": False, "n": 3, "seed": 5}
+    choices: list[list[Any]] = [[], [], []]
+    for chunk in client.chat.completions.create(**ask | {"temperature": 1.0}, stream=True):
+        for choice in chunk.choices:
+            choices[choice.index].append(choice)
+    for own in choices:
+        assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["tool_calls"]
+        assert not any(choice.delta.content for choice in own)
+        first, *rest = [delta for choice in own for delta in choice.delta.tool_calls or ()]
+        assert (first.index, first.type) == (0, "function") and first.id.startswith("call_")
+        assert all((one.index, one.id, one.type, one.function.name) == (0, None, None, None) for one in rest)
+        text = "".join(one.function.arguments for one in (first, *rest))
+        if first.function.name == "plan_visit":
+            assert len(rest) > 1, "they come as they are written"
+            Visit.model_validate_json(text)
+        else:
+            assert (first.function.name, json.loads(text)) == ("list_visits", {})
 
 
 async def test_the_stream_s_own_reader_puts_a_call_together(server: Server) -> None:
@@ -217,7 +209,6 @@ def test_an_error_is_of_the_class_of_its_status(
             client.chat.completions.create(**ASK | change, stream=stream)
         error = refusal.value
         assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error")
-        assert param in error.message
 
 
 def test_a_schema_that_is_none_is_refused_at_once(client: OpenAI) -> None:
