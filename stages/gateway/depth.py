@@ -1,7 +1,8 @@
 """How deeply a body's JSON is nested, seen from its bytes before it is decoded.
 
 Whatever works on a decoded value level by level (a template, a grammar's schema, Python's own json) has a depth at
-which it fails or becomes slow. So a body is refused before anything is made of it. Only brackets outside of strings count:
+which it fails or becomes slow. So a body is refused before anything is made of it. Only brackets outside of strings
+count:
 
     {"stop": ["[[[", "\\"]"], "x": {}}
     +        +             -       +-- → 2
