@@ -252,7 +252,7 @@ class Chat(Frozen, frozen=True):
         Literal["auto", "none", "hermes", "llama3", "mistral"],
         Meta(
             description='How it writes calls of tools: "hermes" is Hermes, Qwen 2.5 and Qwen 3, "llama3" Llama 3.1 to '
-            '3.3, "mistral" Mistral; "auto" sees it by the chat template, "none" looks for no calls.'
+            '3.3 and 4, "mistral" Mistral; "auto" sees it by the chat template, "none" looks for no calls.'
         ),
     ] = "auto"
     reasoning_format: Annotated[

@@ -221,8 +221,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     kind: str
     """json_object, json_schema, regex, choice, grammar or structural_tag; or calls, of tools"""
     source: str = ""
-    """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/formats); a pattern;
-    a grammar"""
+    """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/formats); a
+    pattern; a grammar"""
     param: str = ""
     """The request's field that said so, for errors."""
 

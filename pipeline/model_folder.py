@@ -3,6 +3,7 @@
 model.json            `ModelConfig`, below
 tokenizer.json        for the `tokenizers` package
 chat_template.jinja   absent where the model has none
+chat_template.tool_use.jinja   for chats with tools, where the model has one of its own
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
 
 A quantised matrix [rows, columns] stands in a weight file as U8 [rows, bytes of a row], in the blocks of a .gguf file;

@@ -1,10 +1,10 @@
-"""Calls as Llama 3.1 to 3.3 write those of tools that are given as JSON.
+"""Calls as Llama 3.1 to 3.3, and 4, write those of tools that are given as JSON.
 
     {"name": "find", "parameters": {"text": "a"}}
 
-They begin the reply, or stand behind `<|python_tag|>`; several are separated by `;`. An object that no mark says to be
-a call is one only if it calls a tool of the request. What else stands behind the mark is code for tools that the model
-brings with it, and is content here.
+They begin the reply, or stand behind `<|python_tag|>`; several are separated by `;`, with Llama 4 by nothing. An object
+that no mark says to be a call is one only if it calls a tool of the request. What else stands behind the mark is code
+for tools that the model brings with it, and is content here.
 https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md
 """
 
@@ -16,6 +16,8 @@ from pipeline.formats.events import Event
 from pipeline.formats.tool_format import Call, Lark, ToolFormat
 
 START = "<|python_tag|>"
+HEADS = ("<|start_header_id|>", "<|header_start|>")
+"""What Llama 3 and Llama 4 begin a message with."""
 
 
 class Llama3(ToolFormat):
@@ -23,14 +25,15 @@ class Llama3(ToolFormat):
     marks = (START,)
 
     def detects(self, template: str) -> bool:
-        return START in template or ("<|start_header_id|>" in template and '"parameters": ' in template)
+        return START in template or (any(head in template for head in HEADS) and '"parameters": ' in template)
 
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "Llama3Parser":
         return Llama3Parser((START,), hidden, names)
 
     def grammar(self, lark: Lark, calls: list[Call], *, parallel: bool) -> str:
         one = lark.one_of([lark.object_of(call, "parameters") for call in calls])
-        return f"{one} ({lark.text('; ')} {one})*" if parallel else one
+        between = "" if HEADS[1] in lark.template else lark.text("; ")
+        return f"{one} ({between} {one})*" if parallel else one
 
 
 class Llama3Parser(CallParser):
@@ -58,10 +61,11 @@ class Llama3Parser(CallParser):
         return at
 
     def _behind(self, text: str, at: int, out: list[Event]) -> int:
-        if text[at] == ";":
-            self._candidate.append(";")
+        if text[at] in ";{":
+            is_next = text[at] == "{"
+            self._candidate += [] if is_next else [";"]
             self._read = self._bare
-            return at + 1
+            return at if is_next else at + 1
         if text[at] in SPACE:
             self._candidate.append(text[at])
             return at + 1

@@ -17,7 +17,9 @@ from typing import Any
 OWN_OPTIONS = "x-guidance"
 """A schema's options for the library: a client's would let it ignore keywords, or write what is no JSON."""
 
-STRICT = {"json_allowed_escapes": 'nrbtf\\"'}
+STRICT = {"json_allowed_escapes": 'nrbtf\\"', "whitespace_pattern": r" |\n[ \t]{0,64}"}
+"""Ours. Space is one blank, or a new line and what it is indented by: a small model that may write any amount goes on
+writing it."""
 
 VALUES = ("default", "examples")
 """Keywords that hold no schemas, and mean nothing here; besides `const` and `enum`."""

@@ -16,7 +16,11 @@ STEPS_PER_S = 1_000_000
 SLICE_STEPS = 2048
 
 MAX_VALUE_CHARS = 2**24
-"""No value that a template makes is longer."""
+"""No text that a template makes is longer, nor any list when it is written out."""
+
+ITEMS_PER_STEP = 8
+MAX_ITEMS = 2**20
+"""Of a list."""
 
 MAX_LEVELS = 256
 """Lists in lists, and so on: more than any JSON that a client may send."""
@@ -53,12 +57,18 @@ class Budget:
             self._take_slice()
 
     def make(self, num_chars: int) -> None:
-        """To be said before a text of this length, or a list of so many, is made."""
+        """To be said before a text of this length is made."""
         if num_chars > MAX_VALUE_CHARS:
-            raise TooLarge(f"it makes a text or a list of {num_chars}, and {MAX_VALUE_CHARS} is the most")
+            raise TooLarge(f"it makes a text of {num_chars} characters, and {MAX_VALUE_CHARS} are the most")
         self._left -= 1 + num_chars // CHARS_PER_STEP
         if self._left < 0:
             self._take_slice()
+
+    def make_list(self, num_items: int) -> None:
+        """Likewise before a list of so many is made."""
+        if num_items > MAX_ITEMS:
+            raise TooLarge(f"it makes a list of {num_items}, and {MAX_ITEMS} are the most")
+        self.spend(1 + num_items // ITEMS_PER_STEP)
 
     def read(self, value: Any) -> int:
         """To be said before a value is compared, printed, hashed or searched. Returns its `weight`."""

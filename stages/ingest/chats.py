@@ -12,7 +12,7 @@ from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 
-SHORT_STEPS = 30_000
+SHORT_STEPS = 15_000
 """What a template may take where others wait for it: about 10 ms."""
 
 

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 from jinja2.filters import FILTERS as JINJAS
-from jinja2.filters import do_indent, do_join, do_replace, do_round
+from jinja2.filters import do_indent, do_join, do_replace, do_round, sync_do_slice
 from jinja2.tests import TESTS as JINJAS_TESTS
 
 from pipeline.stages.ingest import methods
@@ -31,16 +31,20 @@ MAX_ATTRIBUTE_CHARS = 256
 
 def made(value: Any) -> Any:
     """Count a value that was made. Returns it, or its items one by one where it makes them only then."""
+    if value is None or isinstance(value, bool):
+        return value
     budget = active.budget
     if isinstance(value, str):
         budget.make(len(value))
+    elif isinstance(value, list | tuple):
+        budget.make_list(len(value))
     elif isinstance(value, Iterator):
         return metered(value)
     elif isinstance(value, int):
         if value.bit_length() > MAX_INT_BITS:
             raise TooLarge(f"it makes a number of {value.bit_length()} bits, and {MAX_INT_BITS} are the most")
-    elif isinstance(value, list | tuple | dict):
-        budget.make(len(value))
+    elif isinstance(value, dict):
+        budget.make_list(len(value) * 8)
     return value
 
 
@@ -83,6 +87,29 @@ def _take(value: Any) -> None:
         active.budget.spend(1 + len(value) // 4)
 
 
+def _splits(function: Function) -> Function:
+    """One that goes through a text character by character, or word by word, in Python."""
+
+    @wraps(function)
+    def bounded(value: Any) -> Any:
+        active.budget.spend(active.budget.read(value) // 2)
+        return made(function(value))
+
+    return bounded
+
+
+def _makes_rows(function: Function) -> Function:
+    """`batch` and `slice`, which fill a row up to any length."""
+
+    @wraps(function)
+    def bounded(value: Any, num: int, fill_with: Any = None) -> Any:
+        items = value if isinstance(value, Sized) else list(value)
+        active.budget.make_list(max(num, len(items)))
+        return made(iter(function(items, num, fill_with)))
+
+    return bounded
+
+
 def _compares(function: Function) -> Function:
     """One that compares the items of a list with each other. What it is given first is made a list."""
 
@@ -91,7 +118,7 @@ def _compares(function: Function) -> Function:
         budget = active.budget
         place = 1 if hasattr(function, "jinja_pass_arg") else 0
         items = args[place] if isinstance(args[place], Sized) else list(args[place])
-        budget.spend(budget.weight(items) * max(1, len(items).bit_length()) // 8)
+        budget.spend(budget.weight(items) * max(1, len(items).bit_length()) // 4)
         for value in (*args[place + 1 :], *kwargs.values()):
             _check_attribute(value)
         return made(function(*args[:place], items, *args[place + 1 :], **kwargs))
@@ -118,15 +145,19 @@ def _picks(function: Function) -> Function:
 
 
 def _center(value: str, width: int = 80) -> str:
-    text = str(value)
+    text = _text(value)
     active.budget.make(methods.padded(text, [width], {}))
     return text.center(width)
 
 
 def _trim(value: Any, chars: str | None = None) -> str:
-    text = value if isinstance(value, str) else str(_read(value))
+    text = _text(value)
     active.budget.make(methods.stripped(text, [chars]))
     return text.strip(chars)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(_read(value))
 
 
 def _read(value: Any) -> Any:
@@ -136,8 +167,7 @@ def _read(value: Any) -> Any:
 
 @wraps(do_replace)
 def _replace(eval_ctx: Any, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    parts = [_read(s), _read(old), _read(new)]
-    text, was, becomes = map(str, parts)
+    text, was, becomes = _text(s), _text(old), _text(new)
     active.budget.make(methods.replaced(text, [was, becomes], {} if count is None else {"count": count}))
     return str(do_replace(eval_ctx, text, was, becomes, count))
 
@@ -145,11 +175,11 @@ def _replace(eval_ctx: Any, s: Any, old: Any, new: Any, count: int | None = None
 def _format(value: Any, *args: Any, **kwargs: Any) -> str:
     if args and kwargs:
         raise TypeError("format takes its arguments by place or by name, not both")
-    return methods.percent(str(_read(value)), kwargs or args)
+    return methods.percent(_text(value), kwargs or args)
 
 
 def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    text = s if isinstance(s, str) else str(_read(s))
+    text = _text(s)
     size = len(width) if isinstance(width, str) else max(width, 0)
     active.budget.make(len(text) + (text.count("\n") + 2) * size)
     return str(do_indent(text, width, first, blank))
@@ -159,7 +189,7 @@ def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = Fal
 def _join(eval_ctx: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
     _check_attribute(attribute)
     items = value if isinstance(value, Sized) else list(value)
-    between = d if isinstance(d, str) else str(_read(d))
+    between = _text(d)
     active.budget.make(active.budget.read(items) + len(items) * len(between))
     return str(do_join(eval_ctx, items, between, attribute))
 
@@ -180,7 +210,7 @@ def _sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0)
 
 
 def _escape(value: Any) -> str:
-    text = value if isinstance(value, str) else str(_read(value))
+    text = _text(value)
     active.budget.make(len(text))
     # As markupsafe spells them.
     return str(made(html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")))
@@ -221,8 +251,11 @@ def _named(names: str, bound: Callable[[Function], Function] = lambda function: 
 
 FILTERS: dict[str, Function] = {
     **_named("abs attr count d default first last length"),
-    **_named("capitalize float int lower string title truncate upper urlencode wordcount", _reads_all),
-    **_named("batch items list reverse slice", _reads_items),
+    **_named("capitalize float int lower string truncate upper", _reads_all),
+    **_named("items list reverse", _reads_items),
+    **_named("title urlencode wordcount", _splits),
+    "batch": _makes_rows(JINJAS["batch"]),
+    "slice": _makes_rows(sync_do_slice),
     **_named("dictsort groupby max min sort unique", _compares),
     **_named("map reject rejectattr select selectattr", _picks),
     "center": _center,

@@ -54,6 +54,8 @@ class Grammars:
         self._worker: Worker | None = None
         self._reader: asyncio.Task[None] | None = None
         self._stream: asyncio.StreamWriter | None = None
+        self._starting = asyncio.Lock()
+        """Held by whoever starts the process: those who come meanwhile use it too."""
         self._answers: dict[int, asyncio.Future[Checked]] = {}
         self._number = 0
 
@@ -88,17 +90,19 @@ class Grammars:
         return checked.grammar
 
     async def _ask(self, grammar: Grammar) -> Checked:
-        if self._worker is None or not self._worker.is_alive:
-            await self._start()
-        assert self._stream is not None
+        async with self._starting:
+            if self._worker is None or self._stream is None or not self._worker.is_alive:
+                await self._start()
+        if (stream := self._stream) is None:
+            raise ConnectionError("the process that checks grammars was stopped")
         self._number += 1
         number = self._number
         future: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
         try:
             data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic()))
-            self._stream.write(LENGTH.pack(len(data)) + data)
-            await self._stream.drain()
+            stream.write(LENGTH.pack(len(data)) + data)
+            await stream.drain()
             return await future
         finally:
             self._answers.pop(number, None)
@@ -109,7 +113,11 @@ class Grammars:
             "pipeline.grammars.checker", self._title, [str(self._model_dir), str(self._limits.grammar_timeout_s)]
         )
         own = socket.socket(fileno=self._worker.socket.detach())
-        reader, self._stream = await asyncio.open_unix_connection(sock=own)
+        try:
+            reader, self._stream = await asyncio.open_unix_connection(sock=own)
+        except BaseException:
+            own.close()
+            raise
         self._reader = asyncio.get_running_loop().create_task(self._read(reader))
 
     async def _read(self, stream: asyncio.StreamReader) -> None:

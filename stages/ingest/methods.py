@@ -30,10 +30,7 @@ def check(method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Ask the budget for a call of a builtin method. Raises SecurityError for one that is not listed, OutOfTime or
     TooLarge."""
     owner, name = method.__self__, method.__name__
-    for kind, names in METHODS.items():
-        if isinstance(owner, kind) and name in names:
-            break
-    else:
+    if name not in METHODS.get(type(owner), ()):
         raise jinja2.exceptions.SecurityError(f"a chat template can't call {name!r} of {type(owner).__name__!r}")
     active.budget.read(owner)
     if isinstance(owner, str) and (bound := BOUNDS.get(name)) is not None:

@@ -70,6 +70,15 @@ class BoundedCode(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("{")
+        for pair in node.items:
+            self._read(pair.key, frame)
+            self.write(": ")
+            self.visit(pair.value, frame)
+            self.write(", ")
+        self.write("}")
+
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if isinstance(node.arg, nodes.Const):
             super().visit_Getitem(node, frame)
@@ -159,7 +168,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = active.budget
-        budget.spend(CALL_STEPS)
+        budget.spend(CALL_STEPS + (len(args) + len(kwargs)) // 8)
         if isinstance(__obj, BuiltinFunctionType):
             args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
             methods.check(__obj, args, kwargs)
@@ -169,6 +178,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if name not in ("_loop_vars", "_block_vars"):
                 budget.read(arg)
         return filters.made(super().call(__context, __obj, *args, **kwargs))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is PublicNamespace and not attribute.startswith("_"):
+            # What a namespace holds was let in before; jinja2's checks take ten times as long.
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         if super().wrap_str_format(value) is None:
@@ -197,8 +215,10 @@ def _spend(value: bool, num_steps: int) -> bool:
 
 
 def _add(left: Any, right: Any) -> Any:
-    if isinstance(left, str | list | tuple) and type(left) is type(right):
+    if isinstance(left, str) and isinstance(right, str):
         active.budget.make(len(left) + len(right))
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        active.budget.make_list(len(left) + len(right))
     return left + right
 
 
@@ -207,8 +227,11 @@ def _multiply(left: Any, right: Any) -> Any:
         _check_bits(left.bit_length() + right.bit_length())
         return left * right
     for sequence, times in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple) and isinstance(times, int):
-            active.budget.make(len(sequence) * max(times, 0))
+        if isinstance(times, int):
+            if isinstance(sequence, str):
+                active.budget.make(len(sequence) * max(times, 0))
+            elif isinstance(sequence, list | tuple):
+                active.budget.make_list(len(sequence) * max(times, 0))
     return left * right
 
 

@@ -1,5 +1,5 @@
-"""The shape that a chat's reply is to have, as far as it depends on more than what the client wants to be matched: calls
-that may stand for it, and the reasoning before it. Pure."""
+"""The shape that a chat's reply is to have, as far as it depends on more than what the client wants to be matched:
+calls that may stand for it, and the reasoning before it. Pure."""
 
 import msgspec
 import numpy as np
@@ -9,8 +9,8 @@ from pipeline.formats.chat_formats import ChatFormats
 from pipeline.messages import ChatPrompt, Grammar, Sampling, Submit
 
 TAIL_IDS = 48
-"""A prompt's last ids, whose text has the marks that say whether it opens the reasoning: a mark is one id, or is spelled
-by some."""
+"""A prompt's last ids, whose text has the marks that say whether it opens the reasoning: a mark is one id, or is
+spelled by some."""
 
 
 def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:

@@ -31,6 +31,11 @@ class Shown:
         """What the vocabulary calls each id; empty where it has no such id, though the model does."""
         return [self._vocabulary.token(token_id) or "" for token_id in ids]
 
+    def pieces(self, ids: list[int]) -> list[bytes]:
+        """The bytes of text that each id stands for, special tokens as they are written."""
+        pieces = self._vocabulary.pieces(skip_special_tokens=False)
+        return [piece.encode() if isinstance(piece, str) else piece for piece in map(pieces.__getitem__, ids)]
+
     def _said(self, ids: list[int], *, goes_on: bool) -> str:
         text = Text(self._vocabulary, (), skip_special_tokens=False)
         said = "".join(map(text.add, ids))

@@ -13,7 +13,7 @@ import asyncio
 import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 import numpy as np
@@ -46,9 +46,17 @@ SLICE_S = 0.01
 Key = tuple[int, int]
 """request_id and attempt."""
 
-Made = tuple[Ids, int, Sampling, str | None, list[str] | None, str | None]
-"""A prompt's ids, how many may be generated at most and how they are drawn; its text, the names of its ids and the end
-of its text, where they are asked for."""
+
+class Made(NamedTuple):
+    """What a request becomes, with what the client wants to see of its prompt."""
+
+    ids: Ids
+    max_tokens: int
+    sampling: Sampling
+    text: str | None
+    token_strs: list[str] | None
+    pieces: list[bytes] | None
+    tail: str | None
 
 
 def run(launch: Launch) -> None:
@@ -149,10 +157,10 @@ class Ingest:
         try:
             ids = self._given_ids(submit.prompt) if isinstance(submit.prompt, IdsPrompt) else None
             is_long = cost_chars(submit) >= LONG_CHARS
-            if ids is not None and submit.prompt_options.with_text:
+            if ids is not None and (submit.prompt_options.with_text or submit.prompt_options.with_pieces):
                 is_long |= len(ids) >= MANY_IDS
             if not is_long:
-                self._admit(submit, began_s, *self._made(submit, ids, is_short=True))
+                self._admit(submit, began_s, self._made(submit, ids, is_short=True))
                 return
         except NeedsTime:
             pass  # a short chat, and a template that takes long
@@ -189,7 +197,7 @@ class Ingest:
             await self._stage.tape.moment("encoded", submit.request_id)
             if isinstance(outcome, Refusal):
                 raise outcome
-            self._admit(submit, began_s, *outcome)
+            self._admit(submit, began_s, outcome)
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
         finally:
@@ -208,40 +216,34 @@ class Ingest:
         max_tokens = self._prompts.max_tokens(ids, submit)
         tail = shape.tail(submit, ids, self._tokenizer)
         sampling = shape.behind_reasoning(self._prompts.sampling(submit), tail, self._formats)
-        text = token_strs = None
+        text = token_strs = pieces = None
         if options.with_text:
             is_cut = options.truncate != 0
             text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
         if options.with_token_strs:
             token_strs = self._shown.token_strs(ids.tolist())
-        return ids, max_tokens, sampling, text, token_strs, tail
+        if options.with_pieces:
+            pieces = self._shown.pieces(ids.tolist())
+        return Made(ids, max_tokens, sampling, text, token_strs, pieces, tail)
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
             raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
-    def _admit(
-        self,
-        submit: Submit,
-        began_s: float,
-        ids: Ids,
-        max_tokens: int,
-        sampling: Sampling,
-        text: str | None,
-        token_strs: list[str] | None,
-        tail: str | None,
-    ) -> None:
+    def _admit(self, submit: Submit, began_s: float, made: Made) -> None:
         """Hand the ids on: put once, read by schedule and by the gateway, or by the gateway alone where nothing is to
         be generated. Raises Refusal."""
         assert self._prompts is not None
+        ids, max_tokens, sampling = made.ids, made.max_tokens, made.sampling
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
         finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
         done_s = self._stage.tape.monotonic()
         self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, text, token_strs, began_s, done_s, tail=tail)
+        shown = made.text, made.token_strs, began_s, done_s, made.pieces, made.tail
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, *shown)
         self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:
             return

@@ -17,7 +17,7 @@ from pipeline.stages.ingest.wants import wants
 
 MAX_WORDS_CHARS = 500
 
-MAX_SOURCE_CHARS = 2**20
+MAX_SOURCE_CHARS = 2**18
 
 
 class TemplateFailure(Exception):

@@ -23,6 +23,9 @@ consists of is known to transformers alone."""
 
 INDEX = "model.safetensors.index.json"
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Where transformers leaves the template that is for chats with tools; none but this name and the default are used."""
+
 KEYS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -40,7 +43,9 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     """
     beside = [path.name for path in folder.iterdir() if path.suffix in READ_SUFFIXES]
     named = _named_in(folder / INDEX) if (folder / INDEX).is_file() else []
-    stats = [(name, (folder / name).stat()) for name in sorted({*beside, *named}) if is_file(folder / name)]
+    stats = [
+        (name, (folder / name).stat()) for name in sorted({*beside, *named, TOOL_TEMPLATE}) if is_file(folder / name)
+    ]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
@@ -62,6 +67,8 @@ def convert(source: Path, target: Path, name: str, quantization: Quantization, p
     places = check_tensors(model, weight_files)
     if (template := _chat_template(source, tokenizer_config)) is not None:
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if (template := _tool_template(source, tokenizer_config)) is not None:
+        (target / "chat_template.tool_use.jinja").write_text(template, encoding="utf-8")
     if quantization != "none":
         # Imported here: it loads numpy's and gguf's quantizers, and most models stay as they are.
         from pipeline.stages.prepare.weight_file import WEIGHTS, quantise
@@ -321,10 +328,7 @@ def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None
     """The file chat_template.jinja, or tokenizer_config's: a template, or a list of which the default is taken."""
     path = source / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{path} is not UTF-8 text: {error}") from error
+        return _text(path)
     match tokenizer_config.get("chat_template"):
         case None:
             return None
@@ -339,3 +343,25 @@ def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None
         f"{source / 'tokenizer_config.json'}: chat_template must be a template, or a list of named ones "
         "with one called 'default'"
     )
+
+
+def _tool_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """The template for chats with tools, where the model has one of its own: a file beside chat_template.jinja, or in
+    the list that tokenizer_config has where there is no such file."""
+    if (path := source / TOOL_TEMPLATE).is_file():
+        return _text(path)
+    named = tokenizer_config.get("chat_template")
+    if (source / "chat_template.jinja").is_file() or not isinstance(named, list):
+        return None
+    for entry in named:
+        match entry:
+            case {"name": "tool_use", "template": str() as template}:
+                return template
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text: {error}") from error

@@ -144,6 +144,9 @@ def convert(path: Path, folder: Path, quantization: Quantization, progress: Prog
     template = metadata.get("tokenizer.chat_template", str)
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    template = metadata.get("tokenizer.chat_template.tool_use", str)
+    if template:
+        (folder / "chat_template.tool_use.jinja").write_text(template, encoding="utf-8")
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
     config.save(folder)

@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
-from pipeline.stages.prepare.folder import INDEX, READ_SUFFIXES
+from pipeline.stages.prepare.folder import INDEX, READ_SUFFIXES, TOOL_TEMPLATE
 from pipeline.stages.prepare.progress import Progress, Report
 from pipeline.stages.prepare.source import COMMIT, HubSource, ModelError
 
@@ -110,13 +110,16 @@ def _fetch(source: HubSource, progress: Progress) -> Snapshot:
 
 def _wanted(source: HubSource, commit: str, names: Iterable[str]) -> list[str]:
     """Which files to fetch: configs and tokenizer, and one set of weights. Raises ModelError where it is no model."""
+    names = list(names)
     top = [name for name in names if "/" not in name]
     if CONFIG not in top:
         raise ModelError(f"{source} has no {CONFIG}: it is not a model in Hugging Face layout{_others(top)}")
-    weights = _weights(source, commit, list(names), top)
+    weights = _weights(source, commit, names, top)
     if not weights:
         raise ModelError(f"{source} has no weights as *.safetensors, which is what is read{_others(top)}")
     read = [name for name in top if name.endswith(READ_SUFFIXES) and not name.endswith(".safetensors")]
+    if TOOL_TEMPLATE in names:
+        read.append(TOOL_TEMPLATE)
     return [*read, *weights]
 
 

@@ -22,7 +22,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face layout, with a chat template."""
     from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    template = "{% if tools %}tools: {% for t in tools %}{{ t['function']['name'] }} {% endfor %}\n{% endif %}"
+    template += "{% if mood is defined %}mood: {{ mood }}\n{% endif %}"
+    template += "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
     folder = tmp_path_factory.mktemp("models") / "tiny"
     return save_folder(folder, tiny_llama(), tokenizer_config={"chat_template": template})

@@ -77,7 +77,8 @@ def fixed(value: Any) -> Iterator[Any]:
 
 
 def test_there_are_examples_of_every_kind() -> None:
-    assert len(EXAMPLES) == len(re.findall(r"^curl ", TEXT, re.MULTILINE)) >= 10
+    commands = re.findall(r"^curl .+", TEXT, re.MULTILINE)
+    assert len(EXAMPLES) == len([one for one in commands if "Authorization" not in one]) >= 10
 
 
 @pytest.mark.parametrize(("command", "kind", "expected"), EXAMPLES, ids=[c.split("8000")[1][:28] for c, *_ in EXAMPLES])

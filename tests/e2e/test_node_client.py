@@ -1,41 +1,30 @@
 """The client in JavaScript, installed from its lock file: it replays the vectors and talks to the real server."""
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.client import Client
+from pipeline.client import Client, Output
+from pipeline.logprobs import Logprob
 from pipeline.sampling_params import SamplingParams
+from tests.e2e.packages import node_with, run
 from tests.e2e.server import Server
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tools" / "node_client"
-INSTALL_S = 180.0
 RUN_S = 120.0
 
 
-def run(command: list[str], folder: Path, timeout_s: float) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def zip_told(output: Output) -> list[tuple[int, dict[int, Logprob]]]:
+    return list(zip(output.token_ids, output.logprobs or [], strict=True))
 
 
 @pytest.fixture(scope="module")
 def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The client's folder with its packages: prebuilt binaries come inside, nothing is compiled and no script runs."""
-    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
-    assert not missing, (
-        f"{' and '.join(missing)} not found: install Node.js 20 or newer with npm (https://nodejs.org); the client in "
-        "JavaScript is tested with it, and npm takes its packages from its registry"
-    )
-    folder = tmp_path_factory.mktemp("node") / "node_client"
-    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("node_modules"))
-    run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"], folder, INSTALL_S)
-    return folder
+    """The client's folder with its packages."""
+    return node_with(SOURCE, tmp_path_factory.mktemp("node") / "node_client")
 
 
 def test_the_lock_file_names_no_registry() -> None:
@@ -58,6 +47,9 @@ def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, ser
     with Client(server.zmq) as client:
         stream = client.generate([{"role": "user", "content": "Name three colours, with an emoji each."}], params)
         outputs = list(stream)
+        asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        told = client.generate("One, two,", asked)
+        each = [(one, logprobs) for output in told for one, logprobs in zip_told(output)]
     num_cached = said["stream"]["usage"].pop("num_cached_tokens")
     assert num_cached is not None and 0 <= num_cached < stream.num_prompt_tokens  # as others have asked before
     assert said["stream"] == {
@@ -71,6 +63,18 @@ def test_it_streams_resumes_aborts_and_says_what_is_wrong(node_client: Path, ser
         {"cut": cut, "same": True} for cut in (1, 7, 13, 24)
     ]
     assert said["n"] == {"indexes": [0, 1], "other": True}
+    logprobs = said["logprobs"]
+    assert logprobs["ids"] == [one for one, _ in each]
+    for row, (one, known) in zip(logprobs["output"], each, strict=True):
+        assert row[0] == [one, pytest.approx(known[one].logprob, abs=0.01), known[one].bytes.decode()]
+        assert [named for named, *_ in row[1:]] == [named for named, two in known.items() if two.rank is not None]
+    prompt = told.prompt_logprobs
+    assert prompt is not None and logprobs["prompt"][0] is None is prompt[0]
+    for row, of_prompt in zip(logprobs["prompt"][1:], prompt[1:], strict=True):
+        assert of_prompt is not None
+        assert {one: pytest.approx(logprob, abs=0.01) for one, logprob, _ in row} == {
+            one: known_prompt.logprob for one, known_prompt in of_prompt.items()
+        }
     assert said["abort"] == {"finish": "abort"}
     assert said["error"] == {"status": 400, "param": "temperature"}
     assert said["name"] == {"id": "cmpl-counting/1", "tokens": 4, "without": None}

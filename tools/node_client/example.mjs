@@ -39,6 +39,22 @@ const named = client.generate("One, two,", { max_tokens: 4, ignore_eos: true }, 
 await collect(named);
 say("name", { id: named.id, tokens: named.timings.choices[0].output_tokens, without: whole.timings });
 
+// Log probabilities of the output and of the prompt.
+const asked = { temperature: 0, max_tokens: 4, ignore_eos: true, logprobs: 2, prompt_logprobs: 1 };
+const told = client.generate("One, two,", asked);
+const told_ids = [];
+const told_logprobs = [];
+for await (const output of told) {
+  told_ids.push(...output.token_ids);
+  told_logprobs.push(...output.logprobs);
+}
+const shown = ({ tokenId, logprob, piece }) => [tokenId, logprob, Buffer.from(piece).toString()];
+say("logprobs", {
+  ids: told_ids,
+  output: told_logprobs.map(({ top, ...own }) => [shown(own), ...top.map(shown)]),
+  prompt: told.promptLogprobs.map((one) => one && [shown(one), ...one.top.map(shown)]),
+});
+
 // An abort, and a loop that is left early.
 const long = client.generate("Once upon a time", { max_tokens: 2000, ignore_eos: true });
 let last = null;

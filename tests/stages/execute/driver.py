@@ -92,6 +92,38 @@ def make_step(
     )
 
 
+class GivenMasks:
+    """In the place of `Runner.masks`: a test writes `words` itself, and then 1 into `word`."""
+
+    ticket = 1
+
+    def __init__(self, runner: Runner) -> None:
+        self._own = runner.masks
+        self.words = runner.draws.mask_words
+        self.word = np.zeros(1, np.uint32)
+        self.word_address = int(self.word.ctypes.data)
+        self.failed: dict[int, str] = {}
+        """By place."""
+
+    def add(self, row: int, sampling: m.Sampling, num_prompt: int) -> None:
+        pass
+
+    def drop(self, rows: Any) -> None:
+        pass
+
+    def ask(self, rows: Any, ids: Any, num_ids: Any) -> None:
+        pass
+
+    def wait(self) -> None:
+        """The program has looked for a while; it looks again."""
+
+    def take_failed(self) -> dict[int, str]:
+        return self.failed
+
+    def close(self) -> None:
+        self._own.close()
+
+
 class Driver:
     """Plans for one runner: rows and blocks are handed out in order and given back by `clear`."""
 

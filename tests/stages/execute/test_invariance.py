@@ -284,7 +284,7 @@ def test_wishes_change_texts(machine: Machine) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> None:
-    """To the bit, also where a prompt is computed in chunks of other lengths, or begins again half-way."""
+    """To the bit, also where a prompt is computed in chunks of other lengths."""
     requests = [
         Ask(ask.prompt, 1 if i % 3 else ask.max_tokens, wishes=(("pooling", 1 + i % 2),) if i % 3 else WISHES[i % 4])
         for i, ask in enumerate(asks())
@@ -299,6 +299,27 @@ def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> No
             if ask.sampling.pooling:
                 vector = np.frombuffer(pair.records[i, 0], np.float32)
                 assert len(vector) == 48 and np.isfinite(vector).all() and vector.std() > 0.1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_swap_blocks", [0, 60])
+def test_a_prompt_that_is_put_back_half_way_is_told_of_as_if_it_were_not(
+    machine: Machine, depth: int, num_swap_blocks: int
+) -> None:
+    """Texts before it grow until there is no memory for it, while a few of its ids are computed in each step."""
+    texts = [Ask(tuple(random_ids(15, seed)), 45, wishes=records_of(num_top=2)) for seed in range(5)]
+    wishes: list[tuple[tuple[str, Any], ...]] = [(("pooling", 1),), (("pooling", 2),), records_of(prompt_num_top=2)]
+    for wish in wishes:
+        whole = Ask(tuple(random_ids(120, 9)), 1, at_step=2, wishes=wish)
+        limits: dict[str, Any] = {"max_num_batched_tokens": 8, "preemption": "swap" if num_swap_blocks else "recompute"}
+        pair = Pair(machine.runner(FEW, num_swap_blocks), depth, **limits)
+        pair.run([*texts, whole])
+        assert pair.scheduler.load().num_preemptions > 0
+        lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
+        lonely.run([whole])
+        assert pair.records[6, 0] == lonely.records[1, 0] != b""
+        assert pair.prompt_records[6, 0] == lonely.prompt_records[1, 0]
+        assert len(pair.prompt_records[6, 0]) == (119 * 20 if whole.prompt_record_bytes else 0)
 
 
 def test_a_sequence_that_nothing_can_follow_ends_with_why_and_its_neighbours_go_on(machine: Machine) -> None:

@@ -20,7 +20,7 @@ from pipeline.stages.execute.native_program import MasksLate
 from pipeline.stages.execute.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID
-from tests.stages.execute.driver import GREEDY, Driver, row_add, settings
+from tests.stages.execute.driver import GREEDY, Driver, GivenMasks, row_add, settings
 from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -350,11 +350,12 @@ def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> 
 
 def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(tiny: Path) -> None:
     driver = Native(tiny, LEVELS[0])
-    word, mask = np.zeros(1, np.uint32), np.full(10, 2**32 - 1, np.uint32)
-    driver.runner.draws.masks[0] = mask.ctypes.data
-    driver.program.wait_for(word.ctypes.data, 3, 20_000)
+    masks = driver.runner.masks = GivenMasks(driver.runner)
+    mask = masks.words[0]
+    mask[:] = 2**32 - 1
     ids: list[int] = []
-    add = row_add(0, random_ids(20, 0), driver.take_blocks(32))
+    masked = m.Sampling(temperature=0.0, ignore_eos=True, grammar="any")
+    add = row_add(0, random_ids(20, 0), driver.take_blocks(32), masked)
     step = threading.Thread(target=lambda: ids.extend(driver.step([(0, 0, 20, True)], adds=[add]).ids.tolist()))
     step.start()
     # This thread could do none of it if the step held the interpreter.
@@ -363,7 +364,7 @@ def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(ti
         assert step.is_alive() and not ids
     mask[:] = 0
     mask[250 // 32] = 1 << 250 % 32
-    word[0] = 3
+    masks.word[0] = masks.ticket
     step.join(10)
     assert ids == [250]
     driver.runner.close()

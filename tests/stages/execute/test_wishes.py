@@ -18,7 +18,7 @@ from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.wants import shaping_of
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE
-from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.driver import Driver, GivenMasks, row_add, settings
 from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
 
 PROMPT = random_ids(11, 4)
@@ -160,14 +160,14 @@ def test_wishes_leave_the_neighbours_as_they_are(driver: Driver) -> None:
     assert [together[1], together[3], together[4]] == [alone[0], alone[1], alone[0]]
 
 
-def test_a_grammar_masks_what_else_is_allowed(driver: Driver) -> None:
+def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As stages/execute/masks.py writes masks: for the places that are told, before the wait ends."""
-    runner, draws = driver.runner, driver.runner.draws
+    runner, draws, given = driver.runner, driver.runner.draws, GivenMasks(driver.runner)
     driver.clear()
+    monkeypatch.setattr(runner, "masks", given)
     both = asking(grammar="any", allowed_ids=np.arange(100, 200, dtype=np.int32).tobytes())
     wishes = [asking(), both, asking(grammar="any", temperature=1.0, seed=2)]
     adds = [row_add(row, PROMPT, driver.take_blocks(32), wish) for row, wish in enumerate(wishes)]
-    word = np.zeros(1, np.uint32)
     masks = [bits_of(np.array(ids, np.int32), VOCAB_SIZE) for ids in ([50, 150, 250], [60])]
     told: list[list[int]] = []
 
@@ -178,22 +178,23 @@ def test_a_grammar_masks_what_else_is_allowed(driver: Driver) -> None:
             time.sleep(0.001)
         told.append(draws.masked.tolist())
         draws.mask_words[draws.masked] = masks
-        word[0] = 1
+        given.word[0] = given.ticket
 
-    runner.program.wait_for(word.ctypes.data, 1, 20_000)
     writer = threading.Thread(target=write)
     writer.start()
     try:
         result = driver.step([(0, 0, 11, True), (1, 0, 11, True), (2, 0, 11, True)], adds=adds)
     finally:
         writer.join(10)
-        runner.program.wait_for(0, 0, 0)
     assert told == [[1, 2]] and result.ids.tolist()[1:] == [150, 60]
-    # Places are of the step: another row may be at them now.
+    # Places are of the step: another row may be at them now. And one of them fails.
     draws.mask_words[:] = bits_of(np.array([170], np.int32), VOCAB_SIZE)
+    given.failed[2] = "it went wrong"
     result = driver.step([(2, 11, 1, True), (0, 11, 1, True), (1, 11, 1, True)])
     assert draws.masked.tolist() == [0, 2]
-    assert result.ids.tolist()[::2] == [170, 170] and result.ids[1] != 170
+    assert result.ids[0] == 170 and result.ids[1] not in (170, -1) and result.ids[2] == -1
+    assert result.errors == ("it went wrong",)
+    driver.clear()
 
 
 def test_masks_that_do_not_come_are_an_error_and_the_step_can_be_computed_again(driver: Driver) -> None:

@@ -57,6 +57,21 @@ async def test_what_is_understood(grammars: Grammars) -> None:
         assert await grammars.check(m.Grammar(kind, source))
 
 
+async def test_several_may_come_at_once_before_there_is_a_process(grammars: Grammars) -> None:
+    checked = await asyncio.gather(*(grammars.check(m.Grammar("regex", f"a{{{i}}}")) for i in range(1, 9)))
+    assert len(set(checked)) == 8
+
+
+async def test_who_leaves_while_it_starts_stops_nobody_else(grammars: Grammars) -> None:
+    first = asyncio.create_task(grammars.check(m.Grammar("regex", "a")))
+    second = asyncio.create_task(grammars.check(m.Grammar("regex", "b")))
+    await asyncio.sleep(0)  # both have begun
+    first.cancel()
+    assert await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
 BAD = [
     ("json_schema", "{", "no JSON"),
     ("json_schema", "[]", "an array"),

@@ -54,6 +54,14 @@ class TestLookups:
         assert [LETTERS[i] for i in ids] == answer.token_strs
         assert answer.text is None
 
+    def test_of_a_text_give_the_bytes_that_its_ids_stand_for(self, rig: Rig) -> None:
+        options = PromptOptions(any_length=True, with_pieces=True)
+        answer, _ = accepted(rig, m.TextPrompt("a é"), options)
+        assert answer.pieces == [b"a", b" ", b"\xc3", b"\xa9"] and answer.token_strs is None
+        answer, ids = accepted(rig, tiny.chat("hi"), options)
+        assert answer.pieces is not None and ids[0] == 256
+        assert b"".join(answer.pieces) == b"<s>user:hi</s><s>assistant:", "special tokens as they are written"
+
     def test_of_a_chat_go_through_its_template(self, rig: Rig) -> None:
         answer, ids = accepted(rig, tiny.chat("hi"), PromptOptions(any_length=True, with_text=True))
         assert answer.text == "<s>user:hi</s><s>assistant:"

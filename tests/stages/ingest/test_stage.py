@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipeline import messages as m
-from pipeline.config.settings import Ingest, Settings
+from pipeline.config.settings import Ingest, Limits, Settings
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.prompt import Prompts
@@ -251,3 +251,64 @@ def test_ids_that_a_client_has_are_handed_on_by_shared_memory_with_how_they_end(
         rig.send(msgspec.structs.replace(tiny.submit("hi"), outputs=[b"\xff\xff\xff\x7f", b""]), "gateway.0")
         failure = rig.receive("gateway", m.Rejected).failure
         assert (failure.status, failure.param) == (400, "received")
+
+
+def test_what_is_asked_of_the_prompt_is_told_to_schedule(rig: Rig) -> None:
+    asked = msgspec.structs.replace(
+        tiny.submit("hi", max_tokens=1),
+        sampling=m.Sampling(prompt_num_top=3),
+        text=m.TextOptions(record_bytes=12, prompt_num_top=3),
+        bad_words=["ab"],
+    )
+    rig.send(asked, "gateway.0")
+    admit = rig.receive("schedule", m.Admit)
+    assert (admit.record_bytes, admit.prompt_record_bytes, admit.is_whole) == (12, 4 + 8 * 3, True)
+    assert len(msgspec.msgpack.decode(admit.sampling, type=m.Sampling).bad_words[0]) == 2
+    pooled = m.Sampling(pooling=m.Pooling.MEAN)
+    rig.send(msgspec.structs.replace(tiny.submit("x" * 63, max_tokens=1), sampling=pooled), "gateway.0")
+    admit = rig.receive("schedule", m.Admit)
+    assert (admit.prompt_record_bytes, admit.is_whole) == (0, True)
+    rig.send(tiny.submit("x"), "gateway.0")
+    assert not rig.receive("schedule", m.Admit).is_whole
+
+
+def test_a_chat_is_shown_as_it_was_written_and_cut(rig: Rig) -> None:
+    for truncate, text in ((0, "<s>user:hi</s><s>assistant:"), (4, "ant:")):
+        options = m.PromptOptions(with_text=True, truncate=truncate)
+        rig.send(msgspec.structs.replace(tiny.submit(tiny.chat("hi")), prompt_options=options), "gateway.0")
+        assert rig.receive("gateway", m.Accepted).text == text
+    options = m.PromptOptions(with_text=True, truncate=2)
+    rig.send(msgspec.structs.replace(tiny.submit("whole"), prompt_options=options), "gateway.0")
+    assert rig.receive("gateway", m.Accepted).text == "le"
+
+
+ENDLESS = (
+    "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+
+
+def test_a_template_that_does_not_end_is_ended_and_others_go_on_meanwhile(tmp_path: Path) -> None:
+    settings = Settings(limits=Limits(template_timeout_s=0.5))
+    with Rig("ingest", settings, tiny.folder(tmp_path, ENDLESS)) as rig:
+        rig.start(tiny.facts())
+        rig.send(tiny.submit(tiny.chat("loop"), request_id=1), "gateway.0")
+        for i in range(2, 12):
+            rig.send(tiny.submit(tiny.chat("hi"), request_id=i), "gateway.0")
+        assert [rig.receive("schedule").request_id for _ in range(10)] == [*range(2, 12)]
+        failure = rig.receive("gateway", m.Rejected).failure
+        assert (failure.status, failure.param, failure.code) == (400, "messages", "template_timeout")
+        assert "longer than 0.5 s" in failure.message
+        rig.until(lambda load: load.num_open == 0)
+
+
+def test_a_chat_with_tools_is_written_by_the_template_that_is_for_them(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path, "plain")
+    (folder / "chat_template.tool_use.jinja").write_text("with {{ tools|length }}")
+    with Rig("ingest", model_dir=folder) as rig:
+        rig.start(tiny.facts())
+        chat = m.ChatPrompt([m.ChatMessage("user", "x")], tools='[{"a": 1}]')
+        for tool_choice, text in (("auto", "with 1"), ("none", "plain")):
+            asked = tiny.submit(msgspec.structs.replace(chat, tool_choice=tool_choice))
+            rig.send(msgspec.structs.replace(asked, prompt_options=m.PromptOptions(with_text=True)), "gateway.0")
+            assert rig.receive("gateway", m.Accepted).text == text

@@ -145,6 +145,19 @@ def test_the_chat_template_may_be_in_the_tokenizers_config(source: Path, templat
     assert (prepared(source) / "chat_template.jinja").read_text() == "{{ its own file }}"
 
 
+def test_a_template_for_tools_is_kept_beside_the_default(source: Path) -> None:
+    named = [{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": "{{ one }}"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    folder = prepared(source)
+    assert (folder / "chat_template.jinja").read_text() == "{{ one }}"
+    assert (folder / "chat_template.tool_use.jinja").read_text() == "{{ tools }}"
+    (source / "chat_template.jinja").write_text("{{ its own file }}")
+    assert not (prepared(source) / "chat_template.tool_use.jinja").exists()
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}{{ too }}")
+    assert (prepared(source) / "chat_template.tool_use.jinja").read_text() == "{{ tools }}{{ too }}"
+
+
 def test_a_model_without_a_template_has_none(source: Path) -> None:
     assert not (prepared(source) / "chat_template.jinja").exists()
 

@@ -1,0 +1,127 @@
+"""llm, the command and the library, told of the server in extra-openai-models.yaml."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+QUESTION = "What is the capital of Greece?"
+RUN_S = 60.0
+
+
+class Visit(BaseModel, extra="forbid"):
+    city: Literal["Athens", "Cairo", "Oslo"]
+    num_nights: int = Field(ge=1, le=9)
+
+
+@pytest.fixture(scope="module")
+def home(url: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which llm keeps what it knows."""
+    folder = tmp_path_factory.mktemp("llm")
+    common = {"model_name": model, "api_base": f"{url}/v1"}
+    models = [
+        {"model_id": "here", "aliases": ["h"], "supports_schema": True, "supports_tools": True, **common},
+        {"model_id": "here-completes", "completion": True, **common},
+    ]
+    (folder / "extra-openai-models.yaml").write_text(json.dumps(models))  # YAML, too
+    return folder
+
+
+@pytest.fixture
+def library(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("LLM_USER_PATH", str(home))
+    import llm
+
+    yield llm
+
+
+def command(home: Path, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "llm", *args],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"LLM_USER_PATH": str(home)},
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_command_answers_and_goes_on(home: Path) -> None:
+    options = ("-o", "temperature", "0", "-o", "max_tokens", "30")
+    assert "Athens" in command(home, "prompt", "-m", "h", "-s", "Answer in one sentence.", QUESTION, *options)
+    assert command(home, "prompt", "--continue", "Thank you!", "--no-stream", *options).strip()
+    told = json.loads(command(home, "logs", "list", "--json", "-n", "2"))
+    assert [one["model"] for one in told] == ["here", "here"]
+    assert told[0]["conversation_id"] == told[1]["conversation_id"]
+    assert all(one[tokens] > 0 for one in told for tokens in ("input_tokens", "output_tokens")), "usage is understood"
+
+
+def test_the_command_has_json_of_a_schema(home: Path) -> None:
+    schema = json.dumps(Visit.model_json_schema())
+    said = command(home, "prompt", "-m", "here", "--schema", schema, "Plan a visit.", "-o", "temperature", "0")
+    Visit.model_validate_json(said)
+
+
+def test_the_library_streams_and_counts(library: Any) -> None:
+    response = library.get_model("here").prompt(QUESTION, temperature=0, max_tokens=30)
+    pieces = list(response)
+    assert len(pieces) > 3 and "Athens" in "".join(pieces) == response.text()
+    usage = response.usage()
+    assert usage.input > 0 and 0 < usage.output <= 30
+
+
+def test_the_library_has_an_object_of_a_schema(library: Any) -> None:
+    response = library.get_model("here").prompt("Plan a visit.", schema=Visit, temperature=0)
+    Visit.model_validate(json.loads(response.text()))
+
+
+def test_its_options_are_understood(library: Any) -> None:
+    response = library.get_model("here").prompt(
+        QUESTION,
+        top_p=0.9,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        seed=7,
+        stop="zzz",
+        logit_bias={"28": -100},
+        max_tokens=12,
+    )
+    assert "," not in response.text(), "which has id 28"
+    assert response.usage().output <= 12
+
+
+def test_a_completion_goes_on_with_the_prompt(library: Any) -> None:
+    model = library.get_model("here-completes")
+    assert model.prompt("One, two, three, four,", temperature=0, max_tokens=6).text().startswith(" five")
+
+
+def test_the_answer_of_a_tool_is_understood(library: Any) -> None:
+    """A conversation in which a tool has been called goes on."""
+    conversation = library.get_model("here").conversation()
+    conversation.prompt("Hello.", temperature=0, max_tokens=5).text()
+    result = library.ToolResult(name="weather", output="22 degrees", tool_call_id="call_1")
+    reply = conversation.prompt("And now?", tool_results=[result], temperature=0, max_tokens=10)
+    assert reply.text()
+
+
+def test_a_refusal_is_told_in_the_server_s_words(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llm", "-m", "here", "-T", "llm_version", "Which version?"],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"LLM_USER_PATH": str(home)},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "chat.tool_format" in done.stderr, "the model has no form of calls, and no tool_choice can be given here"

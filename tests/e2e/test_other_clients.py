@@ -1,0 +1,55 @@
+"""Clients of others that are written for OpenAI's API, against the real server and model: what they ask, and what they
+understand of the replies, is in tests/e2e/clients, one file for each. Those in Python have an environment of their own.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.packages import node_with, python_with, run
+from tests.e2e.server import Server
+from tests.e2e.test_openai_client import MODEL
+
+CLIENTS = Path(__file__).parent / "clients"
+RUN_S = 120.0
+NOT_INHERITED = (
+    "OPENAI_",
+    "LANGCHAIN_",
+    "LANGSMITH_",
+    "LLM_",
+    "INSTRUCTOR_",
+    "TIKTOKEN_",
+    "PYTEST_",
+    "PYTHON",
+    "NODE_",
+)
+"""Beginnings of the names of variables that would change what a client does."""
+
+
+@pytest.fixture(scope="module")
+def client_python() -> Path:
+    return python_with(CLIENTS / "requirements.txt")
+
+
+@pytest.fixture(scope="module")
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return node_with(CLIENTS, tmp_path_factory.mktemp("node") / "clients")
+
+
+def environ(server: Server, model_dir: Path) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    return inherited | {"PIPELINE_URL": server.url, "PIPELINE_MODEL": MODEL, "PIPELINE_MODEL_DIR": str(model_dir)}
+
+
+@pytest.mark.parametrize("file", ["with_langchain.py", "with_instructor.py", "with_llm.py"])
+def test_in_python(file: str, client_python: Path, server: Server, smollm2_dir: Path) -> None:
+    own = ["-c", "pytest.ini", "--rootdir", str(CLIENTS), "--confcutdir", str(CLIENTS)]
+    run([str(client_python), "-B", "-m", "pytest", *own, file], CLIENTS, RUN_S, environ(server, smollm2_dir))
+    server.until_idle()
+
+
+@pytest.mark.parametrize("file", ["with_openai.mjs", "with_eventsource_parser.mjs"])
+def test_in_javascript(file: str, node_folder: Path, server: Server, smollm2_dir: Path) -> None:
+    run(["node", "--test", "--test-reporter=spec", file], node_folder, RUN_S, environ(server, smollm2_dir))
+    server.until_idle()

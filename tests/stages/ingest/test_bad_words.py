@@ -1,0 +1,55 @@
+"""Words become the ids that they are written with, at the beginning of a text and behind a space."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pipeline.stages.ingest.bad_words import MAX_CHARS, BadWord, as_ids
+from tests.stages.ingest import models as tiny
+
+
+def words_tokenizer() -> Tokenizer:
+    """Bytes, and `bad`, ` bad` and ` b` as ids of their own."""
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("b", "a"), ("ba", "d"), ("Ġ", "bad"), ("Ġ", "b")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def test_a_word_is_kept_out_at_the_beginning_and_behind_a_space() -> None:
+    tokenizer = words_tokenizer()
+    bad, spaced = ids(tokenizer, "bad"), ids(tokenizer, " bad")
+    assert len(bad) == len(spaced) == 1
+    assert as_ids(tokenizer, ["bad"], 1000) == [bad, spaced]
+    assert as_ids(tokenizer, ["  bad", "x"], 1000) == [bad, spaced, ids(tokenizer, "x")]
+
+
+def test_a_space_of_its_own_makes_no_second_form() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    assert as_ids(tokenizer, ["ab"], 258) == [ids(tokenizer, "ab")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", ""], r"bad_words\[1\]' is empty"),
+        ([" "], r"bad_words\[0\]' has no token"),
+        (["x" * (MAX_CHARS + 1)], "more than 65536 characters"),
+        (["\ud800"], "can't be tokenized"),
+    ],
+)
+def test_words_that_can_not_be_kept_out_are_told(words: list[str], message: str) -> None:
+    with pytest.raises(BadWord, match=message):
+        as_ids(tiny.byte_tokenizer(), words, 258)
+
+
+def test_ids_that_the_model_does_not_have_are_told() -> None:
+    with pytest.raises(BadWord, match="does not have"):
+        as_ids(tiny.byte_tokenizer(), ["ÿ"], 10)
