@@ -81,7 +81,7 @@ def bomb(num_bytes: int) -> bytes:
 def raw(model: str) -> dict[str, Callable[[], bytes]]:
     """By name: everything that a client sends, so that the connection ends with a 4xx at last."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunked = head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     small = gzip.compress(b'{"model":"' + model.encode() + b'","prompt":""}')
     return {
         "a header of 1 MB": lambda: b"GET /version HTTP/1.1\r\nX-A: " + b"a" * 1024**2 + b"\r\n\r\n",
