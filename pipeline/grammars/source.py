@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from pipeline.formats.tool_format import Written
+from pipeline.grammars.closed import closed
 from pipeline.grammars.schema import OWN_OPTIONS, Untrue, check, strict
 
 MAX_CHOICES = 10_000
@@ -69,7 +70,7 @@ def _calls(source: str) -> str:
     def fit(text: str) -> str:
         schema = _json(text, "the schema of a tool")
         _check_schema(schema)
-        return strict(text, schema)
+        return strict(closed(text, schema), schema)
 
     return msgspec.json.decode(source, type=Written).lark(fit)
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 QUESTION = "What is the capital of Greece?"
 
 
-class Visit(BaseModel, extra="forbid"):
+class Visit(BaseModel):
     """A visit to a city."""
 
     city: Literal["Athens", "Cairo", "Oslo"]

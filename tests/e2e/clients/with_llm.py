@@ -1,18 +1,16 @@
 """llm, the command and the library, told of the server in extra-openai-models.yaml."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from click.testing import CliRunner
+from openai import BadRequestError
 from pydantic import BaseModel, Field
 
 QUESTION = "What is the capital of Greece?"
-RUN_S = 60.0
 
 
 class Visit(BaseModel, extra="forbid"):
@@ -41,33 +39,27 @@ def library(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield llm
 
 
-def command(home: Path, *args: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "llm", *args],
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"LLM_USER_PATH": str(home)},
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+def command(library: Any, *args: str) -> str:
+    from llm.cli import cli
+
+    result = CliRunner().invoke(cli, args)
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    return result.output
 
 
-def test_the_command_answers_and_goes_on(home: Path) -> None:
+def test_the_command_answers_and_goes_on(library: Any) -> None:
     options = ("-o", "temperature", "0", "-o", "max_tokens", "30")
-    assert "Athens" in command(home, "prompt", "-m", "h", "-s", "Answer in one sentence.", QUESTION, *options)
-    assert command(home, "prompt", "--continue", "Thank you!", "--no-stream", *options).strip()
-    told = json.loads(command(home, "logs", "list", "--json", "-n", "2"))
+    assert "Athens" in command(library, "prompt", "-m", "h", "-s", "Answer in one sentence.", QUESTION, *options)
+    assert command(library, "prompt", "--continue", "Thank you!", "--no-stream", *options).strip()
+    told = json.loads(command(library, "logs", "list", "--json", "-n", "2"))
     assert [one["model"] for one in told] == ["here", "here"]
     assert told[0]["conversation_id"] == told[1]["conversation_id"]
     assert all(one[tokens] > 0 for one in told for tokens in ("input_tokens", "output_tokens")), "usage is understood"
 
 
-def test_the_command_has_json_of_a_schema(home: Path) -> None:
+def test_the_command_has_json_of_a_schema(library: Any) -> None:
     schema = json.dumps(Visit.model_json_schema())
-    said = command(home, "prompt", "-m", "here", "--schema", schema, "Plan a visit.", "-o", "temperature", "0")
+    said = command(library, "prompt", "-m", "here", "--schema", schema, "Plan a visit.", "-o", "temperature", "0")
     Visit.model_validate_json(said)
 
 
@@ -113,15 +105,9 @@ def test_the_answer_of_a_tool_is_understood(library: Any) -> None:
     assert reply.text()
 
 
-def test_a_refusal_is_told_in_the_server_s_words(home: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "llm", "-m", "here", "-T", "llm_version", "Which version?"],
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"LLM_USER_PATH": str(home)},
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "chat.tool_format" in done.stderr, "the model has no form of calls, and no tool_choice can be given here"
+def test_a_refusal_is_told_in_the_server_s_words(library: Any) -> None:
+    """The model's template has no form of calls, and llm has no way to insist on one."""
+    response = library.get_model("here").prompt("Which?", tools=[library.Tool.function(str.upper, name="upper")])
+    with pytest.raises(BadRequestError, match=r"chat\.tool_format") as refusal:
+        response.text()
+    assert refusal.value.param == "tools"
