@@ -42,7 +42,7 @@ class SomebodyElse:
     def _run(self) -> None:
         body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 1}).encode()
         try:
-            while not self._is_over.wait(0.01):
+            while not self.waits or not self._is_over.wait(0.01):
                 for method, path, data in (("GET", "/health", None), ("POST", "/v1/completions", body)):
                     begin_s = time.monotonic()
                     connection = http.client.HTTPConnection(*self._address, timeout=DEADLINE_S)
@@ -66,7 +66,6 @@ class SomebodyElse:
 
     def was_served_soon(self) -> None:
         assert {status for _, _, status in self.waits} == {200}
-        assert len(self.waits) >= 2
         longest = max(self.waits)
         assert longest[0] < SOON_S, longest
 
@@ -137,7 +136,7 @@ def test_connections(server: Server, name: str) -> None:
     assert any(replies)
 
 
-def test_slow_heads_are_hung_up_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_heads_hold_up_nobody(server: Server) -> None:
     """Two hundred connections that never finish their first line; that they end is seen in tests of the gateway."""
     address = urlsplit(server.url)
     connections = [
