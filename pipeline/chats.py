@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from pipeline import protocol as p
 
 MAX_SHOWN_CHARS = 100
+KEYS = (*p.ChatMessage.__struct_fields__, "reasoning_content")
+"""Of a message. The last is what OpenAI's clients call `reasoning`."""
 
 
 class ChatOptions(NamedTuple):
@@ -52,6 +54,16 @@ def chat_options(
         _json("tools", tools) if tools else None,
         _json("chat_template_kwargs", chat_template_kwargs) if chat_template_kwargs else None,
     )
+
+
+def unknown_keys(message: Mapping[str, Any]) -> list[str]:
+    """What a message has that no template is told of. Keys whose value is None say nothing."""
+    return sorted(str(key) for key, value in message.items() if key not in KEYS and value is not None)
+
+
+def reasoning_of(message: Mapping[str, Any]) -> Any:
+    reasoning = message.get("reasoning_content")
+    return message.get("reasoning") if reasoning is None else reasoning
 
 
 def tool_calls_of(calls: Any, where: str) -> list[p.ToolCall]:

@@ -31,7 +31,7 @@ import zmq
 from pipeline import api_keys
 from pipeline import protocol as p
 from pipeline.call_options import checked
-from pipeline.chats import tool_calls_of
+from pipeline.chats import reasoning_of, tool_calls_of, unknown_keys
 from pipeline.logprobs import Logprob, logprobs_of
 from pipeline.loop_thread import LoopThread
 from pipeline.sampling_params import SamplingParams
@@ -744,17 +744,25 @@ def _prompt(prompt: Any) -> p.Prompt:
 
 def _message(place: int, message: Mapping[str, Any]) -> p.ChatMessage:
     at, content, calls = f"messages[{place}]", message.get("content"), message.get("tool_calls")
-    fields = {name: message.get(name) for name in ("role", "name", "tool_call_id", "reasoning")}
+    if unknown := unknown_keys(message):
+        raise TypeError(f"{at} has keys that are not supported: {', '.join(unknown)}")
+    fields = {name: message.get(name) for name in ("role", "name", "tool_call_id")}
+    fields["reasoning"] = reasoning_of(message)
     for name in fields:
         if not isinstance(fields[name], str) and (name == "role" or fields[name] is not None):
             raise TypeError(f"{at}.{name} must be a string, not {type(fields[name]).__name__}")
     if isinstance(content, (list, tuple)):
-        content = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if not all(isinstance(text, str) for text in content):
-            raise TypeError(f"{at}.content must be a string or parts with a text each")
+        content = [_part(part, f"{at}.content[{j}]") for j, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or not calls):
         raise TypeError(f"{at}.content must be a string, not {type(content).__name__}")
     return p.ChatMessage(content=content, tool_calls=tool_calls_of(calls, f"{at}.tool_calls"), **fields)  # type: ignore[arg-type]
+
+
+def _part(part: Any, at: str) -> str:
+    match part:
+        case str(text) | {"type": "text", "text": str(text)}:
+            return text
+    raise TypeError(f'{at} must be a string or {{"type": "text", "text": "…"}}')
 
 
 def _params(params: SamplingParams) -> p.Params:

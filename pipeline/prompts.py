@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline import call_options
 from pipeline import protocol as p
-from pipeline.chats import ChatOptions, chat_options, tool_calls_of
+from pipeline.chats import ChatOptions, chat_options, reasoning_of, tool_calls_of, unknown_keys
 from pipeline.client import ServerInfo, packed
 from pipeline.errors import PromptError
 from pipeline.sampling_params import SamplingParams
@@ -138,7 +138,7 @@ def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p
 def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessage:
     if not isinstance(message, Mapping):
         raise PromptError(f'{where} must be a dict as {{"role": "user", "content": "…"}}, not {_shown(message)}')
-    if unknown := sorted(map(str, set(message) - set(p.ChatMessage.__struct_fields__))):
+    if unknown := unknown_keys(message):
         raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
@@ -151,11 +151,10 @@ def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessag
         content = [_part(part, f"{where}['content'][{place}]") for place, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or not calls):
         raise PromptError(f"{where}['content'] must be a text, not {_shown(content)}")
-    others = [message.get(name) for name in ("name", "tool_call_id", "reasoning")]
-    for key, other in zip(("name", "tool_call_id", "reasoning"), others, strict=True):
+    name, call_id, reasoning = message.get("name"), message.get("tool_call_id"), reasoning_of(message)
+    for key, other in (("name", name), ("tool_call_id", call_id), ("reasoning", reasoning)):
         if other is not None and not isinstance(other, str):
             raise PromptError(f"{where}['{key}'] must be a text, not {_shown(other)}")
-    name, call_id, reasoning = others
     texts = content if isinstance(content, list) else [content or ""]
     _check_text("\n".join([*texts, reasoning or ""]), f"{where}['content']", info)
     return p.ChatMessage(role, content, name, calls, call_id, reasoning)

@@ -8,8 +8,8 @@ from pipeline.formats.events import Content, Event
 from pipeline.formats.marks import Marks
 
 Read = Callable[[str, int, list[Event]], int]
-"""Reads on at a place of a text, and returns up to where; fewer characters than are left say that the parser's next
-state is for the others."""
+"""A state: reads on at a place of a text, and returns up to where; what is left is for the state that the parser is in
+then, which may be another."""
 
 
 class CallParser(ABC):
@@ -25,7 +25,7 @@ class CallParser(ABC):
         self._starts = starts
         self._hidden = hidden
         self._names = names
-        self._marks = Marks({*starts, *hidden})
+        self._marks = Marks.of(frozenset((*starts, *hidden)))
         self._read: Read = self._outside
         self._rest = ""
         """The end of what has come, where a state needs more to tell what it is."""

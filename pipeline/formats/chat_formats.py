@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config.settings import Chat
-from pipeline.formats.calls import NoCalls
+from pipeline.formats.calls import CallParser, NoCalls
 from pipeline.formats.events import Event
 from pipeline.formats.hermes import Hermes
 from pipeline.formats.llama3 import Llama3
@@ -39,7 +39,7 @@ class _Tokenizer(msgspec.Struct):
 class ReplyParser:
     """Reads one reply, in pieces."""
 
-    def __init__(self, specials: Specials | None, reasoning: ReasoningParser | None, calls: "NoCalls | Any") -> None:
+    def __init__(self, specials: Specials | None, reasoning: ReasoningParser | None, calls: CallParser) -> None:
         self._specials = specials
         self._reasoning = reasoning
         self._calls = calls
@@ -116,7 +116,9 @@ class ChatFormats(msgspec.Struct, frozen=True):
         marks = self._marks(tools)
         is_filtered = not shows_specials and self.needs_specials(choice)
         hidden = frozenset(filter(self._is_special, marks)) if is_filtered else frozenset()
-        specials = Specials(filter(self._is_special, self.added.keys() - set(marks))) if is_filtered else None
+        specials = (
+            Specials(frozenset(filter(self._is_special, self.added.keys() - set(marks)))) if is_filtered else None
+        )
         calls = NoCalls((), hidden) if tools is None else tools.parser(names, hidden)
         if self.reasoning is None:
             return ReplyParser(specials, None, calls)

@@ -1,18 +1,24 @@
 """Marks in text that comes in pieces."""
 
 import re
-from collections.abc import Iterable
+from functools import lru_cache
 
 
 class Marks:
-    """Finds the first of some marks, and what at the end of a text may be the beginning of one."""
+    """Finds the first of some marks, and what at the end of a text may be the beginning of one. Has no state."""
 
-    def __init__(self, marks: Iterable[str]) -> None:
-        self._marks = sorted(set(marks), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._marks))) if self._marks else None
-        self._firsts = frozenset(mark[0] for mark in self._marks)
-        self._longest = max(map(len, self._marks), default=0)
-        self._beginnings = frozenset(mark[:end] for mark in self._marks for end in range(1, len(mark)))
+    def __init__(self, marks: frozenset[str]) -> None:
+        longest_first = sorted(marks, key=lambda mark: (-len(mark), mark))
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if marks else None
+        self._firsts = frozenset(mark[0] for mark in marks)
+        self._longest = max(map(len, marks), default=0)
+        self._beginnings = frozenset(mark[:end] for mark in marks for end in range(1, len(mark)))
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(marks: frozenset[str]) -> "Marks":
+        """A vocabulary may have hundreds of special tokens, which are the same in each reply."""
+        return Marks(marks)
 
     def find(self, text: str, at: int = 0) -> "re.Match[str] | None":
         """The first mark in `text[at:]`; of two that begin there, the longer. It may be the beginning of a longer one

@@ -72,7 +72,7 @@ class ReasoningParser:
     def __init__(self, form: ReasoningFormat, stage: Stage) -> None:
         self._form = form
         self._stage = stage
-        self._end = Marks((form.end,))
+        self._end = Marks.of(frozenset((form.end,)))
         self._is_first = True
         """Nothing of the reply has been read that is not white space."""
         self._has_begun = False

@@ -1,15 +1,13 @@
 """Special tokens that text shows for the sake of a few of them, and nobody is to see."""
 
-from collections.abc import Iterable
-
 from pipeline.formats.marks import Marks
 
 
 class Specials:
     """Takes marks out of a text that comes in pieces."""
 
-    def __init__(self, marks: Iterable[str]) -> None:
-        self._marks = Marks(marks)
+    def __init__(self, marks: frozenset[str]) -> None:
+        self._marks = Marks.of(marks)
         self._rest = ""
 
     def push(self, text: str) -> str:

@@ -136,7 +136,7 @@ class Checker:
                 error=error or "it is too complex: checking it takes too much memory, or too deep a nesting",
                 is_final=not error or usage.ru_utime + usage.ru_stime > self._limit_s / 4,
             )
-        self._answer(answer)
+        self._answer(msgspec.structs.replace(answer, took_s=usage.ru_utime + usage.ru_stime))
 
     def _answer(self, answer: Checked) -> None:
         send(self._socket, msgspec.msgpack.encode(answer))

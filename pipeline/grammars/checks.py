@@ -19,3 +19,5 @@ class Checked(msgspec.Struct, array_like=True, frozen=True):
     error: str = ""
     is_final: bool = True
     """Whether the same source will always come to this: not where the machine was too busy to tell."""
+    took_s: float = 0.0
+    """Processor time."""

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from pipeline import exposition
 from pipeline import messages as m
 from pipeline.config.settings import Gateway as GatewaySettings
-from pipeline.stages.gateway import health, names, parse, responses, shapes, writing
+from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.depth import check_depth
 from pipeline.stages.gateway.description import Description
@@ -172,7 +172,7 @@ class Api:
         return await self._generate(request, parse.parse_detokenize, responses.detokenized)
 
     async def _generate(
-        self, request: web.Request, parser: Parser, body_of: Callable[[Call], bytes] = shapes.whole
+        self, request: web.Request, parser: Parser, body_of: Callable[[Call], bytes] | None = None
     ) -> web.StreamResponse:
         """One call from body to response. Whichever way it ends, what is still open is aborted: aiohttp cancels this
         task as soon as the client leaves."""

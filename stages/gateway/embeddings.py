@@ -136,7 +136,7 @@ def embedded(call: Call) -> bytes:
     ]
     num = call.num_prompt_tokens
     reply = EmbeddingsReply("list", data, call.ask.model, EmbeddingUsage(num, num))
-    return call.told("whole", _encoder.encode(reply))
+    return _encoder.encode(reply)
 
 
 def _vector(sequence: Sequence, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":

@@ -45,6 +45,12 @@ class IdTeller:
         """Of a completion with log probabilities."""
 
     @property
+    def num_untold(self) -> int:
+        """Ids, those that records name among them, that the next piece would tell."""
+        num_ids = self._sequence.num_ids - self._num_told
+        return 0 if self._details.num_top is None else num_ids * (1 + self._ask.text.num_top)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether nothing can be told yet: what is repeated of the prompt has its log probabilities."""
         return self._details.with_echo and not self._request.has_prompt_records

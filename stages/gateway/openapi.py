@@ -185,13 +185,11 @@ def _narrow(components: dict[str, Schema], model: str, caps: Caps) -> None:
     """What this server's settings say."""
     most = {"n": caps.max_n, "best_of": caps.max_best_of}
     for schema in components.values():
+        is_reply = "id" in schema.get("required", ()) or "root" in schema.get("required", ())
         for name, one in schema.get("properties", {}).items():
-            if (
-                name == "model"
-                and "required" in schema
-                and "model" in schema["required"]
-                and "id" not in schema["required"]
-            ):
-                one["examples"] = [model]
-            if name in most and "integer" in str(one):
-                one["maximum"] = most[name]
+            if name == "model" and not is_reply:
+                one.pop("type", None)
+                one["enum"] = [model] if name in schema.get("required", ()) else [model, None]
+            for part in (one, *one.get("anyOf", ())) if name in most else ():
+                if "integer" in part.get("type", ()):
+                    part["maximum"] = most[name]

@@ -72,4 +72,4 @@ class ReplayedClients:
             case "last":
                 events.last()
             case "whole":
-                shapes.whole(call)
+                shapes.told(call, shapes.body_of(call))

@@ -31,6 +31,9 @@ FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABO
 DONE = b"data: [DONE]\n\n"
 
 
+MAX_TOLD_AT_ONCE = 20_000
+"""Ids, of which log probabilities are told, after which `Events.due` leaves further choices to the next time: 50 ms."""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -54,7 +57,7 @@ def whole(call: Call) -> bytes:
     body = _encoder.encode(response)
     if call.trace.on:
         _trace_write(call, begin_s, body)
-    return call.told("whole", body)
+    return body
 
 
 def _chat_reply(call: Call) -> ChatReply:
@@ -145,6 +148,8 @@ class Events:
         else:
             self._chunk = TextReply(call.id, "text_completion", call.created, call.ask.model, [], usage)
         self._unfinished = dict(enumerate(call.sequences))
+        self.has_more = False
+        """`due` has left something, so that others are served in between."""
         each = [(request, sequence) for request in call.requests for sequence in request.sequences]
         self._requests = [request for request, _ in each]
         self._tellers = [IdTeller(call, request, sequence) for request, sequence in each]
@@ -182,10 +187,16 @@ class Events:
     def _due(self) -> Iterator[bytes]:
         is_chat = self._call.ask.is_chat
         finished = []
+        num_told = 0
+        self.has_more = False
         for i, sequence in self._unfinished.items():
             teller = self._tellers[i]
             if teller.is_waiting:
                 continue
+            if num_told > MAX_TOLD_AT_ONCE:
+                self.has_more = True
+                break
+            num_told += teller.num_untold
             is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
             if (reader := self._readers[i]) is not None:
                 if not reader.is_waiting:

@@ -30,13 +30,15 @@ class TextOffsets:
         self._num_chars = 0
         """That the tokens have, as far as their text has come."""
         self._text = ""
-        """That has come behind them."""
+        self._at = 0
+        """Where in it that begins which has come behind them."""
         self._waiting: deque[str] = deque()
         """Of tokens whose text has not come, as it is believed to be."""
 
     def feed(self, text: str) -> None:
         """Text has come."""
-        self._text += text
+        self._text = self._text[self._at :] + text
+        self._at = 0
         while self._waiting and self._settle(self._waiting[0]):
             self._waiting.popleft()
 
@@ -53,16 +55,16 @@ class TextOffsets:
 
     def _settle(self, text: str) -> bool:
         """Take a token's text from what has come, or find that it is none of it. False where that is not known yet."""
-        if self._text.startswith(text):
-            self._text = self._text[len(text) :]
+        if self._text.startswith(text, self._at):
+            self._at += len(text)
             self._num_chars += len(text)
             return True
-        if text.startswith(self._text):
+        if text.startswith(self._text[self._at : self._at + len(text)]) and len(self._text) - self._at < len(text):
             return False
-        if self._num_chars == 0 and self._text.startswith(text.removeprefix(" ")):
+        if self._num_chars == 0 and self._text.startswith(text.removeprefix(" "), self._at):
             return self._settle(text.removeprefix(" "))  # which such vocabularies leave out where a text begins
         if not _SPECIAL.fullmatch(text):  # as the client wrote it, which the tokenizer made something else of
-            num = min(len(text), len(self._text))
-            self._text = self._text[num:]
+            num = min(len(text), len(self._text) - self._at)
+            self._at += num
             self._num_chars += num
         return True

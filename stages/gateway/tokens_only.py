@@ -21,7 +21,7 @@ from pipeline.stages.gateway.parse import Ask, Limits, ask_of, decode, details_o
 from pipeline.stages.gateway.prompt_fields import check_num_ids, packed
 from pipeline.stages.gateway.reply_types import FinishReason, PromptLogprobs, Usage
 from pipeline.stages.gateway.requests import Call
-from pipeline.stages.gateway.responses import DONE, finish_reason, framed, usage_of, usage_so_far
+from pipeline.stages.gateway.responses import DONE, MAX_TOLD_AT_ONCE, finish_reason, framed, usage_of, usage_so_far
 from pipeline.stages.gateway.sampling_fields import Id, SamplingFields
 
 
@@ -168,7 +168,7 @@ def generated(call: Call) -> bytes:
     reply = GenerateReply(
         _name(call), choices, None if isinstance(of_prompt, UnsetType) else of_prompt, None, usage_of(call)
     )
-    return call.told("whole", _encoder.encode(reply))
+    return _encoder.encode(reply)
 
 
 def _name(call: Call) -> str:
@@ -184,6 +184,8 @@ class GenerateEvents:
         (self._request,) = call.requests
         self._unfinished = dict(enumerate(call.sequences))
         self._tellers = [IdTeller(call, self._request, sequence) for sequence in call.sequences]
+        self.has_more = False
+        """As there"""
 
     @property
     def are_over(self) -> bool:
@@ -196,7 +198,13 @@ class GenerateEvents:
         return self._call.told("due", b"".join(self._due()))
 
     def _due(self) -> Iterator[bytes]:
+        num_told = 0
+        self.has_more = False
         for i, sequence in list(self._unfinished.items()):
+            if num_told > MAX_TOLD_AT_ONCE:
+                self.has_more = True
+                break
+            num_told += self._tellers[i].num_untold
             sequence.take_text()  # which nobody reads
             is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
             told = self._tellers[i].take("")

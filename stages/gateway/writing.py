@@ -43,12 +43,19 @@ async def send(request: web.Request, response: web.Response, patience_s: float) 
 
 
 async def send_whole(
-    request: web.Request, call: Call, patience_s: float, body_of: Callable[[Call], bytes] = shapes.whole
+    request: web.Request, call: Call, patience_s: float, body_of: Callable[[Call], bytes] | None = None
 ) -> web.StreamResponse:
-    """Wait for the end of a call and send its response. Raises ApiError where it fails, ConnectionError as `send`."""
+    """Wait for the end of a call and send its response: what `body_of` makes of it, or what its shape is. Raises
+    ApiError where it fails, ConnectionError as `send`."""
     await call.until(lambda: call.is_finished)
-    response = web.Response(body=body_of(call), content_type="application/json", headers=_headers(call))
+    body = body_of(call) if body_of is not None else shapes.told(call, await _body_of(call))
+    response = web.Response(body=body, content_type="application/json", headers=_headers(call))
     return await send(request, response, patience_s)
+
+
+async def _body_of(call: Call) -> bytes:
+    """A finished call changes no more, but for what making its body takes from it."""
+    return await asyncio.to_thread(shapes.body_of, call) if shapes.is_large(call) else shapes.body_of(call)
 
 
 async def send_stream(request: web.Request, call: Call, patience_s: float) -> web.StreamResponse:
@@ -66,7 +73,10 @@ async def send_stream(request: web.Request, call: Call, patience_s: float) -> we
                 await response.write(data)
                 await request.writer.drain()
             try:
-                await call.change()
+                if events.has_more:
+                    await asyncio.sleep(0)
+                else:
+                    await call.change()
             except ApiError as error:
                 data = events.due() + responses.error_events(error)
                 break

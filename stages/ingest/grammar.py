@@ -22,6 +22,13 @@ MAX_KNOWN = 256
 
 MAX_KNOWN_BYTES = 16 * 1024**2
 
+DEAR_S = 0.05
+"""The executor takes about as long to prepare a grammar as checking it took, and a step may have to wait for it. Those
+that take longer than this go on one after the other."""
+
+SHARE = 0.1
+"""The most of all time that may go into that: then comes the next dear one."""
+
 PATIENCE_S = 30.0
 """Longest that a check may take altogether: its process starts, others are before it."""
 
@@ -58,6 +65,8 @@ class Grammars:
         """Held by whoever starts the process: those who come meanwhile use it too."""
         self._answers: dict[int, asyncio.Future[Checked]] = {}
         self._number = 0
+        self._calm_s = 0.0
+        """When the next dear grammar may go on, by time.monotonic()."""
 
     def known(self, grammar: Grammar) -> str | None:
         """In llguidance's own form, if it has been checked lately. Raises Refusal where it can't be used."""
@@ -82,6 +91,8 @@ class Grammars:
             raise _busy(grammar) from None
         except ConnectionError:
             raise _busy(grammar) from None
+        if checked.grammar and checked.took_s > DEAR_S:
+            await self._take_turn(grammar, checked.took_s)
         if not checked.is_final:
             raise _busy(grammar)
         self._remember(_key(grammar), Verdict(checked.grammar, checked.error))
@@ -106,6 +117,15 @@ class Grammars:
             return await future
         finally:
             self._answers.pop(number, None)
+
+    async def _take_turn(self, grammar: Grammar, took_s: float) -> None:
+        """Wait until the steps have had their time since the last dear one. Raises Refusal where that is too long."""
+        wait_s = self._calm_s - time.monotonic()
+        if wait_s > PATIENCE_S:
+            raise _busy(grammar)
+        self._calm_s = max(self._calm_s, time.monotonic()) + took_s / SHARE
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
 
     async def _start(self) -> None:
         self._stop("ended")

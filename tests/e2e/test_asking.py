@@ -51,6 +51,35 @@ def test_log_probabilities_are_those_of_http_and_go_on_where_a_stream_was_cut(se
         )
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.7, "bad_words": [" the"]},
+        {"min_tokens": 8, "stop": ["e", "a"], "logit_bias": {28: 3.0}},
+        {"structured_outputs": StructuredOutputsParams(regex="([a-z]{2,7}, )+[a-z]+\\.")},
+    ],
+    ids=["penalties", "min_tokens", "grammar"],
+)
+def test_a_stream_that_was_cut_goes_on_as_it_would_have(server: Server, asked: dict[str, Any]) -> None:
+    """What depends on the ids before depends on those that the client brings, too."""
+    params: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 14, "n": 2, "logprobs": 1} | asked
+    with Client(server.zmq) as client:
+        whole = list(client.generate("Birds, trees,", SamplingParams(**params)))
+        ids: list[list[int]] = [[one for o in whole if o.index == i for one in o.token_ids] for i in range(2)]
+        told = [[one for o in whole if o.index == i for one in o.logprobs or []] for i in range(2)]
+        ends = [next(o.finish_reason for o in whole if o.index == i and o.finish_reason) for i in range(2)]
+        for cut in (1, 4, 9):
+            # Of a sequence that is over by then the client has all, its end but not known to it.
+            resumed = list(
+                client.generate("Birds, trees,", SamplingParams(**params), received=[one[:cut] for one in ids])
+            )
+            for i in range(2):
+                mine = [o for o in resumed if o.index == i]
+                assert [one for o in mine for one in o.token_ids] == ids[i][cut:]
+                assert [one for o in mine for one in o.logprobs or []] == told[i][cut:]
+                assert mine[-1].finish_reason == ends[i]
+
+
 # --------------------------------------------------------------------------------------------- against the tiny model
 
 

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from openai import OpenAI
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -158,6 +159,24 @@ def test_embeddings_are_those_of_the_model(url: str, reference: Any, tokenizer: 
         short = np.frombuffer(base64.b64decode(cut["data"][i]["embedding"]), "<f4")
         assert np.allclose(short, vector[:7] / np.linalg.norm(vector[:7]), **CLOSE)
     assert whole["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text).ids) for text in texts)
+
+
+def test_openais_own_client_reads_them(url: str) -> None:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        vectors = [one.embedding for one in client.embeddings.create(model="tiny", input=["a", "b"], dimensions=9).data]
+        assert np.allclose(np.linalg.norm(vectors, axis=1), 1, **CLOSE) and len(vectors[0]) == 9
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        fields: Any = {"model": "tiny", "logprobs": True, "top_logprobs": 2, "max_tokens": 3, "seed": 1}
+        choice = client.chat.completions.create(messages=messages, **fields).choices[0]
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        parts = [
+            part
+            for chunk in client.chat.completions.create(messages=messages, stream=True, **fields)
+            if chunk.choices[0].logprobs is not None
+            for part in chunk.choices[0].logprobs.content or []
+        ]
+        assert [one.token for one in parts] == [one.token for one in choice.logprobs.content]
+        assert all(len(one.top_logprobs) == 2 for one in parts)
 
 
 def test_what_is_rendered_generates_what_the_chat_does(url: str) -> None:

@@ -132,6 +132,13 @@ def test_a_conversation_with_tools_goes_as_it_is() -> None:
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Look."},
         {"role": "tool", "content": "31 °C", "tool_call_id": "c1"},
+        {
+            "role": "assistant",
+            "content": "No.",
+            "reasoning_content": "31 is warm.",
+            "refusal": None,
+            "tool_calls": None,
+        },
     ]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     options = chat_options_of(False, True, tools, {"enable_thinking": False})
@@ -139,6 +146,7 @@ def test_a_conversation_with_tools_goes_as_it_is() -> None:
         [
             p.ChatMessage("assistant", None, None, [p.ToolCall("c1", "weather", '{"city": "Athén"}')], None, "Look."),
             p.ChatMessage("tool", "31 °C", None, [], "c1"),
+            p.ChatMessage("assistant", "No.", None, [], None, "31 is warm."),
         ],
         False,
         True,
@@ -177,7 +185,7 @@ def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -
         ([{"content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant, tool, not None"),
         ([{"role": "user"}], "messages[0]['content'] must be a text, not None"),
         (
-            [{"role": "user", "content": "x", "audio": {}, "refusal": ""}],
+            [{"role": "user", "content": "x", "audio": {}, "refusal": "", "function_call": None}],
             "messages[0] has keys that are not supported: audio, refusal",
         ),
         ([{"role": "assistant", "content": "x", "tool_calls": "c1"}], "messages[0]['tool_calls'] must be a list of "),

@@ -53,6 +53,8 @@ class Load(msgspec.Struct, frozen=True):
     output: Span
     seconds: float
     seed: str
+    options: dict[str, Any] = {}
+    """Further fields of each body."""
 
     @property
     def mean_tokens(self) -> float:
@@ -103,6 +105,6 @@ async def closed_loop_level(url: str, load: Load, begun: Callable[[], None] = la
 
         async def generate(name: str, part: float) -> Record:
             ask = ask_of(load, name, calibration, part)
-            return await client.generate(ask.prompt, ask.options())
+            return await client.generate(ask.prompt, ask.options() | load.options)
 
         return await ClosedLoop(Plan(load.num_streams, load.seconds), generate, lambda loop: None).run()

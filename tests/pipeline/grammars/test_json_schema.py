@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import utils as conjecture
@@ -15,6 +16,7 @@ from jsonschema import Draft202012Validator
 
 from pipeline.grammars.engine import Engine
 from tests.pipeline.grammars.walks import accepts, check, matcher_of, walk
+from tools.figures import structured as figures
 
 SUITE = json.loads((Path(__file__).parents[2] / "data" / "json_schema_suite.json").read_text())["files"]
 
@@ -285,3 +287,10 @@ def test_random_schemas(tiny_engine: Engine, data: st.DataObject) -> None:
     text = json.dumps(instance, ensure_ascii=False)
     if widest(instance) <= 4 and not (has_whole_float(instance) or re.search(r"\de[-+]|\\u|\x7f", text)):
         assert is_written(tiny_engine, matcher, instance), (source, text)
+
+
+@pytest.mark.parametrize("name", figures.SCHEMAS)
+def test_what_the_figures_ask_for_goes_on_for_longer_than_their_outputs(tiny_engine: Engine, name: str) -> None:
+    schema = {"type": "array", "items": figures.SCHEMAS[name], "minItems": 1000}
+    matcher = matcher_of(tiny_engine, "json_schema", json.dumps(schema))
+    assert walk(tiny_engine, matcher, seed=1, max_ids=4 * figures.TOKENS.most) is None

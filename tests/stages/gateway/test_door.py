@@ -146,6 +146,24 @@ async def test_a_chat_with_tools_reaches_the_stages(gate: Gate, client: AsyncCli
     await all_of(stream)
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "x"}, "messages[0].role must be a string, not NoneType"),
+        ({"role": "user"}, "messages[0].content must be a string, not NoneType"),
+        ({"role": "user", "content": 5}, "messages[0].content must be a string, not int"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0] must be a string or {"),
+        ({"role": "user", "content": "x", "audio": {}}, "messages[0] has keys that are not supported: audio"),
+        ({"role": "tool", "content": "x", "tool_call_id": 1}, "messages[0].tool_call_id must be a string, not int"),
+        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "messages[0].tool_calls[0] must be a dict as {"),
+    ],
+)
+async def test_what_is_no_message_is_said_before_it_is_sent(client: AsyncClient, message: Any, words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        client.generate([message])
+    assert str(caught.value).startswith(words)
+
+
 async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, client: AsyncClient) -> None:
     fields: dict[str, Any] = {
         "n": 2,

@@ -275,3 +275,36 @@ class TestStreams:
             raise AssertionError(name)
 
         json.loads(response.result().text, parse_constant=fail)
+
+
+class TestMuchAtOnce:
+    """Making it takes a while, in which others are served: whole in a thread, streamed by and by."""
+
+    NUM_IDS = 400
+
+    def give(self, gate: Gate, submit: m.Submit) -> None:
+        top = [(place, -1.0 - place) for place in range(20)]
+        told = records(*[-0.5] * self.NUM_IDS, top=top)
+        pieces = with_tops([b"a"] * self.NUM_IDS, *[b"b"] * 20)
+        for index in range(submit.n):
+            text = "a" * self.NUM_IDS
+            gate.delta(submit, text, self.NUM_IDS, index=index, records=told, pieces=pieces, finish=m.Finish.LENGTH)
+
+    def test_whole(self, gate: Gate) -> None:
+        response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 20, "n": 4})
+        self.give(gate, gate.begin())
+        for choice in response.result().json()["choices"]:
+            assert [len(one["top_logprobs"]) for one in choice["logprobs"]["content"]] == [20] * self.NUM_IDS
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/inference/v1/generate"])
+    def test_streamed(self, gate: Gate, path: str) -> None:
+        params = {"n": 8, "logprobs": 20}
+        chat = CHAT | {"logprobs": True, "top_logprobs": 20, "n": 8}
+        body = chat if "chat" in path else {"token_ids": [1], "sampling_params": params}
+        response = gate.post(body | {"stream": True}, path)
+        self.give(gate, gate.begin())
+        told = dict.fromkeys(range(8), 0)
+        for event in events_of(response.result().text):
+            (choice,) = event["choices"]
+            told[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
+        assert told == dict.fromkeys(range(8), self.NUM_IDS)

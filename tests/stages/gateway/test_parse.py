@@ -18,8 +18,10 @@ from pipeline import messages as m
 from pipeline import protocol as p
 from pipeline.config.settings import Gateway
 from pipeline.stages.gateway.bodies import NEUTRAL, Body, ChatBody, CompletionBody
+from pipeline.stages.gateway.embeddings import EmbeddingsBody, parse_embeddings
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS, ApiError
 from pipeline.stages.gateway.parse import Ask, Limits, parse_chat, parse_completion, parse_generate, parse_tokenize
+from pipeline.stages.gateway.tokens_only import GenerateBody, SamplingParams, parse_tokens_only
 from tests.stages.gateway.gate import CHAT, COMPLETION
 
 LIMITS = Limits(model="tiny", max_sequences=64)
@@ -363,16 +365,15 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(
     scalars, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4), max_leaves=8
 )
+BODIES: tuple[Any, ...] = (ChatBody, CompletionBody, EmbeddingsBody, GenerateBody, SamplingParams)
 names = st.sampled_from(
-    sorted(
-        {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *NEUTRAL, "role", "content", "type", "text"}
-    )
+    sorted({*(name for body in BODIES for name in body.__struct_fields__), *NEUTRAL, "role", "content", "type", "text"})
 )
 bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lists(st.dictionaries(names, values)))
 
 
 def is_answered(body: bytes) -> None:
-    for parse in (parse_chat, parse_completion):
+    for parse in (parse_chat, parse_completion, parse_embeddings, parse_tokens_only):
         try:
             assert isinstance(parse(body, LIMITS), Ask)
         except ApiError as error:
@@ -393,7 +394,7 @@ class TestAnyBytes:
 
     @given(bodies)
     def test_of_fields_with_any_value_are_answered(self, fields: dict[str, Any]) -> None:
-        for base in (CHAT, COMPLETION):
+        for base in (CHAT, COMPLETION, {"token_ids": [1], "sampling_params": fields}, {"model": "tiny", "input": "x"}):
             is_answered(json.dumps(base | fields).encode())
 
     @given(st.binary(min_size=1, max_size=4), st.integers(min_value=0))

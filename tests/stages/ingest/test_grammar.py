@@ -14,6 +14,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.config.settings import Limits, Settings
+from pipeline.stages.ingest import grammar as grammar_module
 from pipeline.stages.ingest.grammar import Grammars
 from pipeline.stages.ingest.prompt import Refusal
 from tests.rig import Rig
@@ -155,6 +156,20 @@ async def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     await refused(grammars, "regex", "(")
     with pytest.raises(Refusal):
         grammars.known(bad)
+
+
+async def test_dear_ones_go_on_one_after_the_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may hold up a step for as long as it took to check."""
+    monkeypatch.setattr(grammar_module, "DEAR_S", 0.0)
+    monkeypatch.setattr(grammar_module, "SHARE", 0.005)
+    await grammars.check(m.Grammar("regex", "a"))
+    calm_s = grammars._calm_s
+    assert calm_s > time.monotonic()
+    await grammars.check(m.Grammar("regex", "b"))
+    assert time.monotonic() >= calm_s
+    grammars._calm_s = time.monotonic() + 100
+    assert (await refused(grammars, "regex", "c")).status == 503
+    assert await grammars.check(m.Grammar("regex", "a"))  # what is known costs nothing
 
 
 async def test_a_checker_that_dies_is_replaced(grammars: Grammars) -> None:

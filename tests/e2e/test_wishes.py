@@ -1,0 +1,106 @@
+"""What the whole server tells and does for a request's wishes is what transformers finds with the same weights."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.server import Server
+from tests.stages.prepare.checkpoints import save_folder, tiny_llama
+
+PROMPT = [17, 230, 5, 44, 44, 301, 120, 9]
+EXACT = 1e-4
+
+
+class Tiny:
+    """The server and the model."""
+
+    def __init__(self, server: Server, model: Any) -> None:
+        self._url = server.url
+        self.model = model
+        self.name = self._ask("/v1/models")["data"][0]["id"]
+
+    def ask(self, path: str, **fields: Any) -> Any:
+        return self._ask(path, json.dumps({"model": self.name, **fields}).encode())
+
+    def _ask(self, path: str, body: bytes | None = None) -> Any:
+        headers = {"content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self._url + path, body, headers), timeout=60) as response:
+            return json.load(response)
+
+    def complete(self, **fields: Any) -> Any:
+        """A greedy completion of PROMPT, of six ids."""
+        plain = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self.ask("/v1/completions", **{**plain, **fields})["choices"][0]
+
+    def logprobs(self, ids: list[int]) -> np.ndarray:
+        """[len(ids), V]: at each position, those of the id behind it."""
+        with torch.inference_mode():
+            return torch.log_softmax(self.model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
+    model = tiny_llama(initializer_range=0.15)
+    folder = save_folder(tmp_path_factory.mktemp("models") / "tiny", model)
+    sets = ["dtype=float32", "kernels=torch", "kv_cache_bytes=16MiB", "threads=1"]
+    cache: Path = folder.parent / "cache"
+    with Server(f"model={folder}", f"cache_dir={cache}", *(f"execute.{one}" for one in sets)) as server:
+        yield Tiny(server, model)
+
+
+def test_prompts_and_outputs_are_scored(tiny: Tiny) -> None:
+    choice = tiny.complete(logprobs=3, prompt_logprobs=2)
+    ids = choice["token_ids"]
+    logprobs = tiny.logprobs(PROMPT + ids)
+    assert ids == logprobs[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    found = choice["logprobs"]["token_logprobs"]
+    expected = [logprobs[len(PROMPT) - 1 + place, token] for place, token in enumerate(ids)]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=EXACT)
+    for place, top in enumerate(choice["logprobs"]["top_logprobs"]):
+        likeliest = np.sort(logprobs[len(PROMPT) - 1 + place])[::-1][:3]
+        # By their texts, which are the same for bytes that are no whole characters.
+        assert 0 < len(top) <= 4 and all(min(abs(one - likeliest)) < EXACT for one in top.values())
+    first, *told = choice["prompt_logprobs"]
+    assert first is None and len(told) == len(PROMPT) - 1
+    for place, entry in enumerate(told):
+        assert str(PROMPT[place + 1]) in entry and set(map(int, entry)) >= set(logprobs[place].argsort()[-2:].tolist())
+        assert {one["rank"] for one in entry.values()} >= {1, 2}
+        for token, one in entry.items():
+            assert abs(one["logprob"] - logprobs[place, int(token)]) < EXACT
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_are_of_the_models_own_states(tiny: Tiny, pooling: str) -> None:
+    texts = [PROMPT, PROMPT[:1], PROMPT * 6]
+    told = tiny.ask("/v1/embeddings", input=texts, pooling=pooling)["data"]
+    for entry, ids in zip(told, texts, strict=True):
+        with torch.inference_mode():
+            states = tiny.model.model(torch.tensor([ids])).last_hidden_state[0].double().numpy()
+        vector = states.mean(0) if pooling == "mean" else states[-1]
+        np.testing.assert_allclose(entry["embedding"], vector / np.linalg.norm(vector), rtol=0, atol=EXACT)
+
+
+def test_wishes_are_granted(tiny: Tiny) -> None:
+    plain = tiny.complete()["token_ids"]
+    assert tiny.complete(logit_bias={"77": 100})["token_ids"] == [77] * 6
+    assert tiny.complete(logit_bias={str(plain[0]): -100})["token_ids"][0] != plain[0]
+    assert set(tiny.complete(allowed_token_ids=[40, 50])["token_ids"]) <= {40, 50}
+    ended = tiny.complete(logit_bias={"77": 100}, stop_token_ids=[77], min_tokens=3)
+    assert 77 not in ended["token_ids"][:3] and len(ended["token_ids"]) in (3, 4) and ended["finish_reason"] == "stop"
+    penalized = tiny.complete(repetition_penalty=10.0, max_tokens=12)["token_ids"]
+    assert len(set(penalized)) == 12, "hardly anything is said twice"
+
+
+def test_where_nothing_may_follow_the_request_fails_and_others_go_on(tiny: Tiny) -> None:
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        tiny.complete(allowed_token_ids=[77], stop_token_ids=[77], min_tokens=2)
+    with failed.value as response:
+        assert response.code >= 400 and "no token can follow" in json.load(response)["error"]["message"]
+    assert len(tiny.complete()["token_ids"]) == 6

@@ -1,0 +1,164 @@
+"""The description of the API: valid, of every route, true of the types, and a page that needs nothing else."""
+
+import json
+import re
+import warnings
+from html.parser import HTMLParser
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta, Raw
+
+from pipeline.config.settings import Limits as Caps
+from pipeline.stages.gateway import docs_page, openapi
+from pipeline.stages.gateway.routes import ROUTES
+from pipeline.stages.gateway.schemas import Schemas
+from tests.stages.gateway.gate import Gate
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import jsonschema
+    import openapi_spec_validator
+
+API = openapi.document("tiny", Caps(max_n=7), has_keys=True)
+
+
+def test_it_is_valid_openapi_3_1() -> None:
+    openapi_spec_validator.validate(API)
+    openapi_spec_validator.validate(openapi.document("tiny", Caps(), has_keys=False, has_admin_routes=False))
+    for schema in API["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_every_route_is_told_with_its_body_reply_and_errors() -> None:
+    for route in ROUTES:
+        told = API["paths"][route.path][route.method.lower()]
+        assert ("requestBody" in told) == (route.body is not None)
+        assert {"400", "500", "503"} <= set(told["responses"])
+        assert ("401" in told["responses"]) == (not route.is_admin)
+        assert ("text/event-stream" in told["responses"]["200"]["content"]) == (route.event is not None)
+    assert API["security"] == [{"apiKey": []}]
+    assert API["paths"]["/health"]["get"]["security"] == []
+    assert "/health" not in openapi.document("tiny", Caps(), has_keys=True, has_admin_routes=False)["paths"]
+    assert "security" not in openapi.document("tiny", Caps(), has_keys=False)
+
+
+def test_it_has_this_servers_model_and_limits() -> None:
+    chat = API["components"]["schemas"]["ChatBody"]["properties"]
+    assert chat["model"]["enum"] == ["tiny"]
+    assert '"maximum": 7' in json.dumps(chat["n"])
+
+
+def full(schema: dict[str, Any]) -> dict[str, Any]:
+    return schema | {"components": API["components"]}
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.body is not None], ids=lambda route: route.path)
+def test_an_example_is_an_example(route: Any) -> None:
+    content = API["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
+    jsonschema.validate(content["example"], full(content["schema"]))
+    msgspec.convert(content["example"], route.body)
+    for name in content["example"]:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(content["example"] | {name: {"a": "wrong type"}}, full(content["schema"]))
+
+
+class Part(msgspec.Struct):
+    """A part."""
+
+    text: str
+    parts: list["Part"] = []
+
+
+class Whole(msgspec.Struct):
+    """The first paragraph
+    of it.
+
+    Not this."""
+
+    number: Annotated[int, Meta(ge=1, lt=9, description="From Meta.")] | None
+    part: Part
+    """From below."""
+    raw: Raw = Raw()
+    choice: Literal["a", "b"] = "a"
+    both: str | list[float] = ""
+    names: dict[str, int] = {}
+
+
+def test_what_a_schema_says_of_a_type() -> None:
+    schemas = Schemas()
+    assert schemas.of(Whole) == {"$ref": "#/components/schemas/Whole"}
+    whole = schemas.components["Whole"]
+    assert whole["description"] == "The first paragraph of it."
+    assert whole["required"] == ["number", "part"]
+    fields = whole["properties"]
+    assert fields["number"]["anyOf"][0] == {
+        "type": "integer",
+        "minimum": 1,
+        "exclusiveMaximum": 9,
+        "description": "From Meta.",
+    }
+    assert fields["part"] == {"$ref": "#/components/schemas/Part", "description": "From below."}
+    assert fields["raw"] == {}
+    assert fields["choice"] == {"enum": ["a", "b"]}
+    assert fields["both"]["type"] == ["string", "array"]
+    assert fields["names"] == {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert schemas.components["Part"]["properties"]["parts"]["items"] == {"$ref": "#/components/schemas/Part"}
+
+
+class Seen(HTMLParser):
+    """Tags, ids and links of a page; open tags must be closed in order."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+        assert not [name for name, _ in attrs if name.startswith("on") or name == "style"]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+
+def test_the_page_is_whole_and_stands_alone() -> None:
+    html = docs_page.page(API, "http://127.0.0.1:8000")
+    seen = Seen(html)
+    assert not {"script", "link", "img", "iframe", "form"} & set(seen.tags)
+    assert len(set(seen.ids)) == len(seen.ids)
+    assert {link for link in seen.links if link.startswith("#")} <= {f"#{one}" for one in seen.ids}
+    assert [link for link in seen.links if not link.startswith("#")] == ["openapi.json"]
+    for route in ROUTES:
+        assert route.path in html
+    assert html.count("<pre>curl ") == len(ROUTES)
+    assert html.count("$PIPELINE_API_KEY") == len([route for route in ROUTES if not route.is_admin])
+
+
+def test_nothing_in_a_description_is_taken_for_html() -> None:
+    html = docs_page.page(openapi.document("<script>alert(1)</script>", Caps(), has_keys=False), "http://x")
+    assert "<script" not in html and "&lt;script" in html
+
+
+def test_a_server_gives_both_and_makes_them_once(gate: Gate) -> None:
+    described = gate.client.get("/openapi.json")
+    assert described.headers["Content-Type"].startswith("application/json")
+    assert described.json()["components"]["schemas"]["ChatBody"]["properties"]["model"]["enum"] == ["tiny"]
+    shown = gate.client.get("/docs")
+    assert shown.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = shown.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    style = re.findall(r"<style>(.*?)</style>", shown.text, re.DOTALL)
+    assert style == [docs_page.STYLE]
+    assert gate.client.get("/openapi.json").content == described.content

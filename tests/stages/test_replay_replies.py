@@ -1,0 +1,31 @@
+"""A gateway that is replayed tells calls and reasoning as it did, ids of calls among them."""
+
+from pathlib import Path
+
+from pipeline import messages as m
+from pipeline.config.settings import Chat
+from pipeline.recording import format as f
+from tests.stages.gateway.gate import CHAT, Gate
+from tests.stages.replays import entries, replays_alike
+
+BODY = CHAT | {"tools": [{"type": "function", "function": {"name": "now"}}]}
+TEXT = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def test_the_gateway_tells_calls_and_reasoning_as_it_did(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    chat = Chat(tool_format="hermes", reasoning_format="qwen3")
+    with Gate(tmp_path, record=recording, chat=chat) as gate:
+        for is_stream in (False, True):
+            future = gate.post(BODY | {"stream": is_stream})
+            submit = gate.submit()
+            for begin in range(0, len(TEXT), 9):
+                gate.delta(submit, TEXT[begin : begin + 9])
+            gate.accept(submit, tail="assistant\n")
+            gate.finish(submit, finish=m.Finish.STOP)
+            assert "tool_calls" in future.result().text
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    replays_alike("gateway", recording)
+    told = [one.body for one in entries(recording) if isinstance(one, f.Sent) and one.peer.startswith("client ")]
+    assert sum(one.count(b'"id":"call_') for one in told) == 2
+    assert any(b"reasoning_content" in one for one in told)

@@ -1,0 +1,88 @@
+"""`structured`: what structured output costs where every request asks for it: with against without.
+
+One server; the arms take turns at it. Both have prompts of about 128 tokens and outputs of just as many, greedy: what
+is asked for is an array that goes on for longer, so that outputs are cut at the same length. A second schema has a
+pattern and numbers with bounds, whose masks take longer. Output tokens/s at each of --streams.
+
+Bound: at every number of streams, the median of structured / unstructured is at least 0.85.
+"""
+
+import argparse
+import asyncio
+from collections import Counter
+from typing import Any
+
+from pipeline import option_types as types
+from tools.figures import report
+from tools.figures.loads import Load, Span, closed_loop
+from tools.figures.pairs import Reading, compare
+from tools.figures.report import Report, Verdict
+from tools.figures.served import Served
+
+ARMS = ("unstructured", "structured")
+TOKENS = Span(128, 128)
+LEAST_RATIO = 0.85
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+ORDER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4,8}$"},
+        "total": {"type": "number", "minimum": 0, "maximum": 9999},
+        "state": {"enum": ["open", "paid", "sent", "returned"]},
+        "note": {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 40}]},
+    },
+    "required": ["id", "total", "state", "note"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"plain": PERSON, "bounded": ORDER}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    report.add_common(parser, rounds=6, seconds=15.0)
+    parser.add_argument(
+        "--streams", type=types.positive, nargs="+", default=[8, 32], metavar="N", help="by default %(default)s"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    found = Report("structured", args)
+    with Served(*args.set) as server:
+        for num_streams in args.streams:
+            for name, item in SCHEMAS.items():
+                title = f"{num_streams} streams, {name} schema"
+                compared = compare(ARMS, args.rounds, _measure(found, server.url, args, num_streams, item), found.tell)
+                found.comparison(title, compared)
+                ratio = compared.ratio("output tok/s")
+                value = ratio.median if ratio else 0.0
+                found.verdicts.append(Verdict(f"{title}: structured / unstructured", value, ">=", LEAST_RATIO))
+    return found.finish()
+
+
+def _measure(found: Report, url: str, args: argparse.Namespace, num_streams: int, item: dict[str, Any]) -> Any:
+    schema = {"type": "array", "items": item, "minItems": 1000}
+    structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}}
+
+    def measure(arm: int, number: int) -> Reading:
+        options = structured if arm == 1 else {}
+        load = Load(num_streams, TOKENS, TOKENS, args.seconds, f"{args.seed}/{num_streams}/{number}/{arm}", options)
+        summary = asyncio.run(closed_loop(url, load))
+        found.errors += Counter(summary.errors)
+        return {
+            "output tok/s": summary.output_tokens_per_s,
+            "requests/s": summary.requests_per_s,
+            "TTFT p50 ms": summary.ttft_ms.p50,
+            "ITL p50 ms": summary.itl_ms.p50,
+            "ITL p99 ms": summary.itl_ms.p99,
+        }
+
+    return measure

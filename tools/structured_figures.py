@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""What structured output costs, against a server that this starts itself; `--help` says what is measured, and how.
+
+Run from anywhere with the project's Python; paths in --set are relative to its root.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.bench.client import ServerError  # noqa: E402
+from pipeline.config.load import ConfigError  # noqa: E402
+from pipeline.errors import UserError  # noqa: E402
+from tools.figures import structured  # noqa: E402
+from tools.figures.report import with_seed  # noqa: E402
+from tools.figures.served import ending_in_order  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=structured.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    structured.add(parser)
+    args = with_seed(parser.parse_args(arguments))
+    try:
+        with ending_in_order():
+            return structured.run(args)
+    except (UserError, ServerError, ConfigError) as error:
+        print(f"structured_figures: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
