@@ -19,7 +19,7 @@ class Ticket(BaseModel):
 
     kind: Literal["bug", "wish"]
     is_urgent: bool
-    places: list[Place] = Field(min_length=1, max_length=2)
+    places: list[Place] = Field(min_length=1, max_length=1)
 
 
 class Anything(BaseModel, extra="allow"):
