@@ -60,6 +60,22 @@ def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
             lambda: filled(chat + b'"chat_template_kwargs":{"x":[', b"[[]]", b'],"enable_thinking":1},"n":0}')
         ),
         "a million choices": completion(lambda: filled(text + b'"guided_choice":[', b'"a"', b"]}")),
+        "patterns that are all to match": completion(
+            lambda: (
+                text + b'"guided_grammar":"start: T\\nT: ' + b" & ".join(b"/(.*%d){9}/" % i for i in range(12)) + b'"}'
+            )
+        ),
+        "a number that few divide": completion(
+            lambda: text + b'"guided_json":{"type":"integer","multipleOf":99999989,"minimum":1e15}}'
+        ),
+        "a chain of 4,000 rules": completion(
+            lambda: (
+                text
+                + b'"guided_grammar":"start: r0\\n'
+                + b"\\n".join(b"r%d: r%d" % (i, i + 1) for i in range(4000))
+                + b'\\nr4000: \\"a\\""}'
+            )
+        ),
         "half a surrogate pair, a million times": completion(lambda: filled(text + b'"stop":[', b'"\\ud800"', b"]}")),
         "zeros": completion(lambda: b"\0" * MAX_BYTES),
         "spaces": completion(lambda: b" " * MAX_BYTES),
