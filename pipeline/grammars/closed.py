@@ -13,7 +13,23 @@ import msgspec
 from msgspec import Raw
 
 TANGLED = frozenset(
-    ["allOf", "oneOf", "not", "if", "then", "else", "patternProperties", "propertyNames", "minProperties", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"]
+    [
+        "allOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "dependentSchemas",
+        "dependentRequired",
+        "dependencies",
+        "unevaluatedProperties",
+        "$dynamicRef",
+        "$recursiveRef",
+    ]
 )
 """Keywords beside which an object can't be judged by itself: what closes it may contradict another schema for the same
 object, or make a choice between schemas come out otherwise."""
