@@ -84,7 +84,7 @@ def test_text_that_spells_a_special_token_is_written_as_text(torch_end: Structur
         seq = Seq(sampling(grammar))
         torch_end.run(seq)
         assert (seq.finish, seq.text) == (Finish.STOP, whole), seq
-            assert not {EOS - 1, EOS} & set(seq.output[:-1])
+        assert not {EOS - 1, EOS} & set(seq.output[:-1])
 
 
 def test_rows_without_a_grammar_are_left_alone(back_end: Structured) -> None:
