@@ -22,6 +22,7 @@ import msgspec
 
 from pipeline.grammars.checks import Check, Checked
 from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
+from pipeline.grammars.entry import end_with
 from pipeline.grammars.source import Unusable, to_llguidance
 from pipeline.grammars.worker import Gone, receive, send
 
@@ -88,10 +89,13 @@ class Checker:
             self._answer(Checked(check.number, error=self._why_not))
             return
         reads, writes = os.pipe()
+        own_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
+                end_with(own_pid)
+                self._socket.close()  # or ingest could not see that we are gone
                 os.close(reads)
                 bound_memory(MAX_BYTES)
                 with os.fdopen(writes, "wb") as out:

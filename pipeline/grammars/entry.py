@@ -6,10 +6,21 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def end_with(parent_pid: int) -> None:
+    """Have this process killed when its parent is no more. A fork does not inherit that."""
+    import ctypes
+    import os
+    import signal
+
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
 def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
     """Run `program.main(socket, *args)`. Ends when the other end of the socket is closed."""
-    import ctypes
     import importlib
+    import os
     import signal
     import socket
 
@@ -18,7 +29,7 @@ def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
     # Our maker alone decides when we end: it closes its socket, or is no more.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(os.getppid())
     setproctitle.setproctitle(title)
 
     from pipeline.grammars.worker import Gone

@@ -93,6 +93,7 @@ class MaskWorker:
         num_words = -(-engine.tokenizer.vocab_size // 32)
         self._wide = num_words if engine.tokenizer.vocab_size != engine.vocab_size else 0
         self._last_bits = np.uint32(2 ** ((engine.vocab_size - 1) % 32 + 1) - 1)
+        self._texts = texts(engine)
 
     def loop(self) -> None:
         """Ends with Gone, when the executor has."""
@@ -152,10 +153,23 @@ class MaskWorker:
             row.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if row.matcher.is_error():
             raise Failed(_why(row.matcher, "the grammar's next ids could not be computed"))
+        if not (words & self._texts).any():
+            self._spell(row.matcher, words)
         if row.ignores_eos or len(row.stop_ids):
             self._end_by(row, words)
         if not words.any():
             raise Failed("no id can follow that the grammar allows")
+
+    def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
+        """Only ids that are no text are allowed. Where one text alone can follow, the library allows what its tokenizer
+        makes of it, and that takes a text like <|im_end|> for the token of this name, with which the grammar could not
+        go on: then the text's own first part it is."""
+        if any(matcher.validate_tokens([token]) for token in ids_in(words)):
+            return
+        if parts := self._engine.tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore")):
+            words[:] = 0
+            if parts[0] < self._engine.vocab_size:
+                words[parts[0] // 32] = np.uint32(1) << np.uint32(parts[0] % 32)
 
     def _row(self, begin: Begin) -> Row:
         stop_ids = np.setdiff1d(np.array(begin.stop_ids, np.int64), self._eos_ids)
@@ -171,6 +185,20 @@ class MaskWorker:
                 np.bitwise_or.at(words, row.stop_ids // 32, _bits(row.stop_ids))
             else:
                 without(words, row.stop_ids)
+
+
+def texts(engine: Engine) -> WordArray:
+    """A mask of all ids but those of special tokens."""
+    words = np.full(-(-engine.vocab_size // 32), 0xFFFF_FFFF, np.uint32)
+    num_ids = min(engine.vocab_size, engine.tokenizer.vocab_size)
+    special = np.array([token for token in range(num_ids) if engine.tokenizer.is_special_token(token)], np.int64)
+    np.bitwise_and.at(words, special // 32, ~_bits(special))
+    return words
+
+
+def ids_in(words: WordArray) -> list[int]:
+    """The ids that a mask allows."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def has(words: WordArray, token: int) -> bool:

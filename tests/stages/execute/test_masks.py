@@ -76,6 +76,17 @@ def test_ids_that_the_tokenizer_has_not_are_never_drawn(back_end: Structured) ->
     assert max(map(largest_id, seqs)) <= EOS
 
 
+@pytest.mark.parametrize("text", ["</s>x", "ab</s>", "<s></s>"])
+def test_text_that_spells_a_special_token_is_written_as_text(torch_end: Structured, text: str) -> None:
+    """The library makes ids of text that alone can follow, and takes these for the tokens."""
+    enum = json.dumps({"grammars": [{"json_schema": {"enum": [text]}}]})
+    for grammar, whole in ((lark(text.replace("/", "\\/")), text), (enum, json.dumps(text))):
+        seq = Seq(sampling(grammar))
+        torch_end.run(seq)
+        assert (seq.finish, seq.text) == (Finish.STOP, whole), seq
+        assert not {EOS - 1, EOS} & set(seq.output[:-1])
+
+
 def test_rows_without_a_grammar_are_left_alone(back_end: Structured) -> None:
     alone, beside = Seq(sampling(seed=9)), Seq(sampling(seed=9))
     greedy_alone, greedy_beside = Seq(sampling(temperature=0.0)), Seq(sampling(temperature=0.0))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from pipeline import messages as m
@@ -41,6 +42,7 @@ GOOD = [
     ("json_object", ""),
     ("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
     ("json_schema", "true"),
+    ("closed_schema", "true"),
     ("regex", "^[a-z]+@x\\.(com|org)$"),
     ("choice", '["yes", "no", "ä\\n\\"\\u007f\\u0000", ""]'),
     ("grammar", 'start: "a" | "b" start'),
@@ -75,6 +77,9 @@ async def test_who_leaves_while_it_starts_stops_nobody_else(grammars: Grammars) 
 
 BAD = [
     ("json_schema", "{", "no JSON"),
+    ("closed_schema", "{", "no JSON"),
+    ("closed_schema", '{"properties": {"\\ud800": {}}}', ""),
+    ("closed_schema", '{"a":' * 5000 + "1" + "}" * 5000, "nested too deeply"),
     ("json_schema", "[]", "an array"),
     ("json_schema", '{"minimum": NaN}', "NaN"),
     ("json_schema", '{"minimum": 1e400}', "number out of range"),
@@ -178,6 +183,22 @@ async def test_a_checker_that_dies_is_replaced(grammars: Grammars) -> None:
     os.kill(grammars._worker.pid, signal.SIGKILL)
     grammars._worker._process.wait()
     assert await grammars.check(m.Grammar("regex", "b+"))
+
+
+async def test_what_a_checker_was_at_ends_with_it(grammars: Grammars) -> None:
+    """A check that never ends would go on by itself, and keep who asked for it waiting."""
+    await grammars.check(m.Grammar("json_object"))
+    assert grammars._worker is not None
+    checker = psutil.Process(grammars._worker.pid)
+    hostile = asyncio.ensure_future(refused(grammars, "grammar", ENDLESS))
+    async with asyncio.timeout(10):
+        while not (children := checker.children()):
+            await asyncio.sleep(0.005)
+    checker.kill()
+    async with asyncio.timeout(10):
+        assert (await hostile).status == 503
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
 
 
 async def test_a_model_whose_outputs_never_end_has_no_grammars(tmp_path: Path) -> None:
