@@ -544,7 +544,9 @@ class Requests:
             return
         if not request.is_aborted:
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
-            request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
+            param = _param(request, failure.param)
+            message = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
+            request.call.fail(ApiError(failure.status, message, param, failure.code))
         request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)

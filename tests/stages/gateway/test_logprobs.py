@@ -355,8 +355,10 @@ class TestManyOfPrompts:
     def test_of_ids_alone_the_field_is_named_where_it_stands(self, gate: Gate) -> None:
         body = {"token_ids": [1, 2], "sampling_params": {"prompt_logprobs": 1}}
         response = gate.post(body, "/inference/v1/generate")
-        gate.reject(gate.submit(), m.Failure(400, "no", "bad_words"))
-        assert response.result().json()["error"]["param"] == "sampling_params.bad_words"
+        gate.reject(gate.submit(), m.Failure(400, "'bad_words[0]' is empty", "bad_words"))
+        error = response.result().json()["error"]
+        assert error["param"] == "sampling_params.bad_words"
+        assert error["message"] == "'sampling_params.bad_words[0]' is empty"
         response = gate.post(body, "/inference/v1/generate")
         gate.accept(gate.submit(), self.MOST)
         assert response.result().json()["error"]["param"] == "sampling_params.prompt_logprobs"
