@@ -25,6 +25,7 @@ from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.entry import end_with
 from pipeline.grammars.source import Unusable, to_llguidance
 from pipeline.grammars.worker import Gone, receive, send
+from pipeline.proc import usage_of
 
 MAX_CHECKS = 8
 """At once; the others wait."""
@@ -36,6 +37,13 @@ SHORT_S = 0.25
 """A check that takes longer makes way for everything else on the machine."""
 
 LOW_PRIORITY = 5
+
+HARDLY_S = 0.1
+"""Of processor time: a check that has had less, on a machine that is busy, is no proof of anything when its time is up,
+and goes on."""
+
+LAST_S = 5.0
+"""Longest that a check goes on so."""
 
 MARGIN = 0.1
 """Of the time that a check may take: for its answer to be there in time."""
@@ -49,6 +57,7 @@ class Running:
         self.check, self.pid, self.pipe = check, pid, pipe
         self.began_s = time.monotonic()
         self.end_s = max(check.asked_s + timeout_s, self.began_s + timeout_s / 2)
+        self.last_s = self.began_s + LAST_S
         self.is_slow = False
         self.parts: list[bytes] = []
 
@@ -117,7 +126,9 @@ class Checker:
         """Slow checks give way, and those whose time is up end."""
         now_s = time.monotonic()
         for run in list(self._running.values()):
-            if now_s >= run.end_s:
+            if now_s >= run.end_s and now_s < run.last_s and usage_of(run.pid).cpu_s < HARDLY_S:
+                run.end_s = min(now_s + self._limit_s, run.last_s)
+            elif now_s >= run.end_s:
                 self._end(run, f"it is too complex: checking it takes longer than {self._timeout_s:g} s")
             elif now_s >= run.began_s + SHORT_S and not run.is_slow:
                 run.is_slow = True

@@ -201,6 +201,15 @@ async def test_what_a_checker_was_at_ends_with_it(grammars: Grammars) -> None:
     assert not alive
 
 
+async def test_a_check_that_had_no_processor_goes_on_when_its_time_is_up(tmp_path: Path) -> None:
+    """Its time is up before it has begun; a machine that is busy does that to many that come at once."""
+    grammars = Grammars(tiny.folder(tmp_path), Limits(grammar_timeout_s=0.001))
+    try:
+        assert await grammars.check(m.Grammar("regex", "a+"))
+    finally:
+        grammars.close()
+
+
 async def test_a_model_whose_outputs_never_end_has_no_grammars(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path)
     config = json.loads((folder / "model.json").read_text()) | {"eos_ids": []}
