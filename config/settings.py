@@ -243,6 +243,15 @@ class Limits(Frozen, frozen=True):
     ] = 8190
     template_timeout_s: Annotated[Seconds, Meta(description="Longest the chat template may take.")] = 2.0
     grammar_timeout_s: Annotated[Seconds, Meta(description="Longest the check of a grammar may take.")] = 1.0
+    max_prompt_logprobs: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**31 - 1,
+            description="Log probabilities of prompts' tokens, those of the likeliest among them, that one reply "
+            "tells; those of a prompt count with each choice that has them.",
+        ),
+    ] = 2**20
 
 
 class Chat(Frozen, frozen=True):

@@ -219,7 +219,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """What a client wants its output to match, as it gave it; ingest makes `Sampling.grammar` of it."""
 
     kind: str
-    """json_object, json_schema, regex, choice, grammar or structural_tag; or calls, of tools"""
+    """json_object, json_schema, closed_schema (whose objects have no properties but those that it names), regex,
+    choice, grammar or structural_tag; or calls, of tools"""
     source: str = ""
     """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/formats); a
     pattern; a grammar"""

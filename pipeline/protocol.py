@@ -191,7 +191,13 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
             "see Records. Null has none."
         ),
     ] = None
-    prompt_logprobs: Annotated[int | None, Meta(description="The same of the prompt's ids, all but the first.")] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Meta(
+            description="The same of the prompt's ids, all but the first. They come with the first sequence, and so "
+            "not where `received` has the whole of it."
+        ),
+    ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None, Meta(description="What the output is to match; null is anything.")
     ] = None

@@ -1,8 +1,7 @@
-"""Arguments that a tool's schema does not name are none that its function takes.
+"""Objects without the properties that their schema does not name: arguments of calls, and OpenAI's response_format.
 
-JSON Schema lets an object have any properties besides those that are named, and people who write tools, and the
-libraries that write their schemas, seldom say that there are no others. A small model that may invent arguments goes on
-inventing them.
+JSON Schema lets an object have any properties besides those that are named, and people, and the libraries that write
+schemas for them, seldom say that there are no others. A small model that may invent properties goes on inventing them.
 """
 
 import json
@@ -13,23 +12,8 @@ import msgspec
 from msgspec import Raw
 
 TANGLED = frozenset(
-    [
-        "allOf",
-        "oneOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "patternProperties",
-        "propertyNames",
-        "minProperties",
-        "dependentSchemas",
-        "dependentRequired",
-        "dependencies",
-        "unevaluatedProperties",
-        "$dynamicRef",
-        "$recursiveRef",
-    ]
+    {"allOf", "oneOf", "not", "if", "then", "else", "minProperties", "patternProperties", "propertyNames"}
+    | {"dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
 )
 """Keywords beside which an object can't be judged by itself: what closes it may contradict another schema for the same
 object, or make a choice between schemas come out otherwise."""

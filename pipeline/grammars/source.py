@@ -30,6 +30,8 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
                 return _schema('{"type": "object"}')
             case "json_schema":
                 return _schema(source)
+            case "closed_schema":
+                return _schema(source, is_closed=True)
             case "regex":
                 return LLMatcher.grammar_from_regex(source)
             case "choice":
@@ -57,11 +59,12 @@ def _json(source: str, what: str) -> Any:
         raise Unusable(f"{what} is no JSON: {error}") from None
 
 
-def _schema(source: str) -> str:
+def _schema(source: str, *, is_closed: bool = False) -> str:
     """Nothing is ignored: what the library can't enforce is an error."""
     schema = _json(source, "the schema")
     _check_schema(schema)
-    return f'{{"grammars": [{{"json_schema": {strict(source, schema)}}}]}}'
+    text = _closed(source, schema) if is_closed else source
+    return f'{{"grammars": [{{"json_schema": {strict(text, schema)}}}]}}'
 
 
 def _calls(source: str) -> str:
@@ -70,9 +73,16 @@ def _calls(source: str) -> str:
     def fit(text: str) -> str:
         schema = _json(text, "the schema of a tool")
         _check_schema(schema)
-        return strict(closed(text, schema), schema)
+        return strict(_closed(text, schema), schema)
 
     return msgspec.json.decode(source, type=Written).lark(fit)
+
+
+def _closed(text: str, schema: Any) -> str:
+    try:
+        return closed(text, schema)
+    except msgspec.DecodeError as error:  # it reads strings more strictly
+        raise Unusable(f"it can't be read: {error}") from None
 
 
 def _check_schema(schema: Any) -> None:

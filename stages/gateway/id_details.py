@@ -5,7 +5,7 @@ import msgspec
 from pipeline import messages as m
 from pipeline import records
 from pipeline.config.settings import Limits as Caps
-from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.errors import ApiError, invalid
 
 
 class IdDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +27,22 @@ class IdDetails(msgspec.Struct, frozen=True, kw_only=True):
         """`Sampling.prompt_num_top`: what the records of the prompt's ids must have."""
         echoed = self.num_top if self.with_echo else None
         return max((num for num in (echoed, self.prompt_num_top) if num is not None), default=-1)
+
+    def num_of_prompt(self, num_ids: int, num_choices: int) -> int:
+        """Log probabilities, those of the likeliest ids among them, that a reply tells of a prompt's ids, with so many
+        choices that have them."""
+        each = (self.num_top if self.with_echo else None, self.prompt_num_top)
+        return num_ids * num_choices * sum(1 + num for num in each if num is not None)
+
+
+def too_many(details: IdDetails, num: int, caps: Caps) -> ApiError:
+    """400, for a call whose prompts' ids have more to be told of than may be."""
+    param = "logprobs" if details.prompt_num_top is None else "prompt_logprobs"
+    message = (
+        f"'{param}' asks for {num} log probabilities of the prompts' tokens, with the likeliest and in each choice "
+        f"that has them: at most {caps.max_prompt_logprobs} are told, which is limits.max_prompt_logprobs"
+    )
+    return invalid(param, message, "invalid_value")
 
 
 def check_num_top(param: str, num_top: int | None, caps: Caps) -> int | None:

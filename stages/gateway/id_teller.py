@@ -48,6 +48,8 @@ class IdTeller:
     def num_untold(self) -> int:
         """Ids, those that records name among them, that the next piece would tell."""
         num_ids = self._sequence.num_ids - self._num_told
+        if self._is_first and self._details.with_echo and self._request.prompt_ids is not None:
+            num_ids += len(self._request.prompt_ids)
         return 0 if self._details.num_top is None else num_ids * (1 + self._ask.text.num_top)
 
     @property

@@ -87,7 +87,8 @@ def lines(ids: Iterable[int], records: bytes, pieces: list[bytes], num_top: int)
     for place, (token_id, score) in enumerate(zip(ids, scores, strict=True)):
         each: list[bytes | None] = [*pieces[place * width : (place + 1) * width]] or [None] * width
         named = zip(top_ids[place], top_scores[place], each[1:], strict=True)
-        top = [Named(top_id, top_score, piece) for top_id, top_score, piece in named]
+        # -1 fills up where the model has fewer ids than were asked for.
+        top = [Named(top_id, top_score, piece) for top_id, top_score, piece in named if top_id >= 0]
         yield Line(Named(token_id, score, each[0]), top)
 
 

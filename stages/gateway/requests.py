@@ -33,7 +33,9 @@ from pipeline.stages.gateway.best_of import best
 from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.id_details import too_many
 from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.sampling_fields import SamplingFields
 from pipeline.stages.gateway.timings import RecentCalls
 from pipeline.tracing import Args
 
@@ -221,6 +223,8 @@ class Call:
         self.num_open = 0
         """Of its requests, those that are not closed."""
         self.num_accepted = 0
+        self.num_prompt_logprobs = 0
+        """To be told of the prompts that are accepted."""
         self.has_begun = False
         """A delta has come: the server is computing this."""
         self.timeout_s = 0.0
@@ -508,6 +512,7 @@ class Requests:
             request.pieces, request.tail = message.pieces, message.tail
             request.began_s, request.done_s = message.began_s, message.done_s
             request.call.num_accepted += 1
+            self._count_logprobs(request.call, len(ids))
             if request.call.ask.echo:
                 request.echo()
             if request.generates:
@@ -515,6 +520,16 @@ class Requests:
             for sequence in () if request.generates else request.sequences:
                 self._finish(request, sequence, m.Finish.LENGTH, None)
             request.call.wake()
+
+    def _count_logprobs(self, call: Call, num_ids: int) -> None:
+        """A prompt of so many ids was accepted. The call fails where more is to be told of them than may be: a reply
+        repeats it with each choice, and so may be many times larger than what was computed."""
+        ask, caps = call.ask, self._stage.settings.limits
+        is_repeated = not (ask.is_chat or ask.is_tokens_only) and (ask.echo or not ask.stream)
+        call.num_prompt_logprobs += ask.details.num_of_prompt(num_ids, ask.n if is_repeated else 1)
+        if call.num_prompt_logprobs > caps.max_prompt_logprobs:
+            error = too_many(ask.details, call.num_prompt_logprobs, caps)
+            call.fail(ApiError(error.status, error.message, _named(call, error.param), error.code))
 
     def rejected(self, message: m.Rejected) -> None:
         """A request can't be served; all its sequences are closed."""
@@ -529,7 +544,9 @@ class Requests:
             return
         if not request.is_aborted:
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
-            request.call.fail(ApiError(failure.status, failure.message, _param(request, failure.param), failure.code))
+            param = _param(request, failure.param)
+            message = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
+            request.call.fail(ApiError(failure.status, message, param, failure.code))
         request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
@@ -756,7 +773,13 @@ def _param(request: Request, param: str | None) -> str | None:
     if param is not None and (match := _PROMPT_PLACE.fullmatch(param)):
         which = f"[{call.requests.index(request)}]" if len(call.ask.prompts) > 1 else ""
         return f"{call.ask.prompt_param}{which}{match[1]}"
-    return param
+    return _named(call, param)
+
+
+def _named(call: Call, param: str | None) -> str | None:
+    """A field of sampling, which a call of ids alone has in an object of its own."""
+    is_within = call.ask.is_tokens_only and param in SamplingFields.__struct_fields__
+    return f"sampling_params.{param}" if is_within else param
 
 
 _PROMPT_PLACE = re.compile(r"prompt((?:\[\d+\])?)")

@@ -81,6 +81,7 @@ def _chat_reply(call: Call) -> ChatReply:
 
 def _text_reply(call: Call) -> TextReply:
     whose = {id(sequence): request for request in call.requests for sequence in request.sequences}
+    of_prompts = {request.id: prompt_logprobs(request) for request in call.requests}
     choices = []
     for i, sequence in enumerate(call.choices):
         request = whose[id(sequence)]
@@ -88,7 +89,7 @@ def _text_reply(call: Call) -> TextReply:
         told = IdTeller(call, request, sequence).take(text)
         choice = _text_choice(i, text, told)
         choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
-        choice.prompt_logprobs = prompt_logprobs(request)
+        choice.prompt_logprobs = of_prompts[request.id]
         choices.append(choice)
     return TextReply(call.id, "text_completion", call.created, call.ask.model, choices, usage_of(call))
 

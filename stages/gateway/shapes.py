@@ -18,7 +18,9 @@ def body_of(call: Call) -> bytes:
 
 def is_large(call: Call) -> bool:
     """Whether its body is to be made in a thread, so that others are served meanwhile."""
-    size = sum(len(one.records) for one in call.sequences) + sum(len(one.prompt_records) for one in call.requests)
+    size = sum(len(one.records) for one in call.sequences) + sum(
+        len(one.prompt_records) * one.submit.n for one in call.requests
+    )
     return size > LARGE_BYTES
 
 

@@ -16,6 +16,8 @@ BACKLOG = 1024
 
 MAX_HEADERS = 128
 """Of a request."""
+MAX_CHUNKS = 8192
+"""Chunks of a body that may wait to be read. aiohttp stops reading at 16,384."""
 HEAD_S = 30.0
 """Longest that the head of a request may take to come, from its first byte on, and that of a connection's first request
 from the beginning. It costs nothing to say a byte now and then, and a connection that does takes a descriptor."""
@@ -62,6 +64,7 @@ class Protocol(web.RequestHandler):
                 self._lingering_time = 0.0
         elif data and self._current_request is None and not self._messages:
             self._time_head()
+        self._refuse_crumbs()
         reading = self._current_request
         if len(self._messages) > num_messages and reading is not None and not reading.content.is_eof():
             error = getattr(self._messages[-1][0], "exc", None)  # only what can't be read has one
@@ -70,6 +73,19 @@ class Protocol(web.RequestHandler):
                 broken = web.RequestPayloadError(error.message)
                 broken.__cause__ = error
                 reading.content.set_exception(broken)
+                self.close()
+
+    def _refuse_crumbs(self) -> None:
+        """End a body whose chunks are so small that more of them wait than aiohttp reads at once: from there on it
+        copies what is left of them for each, so that half a megabyte of chunks of a byte takes ten seconds, in which
+        nobody is served."""
+        bodies = [payload for _, payload in self._messages]
+        if self._current_request is not None:
+            bodies.append(self._current_request.content)
+        for body in bodies:
+            if len(getattr(body, "_http_chunk_splits", None) or ()) > MAX_CHUNKS and body.exception() is None:
+                broken = web.RequestPayloadError("its chunks are too small")
+                body.set_exception(broken)
                 self.close()
 
     def handle_error(

@@ -27,7 +27,10 @@ class JsonSchemaFormat(msgspec.Struct, omit_defaults=True):
 
     name: Annotated[str, Meta(description="The client's name for it; changes nothing.")] | None = None
     description: Annotated[str, Meta(description="Changes nothing.")] | None = None
-    schema: Annotated[Raw, Meta(description="A JSON Schema: an object.")] = Raw()
+    schema: Annotated[
+        Raw,
+        Meta(description="A JSON Schema: an object. Properties beside those it names are none, unless it says so."),
+    ] = Raw()
     strict: Annotated[bool, Meta(description="The schema holds whatever this says.")] | None = None
 
 
@@ -52,7 +55,9 @@ class StructuredOutputs(msgspec.Struct, omit_defaults=True):
     structural_tag: Annotated[Raw, Meta(description="An object, or a string that holds one.")] = Raw()
     disable_fallback: Annotated[bool, Meta(description="Nothing is ever fallen back to.")] | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
+    disable_additional_properties: (
+        Annotated[bool, Meta(description="Objects of json have no properties but those that it names.")] | None
+    ) = None
     whitespace_pattern: str | None = None
 
 
@@ -106,7 +111,7 @@ def _of_response_format(response: ResponseFormat) -> m.Grammar:
             param = f"{param}.json_schema.schema"
             if not _is_given(response.json_schema.schema):
                 raise invalid(param, f"'{param}' is required", None)
-            return m.Grammar("json_schema", _text(response.json_schema.schema, param, takes_string=False), param)
+            return m.Grammar("closed_schema", _text(response.json_schema.schema, param, takes_string=False), param)
         case "structural_tag":
             names = ("structures", "triggers", "format")
             given = {name: raw for name in names if _is_given(raw := getattr(response, name))}
@@ -118,7 +123,7 @@ def _of_response_format(response: ResponseFormat) -> m.Grammar:
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> m.Grammar:
-    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+    for name in ("disable_any_whitespace", "whitespace_pattern"):
         if getattr(outputs, name):
             raise unsupported(f"structured_outputs.{name}")
     given = [name for name in KINDS if _is_asked_for(getattr(outputs, name))]
@@ -130,7 +135,8 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> m.Grammar:
     param = f"structured_outputs.{name}"
     match name:
         case "json":
-            return m.Grammar("json_schema", _text(outputs.json, param), param)
+            kind = "closed_schema" if outputs.disable_additional_properties else "json_schema"
+            return m.Grammar(kind, _text(outputs.json, param), param)
         case "json_object":
             return m.Grammar("json_object", "", param)
         case "regex":

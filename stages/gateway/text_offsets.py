@@ -34,23 +34,26 @@ class TextOffsets:
         """Where in it that begins which has come behind them."""
         self._waiting: deque[str] = deque()
         """Of tokens whose text has not come, as it is believed to be."""
+        self._num_waiting = 0
+        """Characters of these."""
 
     def feed(self, text: str) -> None:
         """Text has come."""
         self._text = self._text[self._at :] + text
         self._at = 0
         while self._waiting and self._settle(self._waiting[0]):
-            self._waiting.popleft()
+            self._num_waiting -= len(self._waiting.popleft())
 
     def place(self, piece: bytes) -> int:
         """The offset of the next token, whose bytes these are."""
         text = self._decoder.decode(piece)
-        offset = self._num_chars + sum(map(len, self._waiting))
+        offset = self._num_chars + self._num_waiting
         if self._is_within and text.startswith(_BROKEN_OFF) and not 0x80 <= piece[0] < 0xC0:
             offset += 1
         self._is_within = bool(self._decoder.getstate()[0])
         if self._waiting or not self._settle(text):
             self._waiting.append(text)
+            self._num_waiting += len(text)
         return offset
 
     def _settle(self, text: str) -> bool:

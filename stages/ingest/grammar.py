@@ -35,6 +35,7 @@ PATIENCE_S = 30.0
 NAMES = {
     "json_object": "response_format",
     "json_schema": "the schema",
+    "closed_schema": "the schema",
     "regex": "the regex",
     "choice": "the choices",
     "grammar": "the grammar",

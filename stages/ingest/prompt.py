@@ -127,13 +127,28 @@ class Prompts:
         self._check_known(sampling.stop_token_ids, "stop_token_ids")
         self._check_known(sampling.bias_ids, "logit_bias")
         self._check_known(np.frombuffer(sampling.allowed_ids, np.int32), "allowed_token_ids")
-        if not submit.bad_words:
-            return sampling
-        try:
-            runs = bad_words.as_ids(self._tokenizer, submit.bad_words, self._vocab_size)
-        except BadWord as error:
-            raise Refusal(Failure(400, str(error), "bad_words")) from error
-        return msgspec.structs.replace(sampling, bad_words=runs)
+        if submit.bad_words:
+            try:
+                runs = bad_words.as_ids(self._tokenizer, submit.bad_words, self._vocab_size)
+            except BadWord as error:
+                raise Refusal(Failure(400, str(error), "bad_words")) from error
+            sampling = msgspec.structs.replace(sampling, bad_words=runs)
+        self._check_some_left(sampling)
+        return sampling
+
+    def _check_some_left(self, sampling: Sampling) -> None:
+        """Refuse what forbids the very first id, whatever it is. Raises Refusal."""
+        if not sampling.allowed_ids:
+            return
+        forbidden = {run[0] for run in sampling.bad_words if len(run) == 1}
+        if sampling.min_tokens > 0:
+            forbidden.update(self._eos_ids, sampling.stop_token_ids)
+        if forbidden.issuperset(np.frombuffer(sampling.allowed_ids, np.int32).tolist()):
+            message = (
+                "'allowed_token_ids' leaves no token to begin with: bad_words, or min_tokens with what ends a text, "
+                "forbid each of them"
+            )
+            raise Refusal(Failure(400, message, "allowed_token_ids"))
 
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
         """Check everything that needs the ids. Returns how many tokens may be generated at most. Raises Refusal."""

@@ -60,6 +60,22 @@ def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
             lambda: filled(chat + b'"chat_template_kwargs":{"x":[', b"[[]]", b'],"enable_thinking":1},"n":0}')
         ),
         "a million choices": completion(lambda: filled(text + b'"guided_choice":[', b'"a"', b"]}")),
+        "patterns that are all to match": completion(
+            lambda: (
+                text + b'"guided_grammar":"start: T\\nT: ' + b" & ".join(b"/(.*%d){9}/" % i for i in range(12)) + b'"}'
+            )
+        ),
+        "a number that few divide": completion(
+            lambda: text + b'"guided_json":{"type":"integer","multipleOf":99999989,"minimum":1e15}}'
+        ),
+        "a chain of 4,000 rules": completion(
+            lambda: (
+                text
+                + b'"guided_grammar":"start: r0\\n'
+                + b"\\n".join(b"r%d: r%d" % (i, i + 1) for i in range(4000))
+                + b'\\nr4000: \\"a\\""}'
+            )
+        ),
         "half a surrogate pair, a million times": completion(lambda: filled(text + b'"stop":[', b'"\\ud800"', b"]}")),
         "zeros": completion(lambda: b"\0" * MAX_BYTES),
         "spaces": completion(lambda: b" " * MAX_BYTES),
@@ -81,7 +97,7 @@ def bomb(num_bytes: int) -> bytes:
 def raw(model: str) -> dict[str, Callable[[], bytes]]:
     """By name: everything that a client sends, so that the connection ends with a 4xx at last."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunked = head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     small = gzip.compress(b'{"model":"' + model.encode() + b'","prompt":""}')
     return {
         "a header of 1 MB": lambda: b"GET /version HTTP/1.1\r\nX-A: " + b"a" * 1024**2 + b"\r\n\r\n",
@@ -90,9 +106,7 @@ def raw(model: str) -> dict[str, Callable[[], bytes]]:
         "100,000 headers": lambda: (
             b"GET /version HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(100_000)) + b"\r\n"
         ),
-        "two gigabytes of zeros, packed": lambda: request(
-            "/v1/completions", bomb(2 * 1024**3), "Content-Encoding: gzip"
-        ),
+        "512 MB of zeros, packed": lambda: request("/v1/completions", bomb(512 * 1024**2), "Content-Encoding: gzip"),
         "a body packed twice": lambda: request(
             "/v1/completions", gzip.compress(small), "Content-Encoding: gzip", "Content-Encoding: gzip"
         ),

@@ -37,7 +37,11 @@ def python_with(requirements: Path) -> Path:
         made = Path(scratch) / "made"
         run([sys.executable, "-m", "venv", "--without-pip", str(made)], cache, INSTALL_S)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(made / "bin" / "python")]
-        run([*pip, "install", "--quiet", "--no-deps", "--no-compile", "-r", str(requirements)], cache, INSTALL_S)
+        run(
+            [*pip, "install", "--quiet", "--no-deps", "--no-compile", "-r", str(requirements.resolve())],
+            cache,
+            INSTALL_S,
+        )
         shutil.rmtree(folder, ignore_errors=True)  # of a Python that is no longer there
         made.rename(folder)
     return python

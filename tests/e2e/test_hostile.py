@@ -1,4 +1,4 @@
-"""Nothing that a client sends stops or slows the server for others: while fifty hostile requests come at once, somebody
+"""Nothing that a client sends stops or slows the server for others: while many hostile requests come at once, somebody
 else goes on getting health and completions soon, and afterwards nothing is left of them."""
 
 import contextlib
@@ -16,7 +16,10 @@ from tests.e2e import hostile
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"
-NUM_AT_ONCE = 50
+NUM_AT_ONCE = 6
+"""Of each kind; of the dearest, MANY."""
+MANY = 50
+DEAREST = ("140,000 messages", "a schema 5,000 levels deep")
 SOON_S = 2.0
 """What somebody else waits at most. Alone on this test's machine it is a fifth of it."""
 DEADLINE_S = 120.0
@@ -39,7 +42,7 @@ class SomebodyElse:
     def _run(self) -> None:
         body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 1}).encode()
         try:
-            while not self._is_over.wait(0.01):
+            while not self.waits or not self._is_over.wait(0.01):
                 for method, path, data in (("GET", "/health", None), ("POST", "/v1/completions", body)):
                     begin_s = time.monotonic()
                     connection = http.client.HTTPConnection(*self._address, timeout=DEADLINE_S)
@@ -63,7 +66,6 @@ class SomebodyElse:
 
     def was_served_soon(self) -> None:
         assert {status for _, _, status in self.waits} == {200}
-        assert len(self.waits) >= 2
         longest = max(self.waits)
         assert longest[0] < SOON_S, longest
 
@@ -115,9 +117,9 @@ def error_of(reply: bytes) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_fifty_bodies_at_once(server: Server, name: str) -> None:
+def test_bodies(server: Server, name: str) -> None:
     path, make = BODIES[name]
-    replies = at_once(server, hostile.request(path, make()))
+    replies = at_once(server, hostile.request(path, make()), MANY if name in DEAREST else NUM_AT_ONCE)
     found = {next(hostile.statuses(reply), 0) for reply in replies}
     # 503: of large bodies, sixteen may be on their way.
     assert found <= {400, 413, 422, 503} and found & {400, 413, 422}, found
@@ -126,7 +128,7 @@ def test_fifty_bodies_at_once(server: Server, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_fifty_connections_at_once(server: Server, name: str) -> None:
+def test_connections(server: Server, name: str) -> None:
     replies = at_once(server, RAW[name]())
     for reply in replies:
         found = set(hostile.statuses(reply))
@@ -134,7 +136,7 @@ def test_fifty_connections_at_once(server: Server, name: str) -> None:
     assert any(replies)
 
 
-def test_slow_heads_are_hung_up_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_heads_hold_up_nobody(server: Server) -> None:
     """Two hundred connections that never finish their first line; that they end is seen in tests of the gateway."""
     address = urlsplit(server.url)
     connections = [

@@ -45,7 +45,7 @@ def environ(server: Server, model_dir: Path) -> dict[str, str]:
 @pytest.mark.parametrize("file", ["with_langchain.py", "with_instructor.py", "with_llm.py"])
 def test_in_python(file: str, client_python: Path, server: Server, smollm2_dir: Path) -> None:
     own = ["-c", "pytest.ini", "--rootdir", str(CLIENTS), "--confcutdir", str(CLIENTS)]
-    run([str(client_python), "-B", "-m", "pytest", *own, file], CLIENTS, RUN_S, environ(server, smollm2_dir))
+    run([str(client_python), "-m", "pytest", *own, file], CLIENTS, RUN_S, environ(server, smollm2_dir))
     server.until_idle()
 
 

@@ -1,13 +1,14 @@
 """Where the ZeroMQ door listens, and what is said where it can't."""
 
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from pipeline import exposure
 from pipeline.config.door import is_open_to_others, problem_of
 from pipeline.config.load import ConfigError, load
-from pipeline.config.rules import remarks
 from pipeline.door_address import address_of, check_free
 from pipeline.errors import UserError
 
@@ -54,10 +55,13 @@ def test_what_is_no_address_is_said_with_the_key(setting: str) -> None:
         *((one, True) for one in ["tcp://*:9", "tcp://0.0.0.0:9", "tcp://10.0.0.1:9"]),
     ],
 )
-def test_an_address_that_other_machines_reach_is_remarked_on(setting: str, is_open: bool) -> None:
+def test_an_address_that_other_machines_reach_needs_keys_or_leave(setting: str, is_open: bool) -> None:
     assert is_open_to_others(setting) == is_open
-    found = [one for one in remarks(load(None, [f"gateway.zmq={setting}"])) if one.startswith("gateway.zmq:")]
-    assert len(found) == is_open
+    settings = load(None, [f"gateway.zmq={setting}"])
+    exposure.check(settings, has_keys=True)
+    exposure.check(load(None, [f"gateway.zmq={setting}", "gateway.allow_open=true"]), has_keys=False)
+    with pytest.raises(ConfigError, match=r"gateway\.zmq") if is_open else nullcontext():
+        exposure.check(settings, has_keys=False)
 
 
 class TestCheckFree:

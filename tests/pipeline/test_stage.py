@@ -78,7 +78,7 @@ def test_an_array_whose_message_was_not_sent_can_be_taken_back(pair):
 def test_all_arrays_of_a_message_that_was_not_sent_can_be_taken_back(pair):
     writer, _ = pair
     big = np.arange(5000, dtype=np.int32)
-    fields = {name: writer.put(big) for name in ("seqs", "starts", "counts", "ids", "finishes", "logprobs")}
+    fields = {name: writer.put(big) for name in ("seqs", "starts", "counts", "ids", "finishes", "records")}
     message = m.Settled(**fields)
     assert writer.arena.num_live == 6
     writer.retract_all(message)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import instructor
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 
 class Place(BaseModel):
@@ -19,7 +19,7 @@ class Ticket(BaseModel):
 
     kind: Literal["bug", "wish"]
     is_urgent: bool
-    places: list[Place] = Field(min_length=1, max_length=2)
+    places: list[Place] = Field(min_length=1, max_length=1)
 
 
 class Anything(BaseModel, extra="allow"):
@@ -62,6 +62,30 @@ def test_an_object_of_json_mode_comes(url: str, model: str) -> None:
     ask = asked(model) | {"messages": [{"role": "user", "content": "Answer with an empty object: {}"}]}
     client = client_of(url, instructor.Mode.JSON)
     assert isinstance(client.chat.completions.create(response_model=Anything, **ask), Anything)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_what_does_not_validate_is_asked_for_again(url: str, model: str, mode: instructor.Mode) -> None:
+    """The chat then goes on with the reply, a call or content, and what was wrong with it."""
+    seen: list[str] = []
+
+    class Kind(BaseModel):
+        kind: Literal["bug", "wish"]
+
+        @field_validator("kind")
+        @classmethod
+        def fail_first(cls, kind: str) -> str:
+            seen.append(kind)
+            if len(seen) == 1:
+                raise ValueError("look again")
+            return kind
+
+    client = client_of(url, mode)
+    asks: list[int] = []
+    client.on("completion:kwargs", lambda *_, **kwargs: asks.append(len(kwargs["messages"])))
+    assert client.chat.completions.create(response_model=Kind, **asked(model) | {"max_retries": 2}).kind == seen[-1]
+    assert len(seen) == len(asks) == 2
+    assert asks[1] > asks[0]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)

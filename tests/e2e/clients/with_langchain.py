@@ -135,6 +135,14 @@ def test_structured_output_is_the_class_s(chat: ChatOpenAI, method: Any) -> None
     assert isinstance(last, Visit)
 
 
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_schema_that_is_written_by_hand_does_too(chat: ChatOpenAI, method: Any) -> None:
+    """It says nothing of properties that it does not name."""
+    schema = {"title": "Answer", "type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+    answer = chat.with_structured_output(schema, method=method).invoke("Is Athens in Greece?")
+    assert list(answer) == ["yes"] and isinstance(answer["yes"], bool)
+
+
 def test_json_mode_gives_an_object(chat: ChatOpenAI) -> None:
     short = chat.bind(response_format={"type": "json_object"})
     reply = short.invoke('Answer in JSON, as {"capital": "..."}. ' + QUESTION)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 QUESTION = "What is the capital of Greece?"
 
 
-class Visit(BaseModel, extra="forbid"):
+class Visit(BaseModel):
     city: Literal["Athens", "Cairo", "Oslo"]
     num_nights: int = Field(ge=1, le=9)
 

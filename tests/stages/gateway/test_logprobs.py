@@ -308,3 +308,65 @@ class TestMuchAtOnce:
             (choice,) = event["choices"]
             told[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
         assert told == dict.fromkeys(range(8), self.NUM_IDS)
+
+
+class TestManyOfPrompts:
+    """A reply repeats them with each choice, and so may be many times larger than what was computed."""
+
+    MOST = 2**20
+    """limits.max_prompt_logprobs"""
+
+    @pytest.mark.parametrize(
+        ("asked", "each"),
+        [
+            ({"prompt_logprobs": 20, "n": 128}, 21 * 128),
+            ({"echo": True, "logprobs": 3, "n": 100}, 4 * 100),
+            ({"echo": True, "logprobs": 3, "n": 100, "stream": True}, 4 * 100),
+            ({"echo": True, "logprobs": 3, "prompt_logprobs": 0}, 5),
+        ],
+    )
+    def test_no_more_are_told_than_may_be(self, gate: Gate, asked: dict[str, Any], each: int) -> None:
+        num_ids = self.MOST // each
+        response = gate.complete(COMPLETION | asked)
+        submit = gate.submit()
+        gate.accept(submit, num_ids + 1)
+        refused = response.result()
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "invalid_value")
+        assert error["param"] == ("prompt_logprobs" if "prompt_logprobs" in asked else "logprobs")
+        assert f"{(num_ids + 1) * each} log probabilities" in error["message"]
+        assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+
+    def test_prompts_count_together(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "prompt_logprobs": 0})
+        first, second = gate.submit(), gate.submit()
+        gate.accept(first, self.MOST // 2)
+        gate.accept(second, self.MOST // 2 + 1)
+        assert response.result().status_code == 400
+
+    def test_a_chat_tells_them_once(self, gate: Gate) -> None:
+        response = gate.post(CHAT | {"prompt_logprobs": 0, "n": 2})
+        submit = gate.submit()
+        gate.accept(submit, self.MOST)
+        for index in range(2):
+            gate.finish(submit, "a", index)
+        assert response.result().status_code == 200
+
+    def test_of_ids_alone_the_field_is_named_where_it_stands(self, gate: Gate) -> None:
+        body = {"token_ids": [1, 2], "sampling_params": {"prompt_logprobs": 1}}
+        response = gate.post(body, "/inference/v1/generate")
+        gate.reject(gate.submit(), m.Failure(400, "'bad_words[0]' is empty", "bad_words"))
+        error = response.result().json()["error"]
+        assert error["param"] == "sampling_params.bad_words"
+        assert error["message"] == "'sampling_params.bad_words[0]' is empty"
+        response = gate.post(body, "/inference/v1/generate")
+        gate.accept(gate.submit(), self.MOST)
+        assert response.result().json()["error"]["param"] == "sampling_params.prompt_logprobs"
+
+
+def test_where_a_model_has_fewer_ids_than_are_asked_for_those_are_told(gate: Gate) -> None:
+    response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 3})
+    told = records(-0.5, top=[(1, -0.5), (0, -1.0), (-1, -math.inf)])
+    gate.delta(gate.begin(), "a", records=told, pieces=[b"a", b"a", b"b", b""], finish=m.Finish.STOP)
+    (one,) = response.result().json()["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in one["top_logprobs"]] == ["a", "b"]

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,26 @@ def test_a_crowd_that_connects_at_once_waits_for_no_timer(gate: Gate) -> None:
     finally:
         for connection in connections:
             connection.close()
+
+
+def test_a_body_of_crumbs_is_refused_before_it_costs_anything(gate: Gate) -> None:
+    """60,000 chunks of a byte, 360 kB, would have taken the loop for nine seconds."""
+    begin_s = time.monotonic()
+    with socket.create_connection(gate.address, timeout=30) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 60_000)
+        reply = connection.recv(65536)
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"chunks are too small" in reply
+    assert time.monotonic() - begin_s < 5
+
+
+@pytest.mark.parametrize("begin", [b"", b"G", b"GET /version HTTP/1.1\r\nHost: x\r\nX-A: "])
+def test_a_head_that_does_not_come_ends_its_connection(
+    tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stages.gateway.site.HEAD_S", 0.2)
+    with Gate(tmp_path) as gate, socket.create_connection(gate.address, timeout=10) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" if begin else b"")
+        if begin:
+            assert b"200 OK" in connection.recv(65536)
+            connection.sendall(begin)
+        assert connection.recv(65536) == b""

@@ -21,7 +21,7 @@ GRAMMARS: list[tuple[dict[str, Any], str, Any, str]] = [
     ({"response_format": {"type": "json_object"}}, "json_object", None, "response_format"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
-        "json_schema",
+        "closed_schema",
         SCHEMA,
         "response_format.json_schema.schema",
     ),
@@ -32,6 +32,12 @@ GRAMMARS: list[tuple[dict[str, Any], str, Any, str]] = [
         "response_format",
     ),
     ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA, "structured_outputs.json"),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+        "closed_schema",
+        SCHEMA,
+        "structured_outputs.json",
+    ),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA, "structured_outputs.json"),
     ({"structured_outputs": {"json_object": True}}, "json_object", None, "structured_outputs.json_object"),
     ({"structured_outputs": {"choice": ["a", 'é"']}}, "choice", ["a", 'é"'], "structured_outputs.choice"),

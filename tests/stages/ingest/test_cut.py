@@ -1,6 +1,7 @@
 """`truncate`: the last ids of a prompt are kept, and the rest is as if it had not been there."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -102,3 +103,32 @@ def test_bad_words_are_ids_in_what_the_executor_gets(prompts: Prompts, tmp_path:
     with pytest.raises(Refusal) as caught:
         prompts.sampling(msgspec.structs.replace(asked, bad_words=[""]))
     assert caught.value.failure.param == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words", "is_left"),
+    [
+        ({"allowed": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 1}, [], False),
+        ({"allowed": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 0}, [], True),
+        ({"allowed": [5, 6], "stop_token_ids": [5], "min_tokens": 1}, [], True),
+        ({"allowed": [97, 98]}, ["a", "b"], False),
+        ({"allowed": [97, 98]}, ["a", "bb"], True),
+        ({"allowed": [97, 5], "stop_token_ids": [5], "min_tokens": 3}, ["a"], False),
+    ],
+)
+def test_what_leaves_no_first_token_is_refused(
+    prompts: Prompts, sampling: dict[str, Any], words: list[str], is_left: bool
+) -> None:
+    """Its sequence would end with an error of the server at once."""
+    begun = [prompts.encode(m.TextPrompt(word)).tolist() for word in "ab"]
+    ids = {97: begun[0][0], 98: begun[1][0]}
+    allowed = np.array([ids.get(one, one) for one in sampling.pop("allowed")], np.int32).tobytes()
+    asked = msgspec.structs.replace(
+        tiny.submit("x"), sampling=m.Sampling(allowed_ids=allowed, **sampling), bad_words=words
+    )
+    if is_left:
+        assert prompts.sampling(asked).allowed_ids == allowed
+        return
+    with pytest.raises(Refusal, match="no token to begin with") as caught:
+        prompts.sampling(asked)
+    assert (caught.value.failure.status, caught.value.failure.param) == (400, "allowed_token_ids")

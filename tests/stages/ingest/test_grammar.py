@@ -42,6 +42,7 @@ GOOD = [
     ("json_object", ""),
     ("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
     ("json_schema", "true"),
+    ("closed_schema", "true"),
     ("regex", "^[a-z]+@x\\.(com|org)$"),
     ("choice", '["yes", "no", "ä\\n\\"\\u007f\\u0000", ""]'),
     ("grammar", 'start: "a" | "b" start'),
@@ -76,6 +77,9 @@ async def test_who_leaves_while_it_starts_stops_nobody_else(grammars: Grammars) 
 
 BAD = [
     ("json_schema", "{", "no JSON"),
+    ("closed_schema", "{", "no JSON"),
+    ("closed_schema", '{"properties": {"\\ud800": {}}}', ""),
+    ("closed_schema", '{"a":' * 5000 + "1" + "}" * 5000, "nested too deeply"),
     ("json_schema", "[]", "an array"),
     ("json_schema", '{"minimum": NaN}', "NaN"),
     ("json_schema", '{"minimum": 1e400}', "number out of range"),

@@ -42,6 +42,7 @@ def resume(
         assert opening.outputs == np.array(ids, np.int32).tobytes()
         bench.opened[opening.seq] = opening
         bench.received[opening.seq] = list(ids)
+        bench.records[opening.seq] = bench.prompts[opening.seq] = b""
         bench.wanted[opening.seq] = admit, sampling
         opened.append(opening)
     return opened
