@@ -545,8 +545,8 @@ class Requests:
         if not request.is_aborted:
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             param = _param(request, failure.param)
-            message = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
-            request.call.fail(ApiError(failure.status, message, param, failure.code))
+            words = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
+            request.call.fail(ApiError(failure.status, words, param, failure.code))
         request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
