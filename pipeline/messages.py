@@ -47,6 +47,10 @@ class Finish(IntEnum):
 # ---------------------------------------------------------------------------------------------- parts of messages
 
 
+NOTHING_LEFT = "no token can follow: "
+"""What the error of a sequence begins with where its request's own fields contradict each other."""
+
+
 class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An error in the client's words; the gateway puts it into OpenAI's shape."""
 

@@ -545,8 +545,8 @@ class Requests:
         if not request.is_aborted:
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             param = _param(request, failure.param)
-            message = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
-            request.call.fail(ApiError(failure.status, message, param, failure.code))
+            words = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
+            request.call.fail(ApiError(failure.status, words, param, failure.code))
         request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
@@ -650,8 +650,11 @@ class Requests:
             return
         if finish == m.Finish.ERROR and not request.is_aborted and request.call.failure is None:
             self._stage.log.info("failed", extra=_fields(request, why=error))
-            message = "the server could not finish this request" + (f": {error}" if error else "")
-            request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))
+            if error.startswith(m.NOTHING_LEFT):  # what it asks for contradicts itself, and would again
+                request.call.fail(ApiError(HTTPStatus.BAD_REQUEST, error, code="nothing_left"))
+            else:
+                message = "the server could not finish this request" + (f": {error}" if error else "")
+                request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))
         if request.call.ask.hides_output and finish == m.Finish.STOP:
             finish, stop_reason = m.Finish.LENGTH, None  # the id that nobody asked for is the one that stops it
         sequence.finish = finish
