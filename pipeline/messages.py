@@ -44,11 +44,11 @@ class Finish(IntEnum):
     ERROR = 4
 
 
-NOTHING_LEFT = "no token can follow: everything that the request allows is impossible here"
-"""The error of a sequence for which no id can be drawn: because of what its request forbids, or of a broken model."""
-
-
 # ---------------------------------------------------------------------------------------------- parts of messages
+
+
+NOTHING_LEFT = "no token can follow: "
+"""What the error of a sequence begins with where its request's own fields contradict each other."""
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):

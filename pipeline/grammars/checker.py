@@ -158,8 +158,8 @@ class Checker:
 
 
 def checked(check: Check, engine: Engine) -> Checked:
-    """All there is to check: that it is understood, that nothing of it would be ignored, that it can be satisfied, and
-    that it can be computed by."""
+    """All there is to check: that it is understood, that no keyword of it would be ignored, that it can be satisfied,
+    and that it can be computed by."""
     try:
         grammar = to_llguidance(check.kind, check.source, engine.tokenizer)
     except Unusable as error:

@@ -14,6 +14,8 @@ import json
 import re
 from typing import Any
 
+from pipeline.grammars.keywords import misspelt
+
 OWN_OPTIONS = "x-guidance"
 """A schema's options for the library: a client's would let it ignore keywords, or write what is no JSON."""
 
@@ -40,9 +42,16 @@ class Untrue(Exception):
 
 def check(schema: Any) -> None:
     """Raises Untrue."""
+    if found := misspelt(schema):
+        name, keyword = found
+        raise Untrue(f'it has "{name}", which is no keyword: did you mean "{keyword}"?')
+    _check(schema)
+
+
+def _check(schema: Any) -> None:
     if isinstance(schema, list):
         for part in schema:
-            check(part)
+            _check(part)
     elif isinstance(schema, dict):
         _check_count(schema)
         for key, value in schema.items():
@@ -71,9 +80,9 @@ def _check_keyword(key: str, value: Any) -> None:
                     _check_texts(name, key)
                 else:
                     _check_pattern(name)
-                check(schema)
+                _check(schema)
         case _ if key not in VALUES:
-            check(value)
+            _check(value)
 
 
 def _check_count(schema: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from pipeline.formats.tool_format import Written
 from pipeline.grammars.closed import closed
+from pipeline.grammars.format_names import with_known_formats
 from pipeline.grammars.schema import OWN_OPTIONS, Untrue, check, strict
 
 MAX_CHOICES = 10_000
@@ -60,27 +61,25 @@ def _json(source: str, what: str) -> Any:
 
 
 def _schema(source: str, *, is_closed: bool = False) -> str:
-    """Nothing is ignored: what the library can't enforce is an error."""
     schema = _json(source, "the schema")
-    _check_schema(schema)
-    text = _closed(source, schema) if is_closed else source
-    return f'{{"grammars": [{{"json_schema": {strict(text, schema)}}}]}}'
+    return f'{{"grammars": [{{"json_schema": {_fit(source, schema, is_closed=is_closed)}}}]}}'
 
 
 def _calls(source: str) -> str:
     """Calls of tools, whose arguments have schemas."""
 
     def fit(text: str) -> str:
-        schema = _json(text, "the schema of a tool")
-        _check_schema(schema)
-        return strict(_closed(text, schema), schema)
+        return _fit(text, _json(text, "the schema of a tool"), is_closed=True)
 
     return msgspec.json.decode(source, type=Written).lark(fit)
 
 
-def _closed(text: str, schema: Any) -> str:
+def _fit(text: str, schema: Any, *, is_closed: bool = False) -> str:
+    """A schema's text for the library. No keyword is ignored: what the library can't enforce is an error."""
+    _check_schema(schema)
     try:
-        return closed(text, schema)
+        text = with_known_formats(text, schema)
+        return strict(closed(text, schema) if is_closed else text, schema)
     except msgspec.DecodeError as error:  # it reads strings more strictly
         raise Unusable(f"it can't be read: {error}") from None
 
@@ -155,14 +154,14 @@ def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokeniz
     begin, end, schema = structure.get("begin"), structure.get("end", ""), structure.get("schema", {})
     if not isinstance(begin, str) or not isinstance(end, str):
         raise Unusable(f"`begin` and `end` of {where} are to be strings")
-    _check_schema(schema)
     trigger = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
     if trigger is None:
         raise Unusable(f"`begin` of {where} starts with none of the triggers")
     try:
-        inner = f"%json {strict(json.dumps(schema, allow_nan=False), schema)}"
+        text = json.dumps(schema, allow_nan=False)
     except ValueError:
         raise Unusable(f"`schema` of {where} has a number that is too large") from None
+    inner = f"%json {_fit(text, schema)}"
     follows = begin[len(trigger) :]
     body = " ".join(part for part in (follows and _literal(follows), inner, end and _literal(end)) if part)
     if (special := _special(trigger, tokenizer)) is not None:
