@@ -327,6 +327,16 @@ UNSUPPORTED: dict[str, Any] = {
     "truncation_side": "right",
     "guided_whitespace_pattern": " ",
     "use_beam_search": True,
+    "ec_transfer_params": {"a": 1},
+    "kv_transfer_params": {"do_remote_decode": True},
+    "media_io_kwargs": {"video": {}},
+    "mm_processor_kwargs": {"num_crops": 4},
+    "repetition_detection": {"max_pattern_size": 4},
+    "return_prompt_text": True,
+    "return_token_offsets": True,
+    "thinking_token_budget": 0,
+    "vllm_xargs": {"a": 1},
+    "watermarking": True,
 }
 
 

@@ -40,7 +40,8 @@ class TestParse:
         assert ask.text == m.TextOptions(stop=["x"], min_tokens=1, record_bytes=20, num_top=2)
         assert (ask.model, ask.n, ask.max_tokens) == ("tiny", 2, 5)
         assert ask.grammar == m.Grammar("regex", "a", "sampling_params.structured_outputs.regex")
-        assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).max_tokens is None
+        assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).max_tokens == 16
+        assert parse_tokens_only(json.dumps(params(max_tokens=None)).encode(), KNOWN).max_tokens == 16
 
     @pytest.mark.parametrize(
         ("body", "param"),
