@@ -172,7 +172,13 @@ class _Page:
 
 
 _FROM = (("minimum", "≥ "), ("exclusiveMinimum", "&gt; "), ("minLength", "≥ "), ("minItems", "≥ "))
-_TO = (("maximum", "≤ "), ("exclusiveMaximum", "&lt; "), ("maxLength", "≤ "), ("maxItems", "≤ "))
+_TO = (
+    ("maximum", "≤ "),
+    ("exclusiveMaximum", "&lt; "),
+    ("maxLength", "≤ "),
+    ("maxItems", "≤ "),
+    ("maxProperties", "≤ "),
+)
 
 
 def _bounds(schema: Object) -> str:
@@ -181,7 +187,7 @@ def _bounds(schema: Object) -> str:
         " characters"
         if {"minLength", "maxLength"} & set(schema)
         else " entries"
-        if {"minItems", "maxItems"} & set(schema)
+        if {"minItems", "maxItems", "maxProperties"} & set(schema)
         else ""
     )
     return f", {', '.join(words)}{of}" if words else ""
