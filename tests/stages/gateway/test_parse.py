@@ -340,6 +340,17 @@ UNSUPPORTED: dict[str, Any] = {
 }
 
 
+def test_a_value_that_is_none_of_a_few_is_told_with_them() -> None:
+    words = "'reasoning_effort' must be one of high, low, max, medium, minimal, none, xhigh, not 'x'"
+    error = refused(CHAT | {"reasoning_effort": "x"})
+    assert (error.message, error.param, error.code) == (words, "reasoning_effort", "invalid_value")
+
+
+def test_a_wrong_entry_in_a_body_that_breaks_off_is_told_without_its_name() -> None:
+    error = refused(b'{"logit_bias": {"5": "a"}, ')
+    assert error.param == "logit_bias"
+
+
 class TestUnsupportedFields:
     @pytest.mark.parametrize("name", ["store", "use_beam_search"])
     def test_that_are_off_at_false_are_not_off_at_0(self, name: str) -> None:

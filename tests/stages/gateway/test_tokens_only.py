@@ -54,6 +54,8 @@ class TestParse:
             (params(temperature=3), "sampling_params.temperature"),
             (params(n=129), "sampling_params.n"),
             (params(seed=2**64), "sampling_params.seed"),
+            (params(logit_bias={"5": 1, "7": [1]}), "sampling_params.logit_bias.7"),
+            (params(stop_token_ids=[1, 1000]), "sampling_params.stop_token_ids[1]"),
             (params(logit_bias={"x": 1}), "sampling_params.logit_bias.x"),
             (params(allowed_token_ids=[1000]), "sampling_params.allowed_token_ids[0]"),
             (params(logprobs=21), "sampling_params.logprobs"),
