@@ -12,6 +12,7 @@ from msgspec import Meta, Raw
 
 from pipeline.config.settings import Limits as Caps
 from pipeline.stages.gateway import docs_page, openapi, responses
+from pipeline.stages.gateway.description import address_of
 from pipeline.stages.gateway.routes import ROUTES
 from pipeline.stages.gateway.schemas import Schemas
 from tests.stages.gateway.gate import Gate
@@ -211,6 +212,33 @@ def test_the_page_is_whole_and_stands_alone() -> None:
         assert route.path in html
     assert html.count("<pre>curl ") == len(ROUTES)
     assert html.count("$PIPELINE_API_KEY") == len([route for route in ROUTES if not route.is_admin])
+
+
+def test_each_route_and_type_has_a_link_to_it() -> None:
+    seen = Seen(docs_page.page(API, "http://127.0.0.1:8000"))
+    wanted = {route.does for route in ROUTES} | {f"type-{name}" for name in API["components"]["schemas"]}
+    assert set(seen.ids) == wanted
+    assert {f"#{one}" for one in wanted} <= set(seen.links)
+
+
+@pytest.mark.parametrize("host", ["localhost:8123", "llm.example.com", "10.0.0.7:80", "[::1]:8000", "a_b:1"])
+def test_examples_ask_where_the_reader_has_asked(gate: Gate, host: str) -> None:
+    html = gate.client.get("/docs", headers={"Host": host}).text
+    assert html.count(f"http://{host}/") == len(ROUTES)
+    assert "127.0.0.1:8000" not in html and "%" not in re.findall(r"<pre>curl .*", html)[0]
+
+
+@pytest.mark.parametrize(
+    "host", ["", "a b", "a;reboot", "$(reboot)", "<b>", 'x"y', "a/b", "a@b", "x" * 300, "a:123456", "-o"]
+)
+def test_a_host_that_is_no_name_is_not_repeated(gate: Gate, host: str) -> None:
+    response = gate.client.get("/docs", headers={"Host": host})
+    own = str(gate.client.base_url).rstrip("/")
+    assert response.text.count(f"{own}/") == len(ROUTES)
+
+
+def test_a_listener_of_ipv6_is_in_brackets() -> None:
+    assert address_of(None, ("::1", 8000, 0, 0)) == "http://[::1]:8000"
 
 
 def test_nothing_in_a_description_is_taken_for_html() -> None:
