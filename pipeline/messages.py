@@ -44,6 +44,10 @@ class Finish(IntEnum):
     ERROR = 4
 
 
+NOTHING_LEFT = "no token can follow: everything that the request allows is impossible here"
+"""The error of a sequence for which no id can be drawn: because of what its request forbids, or of a broken model."""
+
+
 # ---------------------------------------------------------------------------------------------- parts of messages
 
 

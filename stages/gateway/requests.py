@@ -545,8 +545,8 @@ class Requests:
         if not request.is_aborted:
             self._stage.log.info("rejected", extra=_fields(request, status=failure.status, why=failure.message))
             param = _param(request, failure.param)
-            message = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
-            request.call.fail(ApiError(failure.status, message, param, failure.code))
+            words = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
+            request.call.fail(ApiError(failure.status, words, param, failure.code))
         request.is_rejected = True
         for sequence in request.sequences:
             self._finish(request, sequence, m.Finish.ERROR, None)
@@ -650,8 +650,7 @@ class Requests:
             return
         if finish == m.Finish.ERROR and not request.is_aborted and request.call.failure is None:
             self._stage.log.info("failed", extra=_fields(request, why=error))
-            message = "the server could not finish this request" + (f": {error}" if error else "")
-            request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))
+            request.call.fail(_failed(request, error))
         if request.call.ask.hides_output and finish == m.Finish.STOP:
             finish, stop_reason = m.Finish.LENGTH, None  # the id that nobody asked for is the one that stops it
         sequence.finish = finish
@@ -763,6 +762,16 @@ def seed_of(seed: int, prompt: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
     return z ^ (z >> 31)
+
+
+def _failed(request: Request, error: str) -> ApiError:
+    """400, where what the client allows leaves no token; else it is the server's."""
+    submit, call = request.submit, request.call
+    param = "allowed_token_ids" if submit.sampling.allowed_ids else "bad_words" if submit.bad_words else None
+    if error == m.NOTHING_LEFT and param is not None:
+        return ApiError(HTTPStatus.BAD_REQUEST, error, _named(call, param), "nothing_left")
+    message = "the server could not finish this request" + (f": {error}" if error else "")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
 
 
 def _param(request: Request, param: str | None) -> str | None:

@@ -150,6 +150,7 @@ class Gate:
         records: bytes = b"",
         pieces: list[bytes] | None = None,
         prompt: tuple[int, bytes, list[bytes]] | None = None,
+        error: str = "",
     ) -> None:
         """Text and ids of a sequence. With `back`, the text begins that many characters, and ids, before the end of
         what was sent: a repetition. With `num_cached`, these are its first ids, and so many of its prompt were in the
@@ -177,6 +178,7 @@ class Gate:
                 prompt_offsets=[prompt[0]] if prompt else [],
                 prompt_records=[prompt[1]] if prompt else [],
                 prompt_pieces=[prompt[2]] if prompt else [],
+                errors=[error] if error else [],
             ),
             "detokenize.0",
         )
