@@ -196,7 +196,7 @@ class Grammars:
 
 def refusal(grammar: Grammar, why: str, place: int = -1) -> Refusal:
     """What the client is told; `place` is the tool's whose schema is to blame."""
-    what, param = NAMES.get(grammar.kind, "the grammar"), grammar.param
+    what, param = NAMES.get(grammar.kind.removeprefix("compact_"), "the grammar"), grammar.param
     if place >= 0 and param == "tools":
         param = f"tools[{place}].function.parameters"
     if param.startswith("tools["):
