@@ -55,7 +55,7 @@ class ReplayTape(Tape):
         self._head: f.Entry | None = None
         self._decoder: MessageDecoder[Any] = MessageDecoder(union)
         self._acts: dict[str, Callable[[int, bytes], None]] = {}
-        self._waiters: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._waiters: dict[tuple[str, int], asyncio.Future[bytes]] = {}
         self._changed: asyncio.Event | None = None
         self._last: dict[str, float] = {"monotonic": 0.0, "time": 0.0}
         self._begun = time.monotonic()
@@ -89,18 +89,19 @@ class ReplayTape(Tape):
     def perform(self, name: str, act: Callable[[int, bytes], None]) -> None:
         self._acts[name] = act
 
-    async def moment(self, name: str, key: int) -> None:
-        waiter = asyncio.get_running_loop().create_future()
+    async def moment(self, name: str, key: int, data: bytes = b"") -> bytes:
+        waiter: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiters[name, key] = waiter
         self._change()
         try:
-            await waiter
+            recorded = await waiter
         except asyncio.CancelledError:
             self._waiters.pop((name, key), None)
             if waiter.done() and not waiter.cancelled():
                 self._advance()  # it had its turn
             raise
         self._advance()
+        return recorded or data
 
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         if self._partial is not None:
@@ -157,7 +158,7 @@ class ReplayTape(Tape):
             return
         self._changed = asyncio.Event()
         if (waiter := self._waiters.pop((event.name, event.key), None)) is not None:
-            waiter.set_result(None)
+            waiter.set_result(event.data)
         try:
             async with asyncio.timeout(MOMENT_S):
                 await self._changed.wait()

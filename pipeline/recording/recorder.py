@@ -136,8 +136,9 @@ class RecordingTape(Tape):
     def event(self, name: str, key: int = 0, data: bytes = b"") -> None:
         self._put(f.Event(name, key, data))
 
-    async def moment(self, name: str, key: int) -> None:
-        self._put(f.Event(name, key, b""))
+    async def moment(self, name: str, key: int, data: bytes = b"") -> bytes:
+        self._put(f.Event(name, key, data))
+        return data
 
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
         if not self.is_over:

@@ -30,9 +30,11 @@ class Tape:
     def perform(self, name: str, act: Callable[[int, bytes], None]) -> None:
         """What a replay does for events of this name."""
 
-    async def moment(self, name: str, key: int) -> None:
+    async def moment(self, name: str, key: int, data: bytes = b"") -> bytes:
         """To be awaited when something that ran beside the loop is done, before anything is made of it. A replay goes
-        on here when it comes to this place. Never suspends in a stage that is not replayed."""
+        on here when it comes to this place. Never suspends in a stage that is not replayed. Returns `data`, what came
+        of it; in a replay what came of it then, where that depends on more than messages."""
+        return data
 
     # What the channels say.
 

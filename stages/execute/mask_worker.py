@@ -164,10 +164,10 @@ class MaskWorker:
     def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
         """Only ids that are no text are allowed. Where one text alone can follow, the library allows what its tokenizer
         makes of it, and that takes a text like <|im_end|> for the token of this name, with which the grammar could not
-        go on: then the text's own first part it is."""
-        if any(matcher.validate_tokens([token]) for token in ids_in(words)):
-            return
-        if parts := self._engine.tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore")):
+        go on: then the text's own first part it is. A token that the grammar itself wants is forced as byte 0xFF and
+        its number."""
+        text = matcher.compute_ff_bytes().partition(b"\xff")[0].decode(errors="ignore")
+        if parts := self._engine.tokenizer.greedy_tokenize(text):
             words[:] = 0
             if parts[0] < self._engine.vocab_size:
                 words[parts[0] // 32] = np.uint32(1) << np.uint32(parts[0] % 32)
@@ -195,11 +195,6 @@ def texts(engine: Engine) -> WordArray:
     special = np.array([token for token in range(num_ids) if engine.tokenizer.is_special_token(token)], np.int64)
     np.bitwise_and.at(words, special // 32, ~_bits(special))
     return words
-
-
-def ids_in(words: WordArray) -> list[int]:
-    """The ids that a mask allows."""
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def has(words: WordArray, token: int) -> bool:

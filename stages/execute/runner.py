@@ -15,7 +15,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import NO_ID, DrawInputs
 from pipeline.kernels.record_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
-from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
+from pipeline.messages import NOTHING_LEFT, ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.shm.arrays import Array
 from pipeline.stages.execute.backend import make_program

@@ -22,7 +22,7 @@ from pipeline.config.settings import Gateway as GatewaySettings
 from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.depth import check_depth
-from pipeline.stages.gateway.description import Description
+from pipeline.stages.gateway.description import Description, address_of
 from pipeline.stages.gateway.embeddings import parse_embeddings
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
 from pipeline.stages.gateway.health import HealthDesk
@@ -103,6 +103,7 @@ class Api:
         self._desk = desk
         self._aborts = aborts
         self._limits = limits
+        self._listener = (settings.host, settings.port)
         self._max_body = settings.max_body_bytes
         self._max_depth = limits.caps.max_json_depth
         self._uploads = UploadRoom(settings.max_body_bytes)
@@ -321,7 +322,9 @@ class Api:
 
     async def docs(self, request: web.Request) -> web.StreamResponse:
         found = self._description
-        return web.Response(body=found.as_html, content_type="text/html", charset="utf-8", headers=found.headers)
+        listener = request.get_extra_info("sockname") or self._listener
+        html = found.as_html(address_of(request.headers.get("Host"), listener))
+        return web.Response(body=html, content_type="text/html", charset="utf-8", headers=found.headers)
 
     @functools.cached_property
     def _description(self) -> Description:

@@ -159,13 +159,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI, completions
     "suffix": ("",),
     # vLLM
+    "ec_transfer_params": ({},),
     "guided_whitespace_pattern": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logprob_token_ids": (),
     "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "thinking_token_budget": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 """Fields the API knows and this server does not support: the values, besides null, at which they change nothing.
 Any other value is an error, so that nobody gets text other than what they asked for without being told."""

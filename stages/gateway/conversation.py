@@ -45,7 +45,7 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    role: Annotated[str, Meta(description="system, developer, user, assistant or tool")]
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -98,10 +98,28 @@ class _Choice(msgspec.Struct):
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages = Annotated[list[Message], Meta(min_length=1)]
-Tools = Annotated[Raw, Meta(description="Functions that the model may call.")]
-ToolChoice = Annotated[Raw, Meta(description='none, auto, required or {"type": "function", "function": {"name": …}}')]
-Documents = Annotated[Raw, Meta(description="An array of objects for the chat template.")]
-Kwargs = Annotated[Raw, Meta(description="An object of further names for the chat template.")]
+OBJECTS: dict[str, Any] = {"type": ["array", "null"], "items": {"type": "object"}}
+NAMED_CHOICE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+Tools = Annotated[Raw, Meta(description="Functions that the model may call.", extra_json_schema=OBJECTS)]
+ToolChoice = Annotated[
+    Raw,
+    Meta(
+        description="With a function's name the reply calls that one.",
+        extra_json_schema={"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_CHOICE]},
+    ),
+]
+Documents = Annotated[Raw, Meta(description="Objects for the chat template.", extra_json_schema=OBJECTS)]
+Kwargs = Annotated[
+    Raw,
+    Meta(description="Further names for the chat template.", extra_json_schema={"type": ["object", "null"]}),
+]
 
 
 class Conversation(Protocol):

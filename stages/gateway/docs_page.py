@@ -26,6 +26,7 @@ pre { background: var(--box); border: 1px solid var(--line); border-radius: .4re
   overflow-x: auto; white-space: pre; margin: .4rem 0; }
 details { border: 1px solid var(--line); border-radius: .5rem; margin: .5rem 0; padding: 0 .9rem; }
 details[open] { padding-bottom: .9rem; } summary { cursor: pointer; padding: .6rem 0; }
+[id] { scroll-margin-top: 4rem; }
 summary code { font-weight: 600; } summary .soft { display: block; font-size: .92rem; }
 .verb { display: inline-block; min-width: 3.2rem; font-weight: 700; } .get { color: var(--get); }
 .post { color: var(--post); }
@@ -85,9 +86,9 @@ class _Page:
 
     def _route(self, path: str, verb: str, route: Object) -> str:
         parts = [
-            f"<details id={escape(route['operationId'])}><summary>",
+            "<details><summary>",
             f"<code><span class='verb {verb}'>{verb.upper()}</span> {escape(path)}</code>"
-            f"<span class=soft>{_text(route['summary'])}</span></summary>",
+            f"<span class=soft>{_text(route['summary'])}</span></summary>{_anchor(route['operationId'])}",
             f"<pre>{escape(self._curl(path, verb, route))}</pre>",
         ]
         for one in route.get("parameters", ()):
@@ -125,7 +126,7 @@ class _Page:
     def _type(self, name: str, schema: Object) -> str:
         words = _text(schema.get("description", ""))
         summary = f"<summary><code>{escape(name)}</code><span class=soft>{words}</span></summary>"
-        return f"<details id=type-{escape(name)}>{summary}{self._fields(schema)}</details>"
+        return f"<details>{summary}{_anchor(f'type-{name}')}{self._fields(schema)}</details>"
 
     def _fields(self, schema: Object) -> str:
         """The fields of an object, those that are needed first."""
@@ -171,8 +172,20 @@ class _Page:
         return f"{words}{_bounds(schema)}"
 
 
+def _anchor(name: str) -> str:
+    """A link to the section it stands in. It is below the summary, for a browser that is sent to what is folded away
+    unfolds it."""
+    return f'<p class=soft id="{escape(name)}"><a href="#{escape(name)}">#{escape(name)}</a></p>'
+
+
 _FROM = (("minimum", "≥ "), ("exclusiveMinimum", "&gt; "), ("minLength", "≥ "), ("minItems", "≥ "))
-_TO = (("maximum", "≤ "), ("exclusiveMaximum", "&lt; "), ("maxLength", "≤ "), ("maxItems", "≤ "))
+_TO = (
+    ("maximum", "≤ "),
+    ("exclusiveMaximum", "&lt; "),
+    ("maxLength", "≤ "),
+    ("maxItems", "≤ "),
+    ("maxProperties", "≤ "),
+)
 
 
 def _bounds(schema: Object) -> str:
@@ -181,7 +194,7 @@ def _bounds(schema: Object) -> str:
         " characters"
         if {"minLength", "maxLength"} & set(schema)
         else " entries"
-        if {"minItems", "maxItems"} & set(schema)
+        if {"minItems", "maxItems", "maxProperties"} & set(schema)
         else ""
     )
     return f", {', '.join(words)}{of}" if words else ""

@@ -1,5 +1,6 @@
 """Errors as clients see them: OpenAI's shape, and the user's words for what a decoder says."""
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from msgspec import inspect as types
 
 RETRY_AFTER_S = 1
 """What a client that is told 503 is asked to wait where nobody knows better."""
@@ -101,21 +103,37 @@ _TYPES = {
     "object": "an object",
     "null": "null",
 }
+_JSON_NAMES: dict[type, str] = {
+    int: "int",
+    float: "float",
+    str: "str",
+    bool: "bool",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 _MISSING = re.compile(r"Object missing required field `(.+)`")
 _MISMATCH = re.compile(r"Expected `(.+)`, got `(.+)`")
 _BOUND = re.compile(r"Expected `(.+)` (.+)")
+_NO_LITERAL = re.compile(r"Invalid enum value (.+)")
+_SOME_KEY = "[...]"
+"""What msgspec calls an entry of an object that may have any names."""
 _CONSTANT = re.compile(rb"[:,\[]\s*-?(NaN|Infinity)\b")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HALF_PAIR = "has half a surrogate pair, which is no character"
 
 
-def _words(types: str) -> str:
-    return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
+def _words(names: str) -> str:
+    return " or ".join(_TYPES.get(name, name) for name in names.split(" | "))
 
 
-def of_validation(error: msgspec.ValidationError) -> ApiError:
-    """A body that is JSON but not the request it should be: msgspec's `... - at `$.field`` in the user's words."""
+def of_validation(error: msgspec.ValidationError, kind: Any = None, body: bytes = b"") -> ApiError:
+    """A body that is JSON but not the request it should be: msgspec's `... - at `$.field`` in the user's words.
+
+    `kind` is the struct it should be, and `body` what was read, for what msgspec leaves out: the values that a field
+    may have, and which entry of an object is wrong.
+    """
     complaint, _, path = str(error).partition(" - at `$")
     param = path.removesuffix("`").removeprefix(".")
     subject = f"'{param}'" if param else "the body"
@@ -123,10 +141,44 @@ def of_validation(error: msgspec.ValidationError) -> ApiError:
         param = f"{param}.{match[1]}" if param else match[1]
         return invalid(param, f"'{param}' is required")
     if match := _MISMATCH.fullmatch(complaint):
+        if body and param.endswith(_SOME_KEY):
+            param = _with_key(param.removesuffix(_SOME_KEY), match[2], body)
+            subject = f"'{param}'"
         return invalid(param or None, f"{subject} must be {_words(match[1])}, not {_words(match[2])}", "invalid_type")
+    if (match := _NO_LITERAL.fullmatch(complaint)) and kind is not None and param in (values := _literals(kind)):
+        message = f"{subject} must be one of {', '.join(values[param])}, not {shown(match[1])}"
+        return invalid(param, message, "invalid_value")
     if match := _BOUND.fullmatch(complaint):
         return invalid(param or None, f"{subject} must be {_words(match[1])} {match[2]}", "invalid_value")
     return invalid(param or None, f"{subject}: {complaint[:1].lower()}{complaint[1:]}", "invalid_value")
+
+
+@functools.cache
+def _literals(kind: Any) -> dict[str, list[str]]:
+    """Fields of a struct that have one of a few values, and these."""
+    info = types.type_info(kind)
+    assert isinstance(info, types.StructType)
+    found = {}
+    for field in info.fields:
+        for one in field.type.types if isinstance(field.type, types.UnionType) else (field.type,):
+            inner = one.type if isinstance(one, types.Metadata) else one
+            if isinstance(inner, types.LiteralType):
+                found[field.encode_name] = [str(value) for value in inner.values]
+    return found
+
+
+def _with_key(path: str, got: str, body: bytes) -> str:
+    """The path of the first entry of the object at `path` that is of the type that msgspec calls `got`."""
+    try:
+        at = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind the entry it is no JSON
+        return path
+    for step in path.split("."):
+        at = at[step]
+    for key, value in at.items():
+        if _JSON_NAMES[type(value)] == got:
+            return shown(f"{path}.{key}")
+    return path
 
 
 def of_malformed(error: Exception, body: bytes, loads: Any) -> ApiError:

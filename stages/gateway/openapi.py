@@ -8,9 +8,11 @@ from http import HTTPStatus
 from typing import Any
 
 from pipeline.config.settings import Limits as Caps
+from pipeline.stages.gateway.conversation import Tool
 from pipeline.stages.gateway.errors import ErrorBody
 from pipeline.stages.gateway.examples import example_of
 from pipeline.stages.gateway.routes import ROUTES, Route
+from pipeline.stages.gateway.sampling_fields import COUNTED
 from pipeline.stages.gateway.schemas import Schema, Schemas
 from pipeline.version import VERSION
 
@@ -66,7 +68,8 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
         if has_admin_routes or not route.is_admin:
             operation = _operation(route, model, schemas, has_keys)
             paths.setdefault(route.path, {})[route.method.lower()] = operation
-    _narrow(schemas.components, model, caps)
+    tool = schemas.of(Tool)
+    _narrow(schemas.components, model, caps, tool)
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -76,6 +79,7 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
             "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions. Fields that are "
             "not named are ignored, null stands for a default, and of a field that comes twice the last counts.",
         },
+        "servers": [{"url": "/", "description": "This one."}],
         "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
         "paths": paths,
         "components": {
@@ -181,15 +185,32 @@ def _neutral(body: Any, neutral: Mapping[str, Sequence[Any]]) -> dict[str, Schem
     }
 
 
-def _narrow(components: dict[str, Schema], model: str, caps: Caps) -> None:
-    """What this server's settings say."""
-    most = {"n": caps.max_n, "best_of": caps.max_best_of}
+_NUMBERS = {
+    "n": "max_n",
+    "best_of": "max_best_of",
+    "logprobs": "max_logprobs",
+    "top_logprobs": "max_logprobs",
+    "prompt_logprobs": "max_logprobs",
+}
+_LISTS = {**COUNTED, "tools": "max_tools"}
+"""Fields of bodies, and the settings of `limits` that bound them."""
+
+
+def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema) -> None:
+    """What this server's settings say, and what a tool is."""
     for schema in components.values():
         is_reply = "id" in schema.get("required", ()) or "root" in schema.get("required", ())
         for name, one in schema.get("properties", {}).items():
             if name == "model" and not is_reply:
                 one.pop("type", None)
                 one["enum"] = [model] if name in schema.get("required", ()) else [model, None]
-            for part in (one, *one.get("anyOf", ())) if name in most else ():
-                if "integer" in part.get("type", ()):
-                    part["maximum"] = most[name]
+            for part in (one, *one.get("anyOf", ())):
+                kinds = part.get("type", ())
+                if name in _NUMBERS and "integer" in kinds:
+                    part["maximum"] = getattr(caps, _NUMBERS[name])
+                if name in _LISTS and "array" in kinds:
+                    part["maxItems"] = getattr(caps, _LISTS[name])
+                if name in _LISTS and "object" in kinds:
+                    part["maxProperties"] = getattr(caps, _LISTS[name])
+                if name == "tools" and "array" in kinds:
+                    part["items"] = tool

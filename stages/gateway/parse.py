@@ -396,7 +396,7 @@ def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes) -> B:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise errors.of_validation(error) from error
+        raise errors.of_validation(error, decoder.type, body) from error
     except UnicodeDecodeError as error:
         raise invalid(None, "the body is not valid UTF-8", "invalid_json") from error
     except msgspec.DecodeError as error:

@@ -13,7 +13,8 @@ from pipeline.stages.gateway.logprobs import ChatLogprobs, PromptLogprob, TextLo
 from pipeline.stages.gateway.timings import Timings
 
 StopReason = Annotated[str | int, Meta(description="The stop string or the id of stop_token_ids that ended it.")]
-FinishReason = Annotated[str, Meta(description="stop, length, tool_calls or abort")]
+FinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls", "abort"]})]
+Assistant = Annotated[str, Meta(extra_json_schema={"enum": ["assistant"]})]
 TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None], Meta(description="With prompt_logprobs: by ids, null for the first.")
@@ -44,7 +45,7 @@ class CalledTool(msgspec.Struct):
 
 class ReplyMessage(msgspec.Struct):
     content: Annotated[str, Meta(description="null beside calls or reasoning where there is none.")] | None
-    role: str = "assistant"
+    role: Assistant = "assistant"
     refusal: None = None
     tool_calls: list[CalledTool] | UnsetType = UNSET
     reasoning_content: Annotated[str, Meta(description="What the model thought before.")] | UnsetType = UNSET
@@ -88,7 +89,7 @@ class ToolDelta(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    role: str | UnsetType = UNSET
+    role: Assistant | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolDelta] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET

@@ -650,11 +650,7 @@ class Requests:
             return
         if finish == m.Finish.ERROR and not request.is_aborted and request.call.failure is None:
             self._stage.log.info("failed", extra=_fields(request, why=error))
-            if error.startswith(m.NOTHING_LEFT):  # what it asks for contradicts itself, and would again
-                request.call.fail(ApiError(HTTPStatus.BAD_REQUEST, error, code="nothing_left"))
-            else:
-                message = "the server could not finish this request" + (f": {error}" if error else "")
-                request.call.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message))
+            request.call.fail(_failed(request, error))
         if request.call.ask.hides_output and finish == m.Finish.STOP:
             finish, stop_reason = m.Finish.LENGTH, None  # the id that nobody asked for is the one that stops it
         sequence.finish = finish
@@ -766,6 +762,16 @@ def seed_of(seed: int, prompt: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
     return z ^ (z >> 31)
+
+
+def _failed(request: Request, error: str) -> ApiError:
+    """400, where what the client allows leaves no token; else it is the server's."""
+    submit, call = request.submit, request.call
+    param = "allowed_token_ids" if submit.sampling.allowed_ids else "bad_words" if submit.bad_words else None
+    if error.startswith(m.NOTHING_LEFT):  # what it asks for contradicts itself, and would again
+        return ApiError(HTTPStatus.BAD_REQUEST, error, _named(call, param), "nothing_left")
+    message = "the server could not finish this request" + (f": {error}" if error else "")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
 
 
 def _param(request: Request, param: str | None) -> str | None:

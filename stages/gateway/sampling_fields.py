@@ -98,6 +98,7 @@ def sampling_of(fields: SamplingFields, max_tokens: int | None, vocab_size: int 
     """How tokens are drawn, but for the seed and what is told of them; after `check_counts`. Raises ApiError."""
     bias = _bias(fields.logit_bias or {}, vocab_size)
     stop_ids = fields.stop_token_ids or []
+    _check_ids(stop_ids, "stop_token_ids", vocab_size)
     return m.Sampling(
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,

@@ -22,6 +22,12 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
+OBJECT = {"type": ["object", "null"]}
+OBJECT_OR_TEXT = {"type": ["object", "string", "null"]}
+OBJECTS = {"type": ["array", "null"]}
+"""What a client may write where the decoder leaves its JSON as it is"""
+
+
 class JsonSchemaFormat(msgspec.Struct, omit_defaults=True):
     """`json_schema` of `response_format`"""
 
@@ -29,7 +35,10 @@ class JsonSchemaFormat(msgspec.Struct, omit_defaults=True):
     description: Annotated[str, Meta(description="Changes nothing.")] | None = None
     schema: Annotated[
         Raw,
-        Meta(description="A JSON Schema: an object. Properties beside those it names are none, unless it says so."),
+        Meta(
+            description="A JSON Schema: an object. Properties beside those it names are none, unless it says so.",
+            extra_json_schema=OBJECT,
+        ),
     ] = Raw()
     strict: Annotated[bool, Meta(description="The schema holds whatever this says.")] | None = None
 
@@ -37,22 +46,30 @@ class JsonSchemaFormat(msgspec.Struct, omit_defaults=True):
 class ResponseFormat(msgspec.Struct, omit_defaults=True):
     """OpenAI's"""
 
-    type: Annotated[str, Meta(description="text, json_object, json_schema or structural_tag")]
+    type: Annotated[str, Meta(extra_json_schema={"enum": list(RESPONSE_FORMATS)})]
     json_schema: JsonSchemaFormat | None = None
-    structures: Annotated[Raw, Meta(description="Of structural_tag, the older form: what each tag begins.")] = Raw()
-    triggers: Annotated[Raw, Meta(description="Of structural_tag, the older form: what makes tags begin.")] = Raw()
-    format: Annotated[Raw, Meta(description="Of structural_tag, the newer form.")] = Raw()
+    structures: Annotated[
+        Raw, Meta(description="Of structural_tag, the older form: what each tag begins.", extra_json_schema=OBJECTS)
+    ] = Raw()
+    triggers: Annotated[
+        Raw, Meta(description="Of structural_tag, the older form: what makes tags begin.", extra_json_schema=OBJECTS)
+    ] = Raw()
+    format: Annotated[Raw, Meta(description="Of structural_tag, the newer form.", extra_json_schema=OBJECT)] = Raw()
 
 
 class StructuredOutputs(msgspec.Struct, omit_defaults=True):
     """vLLM's. One of the first six is given."""
 
-    json: Annotated[Raw, Meta(description="A JSON Schema: an object, or a string that holds one.")] = Raw()
+    json: Annotated[
+        Raw, Meta(description="A JSON Schema: an object, or a string that holds one.", extra_json_schema=OBJECT_OR_TEXT)
+    ] = Raw()
     json_object: Annotated[bool, Meta(description="true: any JSON object.")] | None = None
     regex: Annotated[str, Meta(description="A regular expression that all of the output matches.")] | None = None
     choice: Annotated[list[str], Meta(description="The output is one of these.")] | None = None
     grammar: Annotated[str, Meta(description="A grammar in Lark's or EBNF notation.")] | None = None
-    structural_tag: Annotated[Raw, Meta(description="An object, or a string that holds one.")] = Raw()
+    structural_tag: Annotated[
+        Raw, Meta(description="An object, or a string that holds one.", extra_json_schema=OBJECT_OR_TEXT)
+    ] = Raw()
     disable_fallback: Annotated[bool, Meta(description="Nothing is ever fallen back to.")] | None = None
     disable_any_whitespace: Annotated[bool, Meta(description="JSON has no white space.")] | None = None
     disable_additional_properties: (
@@ -66,7 +83,9 @@ class StructuredFields(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Annotated[Raw, Meta(description="As structured_outputs.json.")] = Raw()
+    guided_json: Annotated[Raw, Meta(description="As structured_outputs.json.", extra_json_schema=OBJECT_OR_TEXT)] = (
+        Raw()
+    )
     guided_regex: Annotated[str, Meta(description="As structured_outputs.regex.")] | None = None
     guided_choice: Annotated[list[str], Meta(description="As structured_outputs.choice.")] | None = None
     guided_grammar: Annotated[str, Meta(description="As structured_outputs.grammar.")] | None = None

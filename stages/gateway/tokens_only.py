@@ -17,7 +17,7 @@ from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.id_details import check_num_top
 from pipeline.stages.gateway.id_teller import IdTeller, prompt_logprobs
 from pipeline.stages.gateway.logprobs import ChatLogprobs
-from pipeline.stages.gateway.parse import Ask, Limits, ask_of, decode, details_of
+from pipeline.stages.gateway.parse import DEFAULT_COMPLETION_TOKENS, Ask, Limits, ask_of, decode, details_of
 from pipeline.stages.gateway.prompt_fields import check_num_ids, packed
 from pipeline.stages.gateway.reply_types import FinishReason, PromptLogprobs, Usage
 from pipeline.stages.gateway.requests import Call
@@ -28,7 +28,7 @@ from pipeline.stages.gateway.sampling_fields import Id, SamplingFields
 class SamplingParams(SamplingFields, kw_only=True, omit_defaults=True):
     """How the ids are drawn."""
 
-    max_tokens: Annotated[MaxTokens, Meta(description="By default as many as fit.")] | None = None
+    max_tokens: Annotated[MaxTokens, Meta(description="By default 16.")] | None = None
     logprobs: (
         Annotated[int, Meta(ge=0, description="Log probabilities of the ids, and of so many of the likeliest.")] | None
     ) = None
@@ -50,7 +50,11 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """Ours"""
 
 
-GENERATE_NEUTRAL: dict[str, tuple[Any, ...]] = {"features": (), "kv_transfer_params": ({},)}
+GENERATE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "ec_transfer_params": ({},),
+    "features": (),
+    "kv_transfer_params": ({},),
+}
 PARAMS_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "extra_args": ({},),
@@ -58,6 +62,7 @@ PARAMS_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
+    "watermarking": (False,),
 }
 
 
@@ -138,7 +143,7 @@ def _ask(asked: GenerateBody, limits: Limits) -> Ask:
         body,
         1,
         prompts,
-        params.max_tokens,
+        DEFAULT_COMPLETION_TOKENS if params.max_tokens is None else params.max_tokens,
         limits,
         is_chat=False,
         max_tokens_param="sampling_params.max_tokens",

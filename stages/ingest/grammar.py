@@ -217,3 +217,16 @@ def _key(grammar: Grammar) -> bytes:
 
 def _size(verdict: Verdict) -> int:
     return len(verdict.grammar) + len(verdict.error) + 100
+
+
+_verdicts = msgspec.msgpack.Decoder(str | Failure)
+
+
+def noted(outcome: str | Refusal) -> bytes:
+    """What became of a check, for a recording."""
+    return msgspec.msgpack.encode(outcome.failure if isinstance(outcome, Refusal) else outcome)
+
+
+def outcome_of(noted: bytes) -> str | Refusal:
+    verdict = _verdicts.decode(noted)
+    return Refusal(verdict) if isinstance(verdict, Failure) else verdict

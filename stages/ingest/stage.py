@@ -26,6 +26,7 @@ from pipeline.channels import AsyncInbox
 from pipeline.formats.chat_formats import ChatFormats, either
 from pipeline.messages import Failure, IdsPrompt, Launch, Sampling, Submit
 from pipeline.stage import Stage
+from pipeline.stages.ingest import grammar as grammar_module
 from pipeline.stages.ingest import prompt as prompt_module
 from pipeline.stages.ingest import shape
 from pipeline.stages.ingest.chats import NeedsTime
@@ -178,7 +179,9 @@ class Ingest:
                 outcome = either(outcome, await self._grammars.check(calls))
         except Refusal as refusal:
             outcome = refusal
-        await self._stage.tape.moment("checked", submit.request_id)
+        # How long a check takes, and with it what comes of it, is another time not the same.
+        noted = await self._stage.tape.moment("checked", submit.request_id, grammar_module.noted(outcome))
+        outcome = grammar_module.outcome_of(noted)
         self._encoding.pop(key, None)
         if isinstance(outcome, Refusal):
             self._reject(submit, outcome.failure)

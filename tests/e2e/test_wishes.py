@@ -99,8 +99,15 @@ def test_wishes_are_granted(tiny: Tiny) -> None:
 
 
 def test_where_nothing_may_follow_the_request_fails_and_others_go_on(tiny: Tiny) -> None:
-    with pytest.raises(urllib.error.HTTPError) as failed:
-        tiny.complete(allowed_token_ids=[77], stop_token_ids=[77], min_tokens=2)
-    with failed.value as response:
-        assert response.code == 400 and "no token can follow" in json.load(response)["error"]["message"]
+    """At once, which ingest sees, or later, which the executor finds."""
+    (letter,) = tiny.ask("/tokenize", prompt="q")["tokens"]
+    for wishes, words in (
+        ({"allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 2}, "no token to begin with"),
+        ({"allowed_token_ids": [letter], "bad_words": ["qq"]}, "no token can follow"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            tiny.complete(**wishes)
+        with failed.value as response:
+            error = json.load(response)["error"]
+        assert (response.code, error["param"]) == (400, "allowed_token_ids") and words in error["message"]
     assert len(tiny.complete()["token_ids"]) == 6

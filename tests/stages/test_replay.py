@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from pipeline import messages as m
@@ -24,6 +25,7 @@ from tests.stages.detokenize.test_stage import settled, told_until_closed
 from tests.stages.detokenize.vocabularies import byte_level
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings
+from tests.stages.execute.test_masks import ENDLESS
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.test_logprobs import records
 from tests.stages.ingest import models as tiny
@@ -267,6 +269,28 @@ def test_ingest_makes_the_same_prompts_again_whatever_a_thread_took(tmp_path: Pa
                 rig.send(release, "schedule.0")
         rig.load()
     assert any(isinstance(one, f.Event) and one.name == "encoded" for one in entries(recording))
+    comparison = replays_alike("ingest", recording)
+    assert set(comparison.sent) == {"gateway.0", "schedule.0"}
+
+
+def test_ingest_judges_grammars_as_it_did_whatever_its_checker_came_to(tmp_path: Path) -> None:
+    """The recorded checker was killed at its work, which is a 503; that of the replay comes to a 400."""
+    recording = tmp_path / "grammars.rec"
+    with Rig("ingest", Settings(), model_dir=tiny.folder(tmp_path), record=recording) as rig:
+        rig.start(tiny.facts())
+        good = msgspec.structs.replace(tiny.submit("hi", request_id=1), grammar=m.Grammar("regex", "a+"))
+        rig.send(good, "gateway.0")
+        rig.receive("gateway", m.Accepted)
+        hostile = msgspec.structs.replace(tiny.submit("hi", request_id=2), grammar=m.Grammar("grammar", ENDLESS))
+        rig.send(hostile, "gateway.0")
+        (checker,) = [one for one in psutil.Process().children(recursive=True) if "grammars" in one.cmdline()[0]]
+        end_s = time.monotonic() + 10
+        while not checker.children():
+            assert time.monotonic() < end_s, "nothing is checked"
+            time.sleep(0.002)
+        checker.kill()
+        assert rig.receive("gateway", m.Rejected).failure.status == 503
+        rig.load()
     comparison = replays_alike("ingest", recording)
     assert set(comparison.sent) == {"gateway.0", "schedule.0"}
 

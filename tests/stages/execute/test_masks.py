@@ -87,6 +87,13 @@ def test_text_that_spells_a_special_token_is_written_as_text(torch_end: Structur
         assert not {EOS - 1, EOS} & set(seq.output[:-1])
 
 
+@pytest.mark.parametrize("token", ["</s>", "<[257]>", "<s>"])
+def test_a_special_token_that_the_grammar_wants_is_drawn(torch_end: Structured, token: str) -> None:
+    seq = Seq(sampling(f'start: "ab" {token}'))
+    torch_end.run(seq)
+    assert seq.finish is Finish.STOP and seq.output == [*ids_of("ab"), *([256] if token == "<s>" else []), EOS]
+
+
 def test_rows_without_a_grammar_are_left_alone(back_end: Structured) -> None:
     alone, beside = Seq(sampling(seed=9)), Seq(sampling(seed=9))
     greedy_alone, greedy_beside = Seq(sampling(temperature=0.0)), Seq(sampling(temperature=0.0))

@@ -11,7 +11,8 @@ import pytest
 from msgspec import Meta, Raw
 
 from pipeline.config.settings import Limits as Caps
-from pipeline.stages.gateway import docs_page, openapi
+from pipeline.stages.gateway import docs_page, openapi, responses
+from pipeline.stages.gateway.description import address_of
 from pipeline.stages.gateway.routes import ROUTES
 from pipeline.stages.gateway.schemas import Schemas
 from tests.stages.gateway.gate import Gate
@@ -21,7 +22,16 @@ with warnings.catch_warnings():
     import jsonschema
     import openapi_spec_validator
 
-API = openapi.document("tiny", Caps(max_n=7), has_keys=True)
+CAPS = Caps(
+    max_n=7,
+    max_logprobs=3,
+    max_stop_strings=4,
+    max_stop_token_ids=5,
+    max_bad_words=6,
+    max_logit_bias=8,
+    max_tools=9,
+)
+API = openapi.document("tiny", CAPS, has_keys=True)
 
 
 def test_it_is_valid_openapi_3_1() -> None:
@@ -48,6 +58,64 @@ def test_it_has_this_servers_model_and_limits() -> None:
     chat = API["components"]["schemas"]["ChatBody"]["properties"]
     assert chat["model"]["enum"] == ["tiny"]
     assert '"maximum": 7' in json.dumps(chat["n"])
+
+
+def bounds_of(struct: str, field: str) -> dict[str, Any]:
+    """A field's own keys and those of its alternatives, null aside."""
+    one = API["components"]["schemas"][struct]["properties"][field]
+    found = dict(one)
+    for part in one.get("anyOf", ()):
+        found |= {} if part == {"type": "null"} else part
+    return found
+
+
+@pytest.mark.parametrize(
+    ("struct", "field", "key", "bound"),
+    [
+        ("ChatBody", "top_logprobs", "maximum", 3),
+        ("ChatBody", "prompt_logprobs", "maximum", 3),
+        ("CompletionBody", "logprobs", "maximum", 3),
+        ("SamplingParams", "logprobs", "maximum", 3),
+        ("ChatBody", "stop", "maxItems", 4),
+        ("ChatBody", "stop_token_ids", "maxItems", 5),
+        ("CompletionBody", "bad_words", "maxItems", 6),
+        ("ChatBody", "logit_bias", "maxProperties", 8),
+        ("ChatBody", "tools", "maxItems", 9),
+        ("TokenizeBody", "tools", "maxItems", 9),
+    ],
+)
+def test_what_the_settings_bound_is_bounded(struct: str, field: str, key: str, bound: int) -> None:
+    assert bounds_of(struct, field)[key] == bound
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}], {"type": "function"}),
+        ("tools", None, [1]),
+        ("tool_choice", "required", "any"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, {"type": "function"}),
+        ("documents", [{"a": 1}], {"a": 1}),
+        ("chat_template_kwargs", {"a": 1}, [1]),
+        ("guided_json", {"type": "object"}, 1),
+        ("guided_json", "{}", True),
+        ("structured_outputs", {"json": {}}, {"json": 1}),
+        ("response_format", {"type": "text"}, {"type": "xml"}),
+        ("messages", [{"role": "user", "content": "a"}], [{"role": "bot", "content": "a"}]),
+    ],
+)
+def test_what_the_decoder_leaves_as_it_is_has_a_type_here(field: str, good: Any, bad: Any) -> None:
+    schema = full({"$ref": "#/components/schemas/ChatBody"})
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    jsonschema.validate(body | {field: good}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(body | {field: bad}, schema)
+
+
+def test_it_names_itself_as_the_server_and_why_a_choice_ends() -> None:
+    assert [server["url"] for server in API["servers"]] == ["/"]
+    reasons = {*responses.FINISH_REASONS.values(), "tool_calls"}
+    assert set(bounds_of("ChatChoice", "finish_reason")["enum"]) == reasons
 
 
 def full(schema: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +212,33 @@ def test_the_page_is_whole_and_stands_alone() -> None:
         assert route.path in html
     assert html.count("<pre>curl ") == len(ROUTES)
     assert html.count("$PIPELINE_API_KEY") == len([route for route in ROUTES if not route.is_admin])
+
+
+def test_each_route_and_type_has_a_link_to_it() -> None:
+    seen = Seen(docs_page.page(API, "http://127.0.0.1:8000"))
+    wanted = {route.does for route in ROUTES} | {f"type-{name}" for name in API["components"]["schemas"]}
+    assert set(seen.ids) == wanted
+    assert {f"#{one}" for one in wanted} <= set(seen.links)
+
+
+@pytest.mark.parametrize("host", ["localhost:8123", "llm.example.com", "10.0.0.7:80", "[::1]:8000", "a_b:1"])
+def test_examples_ask_where_the_reader_has_asked(gate: Gate, host: str) -> None:
+    html = gate.client.get("/docs", headers={"Host": host}).text
+    assert html.count(f"http://{host}/") == len(ROUTES)
+    assert "127.0.0.1:8000" not in html and "%" not in re.findall(r"<pre>curl .*", html)[0]
+
+
+@pytest.mark.parametrize(
+    "host", ["", "a b", "a;reboot", "$(reboot)", "<b>", 'x"y', "a/b", "a@b", "x" * 300, "a:123456", "-o"]
+)
+def test_a_host_that_is_no_name_is_not_repeated(gate: Gate, host: str) -> None:
+    response = gate.client.get("/docs", headers={"Host": host})
+    own = str(gate.client.base_url).rstrip("/")
+    assert response.text.count(f"{own}/") == len(ROUTES)
+
+
+def test_a_listener_of_ipv6_is_in_brackets() -> None:
+    assert address_of(None, ("::1", 8000, 0, 0)) == "http://[::1]:8000"
 
 
 def test_nothing_in_a_description_is_taken_for_html() -> None:

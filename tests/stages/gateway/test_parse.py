@@ -327,7 +327,28 @@ UNSUPPORTED: dict[str, Any] = {
     "truncation_side": "right",
     "guided_whitespace_pattern": " ",
     "use_beam_search": True,
+    "ec_transfer_params": {"a": 1},
+    "kv_transfer_params": {"do_remote_decode": True},
+    "media_io_kwargs": {"video": {}},
+    "mm_processor_kwargs": {"num_crops": 4},
+    "repetition_detection": {"max_pattern_size": 4},
+    "return_prompt_text": True,
+    "return_token_offsets": True,
+    "thinking_token_budget": 0,
+    "vllm_xargs": {"a": 1},
+    "watermarking": True,
 }
+
+
+def test_a_value_that_is_none_of_a_few_is_told_with_them() -> None:
+    words = "'reasoning_effort' must be one of high, low, max, medium, minimal, none, xhigh, not 'x'"
+    error = refused(CHAT | {"reasoning_effort": "x"})
+    assert (error.message, error.param, error.code) == (words, "reasoning_effort", "invalid_value")
+
+
+def test_a_wrong_entry_in_a_body_that_breaks_off_is_told_without_its_name() -> None:
+    error = refused(b'{"logit_bias": {"5": "a"}, ')
+    assert error.param == "logit_bias"
 
 
 class TestUnsupportedFields:

@@ -154,6 +154,24 @@ class TestAnErrorOfAStream:
         assert ends_with_an_error(rest, "the server could not finish this request")
         assert gate.closed() == (submit.request_id, 1)
 
+    @pytest.mark.parametrize(
+        ("wishes", "why", "status", "param"),
+        [
+            ({"allowed_token_ids": [5]}, m.NOTHING_LEFT, 400, "allowed_token_ids"),
+            ({"bad_words": ["x"]}, m.NOTHING_LEFT, 400, "bad_words"),
+            ({"bad_words": ["x"]}, "another reason", 500, None),
+            ({}, m.NOTHING_LEFT, 400, None),
+        ],
+    )
+    def test_is_the_clients_where_it_has_left_no_token(
+        self, gate: Gate, wishes: dict[str, Any], why: str, status: int, param: str | None
+    ) -> None:
+        response = gate.post(CHAT | wishes)
+        gate.delta(gate.begin(), "", 0, finish=m.Finish.ERROR, error=why)
+        error = response.result().json()["error"]
+        assert (response.result().status_code, error["param"]) == (status, param)
+        assert why in error["message"]
+
 
 def test_headers_do_not_wait_for_the_first_token_for_ever(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "HEADERS_AFTER_S", 0.05)

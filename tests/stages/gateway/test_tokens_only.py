@@ -40,7 +40,8 @@ class TestParse:
         assert ask.text == m.TextOptions(stop=["x"], min_tokens=1, record_bytes=20, num_top=2)
         assert (ask.model, ask.n, ask.max_tokens) == ("tiny", 2, 5)
         assert ask.grammar == m.Grammar("regex", "a", "sampling_params.structured_outputs.regex")
-        assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).max_tokens is None
+        assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).max_tokens == 16
+        assert parse_tokens_only(json.dumps(params(max_tokens=None)).encode(), KNOWN).max_tokens == 16
 
     @pytest.mark.parametrize(
         ("body", "param"),
@@ -53,6 +54,8 @@ class TestParse:
             (params(temperature=3), "sampling_params.temperature"),
             (params(n=129), "sampling_params.n"),
             (params(seed=2**64), "sampling_params.seed"),
+            (params(logit_bias={"5": 1, "7": [1]}), "sampling_params.logit_bias.7"),
+            (params(stop_token_ids=[1, 1000]), "sampling_params.stop_token_ids[1]"),
             (params(logit_bias={"x": 1}), "sampling_params.logit_bias.x"),
             (params(allowed_token_ids=[1000]), "sampling_params.allowed_token_ids[0]"),
             (params(logprobs=21), "sampling_params.logprobs"),
