@@ -224,7 +224,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 
     kind: str
     """json_object, json_schema, closed_schema (whose objects have no properties but those that it names), regex,
-    choice, grammar or structural_tag; or calls, of tools"""
+    choice, grammar or structural_tag; or calls, of tools. With `compact_` before it, JSON of an object, a schema or a
+    tag has no white space"""
     source: str = ""
     """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/formats); a
     pattern; a grammar"""

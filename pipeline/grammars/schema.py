@@ -12,6 +12,7 @@ does not validate:
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline.grammars.keywords import misspelt
@@ -22,6 +23,9 @@ OWN_OPTIONS = "x-guidance"
 STRICT = {"json_allowed_escapes": 'nrbtf\\"', "whitespace_pattern": r" |\n[ \t]{0,64}"}
 """Ours. Space is one blank, or a new line and what it is indented by: a small model that may write any amount goes on
 writing it."""
+
+COMPACT = {"json_allowed_escapes": STRICT["json_allowed_escapes"], "whitespace_flexible": False}
+"""The same, without any space."""
 
 VALUES = ("default", "examples")
 """Keywords that hold no schemas, and mean nothing here; besides `const` and `enum`."""
@@ -58,14 +62,14 @@ def _check(schema: Any) -> None:
             _check_keyword(key, value)
 
 
-def strict(source: str, schema: Any) -> str:
-    """A schema's text with our options, and else as it was written: every digit of a number counts."""
+def strict(source: str, schema: Any, options: Mapping[str, Any] = STRICT) -> str:
+    """A schema's text with options of ours, and else as it was written: every digit of a number counts."""
     if schema is False:
         return source
-    options = json.dumps({OWN_OPTIONS: STRICT})
+    written = json.dumps({OWN_OPTIONS: options})
     if schema is True or not schema:
-        return options
-    return f"{options[:-1]}, {source.strip()[1:]}"
+        return written
+    return f"{written[:-1]}, {source.strip()[1:]}"
 
 
 def _check_keyword(key: str, value: Any) -> None:
