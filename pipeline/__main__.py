@@ -8,9 +8,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline.commands import bench, chat, check_model, config, looking, profile, recording, serve
+from pipeline.commands.vllm_flags import hint
 from pipeline.config.load import ConfigError
 from pipeline.version import VERSION
 
@@ -38,6 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; the usage is a `--help` away."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Leaves nothing unknown to the parser above, which would name its own help and not this command's."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown) if self.takes_settings else ''}")
+        return found, unknown
+
+    @property
+    def takes_settings(self) -> bool:
+        return any("--set" in action.option_strings for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"pipeline: error: {message} (see {self.prog} --help)\n")

@@ -13,6 +13,7 @@ def add(commands: Commands) -> None:
         description="Serve a model over HTTP, with the OpenAI API. Ctrl-C lets open streams end, then stops.",
         allow_abbrev=False,
     )
+    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="as --model")
     add_settings(parser)
     add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
@@ -47,6 +48,10 @@ def add(commands: Commands) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.given_model is not None:
+        if args.model is not None:
+            raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}"])
+        args.model = args.given_model
     settings = settings_of(args)
     from pipeline.manner import Manner, recordings, stage_name, terminal
     from pipeline.supervisor import serve

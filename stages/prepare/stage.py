@@ -33,7 +33,13 @@ FORMAT = 5
 def run(launch: Launch) -> None:
     """Prepare the model, tell the supervisor where it is, and return. Raises ModelError, in words for the user."""
     folder = prepare(launch.settings, progress_module.for_stream())
-    name = launch.settings.served_model_name or ModelConfig.load(folder).name
+    config = ModelConfig.load(folder)
+    if launch.settings.max_model_len > config.max_position:
+        raise ModelError(
+            f"max_model_len is {launch.settings.max_model_len}, but {config.name} was made for {config.max_position} "
+            "tokens at most: lower max_model_len, or set it to 0, which takes the model's own limit"
+        )
+    name = launch.settings.served_model_name or config.name
     stage: Stage[m.Control]
     with Stage(launch, m.Control) as stage:
         stage.supervisor.send(m.Prepared(str(folder), name))

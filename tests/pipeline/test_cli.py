@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.commands.vllm_flags import AS_SETTINGS
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
 from pipeline.manner import Manner
@@ -163,7 +164,13 @@ def test_config_check_says_everything_that_is_wrong(tmp_path: Path, capsys: pyte
     [
         ([], "the following arguments are required: COMMAND"),
         (["sreve"], "invalid choice: 'sreve'"),
-        (["serve", "--prot", "1"], "unrecognized arguments: --prot 1"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot (see pipeline serve --help)"),
+        (["serve", "a", "b"], "unrecognized arguments: b (see pipeline serve --help)"),
+        (["config", "show", "--x"], "unrecognized arguments: --x (see pipeline config show --help)"),
+        (["--x", "serve"], "unrecognized arguments: --x (see pipeline --help)"),
+        (["serve", "--max-model-len", "99"], "did you mean --set max_model_len=N? (see pipeline serve --help)"),
+        (["serve", "--served_model_name=a"], "did you mean --set served_model_name=NAME?"),
+        (["serve", "--api-key", "k"], "did you mean --set gateway.api_keys_file=FILE?"),
         (["serve", "--port"], "argument --port: expected one argument"),
         (["config"], "the following arguments are required: ACTION"),
         (["config", "check"], "the following arguments are required: FILE"),
@@ -177,6 +184,20 @@ def test_mistyped_commands_are_answered_in_one_line(
     assert err.startswith("pipeline: error: ")
     assert words in err
     assert "--help" in err
+
+
+def test_serve_takes_the_model_by_its_place(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "ORG/NAME", "--port", "1", capsys=capsys) == (3, "", "")
+    assert [one.model for one in served] == ["ORG/NAME"]
+    code, _, err = run("serve", "ORG/NAME", "--model", "x", capsys=capsys)
+    assert (code, err) == (2, "pipeline: error: the model is given twice: ORG/NAME, and --model x\n")
+
+
+def test_what_is_meant_by_an_option_of_vllm_is_a_setting() -> None:
+    for setting in AS_SETTINGS.values():
+        section: object = Settings()
+        for name in setting.partition("=")[0].split("."):
+            section = getattr(section, name)
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

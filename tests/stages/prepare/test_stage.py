@@ -67,6 +67,13 @@ def test_a_model_that_cannot_be_served_ends_the_stage_with_the_reason() -> None:
         prepare_stage.run(launch(Settings(model="/no/such/model"), address_of("prepare-test", "supervisor.0", 1)))
 
 
+@pytest.mark.usefixtures("smollm2_dir")
+def test_a_length_that_the_model_was_not_made_for_ends_the_stage_with_both_numbers() -> None:
+    with pytest.raises(ModelError, match="max_model_len is 8193, but SmolLM2-135M-Instruct was made for 8192 "):
+        prepare_stage.run(launch(Settings(max_model_len=8193), address_of("prepare-test", "supervisor.0", 1)))
+    assert run(Settings(max_model_len=8192)).model_name == "SmolLM2-135M-Instruct"
+
+
 def test_the_default_model_is_smollm2(smollm2_dir: Path) -> None:
     config = ModelConfig.load(smollm2_dir)
     assert (config.num_layers, config.hidden_size, config.vocab_size, config.max_position) == (30, 576, 49152, 8192)

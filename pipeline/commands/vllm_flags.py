@@ -1,0 +1,33 @@
+"""Options that whoever comes from vLLM may try, and the settings that they have here."""
+
+from collections.abc import Iterable
+
+AS_SETTINGS = {
+    "--api-key": "gateway.api_keys_file=FILE",
+    "--api-server-count": "gateway.replicas=N",
+    "--download-dir": "cache_dir=FOLDER",
+    "--dtype": "execute.dtype=NAME",
+    "--gpu-memory-utilization": "execute.kv_cache_bytes=BYTES",
+    "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
+    "--long-prefill-token-threshold": "schedule.long_prompt_tokens=N",
+    "--max-logprobs": "limits.max_logprobs=N",
+    "--max-model-len": "max_model_len=N",
+    "--max-num-batched-tokens": "schedule.max_num_batched_tokens=N",
+    "--max-num-seqs": "schedule.max_num_seqs=N",
+    "--no-enable-prefix-caching": "schedule.prefix_caching=false",
+    "--quantization": "quantization=NAME",
+    "--reasoning-parser": "chat.reasoning_format=NAME",
+    "--scheduling-policy": "schedule.policy=NAME",
+    "--served-model-name": "served_model_name=NAME",
+    "--swap-space": "execute.swap_bytes=BYTES",
+    "--tool-call-parser": "chat.tool_format=NAME",
+    "--uvicorn-log-level": "log_level=NAME",
+}
+"""As `--set` takes them. docs/http.md has the same table."""
+
+
+def hint(words: Iterable[str]) -> str:
+    """What was probably meant by options that a command does not know; empty where that is nobody's guess."""
+    names = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    settings = dict.fromkeys(AS_SETTINGS[name] for name in names if name in AS_SETTINGS)
+    return f"; did you mean {' '.join(f'--set {setting}' for setting in settings)}?" if settings else ""
