@@ -62,7 +62,7 @@ class Shaping:
     """Bad words, one after the other: how many ids it has, then these."""
     num_runs: int = 0
     enders: IntArray = field(default_factory=lambda: NO_IDS)
-    """What is not drawn before the output has `min_tokens` ids."""
+    """What is not drawn before the output has `min_tokens` ids; each is there once."""
     min_tokens: int = 0
 
     def write(self, to: "np.ndarray[Any, Any]", place: int) -> None:
@@ -102,13 +102,14 @@ def mask(logits: Tensor, allowed: WordArray) -> None:
     logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
-def shape(logits: Tensor, shaping: Shaping, num_known: int) -> None:
-    """Change one row's logits [V] in place, by the first `num_known` ids of the row."""
+def shape(logits: Tensor, shaping: Shaping, num_known: int, grammar: WordArray | None = None) -> None:
+    """Change one row's logits [V] in place, by the first `num_known` ids of the row. `grammar` is what they were masked
+    by: where it allows but an end, `min_tokens` does not forbid that."""
     output = shaping.ids[shaping.num_prompt : num_known]
     if shaping.allowed is not None:
         mask(logits, shaping.allowed)
     forbidden = forbidden_by(shaping.runs, shaping.num_runs, output)
-    if len(output) < shaping.min_tokens:
+    if len(output) < shaping.min_tokens and (grammar is None or not allows_only(grammar, shaping.enders)):
         forbidden += shaping.enders.tolist()
     if forbidden:
         logits[torch.tensor(forbidden, device=logits.device)] = -torch.inf
@@ -117,6 +118,13 @@ def shape(logits: Tensor, shaping: Shaping, num_known: int) -> None:
     if (shaping.repetition, shaping.presence, shaping.frequency) != (1, 0, 0):
         known = torch.from_numpy(shaping.ids[:num_known]).to(logits.device)
         penalize(logits, known, shaping.num_prompt, shaping.repetition, shaping.presence, shaping.frequency)
+
+
+def allows_only(grammar: WordArray, ids: IntArray) -> bool:
+    """Whether a grammar allows nothing but some of these ids."""
+    bits = np.unpackbits(grammar.view(np.uint8), bitorder="little")
+    bits[ids] = 0
+    return not bits.any()
 
 
 def forbidden_by(runs: IntArray, num_runs: int, output: IntArray) -> list[int]:

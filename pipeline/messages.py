@@ -44,11 +44,11 @@ class Finish(IntEnum):
     ERROR = 4
 
 
-NOTHING_LEFT = "no token can follow: everything that the request allows is impossible here"
-"""The error of a sequence for which no id can be drawn: because of what its request forbids, or of a broken model."""
-
-
 # ---------------------------------------------------------------------------------------------- parts of messages
+
+
+NOTHING_LEFT = "no token can follow: "
+"""What the error of a sequence begins with where its request's own fields contradict each other."""
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -224,7 +224,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 
     kind: str
     """json_object, json_schema, closed_schema (whose objects have no properties but those that it names), regex,
-    choice, grammar or structural_tag; or calls, of tools"""
+    choice, grammar or structural_tag; or calls, of tools. With `compact_` before it, JSON of an object, a schema or a
+    tag has no white space"""
     source: str = ""
     """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/formats); a
     pattern; a grammar"""

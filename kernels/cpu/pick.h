@@ -97,7 +97,7 @@ class Pick final : public Op {
             model = copy;
         }
         if (allowed) mask(logits, vocab_size_, allowed);
-        if (shaping) shape(logits, vocab_size_, *shaping, draws_.num_known[row], scratch.memory);
+        if (shaping) shape(logits, vocab_size_, *shaping, draws_.num_known[row], scratch.memory, allowed);
         const int32_t id = draws_.temperature[row] < GREEDY_BELOW
                                ? greedy(logits, vocab_size_)
                                : draw(logits, vocab_size_, draws_.temperature[row], draws_.top_k[row],

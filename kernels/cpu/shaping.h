@@ -72,12 +72,23 @@ static inline void forbid_runs(float* logits, const int32_t* runs, int num_runs,
     }
 }
 
-// Change a row's logits [vocab] in place, by its first `num_known` ids. `memory` is of sample_scratch_bytes.
-static inline void shape(float* logits, int vocab, const Shaping& s, int num_known, uint8_t* memory) {
+// Whether a grammar allows nothing but some of these ids, each of which is there once.
+static inline bool allows_only(const uint32_t* grammar, int vocab, const int32_t* ids, int num_ids) {
+    int num_others = 0;
+    for (int i = 0; i < num_ids; i++) num_others -= grammar[ids[i] / 32] >> (ids[i] % 32) & 1;
+    for (int word = 0; word < (vocab + 31) / 32; word++)
+        if ((num_others += __builtin_popcount(grammar[word])) > 0) return false;
+    return true;
+}
+
+// Change a row's logits [vocab] in place, by its first `num_known` ids. `memory` is of sample_scratch_bytes. `grammar`
+// is what the row was masked by, or null: where it allows but an end, min_tokens does not forbid that.
+static inline void shape(float* logits, int vocab, const Shaping& s, int num_known, uint8_t* memory,
+                         const uint32_t* grammar = nullptr) {
     const int num_output = num_known - s.num_prompt;
     if (s.allowed) mask(logits, vocab, s.allowed);
     forbid_runs(logits, s.runs, s.num_runs, s.ids + s.num_prompt, num_output);
-    if (num_output < s.min_tokens)
+    if (num_output < s.min_tokens && !(grammar && allows_only(grammar, vocab, s.enders, s.num_enders)))
         for (int i = 0; i < s.num_enders; i++) logits[s.enders[i]] = -INFINITY;
     for (int i = 0; i < s.num_bias; i++) logits[s.bias_ids[i]] += s.bias_values[i];
     if (s.repetition != 1 || s.presence != 0 || s.frequency != 0)

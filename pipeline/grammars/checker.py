@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.formats.tool_format import Written
 from pipeline.grammars.checks import Check, Checked
 from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.entry import end_with
@@ -158,8 +159,19 @@ class Checker:
 
 
 def checked(check: Check, engine: Engine) -> Checked:
-    """All there is to check: that it is understood, that nothing of it would be ignored, that it can be satisfied, and
-    that it can be computed by."""
+    """What becomes of it. Where it is calls, the tool whose schema is to blame is looked for."""
+    answer = _checked(check, engine)
+    if answer.error and check.kind == "calls":
+        for place, schema in enumerate(msgspec.json.decode(check.source, type=Written).schemas.values()):
+            alone = _checked(Check(check.number, "closed_schema", bytes(schema).decode()), engine)
+            if alone.error:
+                return msgspec.structs.replace(alone, place=place)
+    return answer
+
+
+def _checked(check: Check, engine: Engine) -> Checked:
+    """All there is to check: that it is understood, that no keyword of it would be ignored, that it can be satisfied,
+    and that it can be computed by."""
     try:
         grammar = to_llguidance(check.kind, check.source, engine.tokenizer)
     except Unusable as error:

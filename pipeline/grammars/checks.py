@@ -21,3 +21,5 @@ class Checked(msgspec.Struct, array_like=True, frozen=True):
     """Whether the same source will always come to this: not where the machine was too busy to tell."""
     took_s: float = 0.0
     """Processor time."""
+    place: int = -1
+    """Of the schema to blame, where it is one of several: of calls."""

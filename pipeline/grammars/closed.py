@@ -62,10 +62,10 @@ def _parts(schema: Mapping[str, Any]) -> Iterable[Any]:
 def _closed(text: str) -> str:
     if not text.startswith("{"):
         return text
-    members = _members(text)
+    members = members_of(text)
     for key, value in members.items():
         if key in NAMED and value.startswith("{"):
-            members[key] = _object({name: _closed(part) for name, part in _members(value).items()})
+            members[key] = object_of({name: _closed(part) for name, part in members_of(value).items()})
         elif key in LISTED and value.startswith("["):
             parts = msgspec.json.decode(value, type=list[Raw])
             members[key] = f"[{', '.join(_closed(bytes(part).decode()) for part in parts)}]"
@@ -73,12 +73,14 @@ def _closed(text: str) -> str:
             members[key] = _closed(value)
     if "properties" in members:
         members.setdefault("additionalProperties", "false")
-    return _object(members)
+    return object_of(members)
 
 
-def _members(text: str) -> dict[str, str]:
+def members_of(text: str) -> dict[str, str]:
+    """The parts of an object's text, as they are written. Raises msgspec.DecodeError."""
     return {name: bytes(part).decode() for name, part in msgspec.json.decode(text, type=dict[str, Raw]).items()}
 
 
-def _object(members: Mapping[str, str]) -> str:
+def object_of(members: Mapping[str, str]) -> str:
+    """The text of an object of such parts."""
     return "{" + ", ".join(f"{json.dumps(name)}: {part}" for name, part in members.items()) + "}"

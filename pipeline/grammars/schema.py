@@ -12,7 +12,10 @@ does not validate:
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
+
+from pipeline.grammars.keywords import misspelt
 
 OWN_OPTIONS = "x-guidance"
 """A schema's options for the library: a client's would let it ignore keywords, or write what is no JSON."""
@@ -20,6 +23,9 @@ OWN_OPTIONS = "x-guidance"
 STRICT = {"json_allowed_escapes": 'nrbtf\\"', "whitespace_pattern": r" |\n[ \t]{0,64}"}
 """Ours. Space is one blank, or a new line and what it is indented by: a small model that may write any amount goes on
 writing it."""
+
+COMPACT = {"json_allowed_escapes": STRICT["json_allowed_escapes"], "whitespace_flexible": False}
+"""The same, without any space."""
 
 VALUES = ("default", "examples")
 """Keywords that hold no schemas, and mean nothing here; besides `const` and `enum`."""
@@ -40,23 +46,30 @@ class Untrue(Exception):
 
 def check(schema: Any) -> None:
     """Raises Untrue."""
+    if found := misspelt(schema):
+        name, keyword = found
+        raise Untrue(f'it has "{name}", which is no keyword: did you mean "{keyword}"?')
+    _check(schema)
+
+
+def _check(schema: Any) -> None:
     if isinstance(schema, list):
         for part in schema:
-            check(part)
+            _check(part)
     elif isinstance(schema, dict):
         _check_count(schema)
         for key, value in schema.items():
             _check_keyword(key, value)
 
 
-def strict(source: str, schema: Any) -> str:
-    """A schema's text with our options, and else as it was written: every digit of a number counts."""
+def strict(source: str, schema: Any, options: Mapping[str, Any] = STRICT) -> str:
+    """A schema's text with options of ours, and else as it was written: every digit of a number counts."""
     if schema is False:
         return source
-    options = json.dumps({OWN_OPTIONS: STRICT})
+    written = json.dumps({OWN_OPTIONS: options})
     if schema is True or not schema:
-        return options
-    return f"{options[:-1]}, {source.strip()[1:]}"
+        return written
+    return f"{written[:-1]}, {source.strip()[1:]}"
 
 
 def _check_keyword(key: str, value: Any) -> None:
@@ -71,9 +84,9 @@ def _check_keyword(key: str, value: Any) -> None:
                     _check_texts(name, key)
                 else:
                     _check_pattern(name)
-                check(schema)
+                _check(schema)
         case _ if key not in VALUES:
-            check(value)
+            _check(value)
 
 
 def _check_count(schema: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ To be called where it may take its time: converting is cheap for what people wri
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,9 +13,13 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from pipeline.formats.tool_format import Written
 from pipeline.grammars.closed import closed
-from pipeline.grammars.schema import OWN_OPTIONS, Untrue, check, strict
+from pipeline.grammars.format_names import with_known_formats
+from pipeline.grammars.schema import COMPACT, OWN_OPTIONS, STRICT, Untrue, check, strict
 
 MAX_CHOICES = 10_000
+Options = Mapping[str, Any]
+"""`STRICT` or `COMPACT`"""
+
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -24,14 +29,15 @@ class Unusable(Exception):
 
 def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
     """`kind` and `source` are those of `Grammar`. Raises Unusable."""
+    options = COMPACT if kind.startswith("compact_") else STRICT
     try:
         match kind:
-            case "json_object":
-                return _schema('{"type": "object"}')
-            case "json_schema":
-                return _schema(source)
-            case "closed_schema":
-                return _schema(source, is_closed=True)
+            case "json_object" | "compact_json_object":
+                return _schema('{"type": "object"}', options)
+            case "json_schema" | "compact_json_schema":
+                return _schema(source, options)
+            case "closed_schema" | "compact_closed_schema":
+                return _schema(source, options, is_closed=True)
             case "regex":
                 return LLMatcher.grammar_from_regex(source)
             case "choice":
@@ -40,8 +46,8 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
                 return LLMatcher.grammar_from_lark(_lark(source))
             case "calls":
                 return LLMatcher.grammar_from_lark(_calls(source))
-            case "structural_tag":
-                return _structural_tag(_json(source, "the structural tag"), tokenizer)
+            case "structural_tag" | "compact_structural_tag":
+                return _structural_tag(_json(source, "the structural tag"), tokenizer, options)
     except RecursionError:
         raise Unusable("it is nested too deeply") from None
     except UnicodeEncodeError:  # of a string in JSON, which can spell what no text can hold
@@ -59,28 +65,26 @@ def _json(source: str, what: str) -> Any:
         raise Unusable(f"{what} is no JSON: {error}") from None
 
 
-def _schema(source: str, *, is_closed: bool = False) -> str:
-    """Nothing is ignored: what the library can't enforce is an error."""
+def _schema(source: str, options: Options, *, is_closed: bool = False) -> str:
     schema = _json(source, "the schema")
-    _check_schema(schema)
-    text = _closed(source, schema) if is_closed else source
-    return f'{{"grammars": [{{"json_schema": {strict(text, schema)}}}]}}'
+    return f'{{"grammars": [{{"json_schema": {_fit(source, schema, options, is_closed=is_closed)}}}]}}'
 
 
 def _calls(source: str) -> str:
     """Calls of tools, whose arguments have schemas."""
 
     def fit(text: str) -> str:
-        schema = _json(text, "the schema of a tool")
-        _check_schema(schema)
-        return strict(_closed(text, schema), schema)
+        return _fit(text, _json(text, "the schema of a tool"), STRICT, is_closed=True)
 
     return msgspec.json.decode(source, type=Written).lark(fit)
 
 
-def _closed(text: str, schema: Any) -> str:
+def _fit(text: str, schema: Any, options: Options, *, is_closed: bool = False) -> str:
+    """A schema's text for the library. No keyword is ignored: what the library can't enforce is an error."""
+    _check_schema(schema)
     try:
-        return closed(text, schema)
+        text = with_known_formats(text, schema)
+        return strict(closed(text, schema) if is_closed else text, schema, options)
     except msgspec.DecodeError as error:  # it reads strings more strictly
         raise Unusable(f"it can't be read: {error}") from None
 
@@ -126,7 +130,7 @@ def _lark(source: str) -> str:
         raise Unusable(f"it is neither Lark, with a rule `start:`, nor GBNF: {error}") from None
 
 
-def _structural_tag(tag: Any, tokenizer: LLTokenizer) -> str:
+def _structural_tag(tag: Any, tokenizer: LLTokenizer, options: Options) -> str:
     """vLLM's: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. The text is free until a trigger, which
     a structure that begins with it follows."""
     if not isinstance(tag, dict):
@@ -141,28 +145,28 @@ def _structural_tag(tag: Any, tokenizer: LLTokenizer) -> str:
         raise Unusable("`triggers` is to be an array of strings, with at least one")
     if not isinstance(structures, list) or not structures:
         raise Unusable("`structures` is to be an array of objects, with at least one")
-    rules = [_structure(i, structure, triggers, tokenizer) for i, structure in enumerate(structures)]
+    rules = [_structure(i, structure, triggers, tokenizer, options) for i, structure in enumerate(structures)]
     names = " | ".join(f"tag_{i}" for i in range(len(rules)))
     return LLMatcher.grammar_from_lark(
         f"%llguidance {{}}\nstart: ({names})* rest\nrest: TEXT\nTEXT: {ANY_TEXT}\n" + "\n".join(rules)
     )
 
 
-def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokenizer) -> str:
+def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokenizer, options: Options) -> str:
     where = f"structures[{i}]"
     if not isinstance(structure, dict) or set(structure) - {"begin", "schema", "end"}:
         raise Unusable(f"{where} is to be an object of `begin`, `schema` and `end`")
     begin, end, schema = structure.get("begin"), structure.get("end", ""), structure.get("schema", {})
     if not isinstance(begin, str) or not isinstance(end, str):
         raise Unusable(f"`begin` and `end` of {where} are to be strings")
-    _check_schema(schema)
     trigger = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
     if trigger is None:
         raise Unusable(f"`begin` of {where} starts with none of the triggers")
     try:
-        inner = f"%json {strict(json.dumps(schema, allow_nan=False), schema)}"
+        text = json.dumps(schema, allow_nan=False)
     except ValueError:
         raise Unusable(f"`schema` of {where} has a number that is too large") from None
+    inner = f"%json {_fit(text, schema, options)}"
     follows = begin[len(trigger) :]
     body = " ".join(part for part in (follows and _literal(follows), inner, end and _literal(end)) if part)
     if (special := _special(trigger, tokenizer)) is not None:

@@ -20,6 +20,7 @@ from llguidance import LLMatcher
 
 from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.worker import receive, send
+from pipeline.messages import NOTHING_LEFT
 from pipeline.stages.execute.mask_memory import Begin, Fill, MaskMemory, Order, Report, State, WordArray
 
 MAX_GRAMMARS = 64
@@ -158,7 +159,7 @@ class MaskWorker:
         if row.ignores_eos or len(row.stop_ids):
             self._end_by(row, words)
         if not words.any():
-            raise Failed("no id can follow that the grammar allows")
+            raise Failed(f"{NOTHING_LEFT}the grammar allows none of the model's")
 
     def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
         """Only ids that are no text are allowed. Where one text alone can follow, the library allows what its tokenizer

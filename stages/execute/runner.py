@@ -15,7 +15,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import NO_ID, DrawInputs
 from pipeline.kernels.record_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
-from pipeline.messages import NOTHING_LEFT, ExecuteFacts, Finish, Sampling, Step
+from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.shm.arrays import Array
 from pipeline.stages.execute.backend import make_program
@@ -26,7 +26,7 @@ from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import MasksLate
 from pipeline.stages.execute.prompts import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.wants import Want
+from pipeline.stages.execute.wants import Want, why_nothing_is_left
 from pipeline.stages.execute.weights import Weights
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
@@ -272,5 +272,8 @@ class Runner:
 
     def _fail(self, row: int) -> str:
         """End a row for which there is no id. Returns why."""
-        self.rows.end(row)
-        return self.failed.pop(row, NOTHING_LEFT)
+        table = self.rows
+        table.end(row)
+        num_output = int(table.num_ids[row] - table.num_prompt[row])
+        why = why_nothing_is_left(table.shapings[row], num_output, bool(table.wants[row] & Want.MASK))
+        return self.failed.pop(row, why)

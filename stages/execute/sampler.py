@@ -45,10 +45,11 @@ class Sampler:
         draws = self.draws
         for place in np.flatnonzero((draws.masks[rows] != 0) | (draws.shapings[rows] != 0)).tolist():
             row = int(rows[place])
-            if draws.masks[row]:
-                mask(logits[place], draws.mask_words[row])
+            grammar = draws.mask_words[row] if draws.masks[row] else None
+            if grammar is not None:
+                mask(logits[place], grammar)
             if (shaping := draws.shaping(row)) is not None:
-                shape(logits[place], shaping, int(draws.num_known[row]))
+                shape(logits[place], shaping, int(draws.num_known[row]), grammar)
 
     def _largest(self, logits: Tensor) -> IntArray:
         """The id of each row's largest logit; NaN counts as -inf."""

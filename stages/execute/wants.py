@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.kernels.shaping import NO_IDS, Shaping, bits_of, pack_runs
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.messages import Sampling
+from pipeline.messages import NOTHING_LEFT, Sampling
 
 
 class Want:
@@ -52,7 +52,7 @@ def shaping_of(
     if sampling.allowed_ids:
         allowed = bits_of(_inside(np.frombuffer(sampling.allowed_ids, "<i4"), vocab_size), vocab_size)
     # An end-of-sequence id is none before its time, though it may not be what ends this output.
-    enders = [*eos_ids, *sampling.stop_token_ids] if sampling.min_tokens > 0 else []
+    enders = list({*eos_ids, *sampling.stop_token_ids}) if sampling.min_tokens > 0 else []
     return Shaping(
         ids=ids,
         num_prompt=num_prompt,
@@ -67,6 +67,18 @@ def shaping_of(
         enders=_inside(np.array(enders, np.int64), vocab_size),
         min_tokens=min(max(0, sampling.min_tokens), LONGEST),
     )
+
+
+def why_nothing_is_left(shaping: Shaping | None, num_output: int, has_grammar: bool) -> str:
+    """Why no id could be drawn for a row, in words for its client."""
+    names = ["what the output is to match"] if has_grammar else []
+    if shaping is not None:
+        names += ["'allowed_token_ids'"] if shaping.allowed is not None else []
+        names += ["'bad_words'"] if shaping.num_runs else []
+        names += ["'min_tokens'"] if num_output < shaping.min_tokens else []
+    if not names:
+        return "the model's logits are no numbers"
+    return f"{NOTHING_LEFT}{' and '.join(names)} leave{'s' * (len(names) == 1)} none behind {num_output} tokens"
 
 
 def _inside(ids: "np.ndarray[Any, Any] | Sequence[int]", vocab_size: int) -> IntArray:

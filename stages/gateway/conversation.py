@@ -214,7 +214,11 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
         message = f"'{output.param}' is not allowed with this tool_choice: the reply is calls, and no content"
         raise invalid(output.param, message, "invalid_value")
     written = formats.calls(prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls)
-    return m.Grammar("calls", msgspec.json.encode(written).decode(), "tools")
+    param = "tools"
+    if prompt.tool_choice == "named":  # its schema alone is looked at
+        names = [tool.function.name for tool in _decoded_tools(prompt.tools)]
+        param = f"tools[{names.index(prompt.tool_name)}].function.parameters"
+    return m.Grammar("calls", msgspec.json.encode(written).decode(), param)
 
 
 # --------------------------------------------------------------------------------------------------------- messages

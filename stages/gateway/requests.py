@@ -768,7 +768,7 @@ def _failed(request: Request, error: str) -> ApiError:
     """400, where what the client allows leaves no token; else it is the server's."""
     submit, call = request.submit, request.call
     param = "allowed_token_ids" if submit.sampling.allowed_ids else "bad_words" if submit.bad_words else None
-    if error == m.NOTHING_LEFT and param is not None:
+    if error.startswith(m.NOTHING_LEFT):  # what it asks for contradicts itself, and would again
         return ApiError(HTTPStatus.BAD_REQUEST, error, _named(call, param), "nothing_left")
     message = "the server could not finish this request" + (f": {error}" if error else "")
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)

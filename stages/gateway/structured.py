@@ -71,7 +71,7 @@ class StructuredOutputs(msgspec.Struct, omit_defaults=True):
         Raw, Meta(description="An object, or a string that holds one.", extra_json_schema=OBJECT_OR_TEXT)
     ] = Raw()
     disable_fallback: Annotated[bool, Meta(description="Nothing is ever fallen back to.")] | None = None
-    disable_any_whitespace: bool | None = None
+    disable_any_whitespace: Annotated[bool, Meta(description="JSON has no white space.")] | None = None
     disable_additional_properties: (
         Annotated[bool, Meta(description="Objects of json have no properties but those that it names.")] | None
     ) = None
@@ -142,9 +142,8 @@ def _of_response_format(response: ResponseFormat) -> m.Grammar:
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> m.Grammar:
-    for name in ("disable_any_whitespace", "whitespace_pattern"):
-        if getattr(outputs, name):
-            raise unsupported(f"structured_outputs.{name}")
+    if outputs.whitespace_pattern:
+        raise unsupported("structured_outputs.whitespace_pattern")
     given = [name for name in KINDS if _is_asked_for(getattr(outputs, name))]
     if len(given) != 1:
         kinds = f"one of {', '.join(KINDS)}"
@@ -152,19 +151,20 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> m.Grammar:
         raise invalid("structured_outputs", f"'structured_outputs' must have {kinds}, {what}", "invalid_value")
     (name,) = given
     param = f"structured_outputs.{name}"
+    compact = "compact_" if outputs.disable_any_whitespace else ""
     match name:
         case "json":
-            kind = "closed_schema" if outputs.disable_additional_properties else "json_schema"
+            kind = compact + ("closed_schema" if outputs.disable_additional_properties else "json_schema")
             return m.Grammar(kind, _text(outputs.json, param), param)
         case "json_object":
-            return m.Grammar("json_object", "", param)
+            return m.Grammar(f"{compact}json_object", "", param)
         case "regex":
             return m.Grammar("regex", outputs.regex or "", param)
         case "choice":
             return _of_choice(outputs.choice or [], param)
         case "grammar":
             return m.Grammar("grammar", outputs.grammar or "", param)
-    return m.Grammar("structural_tag", _text(outputs.structural_tag, param), param)
+    return m.Grammar(f"{compact}structural_tag", _text(outputs.structural_tag, param), param)
 
 
 def _of_choice(choice: list[str], param: str) -> m.Grammar:
@@ -175,7 +175,7 @@ def _of_choice(choice: list[str], param: str) -> m.Grammar:
 
 def _bounded(grammar: m.Grammar, caps: Caps) -> m.Grammar:
     param, size = grammar.param, len(grammar.source)
-    if grammar.kind != "json_object" and not size:
+    if not grammar.kind.endswith("json_object") and not size:
         raise invalid(param, f"'{param}' must not be empty", "invalid_value")
     if size > caps.max_grammar_bytes // 4:  # else it fits whatever its characters are
         size = len(grammar.source.encode())

@@ -50,6 +50,8 @@ class Verdict:
 
     grammar: str
     error: str
+    place: int = -1
+    """As in `Checked`."""
 
 
 class Grammars:
@@ -77,7 +79,7 @@ class Grammars:
             return None
         self._known.move_to_end(_key(grammar))
         if verdict.error:
-            raise refusal(grammar, verdict.error)
+            raise refusal(grammar, verdict.error, verdict.place)
         return verdict.grammar
 
     async def check(self, grammar: Grammar) -> str:
@@ -96,9 +98,9 @@ class Grammars:
             await self._take_turn(grammar, checked.took_s)
         if not checked.is_final:
             raise _busy(grammar)
-        self._remember(_key(grammar), Verdict(checked.grammar, checked.error))
+        self._remember(_key(grammar), Verdict(checked.grammar, checked.error, checked.place))
         if checked.error:
-            raise refusal(grammar, checked.error)
+            raise refusal(grammar, checked.error, checked.place)
         return checked.grammar
 
     async def _ask(self, grammar: Grammar) -> Checked:
@@ -192,10 +194,14 @@ class Grammars:
             raise refusal(grammar, f"it has {num_bytes} bytes or more, and at most {limit} are taken")
 
 
-def refusal(grammar: Grammar, why: str) -> Refusal:
-    """What the client is told."""
-    what = NAMES.get(grammar.kind, "the grammar")
-    return Refusal(Failure(400, f"{what} can't be used: {why}", grammar.param or None))
+def refusal(grammar: Grammar, why: str, place: int = -1) -> Refusal:
+    """What the client is told; `place` is the tool's whose schema is to blame."""
+    what, param = NAMES.get(grammar.kind.removeprefix("compact_"), "the grammar"), grammar.param
+    if place >= 0 and param == "tools":
+        param = f"tools[{place}].function.parameters"
+    if param.startswith("tools["):
+        what = f"the schema of {param.partition('.')[0]}"
+    return Refusal(Failure(400, f"{what} can't be used: {why}", param or None, "invalid_grammar"))
 
 
 def _busy(grammar: Grammar) -> Refusal:

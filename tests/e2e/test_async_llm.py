@@ -184,7 +184,7 @@ async def test_one_may_be_made_before_there_is_a_loop_and_starts_at_once(tiny_mo
     results = await asyncio.gather(*(all_of(llm.generate("Hello", GREEDY)) for _ in range(3)))
     assert len({str(outputs[-1].outputs) for outputs in results}) == 1
     family += family[0].children(recursive=True)
-    assert len(family) == 6
+    assert len(family) == 7
 
     def elsewhere() -> None:
         with pytest.raises(UserError, match="for one event loop"):

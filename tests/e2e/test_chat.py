@@ -26,7 +26,7 @@ def test_a_server_of_its_own_starts_and_ends_with_the_chat(tiny_model: Path) -> 
         terminal.wait_for_prompt(timeout_s=90)
         assert "starting" in terminal.text, "what it does is shown"
         family = psutil.Process(terminal.process.pid).children(recursive=True)
-        assert len(family) == 6
+        assert len(family) == 7
         terminal.say("Hello", "8 tokens")
         terminal.wait_for_prompt()
         (execute,) = [process for process in family if process.cmdline()[0] == "pipeline: execute.0"]

@@ -248,6 +248,11 @@ def test_it_starts_fast_and_is_quiet_when_idle() -> None:
             return sum(sum(process.cpu_times()[:2]) for process in everyone)
 
         prepare_s = sum(everyone[0].cpu_times()[2:4])  # the child that has ended
+        before, deadline_s = -1.0, time.monotonic() + 20
+        while cpu_s() > before:  # what computes masks is ready a little later than the server
+            assert time.monotonic() < deadline_s, "it does not come to rest"
+            before = cpu_s()
+            threading.Event().wait(0.5)
         took_s = cpu_s() + prepare_s
         assert took_s < MAX_START_CPU_S, "warm; docs/performance.md has the time on a quiet machine"
         before, begun = cpu_s(), time.monotonic()

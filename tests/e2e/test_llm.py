@@ -148,7 +148,7 @@ def test_what_only_the_server_can_judge_is_said_with_the_prompts_place(llm: LLM)
 def test_a_conversation_that_is_too_large_as_a_whole_is_said_with_its_place(llm: LLM) -> None:
     small = [{"role": "user", "content": "a"}]
     large = [{"role": role, "content": "x" * 3_000_000} for role in ("user", "assistant")]
-    words = r"the request takes 60000\d\d bytes, and this server reads at most 4194304$"
+    words = r"the request takes 60001\d\d bytes, and this server reads at most 4194304$"
     with pytest.raises(PromptError, match=rf"^messages\[1\]: {words}") as caught:
         llm.chat([small, large, small], GREEDY)
     assert (caught.value.place, caught.value.status, caught.value.code) == (1, 413, "body_too_large")
@@ -263,7 +263,7 @@ def test_two_at_once_and_each_ends_by_itself(tiny_model: Path, llm: LLM) -> None
         assert llm.server is not None
         assert other.server is not None
         family = [psutil.Process(other.server.pid), *psutil.Process(other.server.pid).children(recursive=True)]
-        assert len(family) == 6
+        assert len(family) == 7
         assert other.generate("Hello", GREEDY)[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
         attached = LLM.attach(other.address)
         assert attached.server is None
@@ -352,7 +352,7 @@ signal.pause()
         try:
             assert "forked from" in one.wait_for("fork ")
             family = [process for process in one.family() if process != fork]
-            assert len(family) == 6
+            assert len(family) == 7
             assert one.wait_for("text") == "1", "the fork's close is not ours"
             one.process.kill()
             assert not alive(family)

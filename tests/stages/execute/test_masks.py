@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeline.messages import Finish
+from pipeline.messages import NOTHING_LEFT, Finish
 from pipeline.stages.execute import masks as masks_module
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, sampling, write
 
@@ -175,7 +175,26 @@ def test_nothing_is_drawn_where_the_request_forbids_all_that_the_grammar_allows(
     ]
     torch_end.run(*seqs)
     assert [seq.finish for seq in seqs] == [Finish.ERROR, Finish.ERROR, Finish.STOP]
-    assert all("no token can follow" in seq.error for seq in seqs[:2])
+    assert all(seq.error.startswith(NOTHING_LEFT) for seq in seqs[:2])
+    assert "'bad_words'" in seqs[0].error and "'allowed_token_ids'" in seqs[1].error
+
+
+def test_an_output_that_can_only_end_does_so_before_min_tokens(back_end: Structured) -> None:
+    """And not before, and with the record of the id that ends it."""
+    (stop,) = ids_of("!")
+    seqs = [
+        Seq(sampling(lark("abc"), min_tokens=9)),
+        Seq(sampling(lark("a{2,5}"), min_tokens=9, temperature=1.0)),
+        Seq(sampling(lark("[ab]{9}a*"), min_tokens=12, seed=5)),
+        Seq(sampling(lark("ab!"), min_tokens=9, stop_token_ids=[stop, EOS])),
+        Seq(sampling(lark("abc"), min_tokens=9, allowed_ids=np.array(ids_of("abc"), np.int32).tobytes())),
+    ]
+    back_end.run(*seqs)
+    assert [seq.finish for seq in seqs[:4]] == [Finish.STOP] * 4
+    assert (seqs[0].output[-1], seqs[1].output[-1]) == (EOS, EOS)
+    assert len(seqs[0].output) == 4 and len(seqs[1].output) == 6 and len(seqs[2].output) >= 13
+    assert seqs[3].text == "ab!"
+    assert seqs[4].finish is Finish.ERROR and "'allowed_token_ids'" in seqs[4].error
 
 
 def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class Gate:
                 prompt_offsets=[prompt[0]] if prompt else [],
                 prompt_records=[prompt[1]] if prompt else [],
                 prompt_pieces=[prompt[2]] if prompt else [],
-                errors=[error] if error else [],
+                errors=[error] if finish == m.Finish.ERROR else [],
             ),
             "detokenize.0",
         )

@@ -193,6 +193,7 @@ class TestReplies:
         required, named = ask(tools=[FIND, NOW], tool_choice="required"), ask(tools=[FIND, NOW], tool_choice=NAMED)
         assert required.grammar is not None and named.grammar is not None
         assert (required.grammar.kind, required.grammar.param) == ("calls", "tools")
+        assert (named.grammar.kind, named.grammar.param) == ("calls", "tools[0].function.parameters")
         assert "now" in required.grammar.source
         assert "now" not in named.grammar.source
 

@@ -83,6 +83,18 @@ class TestAChat:
         assert (result.status_code, result.json()["error"]["type"]) == (500, "server_error")
         assert gate.closed() == (submit.request_id, 1)
 
+    def test_that_contradicts_itself_is_its_own_fault(self, gate: Gate) -> None:
+        """A client that is told 500 tries again."""
+        why = f"{m.NOTHING_LEFT}'allowed_token_ids' and 'min_tokens' leave none behind 0 tokens"
+        response = gate.post(CHAT)
+        gate.delta(gate.submit(), num_ids=0, finish=m.Finish.ERROR, error=why)
+        result = response.result()
+        error = {"message": why, "type": "invalid_request_error", "param": None, "code": "nothing_left"}
+        assert (result.status_code, result.json()["error"]) == (400, error)
+        response = gate.post(CHAT)
+        gate.delta(gate.submit(), num_ids=0, finish=m.Finish.ERROR, error="the grammar took longer than 1 s")
+        assert response.result().status_code == 500
+
     def test_takes_any_content_type(self, gate: Gate) -> None:
         response = gate.do(
             gate.client.post, "/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": "text/plain"}

@@ -160,7 +160,7 @@ class TestAnErrorOfAStream:
             ({"allowed_token_ids": [5]}, m.NOTHING_LEFT, 400, "allowed_token_ids"),
             ({"bad_words": ["x"]}, m.NOTHING_LEFT, 400, "bad_words"),
             ({"bad_words": ["x"]}, "another reason", 500, None),
-            ({}, m.NOTHING_LEFT, 500, None),
+            ({}, m.NOTHING_LEFT, 400, None),
         ],
     )
     def test_is_the_clients_where_it_has_left_no_token(

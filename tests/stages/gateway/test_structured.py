@@ -40,6 +40,42 @@ GRAMMARS: list[tuple[dict[str, Any], str, Any, str]] = [
     ),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA, "structured_outputs.json"),
     ({"structured_outputs": {"json_object": True}}, "json_object", None, "structured_outputs.json_object"),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        "compact_json_schema",
+        SCHEMA,
+        "structured_outputs.json",
+    ),
+    (
+        {
+            "structured_outputs": {
+                "json": SCHEMA,
+                "disable_any_whitespace": True,
+                "disable_additional_properties": True,
+            }
+        },
+        "compact_closed_schema",
+        SCHEMA,
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+        "compact_json_object",
+        None,
+        "structured_outputs.json_object",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": TAG, "disable_any_whitespace": True}},
+        "compact_structural_tag",
+        TAG,
+        "structured_outputs.structural_tag",
+    ),
+    (
+        {"structured_outputs": {"choice": ["a b"], "disable_any_whitespace": True}},
+        "choice",
+        ["a b"],
+        "structured_outputs.choice",
+    ),
     ({"structured_outputs": {"choice": ["a", 'é"']}}, "choice", ["a", 'é"'], "structured_outputs.choice"),
     (
         {"structured_outputs": {"structural_tag": json.dumps(TAG), "regex": None, "json_object": False}},

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.config.settings import Limits, Settings
+from pipeline.formats.tool_format import Lark
 from pipeline.stages.ingest import grammar as grammar_module
 from pipeline.stages.ingest.grammar import Grammars
 from pipeline.stages.ingest.prompt import Refusal
@@ -84,7 +85,8 @@ BAD = [
     ("json_schema", '{"minimum": NaN}', "NaN"),
     ("json_schema", '{"minimum": 1e400}', "number out of range"),
     ("json_schema", '{"not": {}}', '"not"'),
-    ("json_schema", '{"type": "string", "format": "ipv9"}', "ipv9"),
+    ("json_schema", '{"type": "string", "format": 9}', "format"),
+    ("json_schema", '{"properties": {"a": {"type": "string", "maxlength": 9}}}', 'did you mean "maxLength"'),
     ("json_schema", '{"oneOf": [{"type": "string"}, {"minLength": 3}]}', '"oneOf"'),
     ("json_schema", '{"$ref": "#"}', "no text matches"),
     ("json_schema", '{"$ref": "https://example.org/schema"}', "example.org"),
@@ -114,8 +116,28 @@ BAD = [
 async def test_what_is_not_understood_is_a_400_that_says_why(grammars: Grammars) -> None:
     for kind, source, part in BAD:
         failure = await refused(grammars, kind, source)
-        assert failure.status == 400
+        assert (failure.status, failure.code) == (400, "invalid_grammar")
         assert part in failure.message and len(failure.message) < 600, (kind, source, failure.message)
+
+
+async def test_the_tool_whose_schema_is_bad_is_named(grammars: Grammars) -> None:
+    good, bad = {"type": "object"}, {"type": "object", "properties": {"a": {"minItems": 2, "maxItems": 1, "not": {}}}}
+    lark = Lark("", {})
+    start = lark.one_of([lark.schema(json.dumps(schema)) for schema in (good, bad)])
+    source = msgspec.json.encode(lark.grammar(start)).decode()
+    with pytest.raises(Refusal) as alone:
+        await grammars.check(m.Grammar("closed_schema", json.dumps(bad), "response_format"))
+    for param, told in (
+        ("tools", "tools[1].function.parameters"),
+        ("tools[5].function.parameters", "tools[5].function.parameters"),  # the client named it
+        ("tools", "tools[1].function.parameters"),  # known by now
+    ):
+        with pytest.raises(Refusal) as caught:
+            await grammars.check(m.Grammar("calls", source, param))
+        failure = caught.value.failure
+        assert (failure.status, failure.param, failure.code) == (400, told, "invalid_grammar")
+        why = alone.value.failure.message.removeprefix("the schema ")
+        assert failure.message == f"the schema of {told.partition('.')[0]} {why}"
 
 
 HOSTILE = {

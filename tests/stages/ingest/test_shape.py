@@ -116,8 +116,8 @@ def test_schemas_of_tools_are_checked_as_any(rig: Rig, engine: Engine) -> None:
     bad = json.dumps({"rules": "start: s0\n", "schemas": {"s0": {"not": {}}}})
     rig.send(submit("no", m.Grammar("calls", bad, "tools")), "gateway.0")
     failure = rig.receive("gateway", m.Rejected).failure
-    assert (failure.status, failure.param) == (400, "tools")
+    assert (failure.status, failure.param) == (400, "tools[0].function.parameters")
     assert '"not"' in failure.message
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
     rig.send(submit("no", m.Grammar("json_object"), tools=json.dumps(tools)), "gateway.0")
-    assert rig.receive("gateway", m.Rejected).failure.param == "tools"
+    assert rig.receive("gateway", m.Rejected).failure.param == "tools[0].function.parameters"
