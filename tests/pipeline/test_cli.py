@@ -194,7 +194,9 @@ def test_serve_takes_the_model_by_its_place(served: list[Settings], capsys: pyte
 
 
 def test_what_is_meant_by_an_option_of_vllm_is_a_setting() -> None:
-    for setting in AS_SETTINGS.values():
+    told = (ROOT / "docs" / "http.md").read_text("utf-8")
+    for flag, setting in AS_SETTINGS.items():
+        assert f"| `{flag}` | `{setting}` |" in told
         section: object = Settings()
         for name in setting.partition("=")[0].split("."):
             section = getattr(section, name)
