@@ -148,7 +148,7 @@ class Prompts:
                 "'allowed_token_ids' leaves no token to begin with: bad_words, or min_tokens with what ends a text, "
                 "forbid each of them"
             )
-            raise Refusal(Failure(400, message, "allowed_token_ids"))
+            raise Refusal(Failure(400, message, "allowed_token_ids", "nothing_left"))
 
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
         """Check everything that needs the ids. Returns how many tokens may be generated at most. Raises Refusal."""

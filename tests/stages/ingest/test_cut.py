@@ -131,4 +131,5 @@ def test_what_leaves_no_first_token_is_refused(
         return
     with pytest.raises(Refusal, match="no token to begin with") as caught:
         prompts.sampling(asked)
-    assert (caught.value.failure.status, caught.value.failure.param) == (400, "allowed_token_ids")
+    failure = caught.value.failure
+    assert (failure.status, failure.param, failure.code) == (400, "allowed_token_ids", "nothing_left")
