@@ -284,7 +284,8 @@ class Sequences:
     def deltas(self, gateway: int, now_s: float = 0.0) -> m.Deltas:
         """All that a gateway has to be told."""
         sequences = self._unsent[gateway].values()
-        prompts = [(place, sequence) for place, sequence in enumerate(sequences) if sequence.prompt_records]
+        is_told = any(sequence.records or sequence.prompt_records for sequence in sequences)  # seldom
+        prompts = [(place, one) for place, one in enumerate(sequences) if one.prompt_records] if is_told else []
         return m.Deltas(
             request_ids=[sequence.request_id for sequence in sequences],
             attempts=[sequence.attempt for sequence in sequences],
@@ -303,8 +304,8 @@ class Sequences:
             ],
             settled_s=self._settled_s,
             sent_s=now_s,
-            records=_or_none([bytes(sequence.records) for sequence in sequences]),
-            pieces=_or_none([self._pieces(sequence) for sequence in sequences]),
+            records=_or_none([bytes(sequence.records) for sequence in sequences]) if is_told else [],
+            pieces=_or_none([self._pieces(sequence) for sequence in sequences]) if is_told else [],
             prompt_places=[place for place, _ in prompts],
             prompt_offsets=[sequence.prompt_offset for _, sequence in prompts],
             prompt_records=[bytes(sequence.prompt_records) for _, sequence in prompts],

@@ -68,6 +68,6 @@ def test_what_can_t_be_held_to_is_refused_at_once(client: OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
     with pytest.raises(BadRequestError, match="not") as refused:
         client.chat.completions.create(**ASK | {"tools": [tool]}, tool_choice="required")
-    assert refused.value.param == "tools"
+    assert refused.value.param == "tools[0].function.parameters"
     with pytest.raises(BadRequestError, match=r"chat\.tool_format"):
         client.chat.completions.create(**ASK)
