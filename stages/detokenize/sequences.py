@@ -23,6 +23,7 @@ from pipeline.text import Text
 from pipeline.vocabulary import Vocabulary
 
 E = TypeVar("E", bytes, list[bytes])
+ERROR = int(m.Finish.ERROR)
 
 
 class Sequence:
@@ -252,14 +253,15 @@ class Sequences:
             assert seq in self._live, f"sequence {seq} was never opened, or closed before"
             sequence = self._live.pop(seq) if finish else self._live[seq]
             sequence.first = first_of.get(place, sequence.first)
-            error = next(reasons, "") if finish == m.Finish.ERROR else ""
-            told, recorded = recorded, recorded + sequence.record_bytes * count
+            if finish == ERROR:
+                sequence.error = next(reasons, "")
+            if width := sequence.record_bytes:
+                told, recorded = recorded, recorded + width * count
+                num_before = sequence.id_offset + len(sequence.ids) - start
             if sequence.finish:
                 continue  # judged; its gateway was told so
-            sequence.error = error
-            num_before = sequence.id_offset + len(sequence.ids) - start
             sequence.settle(start, ids[begin:end], finish)
-            if sequence.record_bytes:
+            if width:
                 sequence.record(num_before, records[told:recorded])
             if sequence.finish and not finish:
                 aborts.append(_end_of(sequence))
@@ -310,7 +312,7 @@ class Sequences:
             prompt_offsets=[sequence.prompt_offset for _, sequence in prompts],
             prompt_records=[bytes(sequence.prompt_records) for _, sequence in prompts],
             prompt_pieces=[self._prompt_pieces(sequence) for _, sequence in prompts],
-            errors=[sequence.error for sequence in sequences if sequence.finish == m.Finish.ERROR],
+            errors=[sequence.error for sequence in sequences if sequence.finish == ERROR],
         )
 
     def _pieces(self, sequence: Sequence) -> list[bytes]:
