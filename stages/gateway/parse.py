@@ -54,7 +54,7 @@ from pipeline.stages.gateway.prompt_fields import (
     packed,
     prompts_of,
 )
-from pipeline.stages.gateway.sampling_fields import check_counts, sampling_of, seed_of, text_of
+from pipeline.stages.gateway.sampling_fields import check_counts, check_num_allowed, sampling_of, seed_of, text_of
 from pipeline.stages.gateway.structured import grammar_of
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -434,6 +434,7 @@ def ask_of(
         is_scored=is_scored,
         with_pieces=with_pieces,
     )
+    check_num_allowed(sampling, num * num_sequences)
     made = prompts()
     check_prompt_bytes(made, limits.caps.max_prompt_bytes)
     return Ask(

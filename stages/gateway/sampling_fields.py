@@ -17,6 +17,8 @@ from pipeline.stages.gateway.structured import StructuredFields
 MAX_STOP_CHARS = 256
 """Of a stop string, and of an entry of bad_words."""
 MAX_BIAS = 100.0
+MAX_ALLOWED = 2**20
+"""Entries of allowed_token_ids, of all sequences of a request: as many as a vocabulary has for a few."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 """vLLM takes all above 0; logits times what lies outside of these are no numbers any more."""
@@ -92,6 +94,17 @@ def check_counts(fields: SamplingFields, caps: Caps) -> None:
         if isinstance(value, list | dict) and len(value) > most:
             message = f"'{name}' has {len(value)} entries, and at most {most} are taken: limits.{setting}"
             raise invalid(name, message, "invalid_value")
+
+
+def check_num_allowed(sampling: m.Sampling, num_sequences: int) -> None:
+    """Each sequence that starts brings its ids along, and many may start in one step. Raises ApiError."""
+    num_ids = len(sampling.allowed_ids) // 4
+    if num_ids * num_sequences > MAX_ALLOWED:
+        message = (
+            f"'allowed_token_ids' has {num_ids} entries for each of {num_sequences} sequences, and at most "
+            f"{MAX_ALLOWED} are taken in all: ask for fewer sequences"
+        )
+        raise invalid("allowed_token_ids", message, "invalid_value")
 
 
 def sampling_of(fields: SamplingFields, max_tokens: int | None, vocab_size: int | None) -> m.Sampling:

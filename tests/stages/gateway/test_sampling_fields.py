@@ -10,6 +10,7 @@ import pytest
 from pipeline import messages as m
 from pipeline.config.settings import Limits as Caps
 from pipeline.records import logprob_bytes
+from pipeline.stages.gateway import sampling_fields
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.id_details import IdDetails
 from pipeline.stages.gateway.parse import Limits, parse_chat, parse_completion
@@ -204,3 +205,11 @@ class TestWhatTheyCanNotBe:
         assert refused_by(limits, CHAT | {"messages": long}, parse_chat).param == "messages"
         raised = msgspec.structs.replace(LIMITS, caps=Caps(max_stop_strings=100, max_logprobs=50))
         assert completion_of(raised, stop=["a"] * 100, logprobs=50).details.num_top == 50
+
+
+def test_allowed_ids_are_bounded_by_what_all_sequences_bring_along() -> None:
+    sampling = m.Sampling(allowed_ids=np.arange(2**18, dtype="<i4").tobytes())
+    sampling_fields.check_num_allowed(sampling, 4)
+    with pytest.raises(ApiError, match="for each of 5 sequences") as error:
+        sampling_fields.check_num_allowed(sampling, 5)
+    assert (error.value.status, error.value.param) == (400, "allowed_token_ids")
