@@ -1,0 +1,26 @@
+"""What the launches of all kernels have in common: where they run, and what they have to avoid there."""
+
+import torch
+from triton import knobs
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Kernels run on the CPU, program by program, in Triton's interpreter."""
+
+WIDEN_DOT = INTERPRETED
+"""Operands of `tl.dot` have to be float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
+
+NUM_PROGRAMS_INTERPRETED = 6
+"""Stands for the multiprocessors of a GPU: few, for the interpreter runs one after the other, and several, so that work
+is divided."""
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a small number where kernels are interpreted."""
+    if INTERPRETED:
+        return NUM_PROGRAMS_INTERPRETED
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below `number`, which is 1 or more."""
+    return 1 << (number - 1).bit_length()
