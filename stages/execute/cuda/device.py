@@ -47,6 +47,14 @@ class Device(ABC):
         """Memory of the host that is copied from and to while the host does other things. Zeros, [num]."""
 
     @abstractmethod
+    def send(self, array: "np.ndarray[Any, Any]") -> Tensor:
+        """A copy on the device, in new memory, without a wait; there when what is launched next reads it."""
+
+    @abstractmethod
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A copy in new memory of the host, good when an event behind this has happened."""
+
+    @abstractmethod
     def event(self, *, timed: bool = False) -> Event:
         """A new one, before nothing."""
 
@@ -90,6 +98,13 @@ class Gpu(Device):
 
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(num, dtype=dtype, pin_memory=True)
+
+    def send(self, array: "np.ndarray[Any, Any]") -> Tensor:
+        return torch.from_numpy(array).pin_memory().to(self.where, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def event(self, *, timed: bool = False) -> Event:
         # A blocking one sleeps while it is waited for: a spinning thread would hold a core, and the driver's lock.
@@ -157,6 +172,12 @@ class Interpreted(Device):
 
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(num, dtype=dtype)
+
+    def send(self, array: "np.ndarray[Any, Any]") -> Tensor:
+        return torch.from_numpy(array.copy())
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
 
     def event(self, *, timed: bool = False) -> Event:
         return self._Done()
