@@ -14,6 +14,7 @@ import msgspec
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.config.by_device import depth_of
 from pipeline.stage import Stage
 from pipeline.stages.schedule.depth import AutoDepth
 from pipeline.stages.schedule.limits import Limits
@@ -68,8 +69,9 @@ class ScheduleStage:
     def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
         self._stage = stage
         settings = stage.settings.schedule
-        self._auto_depth = AutoDepth() if settings.depth == "auto" else None
-        self._depth: int = 1 if settings.depth == "auto" else settings.depth
+        depth = depth_of(stage.settings)
+        self._auto_depth = AutoDepth() if depth == "auto" else None
+        self._depth: int = 1 if depth == "auto" else depth
         self._has_settled = False
         """Whether a result came with this wake."""
         self._were_due: deque[bool] = deque()
