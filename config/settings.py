@@ -127,7 +127,7 @@ class Schedule(Frozen, frozen=True):
         Literal[0, 1, 2, 3, 4, "auto"],
         Meta(
             description='Steps in flight: 1 waits for each result, 2 to 4 plan ahead while others run, "auto" measures '
-            "which of 1 and 2 is faster, and 0 takes 1 on a CPU and 2 on a GPU."
+            "which of 1 and 2 is faster, on a GPU of 2 and 3, and 0 takes 1 on a CPU and 2 on a GPU."
         ),
     ] = 0
     policy: Annotated[

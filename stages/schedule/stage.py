@@ -16,7 +16,7 @@ from pipeline import messages as m
 from pipeline import topology
 from pipeline.config.by_device import depth_of
 from pipeline.stage import Stage
-from pipeline.stages.schedule.depth import AutoDepth
+from pipeline.stages.schedule.depth import DEPTHS, GPU_DEPTHS, AutoDepth
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stats import ScheduleCounts
@@ -70,8 +70,9 @@ class ScheduleStage:
         self._stage = stage
         settings = stage.settings.schedule
         depth = depth_of(stage.settings)
-        self._auto_depth = AutoDepth() if depth == "auto" else None
-        self._depth: int = 1 if depth == "auto" else depth
+        is_gpu = stage.settings.execute.device != "cpu"
+        self._auto_depth = AutoDepth(GPU_DEPTHS if is_gpu else DEPTHS) if depth == "auto" else None
+        self._depth: int = depth if self._auto_depth is None else self._auto_depth.depth
         self._has_settled = False
         """Whether a result came with this wake."""
         self._were_due: deque[bool] = deque()
@@ -186,7 +187,7 @@ class ScheduleStage:
             fields = {
                 "rows": decision.num_rows,
                 "depth": decision.depth,
-                "slower_at_2_percent": round(100 * decision.difference, 1),
+                f"slower_at_{self._auto_depth.depths[1]}_percent": round(100 * decision.difference, 1),
                 "error_percent": round(100 * decision.error, 1),
             }
             self._stage.log.info("depth", extra={"fields": fields})
