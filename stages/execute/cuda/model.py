@@ -14,13 +14,13 @@ Shapes: T tokens of a step with padding, S samples, H hidden_size, P parts.
 from dataclasses import dataclass
 
 import torch
+from pipeline.kernels.triton.attention import AttentionTasks
+from pipeline.kernels.triton.linear import DeviceMatrix
 from torch import Tensor
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton import attention, gate, linear, norm, rotary
-from pipeline.kernels.triton.attention import AttentionTasks
-from pipeline.kernels.triton.linear import DeviceMatrix
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device
@@ -201,20 +201,23 @@ class DeviceModel(Recorder):
 
     # ---------------------------------------------------------------------------------------------------- computing
 
-    def forward(self, step: StepArrays, *, decodes: bool) -> "Sums":
-        """Compute the logits of the step's samples. With `decodes` each entry has one token. Returns where its tokens'
-        sums are until the next step: what a graph of these launches leaves is there too."""
+    def forward(self, step: StepArrays, *, decodes: bool) -> None:
+        """Compute the logits of the step's samples. With `decodes` each entry has one token."""
         for tasks in self._tasks.values():
             tasks.plan(step)
         norm.embed(self._residuals[0][: step.num_tokens], self._table, step.ids)
         if decodes and step.num_tokens <= SKINNY:
-            sums = self._few(step)
+            self._few(step)
         else:
-            sums = self._many(step)
-        self.score(sums, step.sampled)
-        return sums
+            self._many(step)
+        self.score(self.sums(step.num_tokens, decodes=decodes), step.sampled)
 
-    def _many(self, step: StepArrays) -> "Sums":
+    def sums(self, num_tokens: int, *, decodes: bool) -> Sums:
+        """Where `forward` leaves the sums of so many tokens, until the next step."""
+        down = self._layers[-1][1].down if self._layers else None
+        return Sums(self._residuals[0][:num_tokens], down and down.parts(self._narrow, num_tokens))
+
+    def _many(self, step: StepArrays) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
         residual, normed = self._residuals[0][:num], self._normed[:num]
         queries, attended, gated = self._queries[:num], self._attended[:num], self._gated[:num]
@@ -228,11 +231,10 @@ class DeviceModel(Recorder):
             norm.add_norm(normed, residual, parts, mlp.norm, eps)
             gate.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
             parts = self._linear(self._narrow, gated, mlp.down)
-        return Sums(residual, parts)
 
     _few = _many
 
-    def score(self, sums: "Sums", places: Tensor) -> Tensor:
+    def score(self, sums: Sums, places: Tensor) -> Tensor:
         """The logits of some tokens of the last step, [S] int32. Returns [S, V] float32."""
         last, logits = self._last[: len(places)], self.logits[: len(places)]
         norm.take_norm(last, sums.residual, sums.parts, places, self._norm, float(self._config.rms_norm_eps))

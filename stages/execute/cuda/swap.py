@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton import copy
-from pipeline.stages.execute.cuda.device import Device, Event
+from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.program import SwapArray
 
 PACKED_BYTES = 32 * 1024**2
