@@ -1,4 +1,4 @@
-"""Both ends of a step against plain loops: random rows, changes, ragged batches with padding and rows that have ended."""
+"""Both ends of a step against loops: random rows, changes, ragged batches with padding and rows that have ended."""
 
 import numpy as np
 import pytest
