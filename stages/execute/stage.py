@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
 from pipeline.stages.execute.counting import Counting
 from pipeline.tracing import Args
@@ -65,6 +66,10 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner":
     from pipeline.stages.execute.runner import Runner
 
     torch.set_num_threads(num_threads)
+    if launch.settings.execute.device == "cuda":
+        from pipeline.stages.execute.cuda.available import require
+
+        require(launch.settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir))
     runner = Runner(launch.settings, Path(launch.model_dir), swap)
     # Beside all that is still to be done, so that the first that needs a mask does not wait for a process to start.
     runner.masks.start()
