@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, assert_never, cast
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
 from pipeline.stages.execute.counting import Counting
 
@@ -71,6 +72,9 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
     torch.set_num_threads(num_threads)
     runner: Runner | CudaRunner
     if settings.execute.device == "cuda":
+        from pipeline.stages.execute.cuda.available import require
+
+        require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir))
         from pipeline.stages.execute.cuda import runner as cuda
 
         runner = cuda.CudaRunner(settings, Path(launch.model_dir), swap)
