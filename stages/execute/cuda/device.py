@@ -5,6 +5,7 @@ asked for. It is there for tests, which so run the very code that launches on a 
 """
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.triton.launch import INTERPRETED
+from pipeline.stages.execute.kv import DeviceMemory
+
+CONTEXT_BYTES = 512 * 1024**2
+"""What CUDA, cuBLAS and our kernels' code take of a GPU's memory, about."""
 
 Calls = Callable[[], None]
 
@@ -33,6 +38,9 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Let what the current stream is given from now on wait for what is before it."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds to a later one; both are timed and have happened."""
 
 
 class Device(ABC):
@@ -71,6 +79,11 @@ class Device(ABC):
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         """Make memory of the host such as `pinned` is, for as long as the device is open. Returns whether that could be
         done; copies from and to it hold up the host where not."""
+
+    @abstractmethod
+    def memory(self, reserved_bytes: int) -> DeviceMemory | None:
+        """What KV blocks have room in, if so much is still to be taken by others of this process; None where that is
+        the host's memory."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -137,6 +150,11 @@ class Gpu(Device):
         self._locked.append(address)
         return True
 
+    def memory(self, reserved_bytes: int) -> DeviceMemory | None:
+        free, total = torch.cuda.mem_get_info(self.where)
+        used = torch.cuda.memory_reserved(self.where) + CONTEXT_BYTES
+        return DeviceMemory(total, free, used, reserved_bytes)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
 
@@ -153,8 +171,11 @@ class Interpreted(Device):
     """No GPU: kernels run in Triton's interpreter, at once."""
 
     class _Done:
+        def __init__(self) -> None:
+            self.recorded_s = 0.0
+
         def record(self) -> None:
-            pass
+            self.recorded_s = time.perf_counter()
 
         def synchronize(self) -> None:
             pass
@@ -164,6 +185,9 @@ class Interpreted(Device):
 
         def wait(self) -> None:
             pass
+
+        def elapsed_time(self, later: Any) -> float:
+            return 1000 * float(later.recorded_s - self.recorded_s)
 
     def __init__(self) -> None:
         assert INTERPRETED, "TRITON_INTERPRET is not set"
@@ -191,6 +215,9 @@ class Interpreted(Device):
 
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         return True
+
+    def memory(self, reserved_bytes: int) -> DeviceMemory | None:
+        return None
 
     def synchronize(self) -> None:
         pass
