@@ -20,11 +20,12 @@ from typing import Any, assert_never
 
 import zmq
 
-from pipeline import api_keys, exposure, topology
+from pipeline import api_keys, exposure, gpu, topology
 from pipeline import messages as m
 from pipeline.admin import Door, Questions
 from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of
+from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.door_address import address_of as address_of_door
 from pipeline.door_address import check_free
@@ -191,6 +192,9 @@ class Supervisor:
 
     def run(self, begun: float) -> int:
         """From nothing to an exit code."""
+        if not self._manner.instant and (problem := gpu.why_none(self._settings)) is not None:
+            self._log.error(problem)
+            return EXIT_NOT_STARTED
         try:
             self._reserve()
             self._prepare()
@@ -207,7 +211,7 @@ class Supervisor:
         until all are ready. Raises MemoryError."""
         num_bytes = self._settings.execute.swap_bytes
         if num_bytes:
-            kv_bytes = 0 if self._manner.instant else self._settings.execute.kv_cache_bytes
+            kv_bytes = 0 if self._manner.instant else kv_bytes_in_ram(self._settings)
             self._reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
             self._segments[topology.SWAP] = m.Segment(topology.SWAP, self._reservation.fd, num_bytes, True)
             self._poller.register(self._reservation.fileno(), zmq.POLLIN)

@@ -14,8 +14,9 @@ import msgspec
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.config.by_device import depth_of
 from pipeline.stage import Stage
-from pipeline.stages.schedule.depth import AutoDepth
+from pipeline.stages.schedule.depth import DEPTHS, GPU_DEPTHS, AutoDepth
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stats import ScheduleCounts
@@ -68,8 +69,10 @@ class ScheduleStage:
     def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
         self._stage = stage
         settings = stage.settings.schedule
-        self._auto_depth = AutoDepth() if settings.depth == "auto" else None
-        self._depth: int = 1 if settings.depth == "auto" else settings.depth
+        depth = depth_of(stage.settings)
+        depths = DEPTHS if stage.settings.execute.device == "cpu" else GPU_DEPTHS
+        self._auto_depth = AutoDepth(depths) if depth == "auto" else None
+        self._depth: int = depths[0] if depth == "auto" else depth
         self._has_settled = False
         """Whether a result came with this wake."""
         self._were_due: deque[bool] = deque()
@@ -161,7 +164,7 @@ class ScheduleStage:
         scheduler.counting.settle_s += end_s - begin_s
         self._has_settled = True
         if was_due:
-            scheduler.counting.plan_wait_s.observe(result.wait_s)
+            scheduler.counting.followed(flight.num_samples, flight.num_tokens, result.wait_s, result.compute_s)
             if flight.num_tokens == flight.num_samples:  # all rows decode
                 # From the end of the step before to the end of this; a replay gets the same times, and plans the same.
                 self._choose_depth(flight.num_tokens, result.wait_s + result.compute_s - result.copy_s)
@@ -184,7 +187,7 @@ class ScheduleStage:
             fields = {
                 "rows": decision.num_rows,
                 "depth": decision.depth,
-                "slower_at_2_percent": round(100 * decision.difference, 1),
+                f"slower_at_{self._auto_depth.depths[1]}_percent": round(100 * decision.difference, 1),
                 "error_percent": round(100 * decision.error, 1),
             }
             self._stage.log.info("depth", extra={"fields": fields})
@@ -205,9 +208,7 @@ class ScheduleStage:
         return msgspec.structs.replace(self._scheduler.load(), depth=self._depth)
 
     def _counts(self) -> ScheduleCounts:
-        scheduler = self._scheduler
-        waits = scheduler.counting.plan_wait_s.counts()
-        return msgspec.structs.replace(scheduler.counts(), depth=self._depth, plan_wait_s=waits)
+        return msgspec.structs.replace(self._scheduler.counts(), depth=self._depth)
 
     # --------------------------------------------------------------------------------------------------- report
 
