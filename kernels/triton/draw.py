@@ -5,8 +5,8 @@ each other in the same launches:
 
     logits [S, V] ──_blocks──► largest, scores, winners [S, NB] ──_pick──► ids [S]
 
-Where rows have filters there is one between the two: `_filter` finds what min_p, top_k and top_p leave of a row, each of
-what the one before left, and draws among that alone. `_blocks` then only looks such a row through.
+Where rows have filters there is one between the two: `_filter` finds what min_p, top_k and top_p leave of a row, each
+of what the one before left, and draws among that alone. `_blocks` then only looks such a row through.
 
 A score is (logit - the block's largest) / temperature - log(noise): so no temperature leads to an infinite one, though
 no block knows the row's largest. `winner_of` makes up for the difference.
@@ -159,7 +159,7 @@ def _blocks(
         races = (temperature >= _COLD) & (top > -_INF) & (top < _INF)
         score = tl.where(logit == top, 0.0, -_INF)
         at = sample * BLOCKS + block
-        if FILTERED:
+        if FILTERED:  # noqa: SIM102 - a constant: without it, nothing of this is compiled
             if _is_filtered(row):
                 strip_tops = tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1)
                 strip = at * (BLOCK // _STRIP) + tl.arange(0, BLOCK // _STRIP)
@@ -200,24 +200,23 @@ def _filter(
 ):
     sample = tl.program_id(0).to(tl.int64)
     row = row_params + tl.load(sample_rows + sample).to(tl.int64) * PARAMS
-    if tl.load(row + f.ENDED) == 0:
-        if _is_filtered(row):
-            blocks = tl.arange(0, PADDED_BLOCKS)
-            block_tops = tl.load(largest + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=-_INF)
-            top = tl.max(block_tops, 0)
-            if (top > -_INF) & (top < _INF):
-                block_weights = tl.load(weights + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=0.0)
-                temperature = f.float_at(row + f.TEMPERATURE)
-                total = tl.where(block_tops > -_INF, block_weights * tl.exp((block_tops - top) / temperature), 0.0)
-                winner = _draw_filtered(
-                    *(logits + sample * STRIDE, tops + sample * STRIPS, strips + sample * STRIPS),
-                    *(collected + sample * _MAX_COLLECTED, row, top, tl.sum(total, 0), temperature),
-                    *(VOCAB, STRIPS, PADDED_STRIPS),
-                )
-                # The row's only winner: those of its other blocks have no score.
-                tl.store(largest + sample * BLOCKS, top)
-                tl.store(scores + sample * BLOCKS, 0.0)
-                tl.store(winners + sample * BLOCKS, winner)
+    if (tl.load(row + f.ENDED) == 0) & _is_filtered(row):
+        blocks = tl.arange(0, PADDED_BLOCKS)
+        block_tops = tl.load(largest + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=-_INF)
+        top = tl.max(block_tops, 0)
+        if (top > -_INF) & (top < _INF):
+            block_weights = tl.load(weights + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=0.0)
+            temperature = f.float_at(row + f.TEMPERATURE)
+            total = tl.where(block_tops > -_INF, block_weights * tl.exp((block_tops - top) / temperature), 0.0)
+            winner = _draw_filtered(
+                *(logits + sample * STRIDE, tops + sample * STRIPS, strips + sample * STRIPS),
+                *(collected + sample * _MAX_COLLECTED, row, top, tl.sum(total, 0), temperature),
+                *(VOCAB, STRIPS, PADDED_STRIPS),
+            )
+            # The row's only winner: those of its other blocks have no score.
+            tl.store(largest + sample * BLOCKS, top)
+            tl.store(scores + sample * BLOCKS, 0.0)
+            tl.store(winners + sample * BLOCKS, winner)
 
 
 @triton.jit
@@ -239,27 +238,27 @@ def _draw_filtered(
     strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
     low = code_of(tl.full([], _LOWEST, tl.float32)).to(tl.int64)
     min_p, top_k, top_p = f.float_at(row + f.MIN_P), tl.load(row + f.TOP_K), f.float_at(row + f.TOP_P)
-    is_cut = False
+    num_wanted = tl.where((top_k > 0) & (top_k < VOCAB), top_k, 0).to(tl.float32)
+    is_cut = (min_p > 0) | (num_wanted > 0)
     if min_p > 0:
         low = tl.maximum(low, code_of(top + temperature * tl.log(min_p)).to(tl.int64))
-        is_cut = True
-    if (top_k > 0) & (top_k < VOCAB):
-        low = search(
-            *(logits, strip_tops, strips, collected, low, top, temperature, False, top_k.to(tl.float32)),
-            *(VOCAB, STRIPS),
-        )
-        is_cut = True
-    if top_p < 1:
-        if is_cut:
-            total = _weigh(logits, strip_tops, strips, low, top, temperature, VOCAB, STRIPS)
-        # Logits whose weights are below a V-th of what may go would hold less than that together, so they are not in
-        # the nucleus. The hundredth is for rounding.
-        rare = top + temperature * tl.log(0.99 * (1 - top_p) * total / VOCAB)
-        low = tl.maximum(low, code_of(rare).to(tl.int64))
-        low = search(
-            *(logits, strip_tops, strips, collected, low, top, temperature, True, top_p * total),
-            *(VOCAB, STRIPS),
-        )
+    # top_k, then top_p: one after the other through the same code.
+    for turn in range(2):
+        weighted = turn == 1
+        wanted = tl.where(weighted, top_p, num_wanted)
+        if tl.where(weighted, top_p < 1, num_wanted > 0):
+            if weighted:
+                if is_cut:
+                    total = _weigh(logits, strip_tops, strips, low, top, temperature, VOCAB, STRIPS)
+                # Logits whose weights are below a V-th of what may go would hold less than that together, so they are
+                # not in the nucleus. The hundredth is for rounding.
+                rare = top + temperature * tl.log(0.99 * (1 - top_p) * total / VOCAB)
+                low = tl.maximum(low, code_of(rare).to(tl.int64))
+                wanted = top_p * total
+            low = search(
+                *(logits, strip_tops, strips, collected, low, top, temperature, weighted, wanted),
+                *(VOCAB, STRIPS),
+            )
     return _race(logits, strip_tops, strips, low, row, top, temperature, VOCAB, STRIPS)
 
 

@@ -5,12 +5,11 @@ One program searches for a row, and reads little of it. Before it, each *strip* 
 largest value:
 
     strips' largest ──halve──► a floor: these alone are enough
-    strips above it ──collect──► the values between floor and ceiling, if they are few; else
-                    ──narrow──► a higher floor and a lower ceiling, and so on
-    few values      ──halve──► the value
+    strips above it ──narrow──► a higher floor and a lower ceiling, until few values are between them
+    few values ──collect, halve──► the value
 
 Floats are searched in the order of their bits ("codes": integers in the same order as the values), so that any row of
-numbers comes to an end: of 2^32 codes `halve` leaves half at each look, `narrow` the sixteenth part. Values that are
+numbers comes to an end: of 2^32 codes `halve` leaves half at each look, `narrow` an eighth. Values that are
 equal stay together, however many they are. Sums are made in one order whatever the batch.
 
 Flat rows, in which all strips have what is looked for, are read a few times as a whole.
@@ -28,7 +27,7 @@ _STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 TILE = tl.constexpr(2048)
 """Logits that a program looks at together."""
 TILE_STRIPS = tl.constexpr(TILE.value // STRIP)
-_WAYS = tl.constexpr(16)
+_WAYS = tl.constexpr(8)
 _INF = tl.constexpr(float("inf"))
 
 
@@ -91,7 +90,7 @@ def load_strips(logits, strips, begin, num_strips, VOCAB: tl.constexpr):
 
 @triton.jit
 def _collect(collected, logits, strips, num_strips, low, high, VOCAB: tl.constexpr):
-    """Write the values in low .. high, as far as there is room. Returns how many they are."""
+    """Write the values in low .. high, for which there has to be room, in order. Returns how many they are."""
     num = 0
     tl.debug_barrier()
     for begin in range(0, num_strips, TILE_STRIPS):
@@ -120,7 +119,7 @@ def _narrow(
     evenly,
     VOCAB: tl.constexpr,
 ):
-    """One of sixteen parts of low .. high. Returns its ends, what is above it, and how many values are above it and from
+    """One of eight parts of low .. high. Returns its ends, what is above it, and how many values are above it and from
     its floor up. `evenly` divides by value rather than by code."""
     ways = tl.arange(0, _WAYS)
     codes = low + (high - low) * ways // _WAYS
@@ -173,7 +172,7 @@ def search(
     low = halve(tops, counted, low, high, 0.0, wanted)
     num_strips = list_strips(strips, tops, low, STRIPS)
     above, num_above, evenly = 0.0, 0, 1
-    num = _collect(collected, logits, strips, num_strips, low, high, VOCAB)
+    num = num_strips * _STRIP
     while (num > _MAX_COLLECTED) & (high - low > 1):
         low, high, above, num_above, num_from = _narrow(
             *(logits, strips, num_strips, low, high, above, num_above, wanted, top, temperature, weighted),
@@ -182,8 +181,10 @@ def search(
         )
         evenly = 0
         num = num_from - num_above
-        if num <= _MAX_COLLECTED:
-            num = _collect(collected, logits, strips, num_strips, low, high, VOCAB)
+    # Where there are still too many they are all equal, and nothing is left to be found.
+    num = tl.where(num > _MAX_COLLECTED, 0, num)
+    if num > 0:
+        num = _collect(collected, logits, strips, num_strips, low, high, VOCAB)
     places = tl.arange(0, _MAX_COLLECTED)
     values = tl.load(collected + places, mask=places < num, other=-_INF)
     counted = tl.where(places < num, amount_of(values, top, temperature, weighted), 0.0)

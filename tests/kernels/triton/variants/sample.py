@@ -10,11 +10,13 @@ LLAMA, SMOLLM = 128256, 49152
 
 def launches() -> None:
     _draw(LLAMA, filtered=False)
+    _draw(LLAMA, filtered=True)
 
 
 def all_launches() -> None:
     for vocab_size in (LLAMA, SMOLLM, 151_669):
         _draw(vocab_size, filtered=False)
+        _draw(vocab_size, filtered=True)
 
 
 def _draw(vocab_size: int, *, filtered: bool) -> None:
