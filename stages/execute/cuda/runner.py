@@ -29,12 +29,12 @@ from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.flight import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps
-from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.model import DeviceModel, Sums, allocate_kv
 from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
 from pipeline.stages.execute.cuda.shapes import Shape, Shapes
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
 from pipeline.stages.execute.cuda.swap import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
-from pipeline.stages.execute.kv import divide_swap, plan_device_kv, plan_kv
+from pipeline.stages.execute.kv import divide_swap, plan_device_kv
 from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
@@ -71,8 +71,7 @@ class CudaRunner:
         weights = Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
-        memory = device.memory(_still_to_take(settings, config))
-        kv = plan_kv(settings, config) if memory is None else plan_device_kv(settings, config, memory)
+        kv = plan_device_kv(settings, config, device.memory(_still_to_take(settings, config)))
         self.kv = allocate_kv(config, kv.num_blocks, dtype, device.where)
         self.model.use(self.kv, kv.max_model_len)
         swapped = None if swap is None else divide_swap(settings, config, swap)
@@ -282,17 +281,17 @@ class CudaRunner:
         flight.records = wishes.draw(drawn, recorded.step, self.rows, masked)
         self._fetch(flight, recorded)
         if wanted & Want.PROMPT_RECORDS:
-            flight.prompts = wishes.score_prompts(batch, self.rows, recorded.sums)
+            flight.prompts = wishes.score_prompts(batch, self.rows, self.steps.sums(shape))
         if pooled is not None:
-            self._pool_entries(flight, batch, pooled, recorded)
+            self._pool_entries(flight, batch, pooled, self.steps.sums(shape))
 
-    def _pool_entries(self, flight: Flight, batch: Batch, pooled: BoolArray, recorded: Recorded) -> None:
+    def _pool_entries(self, flight: Flight, batch: Batch, pooled: BoolArray, sums: Sums) -> None:
         for i in np.flatnonzero(pooled).tolist():
             row, begin = int(batch.rows[i]), int(batch.offsets[i])
-            sums = self.device.fetch(recorded.sums.of(begin, begin + int(batch.counts[i])))
+            tokens = self.device.fetch(sums.of(begin, begin + int(batch.counts[i])))
             place = np.flatnonzero(flight.rows == row).tolist()
             generation = int(self.rows.generations[row])
-            flight.sums.append(Pooled(row, generation, int(batch.starts[i]), sums, place[0] if place else -1))
+            flight.sums.append(Pooled(row, generation, int(batch.starts[i]), tokens, place[0] if place else -1))
 
     # ----------------------------------------------------------------------------------------------------- collecting
 
