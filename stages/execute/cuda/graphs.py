@@ -71,8 +71,8 @@ class Steps:
         return (shape, kind) in self._recorded
 
     def get(self, shape: Shape, kind: Kind) -> Recorded:
-        """The launches of a shape. Those that are new are made once, for padding alone; words that have not been read by a
-        step are lost by that."""
+        """The launches of a shape. Those that are new are made once, for padding alone; words that no step has read are
+        lost by that."""
         recorded = self._recorded.get((shape, kind))
         if recorded is not None:
             return recorded
