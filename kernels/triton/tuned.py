@@ -117,9 +117,14 @@ def write_table(architecture: str, entries: dict[Shape, Config], measured_on: st
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     path.parent.mkdir(exist_ok=True)
     path.write_text(f'{{\n  "measured_on": {json.dumps(measured_on)},\n  "entries": [\n{lines}\n  ]\n}}\n')
+    forget()
+    return path
+
+
+def forget() -> None:
+    """Read tables anew."""
     table.cache_clear()
     _choose.cache_clear()
-    return path
 
 
 def bytes_of_columns(format: str, num_columns: int) -> int:

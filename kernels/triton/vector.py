@@ -1,4 +1,4 @@
-"""Products of one token: a matrix times a vector, summed as it streams by. No tensor cores, no shared memory to speak of.
+"""Products of one token: a matrix times a vector, summed as it streams by.
 
 A program takes BLOCK_N rows, and of their columns a share where SPLIT is more than 1. It walks along them a tile at a
 time: the next tile's loads are on their way, 16 bytes a thread, while the one that came is multiplied, so that a
