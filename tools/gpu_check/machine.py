@@ -106,7 +106,7 @@ def measure_read(context: Context) -> Reading:
     rounds = GIB // 2 // (block * num_programs) if not context.interpreted else 2
     num = rounds * num_programs * block
     memory = [_words(num, seed) for seed in range(2)]
-    sums = torch.empty(num_programs, dtype=torch.int32, device=gpu.device())
+    sums = torch.empty(num_programs, dtype=torch.int64, device=gpu.device())
 
     def read(words: Tensor) -> gpu.Run:
         return lambda: read_all[(num_programs,)](sums, words, rounds, num_programs, block, num_warps=8)
@@ -116,7 +116,7 @@ def measure_read(context: Context) -> Reading:
     read(memory[0])()
     # Integers wrap in the same way whatever their order.
     right = int(memory[0].sum(dtype=torch.int64).item()) & 0xFFFFFFFF
-    assert int(sums.sum(dtype=torch.int64).item()) & 0xFFFFFFFF == right, "the kernel that reads reads something else"
+    assert int(sums.sum().item()) & 0xFFFFFFFF == right, "the kernel that reads reads something else"
     return Reading(READ, num * 4 / found.median_ms / 1e6, "GB/s", numbers={"bytes": num * 4, "turns": found.num})
 
 
