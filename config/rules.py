@@ -3,7 +3,7 @@
 import os
 
 from pipeline.config import door
-from pipeline.config.settings import Settings
+from pipeline.config.settings import Execute, Settings
 
 BYTES_PER_ID = 4
 
@@ -35,10 +35,19 @@ def contradictions(settings: Settings) -> list[str]:
     if problem := door.problem_of(settings.gateway.zmq):
         problems.append(problem)
     execute = settings.execute
-    if execute.kernels not in ("auto", "torch") and execute.dtype != "bfloat16":
+    if execute.device == "cuda" and execute.kernels != "auto":
+        problems.append(
+            f"execute.kernels: {execute.kernels!r} computes on a CPU, and execute.device is 'cuda': leave it at 'auto'"
+        )
+    elif execute.kernels not in ("auto", "torch") and execute.dtype != "bfloat16":
         problems.append(
             f"execute.kernels: {execute.kernels!r} computes with bfloat16, and execute.dtype is {execute.dtype!r}: "
             "'torch' computes with both"
+        )
+    if settings.quantization in ("int8", "int4") and execute.device == "cpu":
+        problems.append(
+            f"quantization: {settings.quantization!r} is made while the weights of a GPU are loaded, and "
+            "execute.device is 'cpu': 'q8_0' and 'q4_1' are 8 and 4 bits there"
         )
     if settings.schedule.preemption == "swap" and not execute.swap_bytes:
         problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
@@ -61,6 +70,14 @@ def remarks(settings: Settings) -> list[str]:
         found.append("execute.swap_bytes: schedule.preemption is 'recompute', so nothing is swapped")
     if schedule.max_step_ms and schedule.max_step_ms < 1:
         found.append("schedule.max_step_ms: hardly any step takes less than a millisecond; the unit is milliseconds")
+    if execute.gpu_memory_fraction != Execute().gpu_memory_fraction:
+        if execute.device == "cpu":
+            found.append("execute.gpu_memory_fraction: has no effect, as execute.device is 'cpu'")
+        elif execute.kv_cache_bytes:
+            found.append(
+                f"execute.gpu_memory_fraction: has no effect, as execute.kv_cache_bytes is {execute.kv_cache_bytes}; "
+                "0 takes what the fraction leaves"
+            )
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if execute.threads > num_cores:
         found.append(f"execute.threads: {execute.threads} threads would share {num_cores} cores; 0 takes one per core")

@@ -13,7 +13,9 @@ MAX_TOKENS = 2**31 - 1
 Seconds = Annotated[float, Meta(gt=0, le=1_000_000)]
 """Up to eleven days: the kernel counts a wait in milliseconds, in 31 bits."""
 
-Quantization = Literal["auto", "none", "q8_0", "q4_1"]
+Quantization = Literal["auto", "none", "q8_0", "q4_1", "int8", "int4"]
+PreparedFormat = Literal["auto", "none", "q8_0", "q4_1"]
+"""Of those the ones that weights may be stored in; the others are made when they are loaded."""
 
 
 class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -122,12 +124,12 @@ class Schedule(Frozen, frozen=True):
     block_size: Annotated[Literal[16], Meta(description="Tokens in one KV block.")] = 16
     prefix_caching: Annotated[bool, Meta(description="Reuse KV blocks of prompts that begin alike.")] = True
     depth: Annotated[
-        Literal[1, 2, "auto"],
+        Literal[0, 1, 2, 3, 4, "auto"],
         Meta(
-            description='Steps in flight: 1 waits for each result, 2 plans ahead while one runs, "auto" measures which '
-            "is faster."
+            description='Steps in flight: 1 waits for each result, 2 to 4 plan ahead while others run, "auto" measures '
+            "which of 1 and 2 is faster, on a GPU of 2 and 3, and 0 takes 1 on a CPU and 2 on a GPU."
         ),
-    ] = 1
+    ] = 0
     policy: Annotated[
         Literal["fcfs", "priority", "longest-prefix-match"],
         Meta(
@@ -181,7 +183,9 @@ class Schedule(Frozen, frozen=True):
 class Execute(Frozen, frozen=True):
     """The process that computes a step: forward pass and sampling."""
 
-    device: Annotated[Literal["cpu"], Meta(description="Where the model runs.")] = "cpu"
+    device: Annotated[
+        Literal["cpu", "cuda"], Meta(description='Where the model runs; "cuda" is one NVIDIA GPU, Ampere or newer.')
+    ] = "cpu"
     dtype: Annotated[Literal["bfloat16", "float32"], Meta(description="Precision of weights and KV cache.")] = (
         "bfloat16"
     )
@@ -192,9 +196,24 @@ class Execute(Frozen, frozen=True):
             'or torch; "auto" takes the fastest that this machine and the dtype allow.'
         ),
     ] = "auto"
-    kv_cache_bytes: Annotated[int, Meta(ge=1024**2, le=MAX_BYTES, description="Memory for KV blocks, in bytes.")] = (
-        512 * 1024**2
-    )
+    kv_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="Memory for KV blocks, in bytes; 0 takes 512 MiB on a CPU, and on a GPU what "
+            "execute.gpu_memory_fraction leaves.",
+        ),
+    ] = 0
+    gpu_memory_fraction: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of a GPU's memory that weights, activations, graphs and KV blocks take together, where "
+            "execute.kv_cache_bytes is 0.",
+        ),
+    ] = 0.9
     swap_bytes: Annotated[
         int,
         Meta(
@@ -306,7 +325,8 @@ class Settings(Frozen, frozen=True):
         Quantization,
         Meta(
             description='Format of the weights: "auto" keeps what the files hold, "none" makes floats of it, "q8_0" '
-            'and "q4_1" make 8 and 4 bits of it with a scale for every 32 weights.'
+            'and "q4_1" make 8 and 4 bits of it with a scale for every 32 weights; "int8" and "int4" do so for every '
+            "128, while the weights of a GPU are loaded."
         ),
     ] = "auto"
     cache_dir: Annotated[

@@ -25,6 +25,7 @@ from pipeline import messages as m
 from pipeline.admin import Door, Questions
 from pipeline.asides import with_facts
 from pipeline.channels import Inbox, Outbox, address_of
+from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.door_address import address_of as address_of_door
 from pipeline.door_address import check_free
@@ -207,7 +208,7 @@ class Supervisor:
         until all are ready. Raises MemoryError."""
         num_bytes = self._settings.execute.swap_bytes
         if num_bytes:
-            kv_bytes = 0 if self._manner.instant else self._settings.execute.kv_cache_bytes
+            kv_bytes = 0 if self._manner.instant else kv_bytes_in_ram(self._settings)
             self._reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
             self._segments[topology.SWAP] = m.Segment(topology.SWAP, self._reservation.fd, num_bytes, True)
             self._poller.register(self._reservation.fileno(), zmq.POLLIN)

@@ -38,7 +38,7 @@ SERVE_FLAGS = {
 }
 PROFILE_FLAGS = {
     **MODEL,
-    "quantization": "format of the weights: auto, none, q8_0 or q4_1",
+    "quantization": "format of the weights: auto, none, q8_0 or q4_1; on a GPU also int8 or int4",
     "execute.kernels": "what computes a step: auto, avx512_bf16, avx512, avx2, portable or torch",
 }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.kv_layout import block_bytes
@@ -27,16 +28,17 @@ class KVPlan:
 def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
     """Raises UserError where the memory doesn't hold one block, or the machine doesn't hold the memory."""
     num_bytes = _block_bytes(settings, config)
-    num_blocks = settings.execute.kv_cache_bytes // num_bytes
+    kv_bytes = kv_bytes_in_ram(settings)
+    num_blocks = kv_bytes // num_bytes
     if num_blocks < 1:
         raise UserError(
-            f"execute.kv_cache_bytes is {settings.execute.kv_cache_bytes}, but one block of {BLOCK_SIZE} tokens of "
+            f"execute.kv_cache_bytes is {kv_bytes}, but one block of {BLOCK_SIZE} tokens of "
             f"this model takes {num_bytes} bytes: raise execute.kv_cache_bytes"
         )
     available = available_bytes()
-    if settings.execute.kv_cache_bytes > available:
+    if kv_bytes > available:
         raise UserError(
-            f"execute.kv_cache_bytes is {settings.execute.kv_cache_bytes}, but only {available} bytes of memory are "
+            f"execute.kv_cache_bytes is {kv_bytes}, but only {available} bytes of memory are "
             "free: lower execute.kv_cache_bytes"
         )
     wanted = min(config.max_position, settings.max_model_len or config.max_position)

@@ -66,11 +66,9 @@ class MasksLate(RuntimeError):
     """A grammar's masks did not come in time."""
 
 
-class Program(ABC):
-    """A forward pass over the arrays of one `StepInputs`, one `DrawInputs` and one `ScoreInputs`."""
+class Recorder(ABC):
+    """What a model is told to, once, when it is loaded."""
 
-    name: str
-    """Which back end it is, for people."""
     last_norm: LogitArray
     """Weights of the norm that `sample` begins with: float32 [hidden_size]."""
 
@@ -90,6 +88,13 @@ class Program(ABC):
     @abstractmethod
     def sample(self, norm: Tensor, head: Matrix) -> None:
         """ids = draw(head(norm(residual))), of the tokens that are sampled. Ends the program."""
+
+
+class Program(Recorder):
+    """A forward pass over the arrays of one `StepInputs`, one `DrawInputs` and one `ScoreInputs`."""
+
+    name: str
+    """Which back end it is, for people."""
 
     @abstractmethod
     def run(self) -> IntArray:

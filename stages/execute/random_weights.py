@@ -22,7 +22,7 @@ class RandomWeights(Weights):
     large as its inputs, so that nothing overflows however many layers follow."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, quantization: Quantization, seed: int = 0) -> None:
-        """`config` names no files. "auto" is "none": floats of `dtype`, which is bfloat16 or float32."""
+        """`config` names no files. What `prepare` doesn't store as codes are floats of `dtype`, bfloat16 or float32."""
         assert not config.weight_files
         super().__init__(Path(config.name), config, dtype)
         self._quantization = quantization

@@ -153,15 +153,18 @@ class RowTable:
         assert 0 < num_prompt <= known, f"a fork of {num_prompt} ids of row {row}, which has {known}"
         return self.ids[row, :num_prompt]
 
-    def append_blocks(self, rows: IntArray, blocks: IntArray) -> None:
-        """Parallel arrays; several blocks of one row come in order."""
+    def append_blocks(self, rows: IntArray, blocks: IntArray) -> list[int]:
+        """Parallel arrays; several blocks of one row come in order. Returns the place of each among its row's."""
         if not len(rows):
-            return
+            return []
         assert self.taken[rows].all(), "blocks for a row that is not taken"
         assert blocks.min() >= 0 and blocks.max() < self._pool_size, "blocks outside of the KV memory"
+        places = []
         for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-            self.blocks[row, self.num_blocks[row]] = block
-            self.num_blocks[row] += 1
+            places.append(place := int(self.num_blocks[row]))
+            self.blocks[row, place] = block
+            self.num_blocks[row] = place + 1
+        return places
 
     def begin(
         self, rows: IntArray, starts: IntArray, counts: IntArray, samples: "np.ndarray[Any, np.dtype[np.bool_]]"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from pipeline.config.settings import Quantization
+from pipeline.config.settings import PreparedFormat
 from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, ConfigFault, flags_of
 from pipeline.stages.prepare.progress import Progress
@@ -49,7 +49,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def convert(source: Path, target: Path, name: str, quantization: Quantization, progress: Progress) -> None:
+def convert(source: Path, target: Path, name: str, quantization: PreparedFormat, progress: Progress) -> None:
     """Leave in `target` what the stages need to serve the model in `source`; `name` is what clients call it.
 
     With `quantization` "none" the weights stay where they are and as they are.

@@ -16,7 +16,7 @@ import gguf
 import msgspec
 import numpy as np
 
-from pipeline.config.settings import Quantization
+from pipeline.config.settings import PreparedFormat
 from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
 from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
@@ -119,7 +119,7 @@ class Metadata:
             raise ModelError(f"{self.path}: {key} is {value!r}: {what} is not supported")
 
 
-def convert(path: Path, folder: Path, quantization: Quantization, progress: Progress) -> None:
+def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
     """Leave the model of a .gguf file in `folder`. Raises ModelError where the file isn't one that we can serve."""
     reader = _read(path)
     metadata = Metadata(path, reader)

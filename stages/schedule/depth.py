@@ -1,15 +1,17 @@
 """How many steps to keep in flight, found by trying: `schedule.depth = "auto"`. Pure.
 
 At depth 1 the executor waits while the scheduler settles a result and plans the next step. At depth 2 the next step is
-there when one ends, but it was planned beside that one, on cores that it may have needed. Which costs less depends on
-machine, model and load, so now and then both are tried, in short turns, so that what drifts (contexts grow) falls on
-both alike:
+there when one ends, but it was planned beside that one, on cores that it may have needed. A GPU always waits at depth
+1; there the question is whether steps are so short that it waits at depth 2 as well, where 3 costs those who come one
+step more. Which costs less depends on machine, model and load, so now and then both are tried, in short turns, so that
+what drifts (contexts grow) falls on both alike:
 
     1 2 │ 2 1 │ 1 2 │ 2 1 │ 1 2 │ 2 1      a round of six pairs; each digit is a turn of `TURN_STEPS` counted steps
 
 Only like steps are compared: of as many rows, in which nothing but decoding was computed, and which were planned at
-once, so that the executor did not wait for a request to come. Each pair says how much longer steps take at depth 2. The
-mean over the pairs decides where it is beyond `MARGIN` and beyond twice its standard error; else the choice stays.
+once, so that the executor did not wait for a request to come. Their times are from the end of the step before to their
+own, by the clock of the device. Each pair says how much longer steps take at the greater depth. The mean over the pairs
+decides where it is beyond `MARGIN` and beyond twice its standard error; else the choice stays.
 
 Small and large batches may differ, so each class of numbers of rows (from 1, 4, 16, 64, … on) has its own choice and
 rounds; numbers near the border of two belong to the class of before. A round is repeated after some thousands of steps
@@ -21,7 +23,10 @@ from math import expm1, inf, log, log2, sqrt
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-DEPTHS = (1, 2)
+Depths = tuple[int, int]
+"""The smaller and the greater of the two that are tried."""
+DEPTHS: Depths = (1, 2)
+GPU_DEPTHS: Depths = (2, 3)
 NUM_PAIRS = 6
 TURN_STEPS = 16
 MIN_ALIKE = 4
@@ -44,7 +49,8 @@ up."""
 class Round:
     """Some pairs of turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, depths: Depths = DEPTHS) -> None:
+        self._depths = depths
         self.num_steps = 0
         self._turn = 0
         self._num_settling = SETTLING_STEPS
@@ -56,7 +62,7 @@ class Round:
     def depth(self) -> int:
         """The depth of the turn that goes on."""
         pair, place = divmod(self._turn, 2)
-        return DEPTHS[place ^ (pair & 1)]
+        return self._depths[place ^ (pair & 1)]
 
     @property
     def is_over(self) -> bool:
@@ -81,21 +87,23 @@ class Round:
                 self.unsettle()
 
     def differences(self) -> list[float]:
-        """Of each pair that can be compared: the logarithm of the time at depth 2 over that at depth 1, as medians of
-        steps in units of what is usual for their size. A size that was not there at both depths says nothing."""
+        """Of each pair that can be compared: the logarithm of the time at the greater depth over that at the
+        smaller, as medians of steps in units of what is usual for their size. A size that was not there at both depths
+        says nothing."""
         by_size: dict[int, dict[int, list[float]]] = {}
         for _, depth, size, seconds in self._samples:
             by_size.setdefault(size, {}).setdefault(depth, []).append(log(seconds))
         usual = {
             size: mean(median(logs) for logs in of_size.values())
             for size, of_size in by_size.items()
-            if len(of_size) == len(DEPTHS)
+            if len(of_size) == len(self._depths)
         }
-        pairs: list[dict[int, list[float]]] = [{depth: [] for depth in DEPTHS} for _ in range(NUM_PAIRS)]
+        pairs: list[dict[int, list[float]]] = [{depth: [] for depth in self._depths} for _ in range(NUM_PAIRS)]
         for pair, depth, size, seconds in self._samples:
             if size in usual:
                 pairs[pair][depth].append(log(seconds) - usual[size])
-        return [median(pair[2]) - median(pair[1]) for pair in pairs if min(map(len, pair.values())) >= MIN_ALIKE]
+        low, high = self._depths
+        return [median(pair[high]) - median(pair[low]) for pair in pairs if min(map(len, pair.values())) >= MIN_ALIKE]
 
 
 class Decision(NamedTuple):
@@ -106,7 +114,7 @@ class Decision(NamedTuple):
     depth: int
     """Chosen from now on."""
     difference: float
-    """How much longer a step takes at depth 2 than at 1: 0.1 is a tenth; below 0 it takes less."""
+    """How much longer a step takes at the greater depth: 0.1 is a tenth; below 0 it takes less."""
     error: float
     """The standard error of that; infinite where too little could be compared."""
 
@@ -114,8 +122,9 @@ class Decision(NamedTuple):
 class Class:
     """What is known of batches of about one size."""
 
-    def __init__(self, size: int, choice: int) -> None:
+    def __init__(self, size: int, choice: int, depths: Depths) -> None:
         self._num_rows = 4**size
+        self._depths = depths
         self.choice = choice
         self.is_measured = False
         self.round: Round | None = None
@@ -131,7 +140,7 @@ class Class:
         if self.round is None:
             self._num_until_round -= 1
             if self._num_until_round <= 0:
-                self.round = Round()
+                self.round = Round(self._depths)
             return None
         self.round.observe(num_rows, seconds)
         if not self.round.is_over:
@@ -145,7 +154,7 @@ class Class:
         error = stdev(differences) / sqrt(num) if num > 1 else inf
         better = self.choice
         if abs(difference) > max(MARGIN, 2 * error):
-            better = 1 if difference > 0 else 2
+            better = self._depths[difference <= 0]
         self.is_measured = self.is_measured or num > NUM_PAIRS // 2
         self._num_between = MIN_BETWEEN if better != self.choice else min(2 * self._num_between, MAX_BETWEEN)
         self.choice = better
@@ -155,12 +164,13 @@ class Class:
 
 
 class AutoDepth:
-    """Chooses between depth 1 and 2. Begins with 1. Deterministic: it reads no clock."""
+    """Chooses between two depths. Begins with the smaller. Deterministic: it reads no clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, depths: Depths = DEPTHS) -> None:
+        self.depths = depths
         self._classes: dict[int, Class] = {}
         self._size = -2  # below any
-        self.depth = 1
+        self.depth = depths[0]
         """How many steps to have in flight now: the choice for the batch as it is, or what is being tried."""
 
     def observe(self, num_rows: int, seconds: float) -> Decision | None:
@@ -172,7 +182,7 @@ class AutoDepth:
         size = self._size_of(num_rows)
         one = self._classes.get(size)
         if one is None:
-            one = self._classes[size] = Class(size, self._choice_near(size))
+            one = self._classes[size] = Class(size, self._choice_near(size), self.depths)
         if size != self._size:
             self._size = size
             if one.round is not None and one.depth != self.depth:
@@ -188,9 +198,11 @@ class AutoDepth:
         return (num_rows.bit_length() - 1) // 2
 
     def _choice_near(self, size: int) -> int:
-        """What the nearest class that has been measured has chosen; 1 where there is none."""
+        """What the nearest class that has been measured has chosen; the smaller depth where there is none."""
         measured = [other for other, one in self._classes.items() if one.is_measured]
-        return self._classes[min(measured, key=lambda other: (abs(other - size), other))].choice if measured else 1
+        if not measured:
+            return self.depths[0]
+        return self._classes[min(measured, key=lambda other: (abs(other - size), other))].choice
 
     @property
     def choices(self) -> dict[int, int]:

@@ -14,8 +14,9 @@ import msgspec
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.config.by_device import depth_of
 from pipeline.stage import Stage
-from pipeline.stages.schedule.depth import AutoDepth
+from pipeline.stages.schedule.depth import DEPTHS, GPU_DEPTHS, AutoDepth
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stats import ScheduleCounts
@@ -68,8 +69,10 @@ class ScheduleStage:
     def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
         self._stage = stage
         settings = stage.settings.schedule
-        self._auto_depth = AutoDepth() if settings.depth == "auto" else None
-        self._depth: int = 1 if settings.depth == "auto" else settings.depth
+        depth = depth_of(stage.settings)
+        is_gpu = stage.settings.execute.device != "cpu"
+        self._auto_depth = AutoDepth(GPU_DEPTHS if is_gpu else DEPTHS) if depth == "auto" else None
+        self._depth: int = depth if self._auto_depth is None else self._auto_depth.depth
         self._has_settled = False
         """Whether a result came with this wake."""
         self._were_due: deque[bool] = deque()
@@ -184,7 +187,7 @@ class ScheduleStage:
             fields = {
                 "rows": decision.num_rows,
                 "depth": decision.depth,
-                "slower_at_2_percent": round(100 * decision.difference, 1),
+                f"slower_at_{self._auto_depth.depths[1]}_percent": round(100 * decision.difference, 1),
                 "error_percent": round(100 * decision.error, 1),
             }
             self._stage.log.info("depth", extra={"fields": fields})

@@ -93,7 +93,7 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         [schedul]
         depth = 1
         [schedule]
-        depth = 3
+        depth = 5
         max_num_seqs = 10000000000000000000000
         prefix_cachin = true
         block_size = "16"
@@ -111,11 +111,11 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         f"{path}: modle: there is no such key; did you mean model?",
         f"{path}: gateway: is a section, written [gateway], got the number 3",
         f"{path}: there is no section [schedul]; did you mean schedule?",
-        f'{path}: schedule.depth: needs 1, 2 or "auto", got the number 3',
+        f'{path}: schedule.depth: needs 0, 1, 2, 3, 4 or "auto", got the number 5',
         f"{path}: schedule.max_num_seqs: needs a whole number from 1 to 4096, got the number 10000000000000000000000",
         f"{path}: schedule.prefix_cachin: there is no such key; did you mean schedule.prefix_caching?",
         f'{path}: schedule.block_size: needs 16, got the text "16"',
-        f"{path}: execute.kv_cache_bytes: needs a whole number from 1048576 to 1125899906842624, "
+        f"{path}: execute.kv_cache_bytes: needs a whole number from 0 to 1125899906842624, "
         'or a size such as "512MiB", got the text "12 foo"',
         f"{path}: execute.threads: needs a whole number from 0 to 4096, got the number -1",
         f"{path}: supervisor.drain_timeout_s: needs a number above 0 and at most 1000000, got the number inf",

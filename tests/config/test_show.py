@@ -85,6 +85,11 @@ def test_presets_begin_with_what_they_are_for() -> None:
         (["schedule.max_num_batched_tokens=16"], "schedule.max_num_seqs"),
         (["execute.threads=4096"], "execute.threads"),
         (["supervisor.health_timeout_s=500"], "supervisor.health_timeout_s"),
+        (["execute.gpu_memory_fraction=0.5"], "execute.gpu_memory_fraction"),
+        (
+            ["execute.device=cuda", "execute.gpu_memory_fraction=0.5", "execute.kv_cache_bytes=1GiB"],
+            "execute.gpu_memory_fraction",
+        ),
     ],
 )
 def test_options_that_do_not_do_what_they_seem_to_are_remarked_upon(sets: list[str], key: str) -> None:

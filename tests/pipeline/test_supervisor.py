@@ -11,6 +11,7 @@ import pytest
 from pipeline import messages as m
 from pipeline import topology
 from pipeline.channels import Outbox
+from pipeline.config.by_device import CPU_KV_BYTES
 from pipeline.config.settings import Detokenize, Execute, Gateway, Settings
 from pipeline.health import HealthRound
 from pipeline.manner import Manner
@@ -239,7 +240,7 @@ def test_swap_space_must_fit_beside_kv_memory(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, instant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which an executor without a model has not."""
-    kv_bytes = Execute().kv_cache_bytes
+    kv_bytes = CPU_KV_BYTES
     monkeypatch.setattr(segment, "available_bytes", lambda: kv_bytes + SWAP_BYTES - 1)
     supervisor = supervisor_with(SWAP_BYTES, listener, Manner(instant=instant))
     if instant:

@@ -9,11 +9,11 @@ embedding → layers × (norm → attention → + → norm → feed-forward → 
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
-from pipeline.stages.execute.program import Program
+from pipeline.stages.execute.program import Recorder
 from pipeline.stages.execute.weights import Weights
 
 
-def record(config: ModelConfig, weights: Weights, program: Program) -> None:
+def record(config: ModelConfig, weights: Weights, program: Recorder) -> None:
     """Record the forward pass of a model. Raises UserError where a tensor is missing or has the wrong shape."""
     hidden, vocab_size = config.hidden_size, config.vocab_size
     embedding = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from pipeline.model_folder import Architecture, ModelConfig
 from pipeline.stages.execute.models import llama
-from pipeline.stages.execute.program import Program
+from pipeline.stages.execute.program import Recorder
 from pipeline.stages.execute.weights import Weights
 
-MODELS: dict[Architecture, Callable[[ModelConfig, Weights, Program], None]] = {
+MODELS: dict[Architecture, Callable[[ModelConfig, Weights, Recorder], None]] = {
     "llama": llama.record,
     "mistral": llama.record,
     "qwen2": llama.record,
@@ -15,6 +15,6 @@ MODELS: dict[Architecture, Callable[[ModelConfig, Weights, Program], None]] = {
 }
 
 
-def record_model(config: ModelConfig, weights: Weights, program: Program) -> None:
+def record_model(config: ModelConfig, weights: Weights, program: Recorder) -> None:
     """Record the forward pass of a model. Raises UserError where a tensor is missing or has the wrong shape."""
     MODELS[config.architecture](config, weights, program)

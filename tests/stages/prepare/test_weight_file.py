@@ -195,6 +195,17 @@ def test_a_gguf_is_kept_apart_for_each_quantization(tmp_path: Path, model: Llama
     assert len({prepared(path, quantization) for quantization in ("auto", "none", "q8_0", "q4_1")}) == 4
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_formats_of_a_gpu_are_floats_until_they_are_loaded(
+    tmp_path: Path, model: LlamaForCausalLM, quantization: str
+) -> None:
+    """So the folder is the one that "none" has, and is converted once for all of them."""
+    gguf_path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model)
+    folder = checkpoints.save_folder(tmp_path / "tiny", model)
+    for path in (gguf_path, folder):
+        assert prepared(path, quantization) == prepared(path, "none")
+
+
 def test_quantising_a_folder_is_told(
     tmp_path: Path, model: LlamaForCausalLM, capfd: pytest.CaptureFixture[str]
 ) -> None:

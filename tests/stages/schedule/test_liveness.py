@@ -47,7 +47,7 @@ def long_limits(**changes: object) -> Limits:
     return limits(**(values | changes))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_swap_blocks", [0, 300])
 def test_nobody_is_put_back_for_a_long_prompt_that_waits_for_another(depth: int, num_swap_blocks: int) -> None:
     bench = taught(long_limits(max_num_seqs=3, policy="priority", num_swap_blocks=num_swap_blocks), depth)
@@ -118,7 +118,7 @@ def test_nobody_is_put_back_while_there_is_nothing_left_to_compute_with() -> Non
     bench.check_outputs()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_lower_priority_does_not_wait_for_a_prompt_of_a_higher_one(depth: int) -> None:
     bench = Bench(limits(num_blocks=400, max_model_len=2048, policy="priority"), depth)
     bench.admit(ids(1, 1500), max_tokens=2, priority=5)
@@ -246,7 +246,7 @@ def test_putting_back_many_costs_little(aligned: bool) -> None:
     assert sorted(plans[1:])[-3] < 0.02
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_prompt_that_is_put_back_lends_its_row_and_nothing_else(depth: int) -> None:
     bench = Bench(long_limits(max_num_seqs=4, max_num_batched_tokens=96, policy="priority"), depth)
     for number in range(3):
@@ -259,7 +259,7 @@ def test_a_prompt_that_is_put_back_lends_its_row_and_nothing_else(depth: int) ->
     assert bench.scheduler.load().num_preemptions == 1
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_blocks", [10, 30, 40])
 def test_way_that_was_made_suffices_though_others_grow_meanwhile(depth: int, num_blocks: int) -> None:
     bench = Bench(
@@ -277,7 +277,7 @@ def test_way_that_was_made_suffices_though_others_grow_meanwhile(depth: int, num
     assert steps_until_first(bench, later) <= 3 * depth
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_many_of_a_lower_priority_take_rows_in_one_step(depth: int) -> None:
     bench = Bench(limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=1024, policy="priority"), depth)
     for number in range(32):

@@ -28,7 +28,7 @@ def test_the_lowest_priority_goes_first_and_among_equals_who_came_first() -> Non
     bench.check_outputs()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_swap_blocks", [0, 20])
 def test_a_lower_priority_takes_a_row_from_a_higher_one(depth: int, num_swap_blocks: int) -> None:
     bench = Bench(limits(max_num_seqs=2, policy="priority", num_swap_blocks=num_swap_blocks), depth)
@@ -44,7 +44,7 @@ def test_a_lower_priority_takes_a_row_from_a_higher_one(depth: int, num_swap_blo
     bench.check_outputs()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_lower_priority_takes_blocks_from_as_many_as_it_needs(depth: int) -> None:
     bench = Bench(limits(num_blocks=12, policy="priority", prefix_caching=False), depth)
     for number in range(3):

@@ -22,7 +22,7 @@ def crowd(bench: Bench, num: int = 4) -> None:
         bench.admit(range(number * 50, number * 50 + 20), max_tokens=90)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_swapped_come_back_with_the_same_ids_and_nothing_is_computed_twice(depth: int, caching: bool) -> None:
     bench = Bench(short_of_memory("swap", prefix_caching=caching), depth)
@@ -103,7 +103,7 @@ def test_the_swapped_come_back_before_new_ones_start() -> None:
 
 
 @pytest.mark.parametrize("num_swap_blocks", [9, 22])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_who_is_computed_again_comes_back_before_later_ones_that_are_swapped(num_swap_blocks: int, depth: int) -> None:
     """Swap space has room for some of them."""
     chosen = short_of_memory("auto", num_swap_blocks, num_blocks=32, max_num_seqs=12, max_model_len=256)

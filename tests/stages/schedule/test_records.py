@@ -144,7 +144,7 @@ def prompt(i: int) -> list[int]:
     return [(7 * i + 3 * place) % 900 for place in range(20 + 3 * i)]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("report_every", [1, 5], ids=["reported at once", "reported late"])
 @pytest.mark.parametrize(
     "memory",
@@ -174,7 +174,7 @@ def test_every_id_comes_with_its_own(depth: int, report_every: int, memory: dict
     assert asks.scheduler.rows.num_recorded == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("report_every", [1, 5], ids=["reported at once", "reported late"])
 @pytest.mark.parametrize(
     "memory",
@@ -209,7 +209,7 @@ def test_of_a_prompt_that_is_told_of_nothing_is_taken_from_the_cache() -> None:
     assert asks.scheduler.load().num_cached_tokens == 32, "only the third finds what the first computed"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_where_no_id_can_be_drawn_the_sequence_ends_with_the_reason(depth: int) -> None:
     asks = Asks(depth)
     for i in range(1, 6):

@@ -48,7 +48,7 @@ def resume(
     return opened
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, STOP_AT - 1, STOP_AT, 30])
 def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> None:

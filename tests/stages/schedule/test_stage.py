@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.channels import Outbox
-from pipeline.config.settings import Schedule, Settings
+from pipeline.config.settings import Execute, Gateway, Schedule, Settings
 from pipeline.messages import Finish
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.outgoing import Outgoing
@@ -79,9 +79,11 @@ class Neighbours:
                         self.finished[seq] = finish
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_requests_come_in_and_exactly_their_ids_go_out(depth: int) -> None:
-    with Rig("schedule", Settings(schedule=Schedule(depth=depth, max_num_batched_tokens=64))) as rig:
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_requests_come_in_and_exactly_their_ids_go_out(depth: Literal[1, 2, 3, 4]) -> None:
+    """Whatever `gateway.max_open_requests` is, there is room on the edges for steps and what they leave behind."""
+    gateway = Gateway(max_open_requests=1)
+    with Rig("schedule", Settings(gateway=gateway, schedule=Schedule(depth=depth, max_num_batched_tokens=64))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         prompts = {number: list(range(number, number + 20 * number)) for number in range(1, 9)}
@@ -136,8 +138,8 @@ def counts_of(rig: Rig) -> ScheduleCounts:
     return counts.own
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Literal[1, 2]) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Literal[1, 2, 4]) -> None:
     with Rig("schedule", Settings(schedule=Schedule(depth=depth))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -152,9 +154,9 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
         assert counts.plan_wait_s.total == pytest.approx(3 * 4 * 0.25)
 
 
-@pytest.mark.parametrize("better", [1, 2])
-def test_depth_auto_finds_the_better_and_every_id_is_right(better: int) -> None:
-    with Rig("schedule", Settings(schedule=Schedule(depth="auto"))) as rig:
+@pytest.mark.parametrize(("device", "better"), [("cpu", 1), ("cpu", 2), ("cuda", 2), ("cuda", 3)])
+def test_depth_auto_finds_the_better_and_every_id_is_right(device: Literal["cpu", "cuda"], better: int) -> None:
+    with Rig("schedule", Settings(execute=Execute(device=device), schedule=Schedule(depth="auto"))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         prompts = {number: list(range(number, number + 10)) for number in (1, 2, 3, 4)}
@@ -166,7 +168,7 @@ def test_depth_auto_finds_the_better_and_every_id_is_right(better: int) -> None:
             used.add(load.depth)
             around.compute_s = 0.010 if load.depth == better else 0.011
             around.step()
-        assert used == {1, 2}, "both were tried"
+        assert used == ({1, 2} if device == "cpu" else {2, 3}), "both were tried"
         assert rig.load().depth == better
         around.until_finished(4)
         for seq, opening in around.opened.items():
@@ -192,14 +194,31 @@ def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -
         assert rig.until(lambda load: load.num_running == 0).num_blocks_held == 0
 
 
-def test_at_depth_2_the_next_step_is_there_before_the_first_is_answered() -> None:
-    with Rig("schedule", Settings(schedule=Schedule(depth=2))) as rig:
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered(depth: Literal[2, 3, 4]) -> None:
+    with Rig("schedule", Settings(schedule=Schedule(depth=depth))) as rig:
         rig.start(FACTS)
-        Neighbours(rig).admit(1, [1, 2, 3], max_tokens=5)
-        first, second = rig.receive("execute", m.Step), rig.receive("execute", m.Step)
-        assert (first.step_id, second.step_id) == (1, 2)
-        assert np.frombuffer(second.starts, np.int32).tolist() == [3], "the id it computes is not known yet"
+        around = Neighbours(rig)
+        around.admit(1, [1, 2, 3], max_tokens=9)
+        steps = [rig.receive("execute", m.Step) for _ in range(depth)]
+        assert [step.step_id for step in steps] == list(range(1, depth + 1))
+        starts = [np.frombuffer(step.starts, np.int32).tolist() for step in steps]
+        assert starts == [[0], *([place] for place in range(3, depth + 2))], "the ids they compute are not known yet"
         assert rig.nothing("execute")
+        rig.send(around.executor.run(steps[0]), "execute.0")
+        assert rig.receive("execute", m.Step).step_id == depth + 1
+        assert rig.nothing("execute")
+
+
+def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
+    for depth, num_steps in ((0, 2), (1, 1), (3, 3)):
+        with Rig("schedule", Settings(execute=Execute(device="cuda"), schedule=Schedule(depth=depth))) as rig:
+            rig.start(FACTS)
+            Neighbours(rig).admit(1, [1, 2, 3], max_tokens=9)
+            for _ in range(num_steps):
+                rig.receive("execute", m.Step)
+            assert rig.nothing("execute")
+            assert rig.load().depth == num_steps
 
 
 def test_at_depth_1_the_next_step_waits_for_the_answer() -> None:

@@ -1,0 +1,243 @@
+"""The two ends of a step on the GPU: what the host has sent becomes rows and a batch, what was drawn becomes ids.
+
+    words ──apply──► Rows ──prepare──► StepArrays ──model, draw──► ids ──finish──► Rows, result
+
+The host sends one array of int32 words a step. Its beginning has fixed places, the rest lies where the header says:
+
+    header      HEADER words, see `Head`
+    entries     rows [N] · starts [N] · counts [N] · offsets [N]        N is the most there can be
+    samples     entries that are sampled [N]
+    then        runs [num_runs, 3] · numbers that runs copy · entries of tokens [num_tokens]
+
+A run is (place in `Rows.state`, length, place in the words): every change of rows is a few of them.
+
+Shapes: as in kernels/triton/rows.py.
+"""
+
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.launch import INTERPRETED
+from pipeline.kernels.triton.rows import Field, Rows, StepArrays
+
+HEADER = 16
+"""Words before the entries."""
+
+
+class Head(IntEnum):
+    """Words of the header."""
+
+    NUM_TOKENS = 0
+    NUM_ENTRIES = 1
+    NUM_SAMPLES = 2
+    NUM_RUNS = 3
+    RUNS_AT = 4
+    TOKENS_AT = 5
+    """Where the entries of the tokens are; unused where each entry has one token."""
+
+
+RUN_WORDS = 3
+RUN_PROGRAMS = 32
+RUN_BLOCK = 1024
+BLOCK = 128
+"""Tokens, entries or samples of a program."""
+
+DEAD = -2
+"""The id of a sample whose row had ended before the step."""
+
+STAMP_WORDS = 4
+"""In front of a result: when the step began and when it ended, u64 nanoseconds of the GPU's own clock each."""
+
+_HEADER = tl.constexpr(HEADER)
+_NUM_TOKENS, _NUM_ENTRIES = tl.constexpr(Head.NUM_TOKENS.value), tl.constexpr(Head.NUM_ENTRIES.value)
+_NUM_SAMPLES, _NUM_RUNS = tl.constexpr(Head.NUM_SAMPLES.value), tl.constexpr(Head.NUM_RUNS.value)
+_RUNS_AT, _TOKENS_AT = tl.constexpr(Head.RUNS_AT.value), tl.constexpr(Head.TOKENS_AT.value)
+_NUM_IDS, _ENDED = tl.constexpr(Field.NUM_IDS.value), tl.constexpr(Field.ENDED.value)
+_NUM_STOPS = tl.constexpr(Field.NUM_STOPS.value)
+_DEAD, _BLOCK_SIZE = tl.constexpr(DEAD), tl.constexpr(BLOCK_SIZE)
+
+
+def words_of(max_num_rows: int) -> int:
+    """Words with fixed places."""
+    return HEADER + 5 * max_num_rows
+
+
+def apply(rows: Rows, words: Tensor) -> None:
+    """Write what the host's words [any length] say of rows."""
+    _apply[(RUN_PROGRAMS,)](rows.state, words, RUN_PROGRAMS, RUN_BLOCK, num_warps=4)
+
+
+def prepare(step: StepArrays, rows: Rows, words: Tensor, stamps: Tensor, max_num_rows: int, one_each: bool) -> None:
+    """Fill `step`, padding and all, from the host's words. `stamps` [4] int32 gets the time of the beginning. With
+    `one_each` every entry has one token, as in a step that only decodes."""
+    num_tokens, num_entries, num_samples = step.num_tokens, step.num_entries, step.num_samples
+    _prepare[(triton.cdiv(max(num_tokens, num_entries, num_samples), BLOCK),)](
+        *(words, rows.params, rows.ids, rows.blocks, stamps),
+        *(step.rows, step.starts, step.counts, step.offsets, step.ids, step.positions, step.slots),
+        *(step.sampled, step.sample_rows, num_tokens, num_entries, num_samples),
+        max_num_rows,
+        len(rows.params) - 1,
+        rows.params.shape[1],
+        rows.ids.shape[1],
+        rows.blocks.shape[1],
+        one_each,
+        not INTERPRETED,
+        BLOCK,
+        num_warps=4,
+    )
+
+
+def finish(result: Tensor, drawn: Tensor, step: StepArrays, rows: Rows, words: Tensor, stamps: Tensor) -> None:
+    """Append what was drawn, [S] int32, to its rows, and end the rows that stop by it or for which there was no id.
+    `result` [STAMP_WORDS + 2S] int32 gets the stamps, the ids (`DEAD` where the row had ended before, NO_ID where there
+    is none) and whether each of them stops its row."""
+    num_samples = step.num_samples
+    _finish[(triton.cdiv(num_samples, BLOCK),)](
+        *(result, drawn, words, rows.params, rows.ids, rows.stops, stamps, step.sample_rows, num_samples),
+        rows.params.shape[1],
+        rows.ids.shape[1],
+        rows.stops.shape[1],
+        not INTERPRETED,
+        BLOCK,
+        num_warps=4,
+    )
+
+
+def times_of(result: Tensor) -> tuple[int, int]:
+    """When the step of a result began and ended, in nanoseconds; 0 where kernels are interpreted."""
+    began, ended = result[:STAMP_WORDS].view(torch.int64).tolist()
+    return began, ended
+
+
+@triton.jit
+def _apply(state, words, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    num_runs = tl.load(words + _NUM_RUNS)
+    runs = words + tl.load(words + _RUNS_AT)
+    for run in range(tl.program_id(0), num_runs, NUM_PROGRAMS):
+        target = tl.load(runs + 3 * run)
+        length = tl.load(runs + 3 * run + 1)
+        source = tl.load(runs + 3 * run + 2)
+        for begin in range(0, length, BLOCK):
+            places = begin + tl.arange(0, BLOCK)
+            numbers = tl.load(words + source + places, mask=places < length)
+            tl.store(state + target + places, numbers, mask=places < length)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_entries", "num_samples"])
+def _prepare(
+    words,
+    row_params,
+    row_ids,
+    row_blocks,
+    stamps,
+    rows_out,
+    starts_out,
+    counts_out,
+    offsets_out,
+    ids_out,
+    positions_out,
+    slots_out,
+    sampled_out,
+    sample_rows_out,
+    num_tokens,
+    num_entries,
+    num_samples,
+    MAX_ROWS: tl.constexpr,
+    NOBODY: tl.constexpr,
+    PARAMS: tl.constexpr,
+    IDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_EACH: tl.constexpr,
+    STAMPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if STAMPS and tl.program_id(0) == 0:
+        tl.store(stamps.to(tl.pointer_type(tl.int64)), globaltimer())
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows, starts = words + _HEADER, words + _HEADER + MAX_ROWS
+    counts, offsets = words + _HEADER + 2 * MAX_ROWS, words + _HEADER + 3 * MAX_ROWS
+    sampled_entries = words + _HEADER + 4 * MAX_ROWS
+
+    # Entries. One that has ended counts nothing; padding likewise.
+    there = places < tl.load(words + _NUM_ENTRIES)
+    row = tl.load(rows + places, mask=there, other=NOBODY)
+    lives = there & (tl.load(row_params + row.to(tl.int64) * PARAMS + _ENDED, mask=there, other=1) == 0)
+    inside = places < num_entries
+    tl.store(rows_out + places, row, mask=inside)
+    tl.store(starts_out + places, tl.load(starts + places, mask=there, other=0), mask=inside)
+    tl.store(counts_out + places, tl.where(lives, tl.load(counts + places, mask=there, other=0), 0), mask=inside)
+    tl.store(offsets_out + places, tl.load(offsets + places, mask=there, other=0), mask=inside)
+
+    # Tokens.
+    there = places < tl.load(words + _NUM_TOKENS)
+    if ONE_EACH:
+        entry = places
+    else:
+        entry = tl.load(words + tl.load(words + _TOKENS_AT) + places, mask=there, other=0)
+    row = tl.load(rows + entry, mask=there, other=NOBODY).to(tl.int64)
+    lives = there & (tl.load(row_params + row * PARAMS + _ENDED, mask=there, other=1) == 0)
+    position = tl.load(starts + entry, mask=lives, other=0)
+    position += places - tl.load(offsets + entry, mask=lives, other=0)
+    position = tl.where(lives, position, 0)
+    block = tl.load(row_blocks + row * BLOCKS + position // _BLOCK_SIZE, mask=lives, other=0).to(tl.int64)
+    slot = tl.where(lives, block * _BLOCK_SIZE + position % _BLOCK_SIZE, -1)
+    inside = places < num_tokens
+    tl.store(ids_out + places, tl.load(row_ids + row * IDS + position, mask=lives, other=0), mask=inside)
+    tl.store(positions_out + places, position, mask=inside)
+    tl.store(slots_out + places, slot, mask=inside)
+
+    # Samples: the last token of an entry.
+    there = places < tl.load(words + _NUM_SAMPLES)
+    entry = tl.load(sampled_entries + places, mask=there, other=0)
+    last = tl.load(offsets + entry, mask=there, other=0) + tl.load(counts + entry, mask=there, other=1) - 1
+    inside = places < num_samples
+    tl.store(sampled_out + places, last, mask=inside)
+    tl.store(sample_rows_out + places, tl.load(rows + entry, mask=there, other=NOBODY), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def _finish(
+    result,
+    drawn,
+    words,
+    row_params,
+    row_ids,
+    stops,
+    stamps,
+    sample_rows,
+    num_samples,
+    PARAMS: tl.constexpr,
+    IDS: tl.constexpr,
+    STOPS: tl.constexpr,
+    STAMPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = places < tl.load(words + _NUM_SAMPLES)
+    row = tl.load(sample_rows + places, mask=there, other=0).to(tl.int64)
+    lives = there & (tl.load(row_params + row * PARAMS + _ENDED, mask=there, other=1) == 0)
+    token = tl.load(drawn + places, mask=lives, other=_DEAD)
+    grows = lives & (token >= 0)
+    num_ids = tl.load(row_params + row * PARAMS + _NUM_IDS, mask=grows, other=0)
+    tl.store(row_ids + row * IDS + num_ids, token, mask=grows)
+    tl.store(row_params + row * PARAMS + _NUM_IDS, num_ids + 1, mask=grows)
+    num_stops = tl.load(row_params + row * PARAMS + _NUM_STOPS, mask=grows, other=0)
+    stopped = tl.zeros((BLOCK,), tl.int32)
+    for i in range(tl.max(num_stops, 0)):
+        stop = tl.load(stops + row * STOPS + i, mask=grows & (i < num_stops), other=-1)
+        stopped |= (stop == token).to(tl.int32)
+    stopped = tl.where(grows, stopped, 0)
+    tl.store(row_params + row * PARAMS + _ENDED, 1, mask=lives & ((stopped == 1) | (token < 0)))
+    inside = places < num_samples
+    tl.store(result + 4 + places, token, mask=inside)
+    tl.store(result + 4 + num_samples + places, stopped, mask=inside)
+    if STAMPS and tl.program_id(0) == 0:
+        began = tl.load(stamps.to(tl.pointer_type(tl.int64)))
+        tl.store(result.to(tl.pointer_type(tl.int64)), began)
+        tl.store(result.to(tl.pointer_type(tl.int64)) + 1, globaltimer())

@@ -1,0 +1,133 @@
+"""Steps as recorded launches: one call makes all of a step's, whatever Python they came from.
+
+What is recorded reads its step from memory that stays where it is: words that the host has sent, rows, weights. So a
+graph is replayed for any step of its shape.
+"""
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.triton import draw, step as ends
+from pipeline.kernels.triton.rows import Rows, StepArrays
+from pipeline.stages.execute.cuda.device import Calls, Device
+from pipeline.stages.execute.cuda.model import DeviceModel, Sums
+from pipeline.stages.execute.cuda.shapes import Shape
+
+
+class Kind(Enum):
+    """What a step does behind the model."""
+
+    DRAW = "draw"
+    """Ids are drawn, from all there are."""
+    FILTER = "filter"
+    """Ids are drawn, from those that top_k, top_p and min_p leave."""
+    OPEN = "open"
+    """Nothing: what follows depends on the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step that can be made at one call."""
+
+    launch: Calls
+    step: StepArrays
+    sums: Sums
+
+
+class Steps:
+    """Owned by the runner. Makes the launches of a shape when they are asked for the first time, and keeps them."""
+
+    def __init__(
+        self, device: Device, model: DeviceModel, rows: Rows, words: Tensor, max_num_rows: int, max_num_tokens: int
+    ) -> None:
+        self._device, self._model, self._rows, self._words = device, model, rows, words
+        self._max_num_rows = max_num_rows
+        where = device.where
+
+        def ints(num: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num, dtype=dtype, device=where)
+
+        self._entries = [ints(max_num_rows) for _ in range(4)]
+        self._tokens = [ints(max_num_tokens), ints(max_num_tokens), ints(max_num_tokens, torch.int64)]
+        self._samples = [ints(max_num_rows), ints(max_num_rows)]
+        self._stamps = ints(ends.STAMP_WORDS)
+        self.drawn = ints(max_num_rows)
+        self._result = ints(ends.STAMP_WORDS + 2 * max_num_rows)
+        self.scratch = draw.DrawScratch(max_num_rows, model.logits.shape[1], where)
+        self._recorded: dict[tuple[Shape, Kind], Recorded] = {}
+        self.record_s = 0.0
+        """Spent on recording."""
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._recorded)
+
+    def has(self, shape: Shape, kind: Kind) -> bool:
+        return (shape, kind) in self._recorded
+
+    def get(self, shape: Shape, kind: Kind) -> Recorded:
+        """The launches of a shape. Those that are new are made once for padding alone, so that all is compiled; words
+        that have not been read by a step are lost by that."""
+        recorded = self._recorded.get((shape, kind))
+        if recorded is not None:
+            return recorded
+        began_s = time.perf_counter()
+        step = self._step(shape)
+        calls = self._calls(step, shape, kind)
+        if not shape.is_recorded:
+            return Recorded(calls, step, self._sums(shape))
+        self._words[: ends.words_of(self._max_num_rows)].zero_()
+        calls()
+        recorded = Recorded(self._device.graph(calls), step, self._sums(shape))
+        self._recorded[shape, kind] = recorded
+        self.record_s += time.perf_counter() - began_s
+        return recorded
+
+    def result(self, num_samples: int) -> Tensor:
+        """Where `finish` leaves what came of so many samples."""
+        return self._result[: ends.STAMP_WORDS + 2 * num_samples]
+
+    def finish(self, step: StepArrays) -> None:
+        """Write what was drawn to the rows, and to `result`."""
+        ends.finish(
+            self.result(step.num_samples),
+            self.drawn[: step.num_samples],
+            step,
+            self._rows,
+            self._words,
+            self._stamps,
+        )
+
+    def draw(self, logits: Tensor, step: StepArrays, *, filtered: bool) -> None:
+        ids = self.drawn[: step.num_samples]
+        draw.draw(ids, logits, self._rows.params, step.sample_rows, self.scratch, filtered=filtered)
+
+    def apply(self) -> None:
+        """Make the changes of rows that the words hold, and nothing else."""
+        ends.apply(self._rows, self._words)
+
+    def _calls(self, step: StepArrays, shape: Shape, kind: Kind) -> Calls:
+        def calls() -> None:
+            self.apply()
+            ends.prepare(step, self._rows, self._words, self._stamps, self._max_num_rows, shape.one_each)
+            self._model.forward(step, decodes=shape.one_each)
+            if kind is not Kind.OPEN:
+                self.draw(self._model.logits[: step.num_samples], step, filtered=kind is Kind.FILTER)
+                self.finish(step)
+
+        return calls
+
+    def _sums(self, shape: Shape) -> Sums:
+        return self._model.sums(shape.num_tokens, decodes=shape.one_each)
+
+    def _step(self, shape: Shape) -> StepArrays:
+        rows, starts, counts, offsets = (each[: shape.num_entries] for each in self._entries)
+        ids, positions, slots = (each[: shape.num_tokens] for each in self._tokens)
+        sampled, sample_rows = (each[: shape.num_samples] for each in self._samples)
+        return StepArrays(
+            *(rows, starts, counts, offsets, ids, positions, slots, sampled, sample_rows), self._rows.blocks
+        )

@@ -1,0 +1,37 @@
+"""Ranges of the GPU's memory for what has no fixed size: the lists of a row's wishes. First fit, joined when free."""
+
+from bisect import bisect_left
+
+
+class Heap:
+    """Owns the free ranges of `num_words` words; who takes one remembers its size."""
+
+    def __init__(self, num_words: int) -> None:
+        self._free: list[tuple[int, int]] = [(0, num_words)]
+
+    @property
+    def num_free(self) -> int:
+        return sum(size for _, size in self._free)
+
+    def take(self, num: int) -> int | None:
+        """Where `num` words, one or more, are now taken; None where there is no such range."""
+        assert num > 0
+        for i, (begin, size) in enumerate(self._free):
+            if size >= num:
+                if size == num:
+                    del self._free[i]
+                else:
+                    self._free[i] = begin + num, size - num
+                return begin
+        return None
+
+    def give(self, begin: int, num: int) -> None:
+        """A range that was taken is free again."""
+        i = bisect_left(self._free, (begin, 0))
+        if i < len(self._free) and begin + num == self._free[i][0]:
+            num += self._free.pop(i)[1]
+        if i > 0 and sum(self._free[i - 1]) == begin:
+            begin, before = self._free[i - 1]
+            self._free[i - 1] = begin, before + num
+        else:
+            self._free.insert(i, (begin, num))

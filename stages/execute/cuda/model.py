@@ -1,0 +1,254 @@
+"""A model's forward pass as launches of kernels, the same for every step of a shape, so that a graph can hold them.
+
+Two ways, chosen by the number of tokens alone:
+
+    many tokens   norm · linear (cuBLAS) · rotary · attention · linear · norm · linear · silu_mul · linear
+    few, decode   norm+linear · rotary+attention · linear · norm+linear+silu_mul · linear
+
+The second is for steps whose time is that of reading weights and of starting kernels: every launch that isn't there
+counts. A linear layer leaves parts [P, M, N] whose sum is its result; whoever reads them next sums.
+
+Shapes: T tokens of a step with padding, S samples, H hidden_size, P parts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from pipeline.kernels.triton.attention import AttentionTasks
+from pipeline.kernels.triton.linear import DeviceMatrix
+from torch import Tensor
+
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton import attention, gate, linear, norm, rotary
+from pipeline.kernels.triton.rows import StepArrays
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.cuda.device import Device
+from pipeline.stages.execute.program import AttentionWeights, Linear, MlpWeights, Recorder
+from pipeline.stages.execute.rope import rope_frequencies
+
+SKINNY = 16
+"""Tokens up to which a product is our own, and its parts are float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A linear layer on the device."""
+
+    matrix: DeviceMatrix
+    bias: Tensor | None
+
+    def parts(self, memory: "_Memory", num: int) -> Tensor:
+        """Where its result goes for `num` tokens: [P, num, outputs]."""
+        width = self.matrix.num_rows
+        if num <= SKINNY:
+            return memory.few(linear.num_parts(self.matrix, num), num, width)
+        return memory.many(num, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    norm: Tensor
+    qkv: _Product
+    out: _Product
+    head_norms: tuple[Tensor, Tensor, float] | None
+    keys: Tensor
+    values: Tensor
+    tasks: AttentionTasks
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    norm: Tensor
+    gate_up: _Product
+    down: _Product
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the tokens of a step came to, before the last norm: a residual [T, H], and parts [P, T, H] to be added."""
+
+    residual: Tensor
+    parts: Tensor | None
+
+    def of(self, begin: int, end: int) -> Tensor:
+        """Those of some tokens, [end - begin, H] float32, in new memory."""
+        total = self.residual[begin:end].clone()
+        if self.parts is not None:
+            total += self.parts[:, begin:end].float().sum(dim=0)
+        return total
+
+
+class _Memory:
+    """Room for the parts of one linear layer at a time."""
+
+    def __init__(self, max_num_tokens: int, dtype: torch.dtype, where: torch.device) -> None:
+        self._max_num_tokens, self._dtype, self._where = max_num_tokens, dtype, where
+        self._few = torch.zeros(0)
+        self._many = torch.zeros(0)
+
+    def reserve(self, product: _Product) -> None:
+        """Make room for what `product` leaves of any number of tokens. All is reserved before anything is computed."""
+        width = product.matrix.num_rows
+        few = max(linear.num_parts(product.matrix, num) * num for num in range(1, SKINNY + 1)) * width
+        many = self._max_num_tokens * width
+        if few > len(self._few):
+            self._few = torch.zeros(few, dtype=torch.float32, device=self._where)
+        if many > len(self._many):
+            self._many = torch.zeros(many, dtype=self._dtype, device=self._where)
+
+    def few(self, num_parts: int, num: int, width: int) -> Tensor:
+        return self._few[: num_parts * num * width].view(num_parts, num, width)
+
+    def many(self, num: int, width: int) -> Tensor:
+        return self._many[: num * width].view(1, num, width)
+
+
+class DeviceModel(Recorder):
+    """Owns the weights on the device and the memory that a step works in; KV memory is given to it, [num_layers, 2,
+    num_blocks, num_kv_heads, BLOCK_SIZE, head_dim]."""
+
+    def __init__(
+        self, device: Device, config: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_samples: int
+    ) -> None:
+        self._device, self._config, self._dtype = device, config, dtype
+        self._max_num_tokens, self._max_num_samples = max_num_tokens, max_num_samples
+        self._layers: list[tuple[_Attention, _Mlp]] = []
+        self._attentions: list[tuple[AttentionWeights, _Product, _Product]] = []
+        self._mlps: list[_Mlp] = []
+        self._tasks: dict[int | None, AttentionTasks] = {}
+        where, hidden = device.where, config.hidden_size
+
+        def memory(width: int, num: int = max_num_tokens, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(num, width, dtype=dtype, device=where)
+
+        self._residuals = memory(hidden, dtype=torch.float32), memory(hidden, SKINNY, torch.float32)
+        self._normed = memory(hidden)
+        self._queries = memory(config.num_heads * config.head_dim)
+        self._attended = memory(config.num_heads * config.head_dim)
+        self._gated = memory(config.intermediate_size)
+        self._last = memory(hidden, max_num_samples)
+        self.logits = memory(config.vocab_size, max_num_samples, torch.float32)
+        """[most samples, V]: those of the last step."""
+        self._wide = _Memory(max_num_tokens, dtype, where)
+        self._narrow = _Memory(max_num_tokens, dtype, where)
+        self._cos = self._sin = self.logits
+
+    # ---------------------------------------------------------------------------------------------------- recording
+
+    def embed(self, table: Matrix) -> None:
+        self._embedding = table
+        self._table = DeviceMatrix.of((table,), self._dtype, self._device.where)
+
+    def attention(self, weights: AttentionWeights) -> None:
+        qkv, out = self._product(weights.qkv, self._wide), self._product(weights.out, self._narrow)
+        self._attentions.append((weights, qkv, out))
+
+    def mlp(self, weights: MlpWeights) -> None:
+        gate_up, down = self._product(weights.gate_up, self._wide), self._product(weights.down, self._narrow)
+        self._mlps.append(_Mlp(self._vector(weights.norm), gate_up, down))
+
+    def sample(self, norm: Tensor, head: Matrix) -> None:
+        self.last_norm = norm.float().cpu().numpy()
+        self._norm = self._vector(norm)
+        # An embedding that is the head too is there once.
+        tied = head is self._embedding
+        self._head = self._table if tied else DeviceMatrix.of((head,), self._dtype, self._device.where)
+
+    def use(self, kv: Tensor, max_model_len: int) -> None:
+        """All weights are there: this is the KV memory that they leave room for, and the longest sequence."""
+        config = self._config
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
+        self._cos, self._sin = (table.to(self._device.where) for table in (torch.cos(angles), torch.sin(angles)))
+        for i, ((weights, qkv, out), mlp) in enumerate(zip(self._attentions, self._mlps, strict=True)):
+            norms = weights.head_norms
+            attention = _Attention(
+                norm=self._vector(weights.norm),
+                qkv=qkv,
+                out=out,
+                head_norms=norms and (self._vector(norms.query), self._vector(norms.key), float(config.rms_norm_eps)),
+                keys=kv[i, 0],
+                values=kv[i, 1],
+                tasks=self._tasks_of(weights.window),
+            )
+            self._layers.append((attention, mlp))
+        self._attentions, self._mlps = [], []
+
+    def _tasks_of(self, window: int | None) -> AttentionTasks:
+        if window not in self._tasks:
+            config = self._config
+            self._tasks[window] = AttentionTasks(
+                self._max_num_samples,
+                self._max_num_tokens,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                self._dtype,
+                self._device.where,
+                window,
+            )
+        return self._tasks[window]
+
+    def _product(self, weights: Linear, memory: _Memory) -> _Product:
+        matrix = DeviceMatrix.of(weights.matrices, self._dtype, self._device.where)
+        product = _Product(matrix, None if weights.bias is None else self._vector(weights.bias))
+        memory.reserve(product)
+        return product
+
+    def _vector(self, values: Tensor) -> Tensor:
+        return values.to(self._device.where, torch.float32).contiguous()
+
+    # ---------------------------------------------------------------------------------------------------- computing
+
+    def forward(self, step: StepArrays, *, decodes: bool) -> None:
+        """Compute the logits of the step's samples. With `decodes` each entry has one token."""
+        for tasks in self._tasks.values():
+            tasks.plan(step)
+        norm.embed(self._residuals[0][: step.num_tokens], self._table, step.ids)
+        if decodes and step.num_tokens <= SKINNY:
+            self._few(step)
+        else:
+            self._many(step)
+        self.score(self.sums(step.num_tokens, decodes=decodes), step.sampled)
+
+    def sums(self, num_tokens: int, *, decodes: bool) -> Sums:
+        """Where `forward` leaves the sums of so many tokens, until the next step."""
+        down = self._layers[-1][1].down if self._layers else None
+        return Sums(self._residuals[0][:num_tokens], down and down.parts(self._narrow, num_tokens))
+
+    def _many(self, step: StepArrays) -> None:
+        num, eps = step.num_tokens, float(self._config.rms_norm_eps)
+        residual, normed = self._residuals[0][:num], self._normed[:num]
+        queries, attended, gated = self._queries[:num], self._attended[:num], self._gated[:num]
+        parts: Tensor | None = None
+        for layer, mlp in self._layers:
+            norm.add_norm(normed, residual, parts, layer.norm, eps)
+            qkv = self._linear(self._wide, normed, layer.qkv)
+            rotary.rotary_write(queries, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.head_norms)
+            attention.attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
+            parts = self._linear(self._narrow, attended, layer.out)
+            norm.add_norm(normed, residual, parts, mlp.norm, eps)
+            gate.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
+            parts = self._linear(self._narrow, gated, mlp.down)
+
+    _few = _many
+
+    def score(self, sums: Sums, places: Tensor) -> Tensor:
+        """The logits of some tokens of the last step, [S] int32. Returns [S, V] float32."""
+        last, logits = self._last[: len(places)], self.logits[: len(places)]
+        norm.take_norm(last, sums.residual, sums.parts, places, self._norm, float(self._config.rms_norm_eps))
+        linear.logits(logits, last, self._head)
+        return logits
+
+    def _linear(self, memory: _Memory, x: Tensor, product: _Product) -> Tensor:
+        parts = product.parts(memory, len(x))
+        linear.linear(parts, x, product.matrix, product.bias)
+        return parts
+
+
+def allocate_kv(config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device) -> Tensor:
+    """KV memory of all layers. It is zeros, for a place that was never written is read behind a mask, and a stray NaN
+    would get through."""
+    shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=where)

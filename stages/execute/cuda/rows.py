@@ -1,0 +1,120 @@
+"""The row table's image on the GPU, and the changes that keep it one.
+
+The host's table says what a row began with and what it wishes; ids that are drawn are on the GPU first. Changes are
+collected while a step's message is read, and go to the GPU in front of the step.
+"""
+
+import numpy as np
+import torch
+
+from pipeline.kernels.shaping import Shaping
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows
+from pipeline.stages.execute.cuda.device import Device
+from pipeline.stages.execute.cuda.heap import Heap
+from pipeline.stages.execute.cuda.staging import Run
+from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.wants import Want
+
+HEAP_WORDS = 4 * 1024**2
+"""For lists of wishes: 16 MiB."""
+
+NO_ROOM = "what the requests that run now forbid, bias or allow takes more memory than there is: try again later"
+
+
+class DeviceRows:
+    """Owns the memory of rows on the device: one for each of the table's, and one that stands for padding."""
+
+    def __init__(self, device: Device, table: RowTable, max_num_stops: int) -> None:
+        self._table = table
+        num_rows, max_model_len = table.ids.shape[0] + 1, table.ids.shape[1]
+        shapes = {
+            "params": (num_rows, NUM_FIELDS),
+            "ids": (num_rows, max_model_len),
+            "blocks": (num_rows, table.blocks.shape[1]),
+            "stops": (num_rows, max_num_stops),
+            "heap": (HEAP_WORDS,),
+        }
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        state = torch.zeros(sum(sizes), dtype=torch.int32, device=device.where)
+        begins = np.cumsum([0, *sizes[:-1]]).tolist()
+        views = [
+            state.narrow(0, *part).view(shape) for *part, shape in zip(begins, sizes, shapes.values(), strict=True)
+        ]
+        self._params, self._ids, self._blocks, self._stops, self._heap = begins
+        self._max_num_stops = max_num_stops
+        self.on_device = Rows(state, *views[:4])
+        self.heap = views[4]
+        self._lists = Heap(HEAP_WORDS)
+        self._lists_of: dict[int, tuple[int, int]] = {}
+        self.on_device.params[-1, Field.ENDED] = 1
+        self.runs: list[Run] = []
+        """Changes that the device has not been sent."""
+        self.filtered: set[int] = set()
+        """Rows that don't draw from all ids."""
+
+    def add(self, row: int) -> str | None:
+        """The table has taken in a row. Returns why it can't go on, where it can't."""
+        table = self._table
+        num_ids, num_blocks, stops = int(table.num_ids[row]), int(table.num_blocks[row]), sorted(table.stops[row])
+        assert len(stops) <= self._max_num_stops, f"row {row} has {len(stops)} stop ids, {self._max_num_stops} at most"
+        params = np.zeros(NUM_FIELDS, np.int32)
+        floats, key = params.view(np.float32), table.keys[row : row + 1].view(np.int32)
+        params[Field.NUM_IDS], params[Field.NUM_PROMPT] = num_ids, table.num_prompt[row]
+        params[Field.NUM_STOPS] = len(stops)
+        floats[Field.TEMPERATURE], floats[Field.TOP_P] = table.temperature[row], table.top_p[row]
+        floats[Field.MIN_P], params[Field.TOP_K] = table.min_p[row], table.top_k[row]
+        params[Field.KEY_LOW], params[Field.KEY_HIGH] = key
+        params[Field.NUM_TOP] = table.num_top[row]
+        problem = None
+        if (shaping := table.shapings[row]) is not None:
+            problem = self._shape(row, params, shaping)
+        if table.wants[row] & Want.DRAW and (table.top_p[row] < 1 or table.min_p[row] > 0 or table.top_k[row] > 0):
+            self.filtered.add(row)
+        self.runs.append((self._params + row * NUM_FIELDS, params))
+        self.runs.append((self._ids + row * table.ids.shape[1], table.ids[row, :num_ids]))
+        self.runs.append((self._blocks + row * table.blocks.shape[1], table.blocks[row, :num_blocks].copy()))
+        if stops:
+            self.runs.append((self._stops + row * self._max_num_stops, np.array(stops, np.int32)))
+        return problem
+
+    def append_blocks(self, rows: IntArray, blocks: IntArray) -> None:
+        """The table and the device take in blocks."""
+        places = self._table.append_blocks(rows, blocks)
+        width = self._table.blocks.shape[1]
+        for i, (row, place) in enumerate(zip(rows.tolist(), places, strict=True)):
+            self.runs.append((self._blocks + row * width + place, blocks[i : i + 1]))
+
+    def drop(self, rows: IntArray) -> None:
+        """Rows are no more. Nothing of theirs is read on the device before it is another's."""
+        if self.filtered or self._lists_of:
+            for row in rows.tolist():
+                self.filtered.discard(row)
+                if (taken := self._lists_of.pop(row, None)) is not None:
+                    self._lists.give(*taken)
+
+    def _shape(self, row: int, params: IntArray, shaping: Shaping) -> str | None:
+        """Put a row's lists into the heap, and say where they are. Returns why not, where there is no room."""
+        floats = params.view(np.float32)
+        params[Field.SHAPED] = 1
+        floats[Field.REPETITION], floats[Field.PRESENCE] = shaping.repetition, shaping.presence
+        floats[Field.FREQUENCY], params[Field.MIN_TOKENS] = shaping.frequency, shaping.min_tokens
+        params[Field.NUM_ENDERS], params[Field.NUM_BIAS] = len(shaping.enders), len(shaping.bias_ids)
+        params[Field.NUM_RUNS], params[Field.ALLOWED_AT] = shaping.num_runs, -1
+        lists = [shaping.enders, shaping.bias_ids, shaping.bias_values.view(np.int32), shaping.runs]
+        if shaping.allowed is not None:
+            lists.append(shaping.allowed.view(np.int32))
+        numbers = np.concatenate(lists)
+        if not len(numbers):
+            return None
+        begin = self._lists.take(len(numbers))
+        if begin is None:
+            params[[Field.NUM_ENDERS, Field.NUM_BIAS, Field.NUM_RUNS]] = 0
+            return NO_ROOM
+        self._lists_of[row] = begin, len(numbers)
+        ends = (begin + np.cumsum([len(each) for each in lists])).tolist()
+        params[Field.ENDERS_AT], params[Field.BIAS_AT], params[Field.RUNS_AT] = begin, ends[0], ends[2]
+        if shaping.allowed is not None:
+            params[Field.ALLOWED_AT] = ends[3]
+        self.runs.append((self._heap + begin, numbers))
+        return None

@@ -1,0 +1,125 @@
+"""What goes to the GPU and comes back with each step, in memory that copies run to and from by themselves.
+
+    free ──fill──► sent ──its event is over, and read──► free
+
+There are a few slots, taken in turn. One is filled again only when the result of its step has been read: the copy to
+the GPU is over then too.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.triton.step import HEADER, RUN_WORDS, STAMP_WORDS, Head, words_of
+from pipeline.stages.execute.cuda.device import Device, Event
+
+NUM_SLOTS = 8
+"""More than steps can be in flight."""
+
+Run = tuple[int, "np.ndarray[Any, np.dtype[np.int32]]"]
+"""A place in the state of the rows, and the numbers that go there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step as the host knows it, one value for each entry; see `StepArrays`."""
+
+    rows: IntArray
+    starts: IntArray
+    counts: IntArray
+    offsets: IntArray
+    sampled: IntArray
+    """Entries of which an id is drawn."""
+    num_tokens: int
+
+    @property
+    def one_each(self) -> bool:
+        return self.num_tokens == len(self.rows)
+
+
+@dataclass(slots=True)
+class Slot:
+    """`words` [capacity] and `result` as kernels/triton/step.py has them, each as tensor and as array."""
+
+    words: Tensor
+    words_array: IntArray
+    result: Tensor
+    result_array: IntArray
+    done: Event
+    is_free: bool = True
+
+
+class Staging:
+    """Owns the slots, and the words on the device."""
+
+    def __init__(self, device: Device, max_num_rows: int, max_num_tokens: int) -> None:
+        self._max_num_rows = max_num_rows
+        self._fixed = words_of(max_num_rows)
+        # Room for the tokens of the largest step, and as much for changes; what is more goes ahead of the step.
+        self.capacity = 1 << (self._fixed + 2 * max_num_tokens + 4096 - 1).bit_length()
+        self.words = torch.zeros(self.capacity, dtype=torch.int32, device=device.where)
+        self._slots = [self._slot(device) for _ in range(NUM_SLOTS)]
+        self._next = 0
+
+    def _slot(self, device: Device) -> Slot:
+        words = device.pinned(self.capacity, torch.int32)
+        result = device.pinned(STAMP_WORDS + 2 * self._max_num_rows, torch.int32)
+        return Slot(words, words.numpy(), result, result.numpy(), device.event())
+
+    def take(self) -> Slot:
+        """The next slot, which is in use until `give`."""
+        slot = self._slots[self._next]
+        assert slot.is_free, f"more than {NUM_SLOTS} steps are in flight"
+        self._next = (self._next + 1) % NUM_SLOTS
+        slot.is_free = False
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        """The result has been read."""
+        slot.is_free = True
+
+    def room(self, batch: Batch) -> int:
+        """Words for changes that fit beside a batch, with `RUN_WORDS` for each run."""
+        return self.capacity - self._fixed - (0 if batch.one_each else batch.num_tokens)
+
+    def fill(self, slot: Slot, batch: Batch, runs: list[Run]) -> None:
+        """Write a step, and copy it to the device."""
+        words, most = slot.words_array, self._max_num_rows
+        num, at = len(batch.rows), self._fixed
+        words[Head.NUM_TOKENS] = batch.num_tokens
+        words[Head.NUM_ENTRIES] = num
+        words[Head.NUM_SAMPLES] = len(batch.sampled)
+        words[Head.NUM_RUNS] = len(runs)
+        words[Head.RUNS_AT] = at
+        for i, array in enumerate((batch.rows, batch.starts, batch.counts, batch.offsets, batch.sampled)):
+            begin = HEADER + i * most
+            words[begin : begin + len(array)] = array
+        if runs:
+            at = self._write_runs(words, at, runs)
+        if not batch.one_each:
+            words[Head.TOKENS_AT] = at
+            words[at : at + batch.num_tokens] = np.repeat(np.arange(num, dtype=np.int32), batch.counts)
+            at += batch.num_tokens
+        self._copy(slot, at)
+
+    def _write_runs(self, words: IntArray, at: int, runs: list[Run]) -> int:
+        """Returns where they end."""
+        table = words[at : at + RUN_WORDS * len(runs)].reshape(-1, RUN_WORDS)
+        at += RUN_WORDS * len(runs)
+        for i, (target, numbers) in enumerate(runs):
+            table[i] = target, len(numbers), at
+            words[at : at + len(numbers)] = numbers
+            at += len(numbers)
+        return at
+
+    def _copy(self, slot: Slot, num: int) -> None:
+        self.words[:num].copy_(slot.words[:num], non_blocking=True)
+
+
+def num_words(runs: list[Run]) -> int:
+    """That changes take."""
+    return sum(RUN_WORDS + len(numbers) for _, numbers in runs)
