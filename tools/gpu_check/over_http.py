@@ -34,7 +34,7 @@ SETS = (
     "gateway.max_open_requests=4096",
     "gateway.replicas=4",
     "detokenize.replicas=2",
-    "max_model_len=1024",
+    "max_model_len=2048",
     "quantization=none",
 )
 SETS_INTERPRETED = ("execute.kernels=torch", "execute.kv_cache_bytes=4MiB", "quantization=none")
@@ -67,7 +67,7 @@ def _serve(context: Context) -> Iterator[Reading]:
 def _with_bytes() -> Any:
     import msgspec
 
-    return msgspec.structs.replace(TINY, vocab_size=256, max_position=512)
+    return msgspec.structs.replace(TINY, vocab_size=256, max_position=2048)
 
 
 def _bench(url: str, streams: int, num: int, context: Context, folder: Path) -> list[dict[str, Any]]:
