@@ -5,6 +5,7 @@ asked for. It is there for tests, which so run the very code that launches on a 
 """
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Let what the current stream is given from now on wait for what is before it."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds to a later one; both are timed and have happened."""
 
 
 class Device(ABC):
@@ -153,8 +157,11 @@ class Interpreted(Device):
     """No GPU: kernels run in Triton's interpreter, at once."""
 
     class _Done:
+        def __init__(self) -> None:
+            self.recorded_s = 0.0
+
         def record(self) -> None:
-            pass
+            self.recorded_s = time.perf_counter()
 
         def synchronize(self) -> None:
             pass
@@ -164,6 +171,9 @@ class Interpreted(Device):
 
         def wait(self) -> None:
             pass
+
+        def elapsed_time(self, later: Any) -> float:
+            return 1000 * float(later.recorded_s - self.recorded_s)
 
     def __init__(self) -> None:
         assert INTERPRETED, "TRITON_INTERPRET is not set"

@@ -11,7 +11,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from pipeline.kernels.triton import draw, step as ends
+from pipeline.kernels.triton import draw
+from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import Rows, StepArrays
 from pipeline.stages.execute.cuda.device import Calls, Device
 from pipeline.stages.execute.cuda.model import DeviceModel, Sums
