@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.triton.launch import INTERPRETED
+from pipeline.stages.execute.kv import DeviceMemory
+
+CONTEXT_BYTES = 512 * 1024**2
+"""What CUDA, cuBLAS and our kernels' code take of a GPU's memory, about."""
 
 Calls = Callable[[], None]
 
@@ -75,6 +79,11 @@ class Device(ABC):
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         """Make memory of the host such as `pinned` is, for as long as the device is open. Returns whether that could be
         done; copies from and to it hold up the host where not."""
+
+    @abstractmethod
+    def memory(self, reserved_bytes: int) -> DeviceMemory | None:
+        """What KV blocks have room in, if so much is still to be taken by others of this process; None where that is
+        the host's memory."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -141,6 +150,11 @@ class Gpu(Device):
         self._locked.append(address)
         return True
 
+    def memory(self, reserved_bytes: int) -> DeviceMemory | None:
+        free, total = torch.cuda.mem_get_info(self.where)
+        used = torch.cuda.memory_reserved(self.where) + CONTEXT_BYTES
+        return DeviceMemory(total, free, used, reserved_bytes)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
 
@@ -201,6 +215,9 @@ class Interpreted(Device):
 
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         return True
+
+    def memory(self, reserved_bytes: int) -> DeviceMemory | None:
+        return None
 
     def synchronize(self) -> None:
         pass

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
-from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS
 from torch import Tensor
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton import attention, gate, linear, norm, rotary
+from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
+from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
 from pipeline.kernels.triton.rows import StepArrays
+from pipeline.kernels.triton.tuned import SKINNY_TOKENS
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.program import AttentionWeights, Linear, MlpWeights, Recorder

@@ -22,6 +22,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import NO_ID
 from pipeline.kernels.record_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
+from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS, times_of
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
@@ -29,11 +30,11 @@ from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.flight import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
-from pipeline.stages.execute.cuda.rows import DeviceRows
+from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
 from pipeline.stages.execute.cuda.shapes import Shape, Shapes
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
-from pipeline.stages.execute.cuda.swap import Copies, Crossing
-from pipeline.stages.execute.kv import divide_swap, plan_kv
+from pipeline.stages.execute.cuda.swap import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
+from pipeline.stages.execute.kv import divide_swap, plan_device_kv, plan_kv
 from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
@@ -49,6 +50,10 @@ OPEN = Want.SHAPE | Want.MASK | Want.RECORD | Want.PROMPT_RECORDS | Want.EMBEDDI
 """What makes a step one that no graph holds whole."""
 
 
+GRAPHS_BYTES = 512 * 1024**2
+"""For what graphs and libraries take while steps are recorded; by the rules of CUDA's own allocator, hardly a tenth."""
+
+
 class CudaRunner:
     """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
     words, where the model can't be run so. One thread makes it and calls it."""
@@ -61,11 +66,13 @@ class CudaRunner:
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
         max_num_tokens = settings.schedule.max_num_batched_tokens
-        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs)
+        quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
+        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
         weights = Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
-        kv = plan_kv(settings, config)
+        memory = device.memory(_still_to_take(settings, config))
+        kv = plan_kv(settings, config) if memory is None else plan_device_kv(settings, config, memory)
         self.kv = allocate_kv(config, kv.num_blocks, dtype, device.where)
         self.model.use(self.kv, kv.max_model_len)
         swapped = None if swap is None else divide_swap(settings, config, swap)
@@ -84,7 +91,7 @@ class CudaRunner:
             device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self._wishes = Wishes(device, self.model, self.steps, self._device_rows, self.masks, max_num_seqs)
+        self._wishes = Wishes(device, self.model, self.steps, self._device_rows, max_num_seqs)
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't go on, and why: told with the next id that is drawn for each, which is none."""
         self._pool = Pool(self.model.last_norm, config.rms_norm_eps)
@@ -259,12 +266,13 @@ class CudaRunner:
         self._staging.fill(flight.slot, batch, runs, one_each=shape.one_each)
         recorded.launch()
         drawn, wanted = batch.rows[batch.sampled], self.rows.wanted
-        wishes = self._wishes
-        if wanted & Want.MASK:
-            if wishes.has_grammar(drawn):
-                self.drain()
-            self.failed |= wishes.mask(drawn, self.rows)
-        flight.records = wishes.draw(drawn, recorded.step, self.rows, filtered=bool(self._device_rows.filtered))
+        wishes, masked = self._wishes, None
+        wishes.note(recorded.step, any_record=bool(wanted & Want.RECORD))
+        if wanted & Want.MASK and (self.rows.wants[drawn] & Want.MASK).any():
+            self.drain()
+            masked, failed = wishes.mask(self.masks, drawn, self.rows)
+            self.failed |= failed
+        flight.records = wishes.draw(drawn, recorded.step, self.rows, masked)
         self._fetch(flight, recorded)
         if wanted & Want.PROMPT_RECORDS:
             flight.prompts = wishes.score_prompts(batch, self.rows, recorded.sums)
@@ -378,6 +386,14 @@ class CudaRunner:
                 pooling, num_tokens = self.rows.pooling[entry.row], entry.start + len(tokens)
                 parts[entry.place] = self._pool.take(entry.row, pooling, num_tokens, tokens[-1]).view(np.uint8)
         return joined([parts[place] for place in sorted(parts)])
+
+
+def _still_to_take(settings: Settings, config: ModelConfig) -> int:
+    """Bytes of the GPU's memory for what is made behind the KV blocks: rows, lists, rooms for copies, graphs."""
+    max_model_len = min(config.max_position, settings.max_model_len or config.max_position)
+    row_words = max_model_len + max_model_len // BLOCK_SIZE + NUM_FIELDS + settings.limits.max_stop_token_ids
+    rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
+    return rows_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:
