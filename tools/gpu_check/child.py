@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.options import SECTIONS, TUNE
+from tools.gpu_check.options import ALL
 from tools.gpu_check.readings import Begun, Ended, Failed, Reading, write
 
 BROKEN = 3
@@ -28,6 +28,9 @@ class Task:
     quick: bool = False
     model: str | None = None
     out: str | None = None
+    process: int = 0
+    """Of `num_processes`, among which the section's items are divided."""
+    num_processes: int = 1
     done: list[str] = field(default_factory=list)
     """Items that have been tried."""
     rates: dict[str, float] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class Context:
         return self._end_s - time.monotonic()
 
     def say(self, text: str) -> None:
-        print(f"    {text}", flush=True)
+        print(f"    {self.task.section}: {text}", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,9 @@ def run(task: Task) -> int:
     """Run a section in this process. Returns its exit code."""
     path = Path(task.lines)
     context = Context(task)
-    module: Any = importlib.import_module(f"tools.gpu_check.{(SECTIONS | {'tune': TUNE})[task.section].module}")
+    module: Any = importlib.import_module(f"tools.gpu_check.{ALL[task.section].module}")
     items: Sequence[Item] = module.items(context)
-    for item in items:
+    for item in items[task.process :: task.num_processes]:
         if item.name in task.done:
             continue
         if context.left_s < item.needs_s and not task.interpreted:

@@ -27,25 +27,33 @@ at sizes that mean nothing; so does a test in tests/tools.
 
 
 class Section(NamedTuple):
-    """A part of the check, in a process of its own."""
+    """A part of the check, in processes of its own."""
 
     module: str
     budget_s: float
     """The most that it may take."""
     what: str
+    num_processes: int = 1
+    """Its items are divided among them, and it runs beside others that measure no time: what takes long is to compile,
+    and that takes a core each."""
+    is_alone: bool = True
+    """It has the machine for itself."""
 
 
 SECTIONS = {
+    "kernels": Section("kernels", 110, "every kernel against float64, on random inputs", 7, False),
+    "texts": Section("texts", 110, "a small model's texts against the CPU executor", 2, False),
     "machine": Section("machine", 40, "rates and latencies of the machine itself"),
-    "kernels": Section("kernels", 110, "every kernel against float64 references, on random inputs"),
-    "texts": Section("texts", 60, "a small model's texts against the CPU executor"),
-    "speed": Section("speed", 140, "steps of the executor at the shapes of 8B, 1B and 135M"),
-    "http": Section("over_http", 60, "a server of the 135M shape and 256 clients"),
+    "speed": Section("speed", 150, "steps of the executor at the shapes of 8B, 1B and 135M"),
+    "http": Section("over_http", 70, "a server of the 135M shape and 256 clients"),
     "peers": Section("peers", 70, "transformers on the same shapes"),
 }
+WARM_UP = Section("warm_up", 110, "what the next sections compile", 4, False)
+"""Goes before `speed`, beside the checks."""
 TUNE = Section("tune", 200, "times of kernels' candidates; only with --tune")
+ALL = {**SECTIONS, "warm-up": WARM_UP, "tune": TUNE}
 
-TOTAL_S = 470.0
+TOTAL_S = 460.0
 """Of all sections but tune."""
 
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.gpu_check import child, report
 from tools.gpu_check.child import BROKEN, Task
-from tools.gpu_check.options import SECTIONS, TOTAL_S, TUNE, parser
+from tools.gpu_check.options import ALL, SECTIONS, TOTAL_S, parser
 from tools.gpu_check.readings import Begun, Ended, Failed, Line, Reading, read, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -61,35 +62,52 @@ def _no_gpu() -> str | None:
 
 
 def _run_all(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Line], list[Failed]]:
-    """Every line of every section, and what failed."""
-    all_lines: list[Line] = []
-    failed: list[Failed] = []
+    """Every line of every section, and what failed. Sections that measure no time come first, all at once."""
+    lines: dict[str, list[Line]] = {}
     rates: dict[str, float] = {}
     end_s = time.monotonic() + TOTAL_S
+    together = [name for name in names if not ALL[name].is_alone]
+    if not args.inline and "speed" in names:
+        together.append("warm-up")
+    turns = [together] if together and not args.inline else [[name] for name in together]
+    turns += [[name] for name in names if ALL[name].is_alone]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        for name in names:
-            section = TUNE if name == "tune" else SECTIONS[name]
-            budget_s = section.budget_s * (QUICK_SHARE if args.quick else 1.0)
-            if name != "tune":
-                budget_s = min(budget_s, end_s - time.monotonic())
-            print(f"{name}: {section.what}, at most {max(0.0, budget_s):.0f} s", flush=True)
+        for turn in turns:
             began_s = time.monotonic()
-            task = Task(
-                section=name,
-                lines=str(Path(folder) / f"{name}.jsonl"),
-                left_s=budget_s,
-                interpreted=args.interpret,
-                quick=args.quick,
-                model=str(args.model.resolve()) if args.model else None,
-                out=str(args.out.resolve()) if args.out else None,
-                rates=rates,
-            )
-            lines = _run_section(task, args.inline)
-            all_lines += lines
-            failed += [line for line in lines if isinstance(line, Failed)]
-            rates |= {line.case: line.value for line in lines if isinstance(line, Reading) and line.value is not None}
-            print(f"{name}: {time.monotonic() - began_s:.1f} s", flush=True)
-    return all_lines, failed
+            tasks = [task for name in turn for task in _tasks(args, name, end_s - began_s, Path(folder), rates)]
+            with ThreadPoolExecutor(len(tasks)) as pool:
+                found = list(pool.map(lambda task: _run_section(task, args.inline), tasks))
+            for task, each in zip(tasks, found, strict=True):
+                lines.setdefault(task.section, []).extend(each)
+                rates |= {line.case: line.value for line in each if isinstance(line, Reading) and line.value is not None}
+            print(f"{', '.join(turn)}: {time.monotonic() - began_s:.1f} s", flush=True)
+    in_order = [line for name in (*names, "warm-up") for line in lines.get(name, [])]
+    return in_order, [line for line in in_order if isinstance(line, Failed)]
+
+
+def _tasks(
+    args: argparse.Namespace, name: str, left_s: float, folder: Path, rates: dict[str, float]
+) -> Iterator[Task]:
+    """Those of a section."""
+    section = ALL[name]
+    budget_s = section.budget_s * (QUICK_SHARE if args.quick and section.is_alone else 1.0)
+    if name != "tune":
+        budget_s = max(0.0, min(budget_s, left_s))
+    print(f"{name}: {section.what}, at most {budget_s:.0f} s", flush=True)
+    num_processes = 1 if args.inline or args.interpret else section.num_processes
+    for process in range(num_processes):
+        yield Task(
+            section=name,
+            lines=str(folder / f"{name}-{process}.jsonl"),
+            left_s=budget_s,
+            interpreted=args.interpret,
+            quick=args.quick,
+            model=str(args.model.resolve()) if args.model else None,
+            out=str(args.out.resolve()) if args.out else None,
+            process=process,
+            num_processes=num_processes,
+            rates=rates,
+        )
 
 
 def _run_section(task: Task, inline: bool) -> list[Line]:

@@ -7,7 +7,7 @@ run, allows: the bytes of the weights and of the keys and values that a step has
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +40,8 @@ WARM_STEPS = 12
 """Of each case, before it counts."""
 BATCH_TOKENS = 2048
 """Of a step that computes prompts."""
+WARM_CONTEXT = 64
+"""Instead of a model's, while everything is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +112,17 @@ def measure(context: Context, model: Model, *, is_warm_up: bool = False) -> Iter
         targets = (Target(1, 1.0, 2.0), Target(2)) if model.name == "135M" else (Target(1),)
         model = Model(model.name, TINY, 16, targets, model.quantization, model.depths)
     num_steps = WARM_STEPS + (24 if context.small else 96)
-    if context.interpreted or is_warm_up:
+    if context.interpreted:
         num_steps = 2
+    max_model_len = model.context + num_steps + 2
+    if is_warm_up and not context.interpreted:
+        model, num_steps = replace(model, context=WARM_CONTEXT), 2
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
         model.config.save(folder)
         before = gpu.memory_bytes()
         began_s = time.perf_counter()
-        runner = _make(model, folder, num_steps)
+        runner = _make(model, folder, num_steps, max_model_len)
         made_s = time.perf_counter() - began_s
         try:
             yield _recorded(model, runner, made_s, gpu.memory_bytes() - before)
@@ -132,15 +137,16 @@ def measure(context: Context, model: Model, *, is_warm_up: bool = False) -> Iter
             gpu.free_memory()
 
 
-def _make(model: Model, folder: Path, num_steps: int) -> Any:
+def _make(model: Model, folder: Path, num_steps: int, max_model_len: int) -> Any:
     config = model.config
-    num_blocks = (model.max_batch + BATCH_TOKENS // model.context) * steps.num_blocks(model.context + num_steps + 1)
+    num_blocks = (model.max_batch + 2) * steps.num_blocks(model.context + num_steps + 1)
+    block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16)
     settings = settings_for(
         "cuda",
-        max_model_len=model.context + num_steps + 2,
-        kv_cache_bytes=num_blocks * block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16),
+        max_model_len=max_model_len,
+        kv_cache_bytes=max(num_blocks, steps.num_blocks(max_model_len)) * block,
         max_num_seqs=max(model.max_batch, 8),
-        max_num_batched_tokens=BATCH_TOKENS,
+        max_num_batched_tokens=BATCH_TOKENS if model.config is not TINY else 64,
         quantization=model.quantization,
     )
     return make_runner(settings, folder, WeightsOnDevice(config, torch.bfloat16))
