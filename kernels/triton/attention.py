@@ -1,5 +1,5 @@
 """Attention of a step's queries over keys and values in blocks: causal, with grouped heads, optionally with a sliding
-window, in one launch for single tokens, for a few, and for chunks (the last two in one of their own).
+window. One launch where a step only decodes; else one for entries of few tokens, one for some, one for chunks.
 
 A tile's rows are the tokens of a query block x the heads of a group, so a group reads its keys once. A program works
 off its piece of the step (see `attention_tasks.py`), tile of keys after tile of keys, with a running softmax (Milakov
@@ -10,9 +10,9 @@ weights. The last to arrive combines all of them, in the order of their keys, so
 was; nobody waits. Parts go past the first-level caches, and are all there once the count says so: a barrier orders a
 program's stores before its own arrival, which releases them, and the last arrival acquires them.
 
-What keeps the cost smooth: grid and division know no threshold in the number of rows. One to as many query tokens as a
-narrow tile holds (5 with 3 heads a group, 4 with 4) cost the same, for the tile has 16 rows anyway; where an entry has
-more, it goes to a tile of 64 rows, which is bound by the same bytes.
+What keeps the cost smooth: grid and division know no threshold in the number of rows, and each entry's tiles follow
+from its own tokens, not from its company. As many tokens as a narrow tile holds (5 with 3 heads a group, 4 with 4) cost
+what one costs, for the tile has 16 rows anyway; more go to a tile of 64 rows, which is bound by the same bytes.
 
 Keys that nobody sees are not loaded: they may hold anything, even NaN of a sequence before, and the product of that
 with a weight of 0 would be NaN. A row's sums are its own, so a NaN stays in its sequence.
@@ -46,7 +46,7 @@ def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: Ste
     assert out.shape == queries.shape == (step.num_tokens, tasks.num_heads * tasks.head_dim)
     assert out.is_contiguous() and queries.is_contiguous()
     assert out.dtype == queries.dtype == keys.dtype
-    for task_list in tasks.lists(step.num_entries, step.num_tokens):
+    for task_list in tasks.lists:
         _attend_kernel[(task_list.num_programs,)](
             out,
             queries,
@@ -115,7 +115,7 @@ def attend_tiles(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Tiles first_tile .. end_tile of one head's keys. `keys` and `values` point at that head in block 0, `table` at the
+    """Tiles first_tile .. end_tile of one head. `keys` and `values` point at that head in block 0, `table` at the
     row's block ids; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M]. Of keys outside first_key .. end_key nothing is
     read; without MASKED, all keys are seen by all positions."""
     dims = tl.arange(0, DIMS)

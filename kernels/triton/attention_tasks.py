@@ -19,9 +19,9 @@ most two units of a program are shared, whatever the step, so memory for two par
 - A query block costs its keys and something besides (`Tile.overhead`), so many short rows are divided evenly too. Keys
   outside the window cost nothing.
 
-Steps that may hold chunks (more tokens than entries) have two lists: entries that fill at most one narrow tile, and
-all others. A wide tile for a single token would waste nearly all of its rows, a narrow one for a chunk would read keys
-again for every few tokens. Which lists there are follows from the step's shapes, as a recorded graph needs it.
+Entries of few tokens, of some and of many are three lists, each with tiles of its own size: a wide tile for a single
+token would waste nearly all of its rows, a narrow one for a chunk would read keys again for every few tokens. Which
+lists there are follows from the step's shape, as a recorded graph needs it; who is in which, the GPU finds.
 
 `plan` is one launch a list. Each of its programs sums over all entries for itself, and writes one cut: none reads what
 another has written.
@@ -43,6 +43,8 @@ CUT_FIELDS = 8
 cuts inside of this unit (-1: the cut is at the unit's begin), how many they are, nothing."""
 ENTRY_FIELDS = 4
 """int32 of an entry of a list: row, start, count, offset."""
+NO_CHUNKS = 512
+"""Tokens of a step up to which it has no list of long chunks: a launch less for each layer."""
 _ANY_COUNT = 2**30
 
 
@@ -66,20 +68,17 @@ class Tile:
     part_dims: int = 64
     """Likewise, dimensions."""
 
-    def min_keys(self) -> int:
-        return self.min_tiles * self.keys
-
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Those of one model."""
 
     narrow: Tile
-    """For single tokens, and all of steps that have as many entries as tokens."""
+    """For entries that one such tile holds, and for steps that only decode."""
     middle: Tile
-    """For the other entries of steps of few tokens each: drafts being verified."""
+    """For entries that two such tiles hold: drafts being verified, ends of prompts."""
     wide: Tile
-    """For the other entries of steps with chunks."""
+    """For longer chunks, in steps where they can be many tokens."""
 
 
 def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
@@ -167,6 +166,8 @@ class AttentionTasks:
             TaskList(tile, num * tile.programs, max_entries, device)
             for tile in (self.tiles.narrow, self.tiles.middle, self.tiles.wide)
         )
+        self.lists = [self.narrow]
+        """Those of the step that was planned last."""
 
     @property
     def group(self) -> int:
@@ -177,48 +178,49 @@ class AttentionTasks:
         """Tokens of one query block."""
         return tile.rows // self.group
 
-    def lists(self, num_entries: int, num_tokens: int) -> list[TaskList]:
-        """Those that a step of these shapes has."""
-        if num_tokens <= num_entries:
-            return [self.narrow]
-        # Where all entries were drafts being verified, each would have at most this many tokens.
-        few = num_tokens <= num_entries * self.tokens_of(self.middle.tile)
-        return [self.narrow, self.middle if few else self.wide]
-
-    def plan(self, step: StepArrays) -> None:
-        """Divide the step. Once a step, before the first layer; one launch for each of its lists."""
+    def plan(self, step: StepArrays, *, one_each: bool = False) -> None:
+        """Divide the step. Once a step, before the first layer; one launch for each of its lists. With `one_each` no
+        entry has more than one token."""
         assert step.num_entries <= self.max_entries, f"{step.num_entries} entries in a step, {self.max_entries} at most"
-        lists = self.lists(step.num_entries, step.num_tokens)
-        narrow_tokens = self.tokens_of(self.narrow.tile)
-        for tasks in lists:
-            tile = tasks.tile
-            least = 1 if tasks is self.narrow else narrow_tokens + 1
-            most = _ANY_COUNT if tasks is lists[-1] else narrow_tokens
-            _plan_kernel[(max(tasks.num_programs + 1, step.num_entries),)](
-                tasks.cuts,
-                tasks.entries,
-                tasks.arrivals,
-                step.rows,
-                step.starts,
-                step.counts,
-                step.offsets,
-                step.num_entries,
-                NUM_KV_HEADS=self.num_kv_heads,
-                WINDOW=self.window or 0,
-                LEAST=least,
-                MOST=most,
-                BLOCK_Q=self.tokens_of(tile),
-                BLOCK_N=tile.keys,
-                MIN_KEYS=tile.min_keys(),
-                OVERHEAD=max(tile.keys, 64),
-                TOLERANCE=tile.tolerance,
-                NUM_PROGRAMS=tasks.num_programs,
-                PROGRAMS=next_power_of_2(tasks.num_programs + 1),
-                ENTRIES=max(16, next_power_of_2(self.max_entries)),
-                CUT_FIELDS=CUT_FIELDS,
-                ENTRY_FIELDS=ENTRY_FIELDS,
-                num_warps=4,
-            )
+        self.lists = [self.narrow]
+        if not one_each:
+            self.lists.append(self.middle)
+            if step.num_tokens > NO_CHUNKS:
+                self.lists.append(self.wide)
+        mosts = [self.tokens_of(self.narrow.tile), 2 * self.tokens_of(self.middle.tile)]
+        least = 1
+        for tasks, most in zip(self.lists, [*mosts[: len(self.lists) - 1], _ANY_COUNT], strict=True):
+            self._plan_list(tasks, step, least, most)
+            least = most + 1
+
+    def _plan_list(self, tasks: TaskList, step: StepArrays, least: int, most: int) -> None:
+        """Of the entries with at least and at most so many tokens."""
+        tile = tasks.tile
+        _plan_kernel[(max(tasks.num_programs + 1, step.num_entries),)](
+            tasks.cuts,
+            tasks.entries,
+            tasks.arrivals,
+            step.rows,
+            step.starts,
+            step.counts,
+            step.offsets,
+            step.num_entries,
+            NUM_KV_HEADS=self.num_kv_heads,
+            WINDOW=self.window or 0,
+            LEAST=least,
+            MOST=most,
+            BLOCK_Q=self.tokens_of(tile),
+            BLOCK_N=tile.keys,
+            MIN_KEYS=tile.min_tiles * tile.keys,
+            OVERHEAD=max(tile.keys, 64),
+            TOLERANCE=tile.tolerance,
+            NUM_PROGRAMS=tasks.num_programs,
+            PROGRAMS=next_power_of_2(tasks.num_programs + 1),
+            ENTRIES=max(16, next_power_of_2(self.max_entries)),
+            CUT_FIELDS=CUT_FIELDS,
+            ENTRY_FIELDS=ENTRY_FIELDS,
+            num_warps=4,
+        )
 
 
 @triton.jit

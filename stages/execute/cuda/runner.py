@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from pipeline.stages.execute.cuda.wishes import Wishes
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import NO_ID
@@ -34,6 +33,7 @@ from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
 from pipeline.stages.execute.cuda.shapes import Shape, Shapes
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
 from pipeline.stages.execute.cuda.swap import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
+from pipeline.stages.execute.cuda.wishes import Wishes
 from pipeline.stages.execute.kv import divide_swap, plan_device_kv, plan_kv
 from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model

@@ -24,8 +24,8 @@ def tasks_for(
     return AttentionTasks(32, 4096, *heads, dtype, CPU, window, tiles=tiles)
 
 
-def num_inner_cuts(made: MadeStep, tasks: AttentionTasks) -> list[int]:
-    return [int((cuts.cuts[:, 5] >= 0).sum()) for cuts in tasks.lists(made.step.num_entries, made.step.num_tokens)]
+def num_inner_cuts(tasks: AttentionTasks) -> list[int]:
+    return [int((one.cuts[:, 5] >= 0).sum()) for one in tasks.lists]
 
 
 def check(
@@ -36,7 +36,7 @@ def check(
     queries = torch.randn(step.num_tokens, tasks.num_heads * tasks.head_dim).to(made.keys.dtype)
     queries[~made.live] = torch.nan
     if plan:
-        tasks.plan(step)
+        tasks.plan(step, one_each=int(step.counts.max()) <= 1)
     expected = attention_reference(queries, made.keys, made.values, step, tasks.num_heads, tasks.window)
     outs = []
     for _ in range(num_launches):
@@ -84,21 +84,21 @@ def test_one_long_row_is_shared_by_all_programs() -> None:
     tasks = tasks_for((2, 1, 16), None)
     made = make_step([(1500, 1)], 1, 16, torch.float32)
     check(made, tasks)
-    assert num_inner_cuts(made, tasks) == [tasks.narrow.num_programs - 1]
+    assert num_inner_cuts(tasks) == [tasks.narrow.num_programs - 1]
 
 
 def test_one_long_chunk_is_shared() -> None:
     tasks = tasks_for((4, 1, 16), None)
     made = make_step([(300, 32)], 1, 16, torch.float32)
     check(made, tasks)
-    assert sum(num_inner_cuts(made, tasks)) > 0
+    assert sum(num_inner_cuts(tasks)) > 0
 
 
 def test_many_even_rows_are_not_shared() -> None:
     tasks = tasks_for((2, 1, 16), None)
     made = make_step([(40, 1)] * 24, 1, 16, torch.float32)
     check(made, tasks, num_launches=1)
-    assert num_inner_cuts(made, tasks) == [0]
+    assert num_inner_cuts(tasks) == [0]
     units = tasks.narrow.cuts[:, 4]
     assert units.diff().max() == 2, "24 units, 12 programs"
 
@@ -119,10 +119,10 @@ def test_windows_share_scratch() -> None:
         for window in (None, 200)
     ]
     for tasks in both:
-        tasks.plan(made.step)
+        tasks.plan(made.step, one_each=True)
     for tasks in both:
         check(made, tasks, plan=False)
-        assert sum(num_inner_cuts(made, tasks)) > 0
+        assert sum(num_inner_cuts(tasks)) > 0
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 8])

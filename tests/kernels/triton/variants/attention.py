@@ -26,7 +26,7 @@ def _launch(
     )  # fmt: skip
     queries = torch.zeros((num_tokens, num_heads * head_dim), dtype=dtype)
     keys = torch.zeros((4, num_kv_heads, BLOCK_SIZE, head_dim), dtype=dtype)
-    tasks.plan(step)
+    tasks.plan(step, one_each=num_tokens == num_entries)
     attend(queries.clone(), queries, keys, keys.clone(), step, tasks)
 
 
