@@ -4,9 +4,8 @@ Sections call these alone, so that with --interpret all their lines run without 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -37,7 +36,7 @@ class Event:
     """Records when the GPU gets there."""
 
     def __init__(self, *, blocking: bool = False) -> None:
-        self._real: Any = None if INTERPRETED else torch.cuda.Event(enable_timing=True, blocking=blocking)
+        self._real: Any = None if INTERPRETED else torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
         self._at_s = 0.0
 
     def record(self) -> None:

@@ -6,6 +6,7 @@ Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ ANGLES = 8192
 
 def items(context: Context) -> list[Item]:
     names = ["135M"] if context.interpreted else list(MODELS)
-    made = [Item(f"attention, {name}", lambda context, name=name: _attention(context, name), 5, 90) for name in names]  # type: ignore[misc]
-    made += [Item(f"rotation, {name}", lambda context, name=name: _rotation(context, name)) for name in names]  # type: ignore[misc]
-    made += [Item(f"attention of few rows, {name}", lambda context, name=name: _few(context, name)) for name in names]  # type: ignore[misc]
+    made = [Item(f"attention, {name}", partial(_attention, name=name), 5, 90) for name in names]
+    made += [Item(f"rotation, {name}", partial(_rotation, name=name)) for name in names]
+    made += [Item(f"attention of few rows, {name}", partial(_few, name=name)) for name in names]
     return made
 
 
@@ -143,7 +144,7 @@ def split_heads(
     """Queries [T, Q, D], keys and values [T, K, D] of parts [P, T, (Q + 2K) * D], float64, turned."""
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
     heads = parts.double().sum(0).view(parts.shape[1], -1, config.head_dim)
-    queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    queries, keys, values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
     if norms is not None:
         queries, keys = _normed(queries, norms[0], norms[2]), _normed(keys, norms[1], norms[2])
     positions = step.arrays.positions
@@ -185,7 +186,7 @@ def _rotation(context: Context, name: str) -> Iterator[Reading]:
 
 
 def _written(case: str, run: Any, cache: Tensor, made: MadeStep, right: Tensor) -> Reading:
-    """The step's own slots of a cache [num_blocks, K, BLOCK_SIZE, D] hold `right` [T, K, D]; all others what they did."""
+    """The step's own slots of a cache [num_blocks, K, BLOCK_SIZE, D] hold `right` [T, K, D]; others what they did."""
     slots = made.arrays.slots[made.live]
     flat = cache.transpose(1, 2).flatten(0, 1)  # a copy where it has to be
     before = flat.clone()

@@ -4,6 +4,7 @@ Shapes: M tokens, N rows and K columns of a weight, P parts, H hidden size, I in
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,19 +27,13 @@ NUM_PARTS = 3
 
 
 def items(context: Context) -> list[Item]:
-    made = [
-        Item(f"products of floats, {name}", lambda context, name=name: _floats(context, name))  # type: ignore[misc]
-        for name in _names(context)
-    ]
+    made = [Item(f"products of floats, {name}", partial(_floats, name=name)) for name in _names(context)]
     made += [
-        Item(f"products of {format}, {name}", lambda context, name=name, format=format: _codes(context, name, format))  # type: ignore[misc]
+        Item(f"products of {format}, {name}", partial(_codes, name=name, format=format))
         for format, name in CODES
         if not context.interpreted or format in ("int4", "q8_0")
     ]
-    made += [
-        Item(f"products with norms, {name}", lambda context, name=name: _fused(context, name))  # type: ignore[misc]
-        for name in _names(context)
-    ]
+    made += [Item(f"products with norms, {name}", partial(_fused, name=name)) for name in _names(context)]
     return [*made, Item("norms", _norms), Item("embedding", _embedding), Item("gate", _gate), Item("logits", _logits)]
 
 
@@ -164,7 +159,7 @@ def _logits(context: Context) -> Iterator[Reading]:
                 out = torch.empty(num, config.vocab_size, dtype=torch.float32, device=gpu.device())
                 case = f"logits {format or 'bf16'}, {name}, {num} samples"
                 bound = EXACT if format is None else ROUNDED
-                yield checked(case, lambda out=out, x=x, head=head: logits(out, x, head), out, _product(x, head), bound)  # type: ignore[misc]
+                yield checked(case, partial(logits, out, x, head), out, _product(x, head), bound)
 
 
 def _random(rows: int, columns: int) -> Tensor:
@@ -234,9 +229,7 @@ def _norms(context: Context) -> Iterator[Reading]:
             last = torch.empty(2, hidden, dtype=torch.bfloat16, device=gpu.device())
             yield checked(
                 f"norm of two rows, {case}",
-                lambda last=last, before=before, parts=parts, index=index, weight=weight: take_norm(  # type: ignore[misc]
-                    last, before, parts, index, weight, EPS
-                ),
+                partial(take_norm, last, before, parts, index, weight, EPS),
                 last,
                 _rms(summed, weight)[index.long()],
                 ROUNDED,
@@ -254,7 +247,7 @@ def _embedding(context: Context) -> Iterator[Reading]:
         out = torch.empty(33, config.hidden_size, device=gpu.device())
         right = table.dequantize()[ids.long()]
         case = f"embedding, {format or 'bf16'}"
-        yield checked(case, lambda out=out, table=table, ids=ids: embed(out, table, ids), out, right, EXACT)  # type: ignore[misc]
+        yield checked(case, partial(embed, out, table, ids), out, right, EXACT)
 
 
 def _gate(context: Context) -> Iterator[Reading]:
@@ -268,4 +261,4 @@ def _gate(context: Context) -> Iterator[Reading]:
             gates, ups = parts.double().sum(0).chunk(2, -1)
             right = torch.nn.functional.silu(gates) * ups
             case = f"silu and product, {name}, {num} tokens"
-            yield checked(case, lambda out=out, parts=parts: silu_mul(out, parts), out, right, ROUNDED)  # type: ignore[misc]
+            yield checked(case, partial(silu_mul, out, parts), out, right, ROUNDED)

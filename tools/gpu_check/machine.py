@@ -4,6 +4,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -31,8 +32,8 @@ SLEEP_CYCLES = 2_000_000
 def items(context: Context) -> list[Item]:
     return [
         Item("device", _device),
-        Item("copy", lambda context: [measure_copy(context)]),
-        Item("read", lambda context: [measure_read(context)]),
+        Item("copy", _copy_rate),
+        Item("read", _read_rate),
         Item("product", _product),
         Item("graphs", _graphs),
         Item("launches", _launches),
@@ -87,6 +88,14 @@ def _driver() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown ({type(error).__name__})"
     return said.stdout.split("\n")[0].strip()
+
+
+def _copy_rate(context: Context) -> Iterator[Reading]:
+    yield measure_copy(context)
+
+
+def _read_rate(context: Context) -> Iterator[Reading]:
+    yield measure_read(context)
 
 
 def measure_copy(context: Context) -> Reading:
@@ -152,7 +161,7 @@ def _graphs(context: Context) -> Iterator[Reading]:
         replays: dict[int, float] = {}
         counter = torch.zeros(1, dtype=torch.int32, device=gpu.device())
         for num in (50, 200) if not context.interpreted else (2, 4):
-            replay = gpu.graph(lambda num=num: [_tick(counter, early) for _ in range(num)])
+            replay = gpu.graph(partial(_ticks, counter, early, num))
             counter.zero_()
             nodes[num] = gpu.time_runs([replay], 100).median_ms * 1e3
             replays[num] = _host_us(replay, 100 if not context.interpreted else 2)
@@ -176,6 +185,11 @@ def _graphs(context: Context) -> Iterator[Reading]:
             less_is_better=True,
             note=f"{replays[few]:.1f} µs for one of {few}",
         )
+
+
+def _ticks(counter: Tensor, early: bool, num: int) -> None:
+    for _ in range(num):
+        _tick(counter, early)
 
 
 def _tick(counter: Tensor, early: bool) -> None:
@@ -282,7 +296,7 @@ def _wakes(context: Context, word: Tensor) -> Iterator[Reading]:
         event = gpu.Event(blocking=how == "asleep")
         late_us = []
         for _ in range(50):
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
             stamp[(1,)](word, 1, True, num_warps=1)
             event.record()
             event.wait()
@@ -312,5 +326,3 @@ def _look(word: Tensor, before: int) -> int:
         if time.perf_counter() > end_s:
             raise TimeoutError("the GPU wrote nothing to mapped memory within a second")
     return now
-
-

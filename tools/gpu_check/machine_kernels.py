@@ -10,7 +10,7 @@ def read_all(sums, words, ROUNDS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOC
     """Read ROUNDS x NUM_PROGRAMS x BLOCK words, int32, and leave each program's sum of them as they wrap, int64."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
-    for i in range(ROUNDS):
+    for _ in range(ROUNDS):
         total += tl.load(words + places)
         places += NUM_PROGRAMS * BLOCK
     tl.store(sums + tl.program_id(0), tl.sum(total.to(tl.int64), 0))

@@ -50,8 +50,9 @@ SECTIONS = {
 }
 WARM_UP = Section("warm_up", 110, "what the next sections compile", 4, False)
 """Goes before `speed`, beside the checks."""
+TUNE_COMPILE = Section("tune_compile", 180, "what tune times, compiled", 14, False)
 TUNE = Section("tune", 200, "times of kernels' candidates; only with --tune")
-ALL = {**SECTIONS, "warm-up": WARM_UP, "tune": TUNE}
+ALL = {**SECTIONS, "warm-up": WARM_UP, "tune-compile": TUNE_COMPILE, "tune": TUNE}
 
 TOTAL_S = 460.0
 """Of all sections but tune."""
@@ -70,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, metavar="FOLDER", help="write found.json, found.md and logs there")
     made.add_argument("--only", type=_sections, metavar="SECTION,…", help="these sections, in their own order")
     made.add_argument("--quick", action="store_true", help="fewer cases and repeats: less than two minutes")
-    made.add_argument("--model", type=Path, metavar="FOLDER", help="compare texts of this model too: a folder or a .gguf")
+    made.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="compare texts of this model too: a folder or a .gguf"
+    )
     made.add_argument("--tune", action="store_true", help="also time kernels' candidates, and write the table to --out")
     made.add_argument("--interpret", action="store_true", help="on the CPU, at tiny sizes: times mean nothing")
     made.add_argument("--inline", action="store_true", help="sections in this process, to debug them")

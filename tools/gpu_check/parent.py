@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from tools.gpu_check import child, report
@@ -70,7 +71,9 @@ def _run_all(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Line]
     if not args.inline and "speed" in names:
         together.append("warm-up")
     turns = [together] if together and not args.inline else [[name] for name in together]
-    turns += [[name] for name in names if ALL[name].is_alone]
+    for name in names:
+        if ALL[name].is_alone:
+            turns += [["tune-compile"], [name]] if name == "tune" else [[name]]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         for turn in turns:
             began_s = time.monotonic()
@@ -79,19 +82,19 @@ def _run_all(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Line]
                 found = list(pool.map(lambda task: _run_section(task, args.inline), tasks))
             for task, each in zip(tasks, found, strict=True):
                 lines.setdefault(task.section, []).extend(each)
-                rates |= {line.case: line.value for line in each if isinstance(line, Reading) and line.value is not None}
+                rates |= {
+                    line.case: line.value for line in each if isinstance(line, Reading) and line.value is not None
+                }
             print(f"{', '.join(turn)}: {time.monotonic() - began_s:.1f} s", flush=True)
-    in_order = [line for name in (*names, "warm-up") for line in lines.get(name, [])]
+    in_order = [line for name in (*names, "warm-up", "tune-compile") for line in lines.get(name, [])]
     return in_order, [line for line in in_order if isinstance(line, Failed)]
 
 
-def _tasks(
-    args: argparse.Namespace, name: str, left_s: float, folder: Path, rates: dict[str, float]
-) -> Iterator[Task]:
+def _tasks(args: argparse.Namespace, name: str, left_s: float, folder: Path, rates: dict[str, float]) -> Iterator[Task]:
     """Those of a section."""
     section = ALL[name]
     budget_s = section.budget_s * (QUICK_SHARE if args.quick and section.is_alone else 1.0)
-    if name != "tune":
+    if not name.startswith("tune"):
         budget_s = max(0.0, min(budget_s, left_s))
     print(f"{name}: {section.what}, at most {budget_s:.0f} s", flush=True)
     num_processes = 1 if args.inline or args.interpret else section.num_processes
@@ -160,10 +163,8 @@ def _run_process(task: Task, end_s: float) -> int:
         return code
     finally:
         # Its own children are in its group: a server that it has started goes with it.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 

@@ -7,6 +7,7 @@ package is asked for, since transformers would fetch one; the notes say what att
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ CONTEXT = 1024
 
 def items(context: Context) -> list[Item]:
     return [
-        Item("transformers 135M", lambda context: _model(context, SMOLLM2_135M, "135M", (1, 32)), needs_s=15),
-        Item("transformers 1B", lambda context: _model(context, LLAMA_1B, "1B", (1, 32)), needs_s=15),
-        Item("transformers 8B", lambda context: _model(context, LLAMA_8B, "8B", (1,)), needs_s=15),
+        Item("transformers 135M", partial(_model, config=SMOLLM2_135M, name="135M", batches=(1, 32)), needs_s=15),
+        Item("transformers 1B", partial(_model, config=LLAMA_1B, name="1B", batches=(1, 32)), needs_s=15),
+        Item("transformers 8B", partial(_model, config=LLAMA_8B, name="8B", batches=(1,)), needs_s=15),
     ]
 
 
@@ -122,9 +123,11 @@ def _continuous(model: Any, prompts: torch.Tensor, num_new: int, interpreted: bo
     stamps = [output.timestamps for output in outputs.values()]
     problems = [output.error for output in outputs.values() if output.error]
     if problems or len(stamps) != len(prompts) or any(len(each or ()) != num_new for each in stamps):
-        raise RuntimeError(f"generate_batch left {len(stamps)} of {len(prompts)} texts of {size} tokens: {problems[:1]}")
+        raise RuntimeError(
+            f"generate_batch left {len(stamps)} of {len(prompts)} texts of {size} tokens: {problems[:1]}"
+        )
     begin_s, end_s = max(each[0] for each in stamps), min(each[-1] for each in stamps)
     inside = sum(begin_s < stamp <= end_s for each in stamps for stamp in each)
     if inside < len(stamps):
         raise RuntimeError("not all sequences of generate_batch ran at once")
-    return inside / (end_s - begin_s)
+    return float(inside / (end_s - begin_s))

@@ -75,9 +75,7 @@ def as_markdown(found: Found) -> str:
 
 def as_json(found: Found) -> str:
     """Everything, indented."""
-    readings = [
-        {**asdict(reading), "share": reading.share, "verdict": reading.verdict} for reading in found.readings
-    ]
+    readings = [{**asdict(reading), "share": reading.share, "verdict": reading.verdict} for reading in found.readings]
     whole = {
         "interpreted": found.interpreted,
         "summary": found.summary,

@@ -29,9 +29,7 @@ def settings_for(
         plain,
         max_model_len=max_model_len,
         quantization=quantization,
-        execute=replace(
-            plain.execute, device=device, dtype=dtype, kernels=kernels, kv_cache_bytes=kv_cache_bytes
-        ),
+        execute=replace(plain.execute, device=device, dtype=dtype, kernels=kernels, kv_cache_bytes=kv_cache_bytes),
         schedule=replace(plain.schedule, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
     )
 

@@ -112,7 +112,7 @@ class StepBytes:
 
 def step_bytes(config: ModelConfig, batch: int, context: int, weight_bits: float = 16.0) -> StepBytes:
     """Of `batch` rows of `context` tokens each, with `weight_bits` for a number of a matrix and bfloat16 for keys and
-    values. The embedding counts once where the head is the same matrix, else one row of it a token, which is nothing."""
+    values. Of an embedding that is not the head too, a step reads a row a token, which is nothing."""
     keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     return StepBytes(int(num_weights(config) * weight_bits / 8), batch * context * keys)
 

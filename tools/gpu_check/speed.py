@@ -8,6 +8,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,7 +102,7 @@ MODELS = (
 
 def items(context: Context) -> list[Item]:
     return [
-        Item(model.name, lambda context, model=model: measure(context, model), model.needs_s, model.limit_s)  # type: ignore[misc]
+        Item(model.name, partial(measure, model=model), model.needs_s, model.limit_s)
         for model in MODELS
         if not (context.small and model.name == "1B")
     ]
@@ -335,7 +337,7 @@ def _on_gpu(flights: Sequence[Any]) -> dict[str, Any]:
     if not stamps or not stamps[0][0]:
         return {"step_ms": 0.0, "gap_us": 0.0, "busy": None}
     steps_ns = [end - start for start, end in stamps]
-    gaps_ns = [later[0] - earlier[1] for earlier, later in zip(stamps, stamps[1:], strict=False)]
+    gaps_ns = [later[0] - earlier[1] for earlier, later in pairwise(stamps)]
     return {
         "step_ms": median(steps_ns) / 1e6,
         "gap_us": median(gaps_ns) / 1e3 if gaps_ns else 0.0,

@@ -7,6 +7,7 @@ rounding decides between two that are close, and a wrong kernel does not care.
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ WAYS = (
 def items(context: Context) -> list[Item]:
     made: list[Item] = []
     for dtype in ("bfloat16", "float32") if not context.small else ("float32",):
-        made.append(Item(f"small model, {dtype}", lambda context, dtype=dtype: _small(context, dtype), 10, 60))  # type: ignore[misc]
+        made.append(Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 60))
     if context.task.model:
         made.append(Item("given model", _given, 10, 120))
     return made
