@@ -12,9 +12,8 @@ Shapes as in linear.py; I intermediate size.
 from torch import Tensor
 
 from pipeline.kernels.triton.device_matrix import DeviceMatrix
-from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
 from pipeline.kernels.triton.linear import launch, launch_product
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Config
+from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Config, Op
 
 L2_BYTES_PER_S = 4e12
 """What programs read again comes out of the L2 cache; about what an H100's gives (reasoned, not measured)."""
@@ -85,7 +84,19 @@ def gate_up(
     launch_product("gate", out, x, matrix, bias, config, pdl=pdl)
 
 
-def _launch(op, out, residual_out, residual_in, parts_in, norm_weight, eps, matrix, bias, config, pdl) -> None:
+def _launch(
+    op: Op,
+    out: Tensor,
+    residual_out: Tensor | None,
+    residual_in: Tensor,
+    parts_in: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    config: Config | None,
+    pdl: bool,
+) -> None:
     num_tokens = len(residual_in)
     assert num_tokens <= SKINNY_TOKENS
     launch(

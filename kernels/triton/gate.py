@@ -20,8 +20,9 @@ def silu_mul(out: Tensor, parts: Tensor) -> None:
 
 @triton.jit
 def silu(gate):
-    """Of float32. exp of a large number is infinite, and the quotient zero, as it should be."""
-    return gate / (1.0 + tl.exp(-gate))
+    """gate / (1 + exp(-gate)) of float32, by powers that can't overflow."""
+    power = tl.exp(-tl.abs(gate))
+    return gate * tl.where(gate >= 0, 1.0, power) / (1.0 + power)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

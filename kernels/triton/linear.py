@@ -159,14 +159,15 @@ def launch(
     }
     if pdl:
         shared["launch_pdl"] = True
+    is_vector = num_tokens <= VECTOR_TOKENS
     planes = (
-        matrix.values,
+        matrix.values if matrix.form == "float" or not is_vector else matrix.values.view(torch.int32),
         matrix.values if matrix.scales is None else matrix.scales,
         matrix.values if matrix.minimums is None else matrix.minimums,
         matrix.values if bias is None else bias,
     )
     inputs = (out, x, residual_out, parts_in, norm_weight, eps, *planes)
-    if num_tokens <= VECTOR_TOKENS:
+    if is_vector:
         vector_product[(tiles, config.split)](*inputs, ASM=not INTERPRETED, **shared)
         return
     grid = (tiles, config.split, triton.cdiv(num_tokens, config.block_m))

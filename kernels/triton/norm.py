@@ -9,7 +9,6 @@ has been scaled.
 Shapes: M tokens, H hidden size, P parts, S samples.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from pipeline.kernels.triton.gate import silu
 from pipeline.kernels.triton.inputs import input_at
+from pipeline.kernels.triton.unpack import EXCESS, code_to_float
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -169,48 +170,45 @@ def _multiply(
     DOT: tl.constexpr = tl.float32 if WIDEN else DTYPE
     low = factors.to(DTYPE).to(DOT)
     if GROUP == 0:
-        return tl.dot(tile.to(DOT), low, sums, input_precision="ieee")
-    high = high_factors.to(DTYPE).to(DOT)
-    # Groups are as wide as tiles, or a tile has several: their scales are spread over their columns.
-    W: tl.constexpr = tile.shape[1]
-    BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
-    GROUPS: tl.constexpr = W // BYTES
-    NUM_GROUPS: tl.constexpr = STRIDE // BYTES
-    groups = (k // GROUP + tl.arange(0, GROUPS))[None, :]
-    scale = tl.load(scales + scale_at + groups, mask=groups < NUM_GROUPS, other=0.0).to(tl.float32)
-    least = (
-        tl.load(minimums + scale_at + groups, mask=groups < NUM_GROUPS, other=0.0).to(tl.float32)
-        if HAS_MINIMUMS
-        else scale
-    )
-    wide = tile.to(tl.int32)
-    if PACKED:
-        low_codes = (wide & 15) - ZERO
-        high_codes = (wide >> 4) - ZERO
-        sums = tl.dot(
-            _scaled(low_codes, scale, least, GROUPS, HAS_MINIMUMS).to(DTYPE).to(DOT), low, sums, input_precision="ieee"
-        )
-        return tl.dot(
-            _scaled(high_codes, scale, least, GROUPS, HAS_MINIMUMS).to(DTYPE).to(DOT),
-            high,
-            sums,
-            input_precision="ieee",
-        )
-    return tl.dot(
-        _scaled(wide, scale, least, GROUPS, HAS_MINIMUMS).to(DTYPE).to(DOT), low, sums, input_precision="ieee"
-    )
+        sums = tl.dot(tile.to(DOT), low, sums, input_precision="ieee")
+    else:
+        BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
+        GROUPS: tl.constexpr = tile.shape[1] // BYTES
+        groups = (k // GROUP + tl.arange(0, GROUPS))[None, :]
+        there = groups < STRIDE // BYTES
+        scale = tl.load(scales + scale_at + groups, mask=there, other=0.0).to(tl.float32)
+        if HAS_MINIMUMS:
+            least = tl.load(minimums + scale_at + groups, mask=there, other=0.0).to(tl.float32)
+        else:
+            least = scale
+        if PACKED:
+            wide = tile.to(tl.int32)
+            least = (least if HAS_MINIMUMS else 0.0) - (EXCESS + ZERO) * scale
+            numbers = _scaled(code_to_float(wide & 15), scale, least, GROUPS, True).to(DTYPE).to(DOT)
+            sums = tl.dot(numbers, low, sums, input_precision="ieee")
+            numbers = _scaled(code_to_float(wide >> 4), scale, least, GROUPS, True).to(DTYPE).to(DOT)
+            sums = tl.dot(numbers, high_factors.to(DTYPE).to(DOT), sums, input_precision="ieee")
+        else:
+            # As above, with a constant so large that it is taken off before anything is multiplied.
+            wide = (tile.to(tl.int32) + 128) << 8
+            codes = (wide | 0x47000000).to(tl.float32, bitcast=True) - 32896.0
+            numbers = _scaled(codes, scale, least, GROUPS, HAS_MINIMUMS).to(DTYPE).to(DOT)
+            sums = tl.dot(numbers, low, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
-def _scaled(codes, scale, least, GROUPS: tl.constexpr, HAS_MINIMUMS: tl.constexpr):
-    """codes [n, W] int32, scale and least [n, GROUPS] → [n, W] float32"""
-    n: tl.constexpr = codes.shape[0]
-    W: tl.constexpr = codes.shape[1]
-    numbers = codes.to(tl.float32)
+def _scaled(numbers, scale, least, GROUPS: tl.constexpr, HAS_MINIMUMS: tl.constexpr):
+    """numbers [n, W], scale and least [n, GROUPS] → [n, W] float32"""
+    n: tl.constexpr = numbers.shape[0]
+    W: tl.constexpr = numbers.shape[1]
     if GROUPS == 1:
         numbers = numbers * scale
-        return numbers + least if HAS_MINIMUMS else numbers
-    numbers = tl.reshape(numbers, [n, GROUPS, W // GROUPS]) * scale[:, :, None]
-    if HAS_MINIMUMS:
-        numbers += least[:, :, None]
-    return tl.reshape(numbers, [n, W])
+        if HAS_MINIMUMS:
+            numbers += least
+    else:  # several groups in a tile: scales are spread over their columns
+        numbers = tl.reshape(numbers, [n, GROUPS, W // GROUPS]) * scale[:, :, None]
+        if HAS_MINIMUMS:
+            numbers += least[:, :, None]
+        numbers = tl.reshape(numbers, [n, W])
+    return numbers

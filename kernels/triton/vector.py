@@ -6,8 +6,7 @@ program has a tile or two in flight all along and a multiprocessor several progr
 for each multiprocessor are needed to keep its memory busy (3.3 TB/s at less than 1 µs, on 132 of them). Programs that
 are all there at once share the bandwidth and end together; so their number need not be a multiple of anything.
 
-What is asked of the processors: with floats 2 instructions a weight and thread, with 4 bits about 3 (see `pairs` and
-`bytes` below), where memory brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Reasoned, not
+What is asked of the processors: with floats 2 instructions a weight and thread, with 4 bits about 3 (unpack.py), where memory brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Reasoned, not
 measured.)
 """
 
@@ -16,7 +15,7 @@ import triton.language as tl
 
 from pipeline.kernels.triton.gate import silu
 from pipeline.kernels.triton.inputs import input_at
-from pipeline.kernels.triton.unpack import bytes_to_floats, halves_to_floats
+from pipeline.kernels.triton.unpack import EXCESS, bytes_to_floats, halves_to_floats
 
 LANES = tl.constexpr(8)
 """Neighbours that one thread holds of a row of floats: it sums them itself, before anything is kept."""
@@ -175,23 +174,26 @@ def _codes(
     PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """The same of codes: a tile is [rows, groups, bytes of a group], and sums are scaled by group."""
+    """The same of codes: a tile is [rows, groups, words of a group], and sums are scaled by group."""
     BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
     GROUPS: tl.constexpr = BLOCK_K // GROUP
     NUM_GROUPS: tl.constexpr = STRIDE // BYTES
     groups = tl.arange(0, GROUPS)
     places = tl.arange(0, BYTES)
+    WORDS: tl.constexpr = BYTES // 4
+    OTHER: tl.constexpr = N * (STRIDE // 4)
     long_rows = rows.to(tl.int64)
-    pointers = values + long_rows[:, None, None] * STRIDE + (groups * BYTES)[None, :, None] + places[None, None, :]
+    words = (groups * WORDS)[None, :, None] + tl.arange(0, WORDS)[None, None, :]
+    pointers = values + long_rows[:, None, None] * (STRIDE // 4) + words
     scale_at = long_rows[:, None] * NUM_GROUPS + groups[None, :]
     sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
     other_sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
     squares = tl.zeros([GROUPS, BYTES], tl.float32)
     mine = tl.program_id(0)
     first = begin // GROUP
-    there = first + groups < NUM_GROUPS
-    tile = tl.load(pointers + first * BYTES, mask=there[None, :, None], other=0)
-    other_tile = tl.load(pointers + first * BYTES + N * STRIDE, mask=there[None, :, None], other=0) if GATED else tile
+    there = (first + groups < NUM_GROUPS)[None, :, None]
+    tile = tl.load(pointers + first * WORDS, mask=there, other=0)
+    other_tile = tl.load(pointers + first * WORDS + OTHER, mask=there, other=0) if GATED else tile
     if PDL:
         tl.extra.cuda.gdc_wait()
     for step in range(SHARE):
@@ -199,7 +201,7 @@ def _codes(
         group = k // GROUP
         here = (group + groups < NUM_GROUPS)[None, :]
         there = ((group + GROUPS + groups < NUM_GROUPS) & (step + 1 < SHARE))[None, :, None]
-        next_tile = tl.load(pointers + (group + GROUPS) * BYTES, mask=there, other=0)
+        next_tile = tl.load(pointers + (group + GROUPS) * WORDS, mask=there, other=0)
         scale = tl.load(scales + scale_at + group, mask=here, other=0.0).to(tl.float32)
         least = tl.load(minimums + scale_at + group, mask=here, other=0.0).to(tl.float32) if HAS_MINIMUMS else scale
         columns = k + (groups * GROUP)[:, None] + places[None, :]
@@ -220,7 +222,7 @@ def _codes(
             total = tl.sum(factors, axis=1)[None, :]
         sums += _of_groups(tile, factors, high_factors, total, scale, least, ZERO, PACKED, HAS_MINIMUMS, ASM)
         if GATED:
-            next_other = tl.load(pointers + (group + GROUPS) * BYTES + N * STRIDE, mask=there, other=0)
+            next_other = tl.load(pointers + (group + GROUPS) * WORDS + OTHER, mask=there, other=0)
             at = scale_at + group + N * NUM_GROUPS
             scale = tl.load(scales + at, mask=here, other=0.0).to(tl.float32)
             least = tl.load(minimums + at, mask=here, other=0.0).to(tl.float32) if HAS_MINIMUMS else scale
@@ -245,14 +247,14 @@ def _of_groups(
     HAS_MINIMUMS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Sums of each group [BLOCK_N, GROUPS], from codes that are too large by a constant: it is taken off the sums."""
+    """Sums of each group [BLOCK_N, GROUPS]; `total` is that of its factors."""
     if PACKED:
-        low, high, excess = halves_to_floats(tile, ASM)
-        sums = tl.sum(low * factors[None, :, :] + high * high_factors[None, :, :], axis=2)
+        low, high = halves_to_floats(tile, ASM)
+        sums = tl.sum(low * factors[None, :, :], axis=2) + tl.sum(high * high_factors[None, :, :], axis=2)
+        sums -= (EXCESS + ZERO) * total
     else:
-        codes, excess = bytes_to_floats(tile, ASM)
-        sums = tl.sum(codes * factors[None, :, :], axis=2)
-    sums = (sums - (excess + ZERO) * total) * scale
+        sums = tl.sum(bytes_to_floats(tile, ASM) * factors[None, :, :], axis=2)
+    sums *= scale
     if HAS_MINIMUMS:
         sums += least * total
     return sums

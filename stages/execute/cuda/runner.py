@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,7 +34,6 @@ from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
 from pipeline.stages.execute.cuda.shapes import Shape, Shapes
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
 from pipeline.stages.execute.cuda.swap import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
-from pipeline.stages.execute.cuda.wishes import Wishes
 from pipeline.stages.execute.kv import divide_swap, plan_device_kv, plan_kv
 from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model
@@ -91,7 +91,8 @@ class CudaRunner:
             device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self._wishes = Wishes(device, self.model, self.steps, self._device_rows, max_num_seqs)
+        self._wishes: Any | None = None
+        """Made, with its memory, when it is needed for the first time."""
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't go on, and why: told with the next id that is drawn for each, which is none."""
         self._pool = Pool(self.model.last_norm, config.rms_norm_eps)
@@ -207,6 +208,8 @@ class CudaRunner:
         sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
         offsets = np.cumsum(counts, dtype=np.int32) - counts
         batch = Batch(rows, starts, counts, offsets, sampled, int(counts.sum()))
+        if not self._staging.has_free:  # nobody plans so far ahead, but it would be no error
+            self.collect()
         slot = self._staging.take()
         chosen = rows[samples]
         flight = Flight(
@@ -266,6 +269,10 @@ class CudaRunner:
         self._staging.fill(flight.slot, batch, runs, one_each=shape.one_each)
         recorded.launch()
         drawn, wanted = batch.rows[batch.sampled], self.rows.wanted
+        from pipeline.stages.execute.cuda.wishes import Wishes
+
+        if self._wishes is None:
+            self._wishes = Wishes(self.device, self.model, self.steps, self._device_rows, self._max_num_seqs)
         wishes, masked = self._wishes, None
         wishes.note(recorded.step, any_record=bool(wanted & Want.RECORD))
         if wanted & Want.MASK and (self.rows.wants[drawn] & Want.MASK).any():

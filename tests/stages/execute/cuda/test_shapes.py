@@ -1,5 +1,7 @@
 """Any step has a shape it fits, and few shapes serve all."""
 
+from itertools import pairwise
+
 import pytest
 
 from pipeline.stages.execute.cuda.shapes import MAX_TOKENS, Shapes, decode_sizes, mixed_sizes
@@ -29,9 +31,9 @@ def test_every_step_fits_its_shape(max_num_rows: int, max_num_tokens: int) -> No
 def test_sizes_rise_to_the_most_and_are_few(most: int) -> None:
     for sizes, worst in ((decode_sizes(most), 2.0), (mixed_sizes(most), 2.0)):
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
-        assert all(b <= worst * a for a, b in zip(sizes, sizes[1:], strict=False))
-        assert all(b <= 1.5 * a for a, b in zip(sizes, sizes[1:], strict=False) if a >= 32)
-        assert all(b <= 1.26 * a for a, b in zip(sizes, sizes[1:], strict=False) if a >= 256)
+        assert all(b <= worst * a for a, b in pairwise(sizes))
+        assert all(b <= 1.5 * a for a, b in pairwise(sizes) if a >= 32)
+        assert all(b <= 1.26 * a for a, b in pairwise(sizes) if a >= 256)
     assert len(decode_sizes(256)) <= 20
 
 
