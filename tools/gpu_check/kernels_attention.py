@@ -76,7 +76,7 @@ def _attention(context: Context, name: str) -> Iterator[Reading]:
         right = made_steps.attention(queries, made, heads, window).view(num, -1)
 
         def run(made: MadeStep = made, tasks: Any = tasks, out: Tensor = out, queries: Tensor = queries) -> None:
-            tasks.plan(made.arrays)
+            tasks.plan(made.arrays, one_each=max(count for _, count in made.entries) <= 1)
             attend(out, queries, made.keys, made.values, made.arrays, tasks)
 
         yield _only_live(f"attention, {name}: {case}", run, out, right, made)
@@ -217,7 +217,7 @@ def _head_norms(config: ModelConfig) -> HeadNorms:
 
 def _few(context: Context, name: str) -> Iterator[Reading]:
     """Rotation, write and attention together, for steps in which few rows decode."""
-    from pipeline.kernels.triton.attention import attend_decode
+    from pipeline.kernels.triton.attention_decode import attend_decode
 
     config = _config(context, name)
     angles = _angles(config)
@@ -244,7 +244,7 @@ def _few(context: Context, name: str) -> Iterator[Reading]:
             def run(out=out, parts=parts, made=made, tasks=tasks, norms=norms, slots=(blocks, places)) -> None:  # type: ignore[no-untyped-def]
                 for cache in (made.keys, made.values):
                     cache[slots[0], :, slots[1]] = torch.nan
-                tasks.plan(made.arrays)
+                tasks.plan(made.arrays, one_each=True)
                 attend_decode(out, parts, *angles, made.arrays, made.keys, made.values, tasks, norms)
 
             case = f"attention of few rows, {name}, {num_rows} rows{'' if window is None else f', window {window}'}"

@@ -1,5 +1,6 @@
 """Executors of either device, made without a server around them."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import msgspec
 
 from pipeline.config.settings import Quantization, Settings
+from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.stages.execute.weights import Weights
 
 CUDA_RUNNER = "pipeline.stages.execute.cuda.runner"
@@ -22,8 +24,11 @@ def settings_for(
     max_num_batched_tokens: int,
     quantization: Quantization = "none",
 ) -> Settings:
-    """On a CPU torch computes, whose ops are the plain references."""
+    """On a CPU torch computes, whose ops are the plain references. Where kernels are interpreted, a GPU's memory is the
+    machine's."""
     replace, plain = msgspec.structs.replace, Settings()
+    if INTERPRETED:
+        device = "cpu"
     kernels = "torch" if device == "cpu" else "auto"
     return replace(
         plain,
@@ -34,15 +39,15 @@ def settings_for(
     )
 
 
+def make_cpu_runner(settings: Settings, folder: Path) -> Any:
+    """The CPU's executor for a prepared folder."""
+    from pipeline.stages.execute.runner import Runner
+
+    return Runner(settings, folder)
+
+
 def make_runner(settings: Settings, folder: Path, weights: Weights | None = None) -> Any:
-    """The executor's runner of `settings.execute.device` for a prepared folder; with `weights` in place of those that
-    the folder names."""
-    if settings.execute.device == "cpu":
-        from pipeline.stages.execute.runner import Runner
-
-        return Runner(settings, folder)
-    import importlib
-
+    """The GPU's executor for a prepared folder; with `weights` in place of those that the folder names."""
     module: Any = importlib.import_module(CUDA_RUNNER)
     if weights is None:
         return module.CudaRunner(settings, folder)

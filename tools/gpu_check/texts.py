@@ -25,7 +25,7 @@ from tools.gpu_check import gpu, steps
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_prepared
 from tools.gpu_check.readings import Reading
-from tools.gpu_check.runners import close, make_runner, settings_for
+from tools.gpu_check.runners import close, make_cpu_runner, make_runner, settings_for
 from tools.gpu_check.shapes import SMALL, TINY
 
 ALLOWED = {"float32": 4e-3, "bfloat16": 0.2}
@@ -104,7 +104,7 @@ def _compare(
     # The second prompt begins as the first does.
     prompts[1] = prompts[0][:PREFIX] + prompts[1][PREFIX:]
     plan = Plan(prompts, num_new)
-    exact = Texts(make_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
+    exact = Texts(make_cpu_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
     ours = Texts(make_runner(_settings(config, plan, dtype, "cuda"), folder), plan)
     try:
         exact.keep_logits()
