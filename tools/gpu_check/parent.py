@@ -143,10 +143,9 @@ def _run_section(task: Task, inline: bool) -> list[Line]:
 
 def _run_process(task: Task, end_s: float) -> int:
     """Run a section's process until it ends or has to be ended. Returns its exit code, as subprocess has it."""
-    command = [sys.executable, "-m", "tools.gpu_check", "--child", task.to_json()]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command_of(task), cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
     path = Path(task.lines)
-    seen, item_end_s, item = 0, end_s, ""
+    seen, item_end_s, item = 0, end_s, task.section
     try:
         while (code := process.poll()) is None:
             lines = read(path)
@@ -166,6 +165,11 @@ def _run_process(task: Task, end_s: float) -> int:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def command_of(task: Task) -> list[str]:
+    """What runs a section in a process of its own."""
+    return [sys.executable, "-m", "tools.gpu_check", "--child", task.to_json()]
 
 
 def _reason(code: int) -> str:

@@ -1,8 +1,10 @@
 """What was found, as a table to read, as Markdown for a page, and as JSON to keep."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from tools.gpu_check.child import number
 from tools.gpu_check.readings import Failed, Reading
@@ -82,7 +84,19 @@ def as_json(found: Found) -> str:
         "readings": readings,
         "failed": [asdict(failed) for failed in found.failed],
     }
-    return json.dumps(whole, indent=1) + "\n"
+    return json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same with words for numbers that JSON has not."""
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {name: _finite(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+    return value
 
 
 def _cells(reading: Reading, most_note: int | None) -> tuple[str, ...]:

@@ -110,19 +110,20 @@ class StepBytes:
         return self.weights + self.kv
 
 
-def step_bytes(config: ModelConfig, batch: int, context: int, weight_bits: float = 16.0) -> StepBytes:
-    """Of `batch` rows of `context` tokens each, with `weight_bits` for a number of a matrix and bfloat16 for keys and
-    values. Of an embedding that is not the head too, a step reads a row a token, which is nothing."""
+def step_bytes(config: ModelConfig, batch: int, context: int, layer_bits: float = 16.0) -> StepBytes:
+    """Of `batch` rows of `context` tokens each, with `layer_bits` for a number of a layer's matrices, and bfloat16 for
+    the head, keys and values. Of an embedding that is not the head too, a step reads next to nothing."""
     keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
-    return StepBytes(int(num_weights(config) * weight_bits / 8), batch * context * keys)
+    weights = num_layer_weights(config) * layer_bits / 8 + 2 * config.hidden_size * config.vocab_size
+    return StepBytes(int(weights), batch * context * keys)
 
 
-def num_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices that a token is multiplied with."""
+def num_layer_weights(config: ModelConfig) -> int:
+    """Numbers in the matrices of all layers."""
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     attention = hidden * (2 * queries + 2 * config.num_kv_heads * config.head_dim)
     mlp = 3 * hidden * config.intermediate_size
-    return config.num_layers * (attention + mlp) + hidden * config.vocab_size
+    return config.num_layers * (attention + mlp)
 
 
 def bits_in_groups(code_bits: int, group: int) -> float:

@@ -32,7 +32,7 @@ from tools.gpu_check.shapes import (
     SMOLLM2_135M,
     TINY,
     bits_in_groups,
-    num_weights,
+    num_layer_weights,
     step_bytes,
 )
 
@@ -112,11 +112,11 @@ def measure(context: Context, model: Model, *, is_warm_up: bool = False) -> Iter
     """All figures of a model. As a warm-up it does the same once, so that everything is compiled."""
     if context.interpreted:
         targets = (Target(1, 1.0, 2.0), Target(2)) if model.name == "135M" else (Target(1),)
-        model = Model(model.name, TINY, 16, targets, model.quantization, model.depths)
+        model = Model(model.name, TINY, 16, targets, model.quantization)
     num_steps = WARM_STEPS + (24 if context.small else 96)
     if context.interpreted:
-        num_steps = 2
-    max_model_len = model.context + num_steps + 2
+        num_steps = 4
+    max_model_len = model.context + num_steps * len(model.depths) + 2
     if is_warm_up and not context.interpreted:
         model, num_steps = replace(model, context=WARM_CONTEXT), 2
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
@@ -141,7 +141,7 @@ def measure(context: Context, model: Model, *, is_warm_up: bool = False) -> Iter
 
 def _make(model: Model, folder: Path, num_steps: int, max_model_len: int) -> Any:
     config = model.config
-    num_blocks = (model.max_batch + 2) * steps.num_blocks(model.context + num_steps + 1)
+    num_blocks = (model.max_batch + 2) * steps.num_blocks(model.context + num_steps * len(model.depths) + 1)
     block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, torch.bfloat16)
     settings = settings_for(
         "cuda",
@@ -175,16 +175,16 @@ def _recorded(model: Model, runner: Any, made_s: float, made_bytes: int) -> Read
 def _decode(context: Context, model: Model, target: Target, runner: Any, num_steps: int) -> Iterator[Reading]:
     batch, config = target.batch, model.config
     name = f"{model.name}, batch {batch}"
-    rows = Rows(runner, config, batch, model.context, num_steps)
+    rows = Rows(runner, config, batch, model.context, num_steps * len(model.depths))
     prefill_s = rows.prefill()
     if batch == model.max_batch and prefill_s:
         yield _prefill(context, model, rows, prefill_s)
-    weight_bits = bits_in_groups(4, 128) if model.quantization == "int4" else 16.0
-    moved = step_bytes(config, batch, model.context + num_steps // 2, weight_bits)
+    layer_bits = bits_in_groups(4, 128) if model.quantization == "int4" else 16.0
+    moved = step_bytes(config, batch, model.context + num_steps // 2, layer_bits)
     bandwidth = machine.bandwidth(context)
     least_ms = moved.total / bandwidth * 1e3
     for depth in model.depths:
-        made = rows.decode(num_steps // len(model.depths), depth)
+        made = rows.decode(num_steps, depth)
         yield _rate(context, target, made, least_ms, f"{name}, depth {depth}" if depth != 2 else name, depth == 2)
         if depth != 2:
             continue
@@ -225,12 +225,11 @@ def _rate(context: Context, target: Target, made: "Decoded", least_ms: float, na
 def _prefill(context: Context, model: Model, rows: "Rows", took_s: float) -> Reading:
     """Prompts a second; the bound is that of their products alone."""
     flops = context.task.rates.get(machine.MATMUL)
-    head = model.config.hidden_size * model.config.vocab_size
     return Reading(
         f"{model.name}: prompts",
         rows.num_prompt_tokens / took_s,
         "tok/s",
-        None if flops is None else flops * 1e12 / 2 / (num_weights(model.config) - head),
+        None if flops is None else flops * 1e12 / 2 / num_layer_weights(model.config),
         note=f"{BATCH_TOKENS} tokens a step, prompts of {model.context}",
     )
 
@@ -287,6 +286,7 @@ class Rows:
     def decode(self, num_steps: int, depth: int) -> Decoded:
         """As many steps of all rows, `depth` of them in flight."""
         messages = [self._step(self._num_known - 1 + i) for i in range(num_steps)]
+        first = min(WARM_STEPS, num_steps - 2)
         self._num_known += num_steps
         flights: list[Any] = []
         collected_s: list[float] = []
@@ -297,17 +297,15 @@ class Rows:
                 self._runner.collect()
                 collected_s.append(time.perf_counter())
             flights.append(self._runner.launch(message, steps.take))
-            if len(flights) > WARM_STEPS:
+            if len(flights) > first + 1:
                 python_s += time.thread_time() - began_s
         while self._runner.flights:
             self._runner.collect()
             collected_s.append(time.perf_counter())
-        first = min(WARM_STEPS, num_steps - 2)
-        counted = flights[first:]
-        num = max(1, num_steps - WARM_STEPS)
+        counted = flights[first + 1 :]
         return Decoded(
             each_ms=(collected_s[-1] - collected_s[first]) / (num_steps - 1 - first) * 1e3,
-            python_us=python_s / num * 1e6,
+            python_us=python_s / len(counted) * 1e6,
             launch_us=median(flight.launch_s for flight in counted) * 1e6,
             **_on_gpu(counted),
             flights=counted,
