@@ -23,19 +23,20 @@ def code_number(
     `row` int64 may be a number or as `columns`; STRIDE is the length of a row of `values`.
     """
     if GROUP == 0:
-        return tl.load(values + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
-    group = columns // GROUP
-    if PACKED:
-        place = columns % GROUP
-        half = place // (GROUP // 2)
-        byte = tl.load(values + row * STRIDE + group * (GROUP // 2) + place % (GROUP // 2), mask=inside, other=0)
-        code = ((byte.to(tl.int32) >> (4 * half)) & 15) - ZERO
-        num_groups = STRIDE * 2 // GROUP
+        number = tl.load(values + row * STRIDE + columns, mask=inside, other=0.0).to(tl.float32)
     else:
-        code = tl.load(values + row * STRIDE + columns, mask=inside, other=0).to(tl.int32)
-        num_groups = STRIDE // GROUP
-    at = row * num_groups + group
-    number = code.to(tl.float32) * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_MINIMUMS:
-        number += tl.load(minimums + at, mask=inside, other=0.0).to(tl.float32)
+        group = columns // GROUP
+        if PACKED:
+            place = columns % GROUP
+            half = place // (GROUP // 2)
+            byte = tl.load(values + row * STRIDE + group * (GROUP // 2) + place % (GROUP // 2), mask=inside, other=0)
+            code = ((byte.to(tl.int32) >> (4 * half)) & 15) - ZERO
+            num_groups = STRIDE * 2 // GROUP
+        else:
+            code = tl.load(values + row * STRIDE + columns, mask=inside, other=0).to(tl.int32)
+            num_groups = STRIDE // GROUP
+        at = row * num_groups + group
+        number = code.to(tl.float32) * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_MINIMUMS:
+            number += tl.load(minimums + at, mask=inside, other=0.0).to(tl.float32)
     return number

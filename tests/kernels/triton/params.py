@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.noise import sequence_key
+from pipeline.kernels.shaping import Shaping
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
 
 
@@ -18,6 +19,7 @@ class Row:
     seed: int = 1
     num_ids: int = 9
     ended: bool = False
+    shaping: Shaping | None = None
 
     @property
     def key(self) -> int:
@@ -40,3 +42,30 @@ def params_of(rows: list[Row]) -> torch.Tensor:
         )
     params[-1, Field.ENDED] = 1
     return torch.from_numpy(params)
+
+
+def heap_of(params: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """The lists of the rows' shapings, one behind the other; where they are goes into `params`."""
+    words, floats = params.numpy(), params.numpy().view(np.float32)
+    heap: list[np.ndarray] = [np.full(3, -99, np.int32)]
+
+    def put(*arrays: np.ndarray) -> int:
+        begin = sum(map(len, heap))
+        heap.extend(array.view(np.int32) for array in arrays)
+        return begin
+
+    for i, row in enumerate(rows):
+        if (shaping := row.shaping) is None:
+            continue
+        words[i, Field.SHAPED], words[i, Field.NUM_PROMPT] = 1, shaping.num_prompt
+        floats[i, Field.REPETITION] = shaping.repetition
+        floats[i, Field.PRESENCE] = shaping.presence
+        floats[i, Field.FREQUENCY] = shaping.frequency
+        words[i, Field.MIN_TOKENS] = shaping.min_tokens
+        words[i, Field.ENDERS_AT], words[i, Field.NUM_ENDERS] = put(shaping.enders), len(shaping.enders)
+        words[i, Field.BIAS_AT] = put(shaping.bias_ids, shaping.bias_values)
+        words[i, Field.NUM_BIAS] = len(shaping.bias_ids)
+        words[i, Field.RUNS_AT], words[i, Field.NUM_RUNS] = put(shaping.runs), shaping.num_runs
+        if shaping.allowed is not None:
+            words[i, Field.ALLOWED_AT] = put(shaping.allowed)
+    return torch.from_numpy(np.concatenate(heap))

@@ -1,5 +1,7 @@
 """Ids are those that kernels/sample.py draws, for any mix of rows, and NO_ID where nothing can be drawn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,24 @@ def test_greedy_and_drawn_rows_beside_each_other_have_the_ids_of_torch(vocab_siz
     assert found == [largest[i] if row.temperature < 1e-5 else wanted[i] for i, row in enumerate(rows)]
 
 
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_filters_leave_what_they_leave_in_torch(spread: float) -> None:
+    rows = [
+        Row(1.0),
+        Row(0.0, top_k=2, top_p=0.1),
+        Row(0.8, top_k=7),
+        Row(1.1, top_p=0.9, ended=True),
+        Row(1.1, top_p=0.9),
+        Row(1.5, min_p=0.2),
+        Row(0.9, top_k=50, top_p=0.7, min_p=0.01),
+        Row(2.0, top_k=10_000, top_p=1e-9),
+    ]
+    logits = normal(len(rows), 4500, 2, spread)
+    wanted = in_torch(logits, [replace(row, temperature=row.temperature or 1.0) for row in rows])
+    wanted[1], wanted[3] = int(logits[1].argmax()), UNTOUCHED
+    assert drawn(logits, rows) == wanted
+
+
 def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
     logits = normal(5, 3000)
     rows = [Row(temperature=0.2 + i / 3, seed=i) for i in range(5)]
@@ -97,7 +117,7 @@ def test_rows_that_have_ended_draw_nothing() -> None:
 
 def test_draws_follow_the_softmax() -> None:
     logits = normal(1, 5, 3, 1.5)
-    num = 100
+    num = 60
     ids = drawn(logits.expand(num, -1), [Row(1.3, seed=5, num_ids=i) for i in range(num)])
     assert_follows(torch.tensor(ids), probabilities_reference(logits[0], 1.3, 0, 1, 0))
 
@@ -119,6 +139,8 @@ def test_what_has_no_number_is_never_drawn(temperature: float, values: dict[int,
     for place, value in values.items():
         logits[0, place] = value
     assert drawn(logits, [Row(temperature)]) == [expected]
+    if temperature == 1:
+        assert drawn(logits, [Row(temperature, top_p=0.5, top_k=3)]) == [expected]
 
 
 def test_of_equal_logits_the_lowest_id_is_the_greedy_one() -> None:
@@ -132,6 +154,13 @@ def test_of_equal_logits_the_lowest_id_is_the_greedy_one() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6, 3e38])
 def test_one_huge_logit_among_others(temperature: float) -> None:
-    logits = torch.tensor([[0.0, 3e38, -3e38, 1e30]]).expand(20, -1)
-    ids = drawn(logits, [Row(temperature, num_ids=i) for i in range(20)])
+    logits = torch.tensor([[0.0, 3e38, -3e38, 1e30]]).expand(6, -1)
+    ids = drawn(logits, [Row(temperature, num_ids=i) for i in range(6)])
     assert set(ids) == {1} if temperature < 1e30 else set(ids) <= {0, 1, 2, 3} and len(set(ids)) > 1
+
+
+def test_filtered_draws_are_of_what_is_left_alone() -> None:
+    """Equal logits stay or go together."""
+    logits = torch.tensor([[1.0, 3.0, 2.5, 2.5, 2.5, 0.9, 2.6]]).expand(8, -1)
+    ids = drawn(logits, [Row(20.0, top_k=3, num_ids=i) for i in range(8)])
+    assert set(ids) <= {1, 2, 3, 4, 6} and len(set(ids)) > 2

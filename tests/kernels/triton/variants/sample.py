@@ -4,20 +4,35 @@ import torch
 
 from pipeline.kernels.triton.draw import DrawScratch, draw
 from pipeline.kernels.triton.rows import NUM_FIELDS
+from pipeline.kernels.triton.shape import ShapeScratch, shape
 
 LLAMA, SMOLLM = 128256, 49152
 
 
 def launches() -> None:
     _draw(LLAMA, filtered=False)
+    _draw(LLAMA, filtered=True)
+    _shape(LLAMA, with_masks=True)
 
 
 def all_launches() -> None:
     for vocab_size in (LLAMA, SMOLLM, 151_669):
         _draw(vocab_size, filtered=False)
+        _draw(vocab_size, filtered=True)
+        _shape(vocab_size, with_masks=False)
+        _shape(vocab_size, with_masks=True)
 
 
 def _draw(vocab_size: int, *, filtered: bool) -> None:
     ids, sample_rows = torch.zeros(2, 2, dtype=torch.int32)
     params = torch.zeros(3, NUM_FIELDS, dtype=torch.int32)
     draw(ids, torch.zeros(2, vocab_size), params, sample_rows, DrawScratch(2, vocab_size, "cpu"), filtered=filtered)
+
+
+def _shape(vocab_size: int, *, with_masks: bool) -> None:
+    words = torch.zeros(2, (vocab_size + 31) // 32, dtype=torch.int32)
+    params, sample_rows = torch.zeros(3, NUM_FIELDS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    heap, ids = torch.zeros(64, dtype=torch.int32), torch.zeros(3, 8192, dtype=torch.int32)
+    masks, masked = (words, sample_rows) if with_masks else (None, None)
+    scratch = ShapeScratch(2, vocab_size, "cpu")
+    shape(torch.zeros(2, vocab_size), params, heap, ids, sample_rows, masks, masked, scratch)
