@@ -1,0 +1,24 @@
+"""What `speed` measures, once and without the long contexts: so that what it launches is compiled, and graphs are
+recorded as they are where a server has run before. It runs beside the checks, and takes its time from no measurement.
+"""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from tools.gpu_check.child import Context, Item
+from tools.gpu_check.readings import Reading
+from tools.gpu_check.speed import MODELS, Model, measure
+
+
+def items(context: Context) -> list[Item]:
+    return [Item(f"first start of {model.name}", partial(_start, model=model), 1, 110) for model in MODELS]
+
+
+def _start(context: Context, model: Model) -> Iterator[Reading]:
+    began_s = time.perf_counter()
+    for _ in measure(context, model, is_warm_up=True):
+        pass
+    took_s = time.perf_counter() - began_s
+    note = "kernels of all its batches compiled, beside other processes"
+    yield Reading(f"first start of {model.name}", took_s, "s", less_is_better=True, note=note)
