@@ -167,6 +167,7 @@ def test_an_executor_that_draws_other_ids_fails(tmp_path: Path, monkeypatch: pyt
 def test_figures_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "make_runner", fakes.make_runner)
     monkeypatch.setattr(speed, "WARM_STEPS", 1)
+    monkeypatch.setattr(speed, "BATCH_TOKENS", 16)
     readings = {reading.case: reading for reading in speed.measure(_context(tmp_path), speed.MODELS[0])}
     assert readings["135M, batch 1: GPU busy"].value == pytest.approx(100 / 1.01, abs=0.5)
     assert readings["135M, batch 2"].value and readings["135M, batch 2"].bound
