@@ -31,11 +31,10 @@ def code_number(
             half = place // (GROUP // 2)
             byte = tl.load(values + row * STRIDE + group * (GROUP // 2) + place % (GROUP // 2), mask=inside, other=0)
             code = ((byte.to(tl.int32) >> (4 * half)) & 15) - ZERO
-            num_groups = STRIDE * 2 // GROUP
+            at = row * (STRIDE * 2 // GROUP) + group
         else:
             code = tl.load(values + row * STRIDE + columns, mask=inside, other=0).to(tl.int32)
-            num_groups = STRIDE // GROUP
-        at = row * num_groups + group
+            at = row * (STRIDE // GROUP) + group
         number = code.to(tl.float32) * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_MINIMUMS:
             number += tl.load(minimums + at, mask=inside, other=0.0).to(tl.float32)

@@ -27,8 +27,8 @@ def input_at(
     `inside`.
 
     Without NORM both are x [M, WIDTH]. With it, `x` is the residual that came in, `parts` [NUM_PARTS, M, WIDTH] what is
-    added to it first, and a program that `writes` stores the sum in `residual_out`. That is never the residual that came
-    in: others may not have read it yet.
+    added to it first, and a program that `writes` stores the sum in `residual_out`. That is never the residual that
+    came in: others may not have read it yet.
     """
     at = tokens * WIDTH + columns
     hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)

@@ -32,6 +32,9 @@ from pipeline.kernels.triton.widen import add_bias, widen_rows
 WIDE_VALUES = 1 << 25
 """Numbers that are widened at once, 64 MiB as bfloat16: enough rows for cuBLAS to be as fast as with all of them."""
 
+MAX_STAGE_BYTES = 192 * 1024
+"""Of the shared memory of a program, which may be 227 KiB; sums and operands need some besides."""
+
 DTYPES = {
     torch.bfloat16: triton.language.bfloat16,
     torch.float16: triton.language.float16,
@@ -175,8 +178,16 @@ def launch(
         *inputs,
         num_tokens,
         BLOCK_M=config.block_m,
-        NUM_STAGES=config.num_stages,
+        NUM_STAGES=_num_stages(config, op, matrix, num_parts_in) if norm else config.num_stages,
         DTYPE=DTYPES[matrix.dtype],
         WIDEN=WIDEN_DOT,
         **shared,
     )
+
+
+def _num_stages(config: Config, op: Op, matrix: DeviceMatrix, num_parts_in: int) -> int:
+    """Of a product with its own norm: what it norms is kept in stages as well, as float32, residual and parts."""
+    halves = 2 if op == "gate" else 1
+    weight_bytes = tuned.bytes_of_columns(matrix.format, config.block_k) * config.block_n * halves
+    hidden_bytes = 4 * config.block_k * (config.block_m * (1 + num_parts_in) + 1)
+    return max(1, min(config.num_stages, MAX_STAGE_BYTES // (weight_bytes + hidden_bytes)))

@@ -1,7 +1,8 @@
 """What stands between two products of a model: sums, norms and rows of the embedding.
 
 A product leaves *parts*: a tensor [P, M, N] whose sum over P is its result. Whoever reads it sums in the order of P, so
-that the result does not depend on who came first, and no product has to wait for its own parts. The residual is float32.
+that the result does not depend on who came first, and no product has to wait for its own parts. The residual is
+float32.
 
 One program a row: a row of a few thousand numbers is read in one go, 16 bytes a thread, and lies in registers until it
 has been scaled.

@@ -5,8 +5,8 @@ stand on the right and may be as few as 8. Floats come by asynchronous copies in
 and are multiplied from there. Codes come the same way; each thread widens what it multiplies in registers.
 
 One program takes BLOCK_N rows and a share of their columns: with few rows there would be too few programs to keep the
-memory busy. Each share leaves a part, and who reads the parts sums them (norm.py). With GATED a program has rows of both
-halves and finishes them itself, so the columns can't be shared out.
+memory busy. Each share leaves a part, and who reads the parts sums them (norm.py). With GATED a program has rows of
+both halves and finishes them itself, so the columns can't be shared out.
 
 Shapes: M tokens, N rows, K columns, T = BLOCK_M tokens of a program.
 """
@@ -66,6 +66,7 @@ def skinny_product(
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Beyond the last token, the last one again: no mask then stands in the way of wide loads.
     some_tokens = tl.minimum(tokens, num_tokens - 1)
+    PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     begin = split * SHARE * BLOCK_K
@@ -92,10 +93,10 @@ def skinny_product(
         there = (at + places < ROW)[None, :]
         tile = tl.load(pointers + at) if EVEN else tl.load(pointers + at, mask=there, other=0)
         columns = (k + low_columns)[:, None]
-        writes = tl.program_id(0) == (k // BLOCK_K) % tl.num_programs(0)
+        writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
-            x, residual_out, parts, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes, K, NORM,
-            NUM_PARTS,
+            x, residual_out, parts, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes, K,
+            NORM, NUM_PARTS,
         )  # fmt: skip
         if NORM:
             squares += hidden * hidden

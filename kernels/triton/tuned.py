@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from pipeline.kernels.triton.launch import num_multiprocessors
+from pipeline.kernels.triton.launch import INTERPRETED, num_multiprocessors
 
 Op = Literal["linear", "gate", "logits"]
 """`gate`: two halves of rows in one program, never shared out. `logits`: float32, never shared out."""
@@ -30,6 +30,8 @@ SKINNY_TOKENS = 16
 """Up to here our own product of floats is used (skinny.py), beyond it cuBLAS."""
 CODE_TOKENS = 128
 """Up to here our own product of codes; beyond it they are widened for cuBLAS."""
+COMPILED_FOR = 132
+"""Multiprocessors of an H100: what kernels are compiled for where there is no GPU to ask."""
 BUCKETS = (1, 8, 16, 32, 64, 128)
 """Numbers of tokens that a table has entries for."""
 
@@ -73,7 +75,13 @@ def bucket_of(num_tokens: int) -> int:
 def choose(op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device) -> Config:
     """The shipped table's choice where it has the shape, else the rule's."""
     shape = Shape(op, bucket_of(num_tokens), num_rows, num_columns, format)
-    return _choose(shape, architecture(device), num_multiprocessors(device))
+    return _choose(shape, architecture(device), _num_programs(device))
+
+
+def _num_programs(device: torch.device) -> int:
+    if device.type == "cpu" and not INTERPRETED:
+        return COMPILED_FOR
+    return num_multiprocessors(device)
 
 
 @lru_cache(maxsize=4096)
@@ -109,9 +117,14 @@ def write_table(architecture: str, entries: dict[Shape, Config], measured_on: st
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     path.parent.mkdir(exist_ok=True)
     path.write_text(f'{{\n  "measured_on": {json.dumps(measured_on)},\n  "entries": [\n{lines}\n  ]\n}}\n')
+    forget()
+    return path
+
+
+def forget() -> None:
+    """Read tables anew."""
     table.cache_clear()
     _choose.cache_clear()
-    return path
 
 
 def bytes_of_columns(format: str, num_columns: int) -> int:
@@ -129,35 +142,32 @@ def rule(shape: Shape, num_programs: int) -> Config:
 
 
 def _vector_rule(shape: Shape, num_programs: int) -> Config:
-    """A tile of 16 KiB, 128 bytes a thread: wide where the rows are few, tall where they are many."""
+    """Tiles of 128 bytes a thread, wide where rows are few and tall where they are many; of 64 where codes are to be
+    held as floats besides, and half of it for each half of a gate."""
     enough = num_programs * 3 // 2
-    least = 32 // bytes_of_columns(shape.format, 16) * 16 if shape.format.startswith("int") else 1
     block_n = next((n for n in (16, 8, 4) if _ceil(shape.num_rows, n) >= enough), 2)
-    tile_bytes = 8192 if shape.op == "gate" or shape.format.startswith("int4") else 16384
-    block_k = 64
-    while bytes_of_columns(shape.format, 2 * block_k) * block_n <= tile_bytes and block_k < shape.num_columns:
+    tile_bytes = 128 * (64 if shape.format.startswith("int") else 128) // (2 if shape.op == "gate" else 1)
+    block_k = max(64, group_of(shape.format))
+    while block_k < shape.num_columns and bytes_of_columns(shape.format, 2 * block_k) * block_n <= tile_bytes:
         block_k *= 2
-    block_k = max(block_k, least, group_of(shape.format))
     num_blocks = _ceil(shape.num_columns, block_k)
-    split = 1
-    if shape.op == "linear":
-        split = _even_split(num_blocks, max(1, enough // _ceil(shape.num_rows, block_n)))
-    return Config(1, block_n, block_k, split, num_warps=4, num_stages=1)
+    wanted = enough // _ceil(shape.num_rows, block_n) if shape.op == "linear" else 1
+    return Config(1, block_n, block_k, _even_split(num_blocks, wanted), num_warps=4, num_stages=1)
 
 
 def _skinny_rule(shape: Shape, num_programs: int) -> Config:
-    """Tiles of 16 KiB, four on their way: two such programs fit into a multiprocessor, and even one keeps it busy."""
+    """Tiles of 64 rows, as many on their way as make 48 KiB, and one or two such programs a multiprocessor."""
     block_m = max(8, shape.num_tokens)
-    block_k = max(128, group_of(shape.format))
-    if shape.format == "f32":
-        block_k = 64
-    elif shape.format.startswith("int"):
-        block_k = max(128, group_of(shape.format))
+    block_k = max(64 if shape.format == "f32" else 128, group_of(shape.format))
     num_blocks = _ceil(shape.num_columns, block_k)
     most_split = min(num_blocks, 8) if shape.op == "linear" and block_m <= SKINNY_TOKENS else 1
     block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
-    split = _even_split(num_blocks, min(most_split, max(1, 2 * num_programs // _ceil(shape.num_rows, block_n))))
-    num_stages = 3 if shape.op == "gate" or block_m > SKINNY_TOKENS else 4
+    split = _even_split(num_blocks, min(most_split, 2 * num_programs // _ceil(shape.num_rows, block_n)))
+    tile_bytes = block_n * bytes_of_columns(shape.format, block_k) * (2 if shape.op == "gate" else 1)
+    tokens_bytes = block_m * block_k * (4 if shape.format == "f32" else 2)
+    num_stages = max(3, min(8, 48 * 1024 // tile_bytes))
+    while num_stages > 2 and num_stages * (tile_bytes + tokens_bytes) > 108 * 1024:
+        num_stages -= 1
     return Config(block_m, block_n, block_k, split, num_warps=4, num_stages=num_stages)
 
 
@@ -166,7 +176,7 @@ def candidates(
 ) -> Iterator[Config]:
     """What is worth timing for a shape: the rule's choice first, then its neighbours."""
     shape = Shape(op, bucket_of(num_tokens), num_rows, num_columns, format)
-    first = rule(shape, num_multiprocessors(device))
+    first = rule(shape, _num_programs(device))
     seen = {first}
     yield first
     for config in _neighbours(shape, first):

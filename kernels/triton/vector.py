@@ -1,4 +1,4 @@
-"""Products of one token: a matrix times a vector, summed as it streams by. No tensor cores, no shared memory.
+"""Products of one token: a matrix times a vector, summed as it streams by.
 
 A program takes BLOCK_N rows, and of their columns a share where SPLIT is more than 1. It walks along them a tile at a
 time: the next tile's loads are on their way, 16 bytes a thread, while the one that came is multiplied, so that a
@@ -6,8 +6,8 @@ program has a tile or two in flight all along and a multiprocessor several progr
 for each multiprocessor are needed to keep its memory busy (3.3 TB/s at less than 1 µs, on 132 of them). Programs that
 are all there at once share the bandwidth and end together; so their number need not be a multiple of anything.
 
-What is asked of the processors: with floats 2 instructions a weight and thread, with 4 bits about 3 (unpack.py), where memory brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Reasoned, not
-measured.)
+What is asked of the processors: with floats 2 instructions a weight, with 4 bits about 3 (unpack.py), where memory
+brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Counted in machine code, not measured.)
 """
 
 import triton
@@ -70,8 +70,8 @@ def vector_product(
         )  # fmt: skip
     else:
         sums, other_sums, squares = _codes(
-            x, residual_out, parts, norm_weight, values, scales, minimums, some, begin, SHARE, N, K, STRIDE, GROUP, ZERO,
-            PACKED, HAS_MINIMUMS, NORM, NUM_PARTS, GATED, BLOCK_N, BLOCK_K, PDL, ASM,
+            x, residual_out, parts, norm_weight, values, scales, minimums, some, begin, SHARE, N, K, STRIDE, GROUP,
+            ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTS, GATED, BLOCK_N, BLOCK_K, PDL, ASM,
         )  # fmt: skip
     if NORM:
         if SPLIT > 1:  # this program has seen a share of the squares only
@@ -113,14 +113,14 @@ def _floats(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums [BLOCK_N] over SHARE tiles from column `begin` on, those of the rows N further below, and squares [BLOCK_K]."""
+    """Sums [BLOCK_N] over SHARE tiles from column `begin` on; those of the rows N further below; squares [BLOCK_K]."""
     places = tl.arange(0, BLOCK_K)
     pointers = values + rows.to(tl.int64)[:, None] * K + places[None, :]
     OTHER: tl.constexpr = N * K
     sums = tl.zeros([BLOCK_N, BLOCK_K // LANES], tl.float32)
     other_sums = tl.zeros([BLOCK_N, BLOCK_K // LANES], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    mine = tl.program_id(0)
+    PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     there = (begin + places < K)[None, :]
     tile = tl.load(pointers + begin, mask=there, other=0.0)
     other_tile = tl.load(pointers + begin + OTHER, mask=there, other=0.0) if GATED else tile
@@ -132,7 +132,7 @@ def _floats(
         next_tile = tl.load(pointers + (k + BLOCK_K), mask=there, other=0.0)
         next_other = tl.load(pointers + (k + BLOCK_K) + OTHER, mask=there, other=0.0) if GATED else next_tile
         columns = k + places
-        writes = mine == (k // BLOCK_K) % tl.num_programs(0)
+        writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
             x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
         )
@@ -189,7 +189,7 @@ def _codes(
     sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
     other_sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
     squares = tl.zeros([GROUPS, BYTES], tl.float32)
-    mine = tl.program_id(0)
+    PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     first = begin // GROUP
     there = (first + groups < NUM_GROUPS)[None, :, None]
     tile = tl.load(pointers + first * WORDS, mask=there, other=0)
@@ -205,7 +205,7 @@ def _codes(
         scale = tl.load(scales + scale_at + group, mask=here, other=0.0).to(tl.float32)
         least = tl.load(minimums + scale_at + group, mask=here, other=0.0).to(tl.float32) if HAS_MINIMUMS else scale
         columns = k + (groups * GROUP)[:, None] + places[None, :]
-        writes = mine == (k // BLOCK_K) % tl.num_programs(0)
+        writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
             x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
         )
