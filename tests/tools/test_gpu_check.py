@@ -148,8 +148,8 @@ def test_texts_of_the_same_executor_are_the_same(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(texts, "make_runner", fakes.make_runner)
     (item,) = texts.items(_context(tmp_path))
     readings = list(item.run(_context(tmp_path)))
-    assert [reading.result for reading in readings] == ["pass"] * 5
-    assert all(reading.value == 0 for reading in readings[:4])
+    assert [reading.result for reading in readings] == ["pass"] * 6
+    assert all(reading.value == 0 for reading in readings[:5])
 
 
 def test_an_executor_that_draws_other_ids_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,12 +161,13 @@ def test_an_executor_that_draws_other_ids_fails(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(texts, "make_runner", wrong)
     (item,) = texts.items(_context(tmp_path))
     results = [reading.result for reading in item.run(_context(tmp_path))]
-    assert results[:4] == ["FAIL"] * 4
+    assert results[:5] == ["FAIL"] * 5
 
 
 def test_figures_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "make_runner", fakes.make_runner)
     monkeypatch.setattr(speed, "WARM_STEPS", 1)
+    monkeypatch.setattr(speed, "BATCH_TOKENS", 16)
     readings = {reading.case: reading for reading in speed.measure(_context(tmp_path), speed.MODELS[0])}
     assert readings["135M, batch 1: GPU busy"].value == pytest.approx(100 / 1.01, abs=0.5)
     assert readings["135M, batch 2"].value and readings["135M, batch 2"].bound

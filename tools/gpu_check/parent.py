@@ -21,7 +21,7 @@ from tools.gpu_check.readings import Begun, Ended, Failed, Line, Reading, read, 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 0.1
 NO_GPU = 2
-QUICK_SHARE = 0.4
+QUICK_SHARE = 0.5
 """Of a section's time, with --quick."""
 
 
