@@ -1,5 +1,6 @@
 """One section: its items, one after the other. What goes wrong in one is noted, and the next has its turn."""
 
+import gc
 import importlib
 import json
 import time
@@ -97,7 +98,17 @@ def run(task: Task) -> int:
             if not _works():
                 return BROKEN
         write(path, Ended(item.name, time.monotonic() - began_s))
+        if not task.interpreted:
+            _free_memory()
     return 0
+
+
+def _free_memory() -> None:
+    """What this process keeps of the GPU's memory may be another's."""
+    from tools.gpu_check import gpu
+
+    gc.collect()
+    gpu.free_memory()
 
 
 def _works() -> bool:

@@ -27,7 +27,7 @@ NUM_PARTS = 3
 
 
 def items(context: Context) -> list[Item]:
-    made = [Item(f"products of floats, {name}", partial(_floats, name=name)) for name in _names(context)]
+    made = [Item(f"products of floats, {name}", partial(_floats, name=name), limit_s=100) for name in _names(context)]
     made += [
         Item(f"products of {format}, {name}", partial(_codes, name=name, format=format))
         for format, name in CODES

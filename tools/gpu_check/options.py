@@ -21,8 +21,8 @@ the server itself imports. On a machine without a package registry take the rest
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl     # on that machine
     PYTHONPATH=site python3 tools/gpu_check --out found
 
-Sections `machine`, `kernels`, `peers` and `tune` need no wheels. --interpret runs the code of every section on the CPU
-at sizes that mean nothing; so does a test in tests/tools.
+`--only machine` needs no wheels. --interpret runs the code of every section on the CPU at sizes that mean nothing, in
+some minutes.
 """
 
 
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=Path, metavar="FOLDER", help="write found.json, found.md and logs there")
     made.add_argument("--only", type=_sections, metavar="SECTION,…", help="these sections, in their own order")
-    made.add_argument("--quick", action="store_true", help="fewer cases and repeats: less than two minutes")
+    made.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     made.add_argument(
         "--model", type=Path, metavar="FOLDER", help="compare texts of this model too: a folder or a .gguf"
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -118,7 +119,9 @@ def measure(context: Context, model: Model, *, is_warm_up: bool = False) -> Iter
         num_steps = 4
     max_model_len = model.context + num_steps * len(model.depths) + 2
     if is_warm_up and not context.interpreted:
-        model, num_steps = replace(model, context=WARM_CONTEXT), 2
+        # Kernels are the same for any number of layers.
+        config = msgspec.structs.replace(model.config, num_layers=2)
+        model, num_steps = replace(model, config=config, context=WARM_CONTEXT), 2
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
         model.config.save(folder)

@@ -20,7 +20,9 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
 from pipeline.kernels.sample import thresholds
+from pipeline.kernels.shaping import shape
 from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.wants import shaping_of
 from tools.gpu_check import gpu, steps
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_prepared
@@ -39,6 +41,17 @@ MAX_TOKENS = 2**31 - 1
 DRAWS = {
     "greedy": steps.GREEDY,
     "drawn": m.Sampling(temperature=0.9, seed=17, ignore_eos=True),
+    "with wishes": m.Sampling(
+        temperature=0.0,
+        ignore_eos=True,
+        repetition_penalty=1.3,
+        presence_penalty=0.3,
+        bias_ids=[5, 40],
+        bias_values=[1.5, -2.0],
+        bad_words=[[7], [8, 9]],
+        with_logprobs=True,
+        num_top=3,
+    ),
     "drawn, filtered": m.Sampling(temperature=1.2, seed=23, top_k=50, top_p=0.9, min_p=0.01, ignore_eos=True),
 }
 
@@ -146,7 +159,8 @@ def _judge(
         parted = next((i for i, pair in enumerate(zip(right, ours, strict=True)) if pair[0] != pair[1]), None)
         same += len(right) if parted is None else parted
         if parted is not None:
-            worst = max(worst, exact.gap([*prompt, *right[:parted]], right[parted], ours[parted], sampling))
+            ids = [*prompt, *right[:parted]]
+            worst = max(worst, exact.gap(ids, len(prompt), right[parted], ours[parted], sampling))
     num = sum(map(len, expected))
     note = f"{same} of {num} ids before texts part; the number is how far the ids there were apart, in spreads"
     return Reading(
@@ -205,11 +219,14 @@ class Texts:
             return self._texts(prompts, way, sampling, shared)
         return [text for prompt in prompts for text in self._texts([prompt], way, sampling, [0])]
 
-    def gap(self, ids: list[int], right: int, ours: int, sampling: m.Sampling) -> float:
-        """How much less than `right` the id `ours` is behind `ids`, in standard deviations of the logits; by this
-        runner's logits, and for what is drawn by the noise and the filters too."""
+    def gap(self, ids: list[int], num_prompt: int, right: int, ours: int, sampling: m.Sampling) -> float:
+        """How much less than `right` the id `ours` is behind `ids`, of which a prompt has `num_prompt`, in standard
+        deviations of the logits; by this runner's logits, and for what is drawn by the noise and the filters too."""
         logits = self._logits(ids)
         spread = float(logits.std())
+        shaping = shaping_of(sampling, np.array(ids, np.int32), num_prompt, [], len(logits))
+        if shaping is not None:
+            shape(logits, shaping, len(ids))
         if sampling.temperature == 0:
             return float(logits[right] - logits[ours]) / spread
         scaled = (logits - logits.max()) / sampling.temperature

@@ -1,5 +1,7 @@
-"""What `speed` measures, once and without the long contexts: so that what it launches is compiled, and graphs are
-recorded as they are where a server has run before. It runs beside the checks, and takes its time from no measurement.
+"""What `speed` launches, compiled beforehand: a model of two layers does what is measured of all of them, once.
+
+It runs beside the checks, and takes its time from no measurement. Graphs are then recorded as fast as where a server
+has run before.
 """
 
 import time
@@ -12,7 +14,7 @@ from tools.gpu_check.speed import MODELS, Model, measure
 
 
 def items(context: Context) -> list[Item]:
-    return [Item(f"first start of {model.name}", partial(_start, model=model), 1, 110) for model in MODELS]
+    return [Item(f"kernels of {model.name}", partial(_start, model=model), 1, 110) for model in MODELS]
 
 
 def _start(context: Context, model: Model) -> Iterator[Reading]:
@@ -20,5 +22,5 @@ def _start(context: Context, model: Model) -> Iterator[Reading]:
     for _ in measure(context, model, is_warm_up=True):
         pass
     took_s = time.perf_counter() - began_s
-    note = "kernels of all its batches compiled, beside other processes"
-    yield Reading(f"first start of {model.name}", took_s, "s", less_is_better=True, note=note)
+    note = "all that its steps launch, compiled beside other processes"
+    yield Reading(f"first start of {model.name}, two layers", took_s, "s", less_is_better=True, note=note)

@@ -50,6 +50,8 @@ class Device(ABC):
     where: torch.device
     name: str
     """For people."""
+    records = True
+    """Graphs are recorded, and kernels compiled, so that it is worth doing ahead of need."""
 
     @abstractmethod
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
@@ -170,6 +172,8 @@ class Gpu(Device):
 
 class Interpreted(Device):
     """No GPU: kernels run in Triton's interpreter, at once."""
+
+    records = False
 
     class _Done:
         def __init__(self) -> None:

@@ -46,8 +46,8 @@ class DeviceRows:
         self.on_device = Rows(state, *views[:4])
         self.heap = views[4]
         self._lists = Heap(HEAP_WORDS)
-        self._nothing = self._lists.take(num_words(table.vocab_size))
-        """Where the heap has a mask that allows nothing."""
+        self._nothing = self._lists.take(num_words(table.vocab_size)) or 0
+        """Where the heap, from its beginning, has a mask that allows nothing."""
         self._lists_of: dict[int, tuple[int, int]] = {}
         self.on_device.params[-1, Field.ENDED] = 1
         self.runs: list[Run] = []

@@ -96,6 +96,15 @@ class CudaRunner:
         """Rows whose sequence can't go on, and why: told with the next id that is drawn for each, which is none."""
         self._pool = Pool(self.model.last_norm, config.rms_norm_eps)
         self._samplings = msgspec.msgpack.Decoder(Sampling)
+        first, others = self.shapes.first(), self.shapes.others()
+        mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
+        self._to_record = [
+            *((shape, Kind.DRAW) for shape in (*first, *others, *mixed)),
+            *((shape, Kind.FILTER) for shape in (*first, *others)),
+            *((shape, Kind.OPEN) for shape in first),
+        ]
+        self._is_warm = False
+        """Whether the kernels of wishes have been compiled."""
         self.flights: deque[Flight] = deque()
         """Oldest first."""
         self.publish: Publish = lambda flight, sampled: None
@@ -120,11 +129,18 @@ class CudaRunner:
         self.device.synchronize()
 
     def record_more(self) -> bool:
-        """Record one more, when there is nothing else to do. Returns whether there was one."""
-        for shape in self.shapes.others():
-            if not self.steps.has(shape, Kind.DRAW):
-                self.steps.get(shape, Kind.DRAW)
+        """Prepare for one more kind of step, when there is nothing else to do: what requests have not asked for yet is
+        there when they do. Returns whether there was any left."""
+        if not self.device.records:
+            return False
+        for shape, kind in self._to_record:
+            if not self.steps.has(shape, kind):
+                self.steps.get(shape, kind)
                 return True
+        if not self._is_warm:
+            self._is_warm = True
+            self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
+            return True
         return False
 
     def close(self) -> None:

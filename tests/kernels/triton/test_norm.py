@@ -87,7 +87,7 @@ def test_a_gate_multiplies_what_its_parts_sum_to(num_parts: int, width: int) -> 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])
 @pytest.mark.parametrize("num_parts_in", [0, 2])
 def test_a_product_norms_its_input_on_the_way(format: str, num_tokens: int, num_parts_in: int) -> None:
-    rows, columns, dtype = 70, 160, torch.float32
+    rows, columns, dtype = 22, 160, torch.float32
     matrix, bias, weight = device_matrix(rows, columns, format, dtype), random(rows, seed=2), random(columns, seed=5)
     parts_in = parts_of(num_parts_in, num_tokens, columns)
     residual, hidden = hidden_of(num_tokens, columns, parts_in)
@@ -128,7 +128,7 @@ def test_a_norm_on_the_way_sees_all_columns_where_they_are_shared_out(num_tokens
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_a_gate_of_bfloat16_without_a_norm(num_tokens: int) -> None:
-    matrix, x = device_matrix(60, 128, "float", torch.bfloat16), random(num_tokens, 128, seed=1).bfloat16()
-    out = poisoned(num_tokens, 30, dtype=torch.bfloat16)
+    matrix, x = device_matrix(24, 128, "float", torch.bfloat16), random(num_tokens, 128, seed=1).bfloat16()
+    out = poisoned(num_tokens, 12, dtype=torch.bfloat16)
     gate_up(out, x, matrix, None)
     assert_near(out, gated(product(x, matrix, None)), TOLERANCE[torch.bfloat16])
