@@ -60,6 +60,7 @@ class Inbox(Generic[T]):
 
     is_replayed = False
     tape: Tape | None = None
+    _poller: zmq.Poller | None = None
 
     def __init__(
         self,
@@ -98,14 +99,20 @@ class Inbox(Generic[T]):
         """
         return int(self._socket.get(zmq.FD))
 
+    def wake_by(self, fd: int) -> None:
+        """Let `wait` end when another descriptor is readable too."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(fd, zmq.POLLIN)
+
     def has_message(self) -> bool:
         """Whether a message waits now. Makes the descriptor unreadable until something new happens."""
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a message is there, at most `timeout_s`."""
-        begun = time.monotonic()
-        is_there = bool(self._socket.poll(max(0, round(timeout_s * 1000))))
+        """Wait until a message is there, at most `timeout_s`. Returns whether one is, or what `wake_by` was given."""
+        begun, timeout_ms = time.monotonic(), max(0, round(timeout_s * 1000))
+        is_there = bool(self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms))
         self.wait_s += time.monotonic() - begun
         self.num_wakes += 1
         return is_there

@@ -12,6 +12,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.samples import Sample
 
+from pipeline.batches import BATCHES
 from pipeline.histogram import (
     PLAN_WAIT_S,
     REQUEST_S,
@@ -340,6 +341,7 @@ def _parts(stats: ServerStats) -> Iterator[Metric]:
         words = "Time without a step to compute although there was work to plan, for each step that followed a result."
         waits = counts.plan_wait_s
         yield _histogram("pipeline_schedule_plan_wait_seconds", words, {"stage": name}, waits, PLAN_WAIT_S)
+        yield from _gaps(name, counts)
         yield _gauge("pipeline_schedule_depth", "Steps in flight at most, as it is now.", {"stage": name}, counts.depth)
     yield _named("pipeline_schedule_forks", "Sequences begun from a sibling's.", schedule, lambda c: c.num_forks)
     yield _named(
@@ -375,6 +377,24 @@ def _parts(stats: ServerStats) -> Iterator[Metric]:
     yield _named("pipeline_detokenize_seconds", "Time spent on text.", detokenize, lambda c: c.settle_s)
 
 
+def _gaps(name: str, counts: ScheduleCounts) -> Iterator[Metric]:
+    """What the device did between steps and in them, by the size of their batch."""
+    gaps = HistogramMetricFamily(
+        "pipeline_step_gap_seconds",
+        "Time from the end of a step to the next, by the device's clock, where there was work to plan.",
+        labels=["stage", "batch"],
+    )
+    steps = CounterMetricFamily(
+        "pipeline_step_busy_seconds", "Time that the steps behind these gaps took.", labels=["stage", "batch"]
+    )
+    for of_batch in counts.gaps:
+        labels = [name, BATCHES[of_batch.batch]]
+        gaps.add_metric(labels, _buckets(of_batch.gap_s, PLAN_WAIT_S), of_batch.gap_s.total)
+        steps.add_metric(labels, of_batch.step_s)
+    yield gaps
+    yield steps
+
+
 # ----------------------------------------------------------------------------------------------------------- shapes
 
 C = TypeVar("C")
@@ -407,11 +427,15 @@ def _counter(name: str, words: str, labels: Labels, value: float) -> Metric:
 
 
 def _histogram(name: str, words: str, labels: Labels, histogram: HistogramCounts, bounds: Bounds) -> Metric:
-    """Buckets are cumulative in this format."""
     family = HistogramMetricFamily(name, words, labels=list(labels))
-    above = zip((*map(str, bounds), "+Inf"), accumulate(histogram.counts), strict=True)
-    family.add_metric(list(labels.values()), [(bound, float(count)) for bound, count in above], histogram.total)
+    family.add_metric(list(labels.values()), _buckets(histogram, bounds), histogram.total)
     return family
+
+
+def _buckets(histogram: HistogramCounts, bounds: Bounds) -> list[tuple[str, float]]:
+    """They are cumulative in this format."""
+    above = zip((*map(str, bounds), "+Inf"), accumulate(histogram.counts), strict=True)
+    return [(bound, float(count)) for bound, count in above]
 
 
 def _named(name: str, words: str, stages: list[tuple[str, C]], of: Callable[[C], float]) -> Metric:

@@ -30,6 +30,17 @@ class HistogramCounts(Part, frozen=True):
     """The sum of all values."""
 
 
+class GapCounts(Part, frozen=True):
+    """Of steps of one batch size that were there to be computed as soon as the executor had done with those before."""
+
+    batch: int
+    """Its place in `pipeline.batches.BATCHES`."""
+    gap_s: HistogramCounts
+    """One value for each: from the end of the step before to its beginning, by the clock of the device."""
+    step_s: float
+    """How long they took themselves."""
+
+
 class GatewayCounts(Part, frozen=True, tag="gateway"):
     """A request in these counts is a sequence: each of a call's n, for each of its prompts."""
 
@@ -114,6 +125,8 @@ class ScheduleCounts(Part, frozen=True, tag="schedule"):
     """As in `ScheduleLoad`"""
     plan_wait_s: HistogramCounts = HistogramCounts([], 0.0)
     """One value for each step that was planned without a wait for requests: how long the executor waited for it."""
+    gaps: list[GapCounts] = []
+    """The same by the size of the step's batch, of those there have been any of."""
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):

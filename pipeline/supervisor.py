@@ -20,7 +20,7 @@ from typing import Any, assert_never
 
 import zmq
 
-from pipeline import api_keys, exposure, topology
+from pipeline import api_keys, exposure, gpu, topology
 from pipeline import messages as m
 from pipeline.admin import Door, Questions
 from pipeline.asides import with_facts
@@ -192,6 +192,9 @@ class Supervisor:
 
     def run(self, begun: float) -> int:
         """From nothing to an exit code."""
+        if not self._manner.instant and (problem := gpu.why_none(self._settings)) is not None:
+            self._log.error(problem)
+            return EXIT_NOT_STARTED
         try:
             self._reserve()
             self._prepare()

@@ -16,10 +16,16 @@ NUM_PROGRAMS_INTERPRETED = 6
 is divided."""
 
 
+NUM_MULTIPROCESSORS_COMPILED = 132
+"""An H100's, where kernels are only compiled: for a GPU that isn't there, with tensors of the CPU."""
+
+
 def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; a small number where kernels are interpreted, or only compiled."""
     if INTERPRETED or device.type == "cpu":
         return NUM_PROGRAMS_INTERPRETED
+    if device.type != "cuda":
+        return NUM_MULTIPROCESSORS_COMPILED
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

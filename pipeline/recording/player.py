@@ -103,6 +103,22 @@ class ReplayTape(Tape):
         self._advance()
         return recorded or data
 
+    def happened(self, name: str, key: int, data: bytes) -> bytes:
+        match self._head:
+            case f.Event() as event if (event.name, event.key) == (name, key):
+                self._advance()
+                return event.data
+            case _ if self._is_strict and not self._is_over and self._head is not None:
+                raise Divergence(self._where(f"{name} of {key:x} happens, which it did not do here"))
+            case _:
+                return data
+
+    def catch_up(self) -> None:
+        while isinstance(event := self._head, f.Event) and event.name in self._acts and not self._first:
+            self._acts[event.name](event.key, event.data)
+            if self._head is event:  # it is of before the recording, and nothing is there to be done
+                self._advance()
+
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         if self._partial is not None:
             self._partial.sent(message)
@@ -129,6 +145,8 @@ class ReplayTape(Tape):
                     if self._is_paced:
                         time.sleep(max(0.0, self._begun + wake.time_ns / 1e9 - time.monotonic()))
                     return self._give(wake)
+                case f.Event() as event if event.name in self._acts:
+                    self.catch_up()
                 case f.Event() as event:
                     raise Divergence(f"event {event.name} came where the stage waits for messages")
                 case None:

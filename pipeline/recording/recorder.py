@@ -140,6 +140,10 @@ class RecordingTape(Tape):
         self._put(f.Event(name, key, data))
         return data
 
+    def happened(self, name: str, key: int, data: bytes) -> bytes:
+        self._put(f.Event(name, key, data))
+        return data
+
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
         if not self.is_over:
             senders, incarnations, bodies, arrays = self._wake

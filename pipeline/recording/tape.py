@@ -36,6 +36,16 @@ class Tape:
         of it; in a replay what came of it then, where that depends on more than messages."""
         return data
 
+    def happened(self, name: str, key: int, data: bytes) -> bytes:
+        """To be called where a blocking stage takes note of something that was done beside it, before anything is made
+        of it. Returns `data`, what is known of it; in a replay what was known then. What makes a replay come to this
+        place is what was given to `perform`, or the stage itself."""
+        return data
+
+    def catch_up(self) -> None:
+        """To be called where a blocking stage looks whether something has `happened`: a replay comes to what had, at
+        this place."""
+
     # What the channels say.
 
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:

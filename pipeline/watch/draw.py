@@ -64,7 +64,9 @@ def _counts(view: View) -> Table:
     table.add_row("swapped", str(view.swapped), "open tokens", f"{view.open_tokens:,}",
                   "of", f"{view.max_open_tokens:,}", "forks", str(view.forks))  # fmt: skip
     depth = NONE if view.depth is None else str(view.depth)
-    table.add_row("depth", depth, "", "", "", "", "plan wait", percent(view.plan_wait_percent))  # fmt: skip
+    device = NONE if view.device_percent is None else f"{view.device_percent:.1f} %"
+    table.add_row("depth", depth, "", "",
+                  "device busy", device, "plan wait", percent(view.plan_wait_percent))  # fmt: skip
     return table
 
 

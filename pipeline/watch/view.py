@@ -62,6 +62,9 @@ class View(msgspec.Struct):
     """Steps in flight at most; None before the scheduler has said."""
     plan_wait_percent: float | None
     """Share of the time in which the executor waited for a plan."""
+    device_percent: float | None
+    """Of the time from the end of a step to that of the next, where that was planned at once: the share in which it
+    was computed. None where there were no such steps."""
     preemptions: int
     requests_finished: int
     swapped: int
@@ -96,6 +99,7 @@ def view_of(history: Sequence[ServerStats]) -> View:
     steps_per_s = rate(lambda c: c.num_steps)
     computed_per_s = rate(lambda c: round(c.step_tokens.total))
     plan_wait = rate(lambda c: c.plan_wait_s.total)
+    computing = rate(lambda c: sum(gaps.step_s for gaps in c.gaps))
     return View(
         pid=now.pid,
         model=now.model,
@@ -118,6 +122,7 @@ def view_of(history: Sequence[ServerStats]) -> View:
         cached_percent=100 * sum(c.num_cached_tokens for c in schedule) / prompts if prompts else None,
         depth=next((c.depth for c in schedule), None),
         plan_wait_percent=None if plan_wait is None else 100 * plan_wait,
+        device_percent=100 * computing / (computing + plan_wait) if computing and plan_wait is not None else None,
         preemptions=sum(c.num_preemptions for c in schedule),
         requests_finished=sum(sum(c.num_finished) for c in gateways),
         swapped=sum(c.num_swapped for c in schedule),

@@ -107,6 +107,11 @@ class Runner:
         self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
         self._samplings = msgspec.msgpack.Decoder(Sampling)
 
+    @property
+    def name(self) -> str:
+        """What computes, for people."""
+        return self.program.name
+
     def close(self) -> None:
         """Give back threads and memory, and end the process that computes masks."""
         self.program.close()

@@ -8,12 +8,25 @@ Sequences that end by stop or length are counted, when they end. Prefill include
 first id, decode what one costs after it.
 
 A step's plan wait is how long the executor had nothing to do before it although there was something to plan: of steps
-planned in the wake that handled the result before them, or earlier. What an idle server waits for is requests.
+planned in the wake that handled the result before them, or earlier. What an idle server waits for is requests. It is
+counted by the size of the step's batch: how much of the time a device computes depends on how long its steps are.
 """
 
-from pipeline.histogram import PLAN_WAIT_S, REQUEST_S, STEP_TOKENS, Histogram
+from pipeline.batches import BATCHES, batch_of
+from pipeline.histogram import PLAN_WAIT_S, REQUEST_S, STEP_TOKENS, Histogram, summed
 from pipeline.messages import Finish
 from pipeline.stages.schedule.request import Sequence
+from pipeline.stats import GapCounts, HistogramCounts
+
+
+class Gaps:
+    """The waits before steps of one class of batches, and how long the steps took."""
+
+    __slots__ = ("gap_s", "step_s")
+
+    def __init__(self) -> None:
+        self.gap_s = Histogram(PLAN_WAIT_S)
+        self.step_s = 0.0
 
 
 class Counting:
@@ -23,9 +36,27 @@ class Counting:
         self.decode_s = Histogram(REQUEST_S)
         self.inference_s = Histogram(REQUEST_S)
         self.step_tokens = Histogram(STEP_TOKENS)
-        self.plan_wait_s = Histogram(PLAN_WAIT_S)
+        self._gaps: list[Gaps | None] = [None] * len(BATCHES)
         self.plan_s = 0.0
         self.settle_s = 0.0
+
+    def followed(self, num_rows: int, num_tokens: int, wait_s: float, step_s: float) -> None:
+        """A step has come back that was planned as soon as there was something to plan."""
+        place = batch_of(num_rows, num_tokens)
+        gaps = self._gaps[place]
+        if gaps is None:
+            gaps = self._gaps[place] = Gaps()
+        gaps.gap_s.observe(wait_s)
+        gaps.step_s += step_s
+
+    def gaps(self) -> list[GapCounts]:
+        """By class, of those there have been any of."""
+        places = enumerate(self._gaps)
+        return [GapCounts(place, of.gap_s.counts(), of.step_s) for place, of in places if of is not None]
+
+    def plan_wait_s(self) -> HistogramCounts:
+        """Of all of them together."""
+        return summed((of.gap_s for of in self.gaps()), PLAN_WAIT_S)
 
     def ended(self, sequence: Sequence, finish: Finish, now_s: float) -> None:
         if finish in (Finish.STOP, Finish.LENGTH) and sequence.first_s:

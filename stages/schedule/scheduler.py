@@ -269,6 +269,8 @@ class Scheduler:
             step_tokens=counting.step_tokens.counts(),
             plan_s=counting.plan_s,
             settle_s=counting.settle_s,
+            plan_wait_s=counting.plan_wait_s(),
+            gaps=counting.gaps(),
         )
 
     # ---------------------------------------------------------------------------------------------------- plan

@@ -70,9 +70,9 @@ class ScheduleStage:
         self._stage = stage
         settings = stage.settings.schedule
         depth = depth_of(stage.settings)
-        is_gpu = stage.settings.execute.device != "cpu"
-        self._auto_depth = AutoDepth(GPU_DEPTHS if is_gpu else DEPTHS) if depth == "auto" else None
-        self._depth: int = depth if self._auto_depth is None else self._auto_depth.depth
+        depths = DEPTHS if stage.settings.execute.device == "cpu" else GPU_DEPTHS
+        self._auto_depth = AutoDepth(depths) if depth == "auto" else None
+        self._depth: int = depths[0] if depth == "auto" else depth
         self._has_settled = False
         """Whether a result came with this wake."""
         self._were_due: deque[bool] = deque()
@@ -164,7 +164,7 @@ class ScheduleStage:
         scheduler.counting.settle_s += end_s - begin_s
         self._has_settled = True
         if was_due:
-            scheduler.counting.plan_wait_s.observe(result.wait_s)
+            scheduler.counting.followed(flight.num_samples, flight.num_tokens, result.wait_s, result.compute_s)
             if flight.num_tokens == flight.num_samples:  # all rows decode
                 # From the end of the step before to the end of this; a replay gets the same times, and plans the same.
                 self._choose_depth(flight.num_tokens, result.wait_s + result.compute_s - result.copy_s)
@@ -208,9 +208,7 @@ class ScheduleStage:
         return msgspec.structs.replace(self._scheduler.load(), depth=self._depth)
 
     def _counts(self) -> ScheduleCounts:
-        scheduler = self._scheduler
-        waits = scheduler.counting.plan_wait_s.counts()
-        return msgspec.structs.replace(scheduler.counts(), depth=self._depth, plan_wait_s=waits)
+        return msgspec.structs.replace(self._scheduler.counts(), depth=self._depth)
 
     # --------------------------------------------------------------------------------------------------- report
 

@@ -239,6 +239,14 @@ def test_too_little_memory_for_kv_is_said_clearly() -> None:
         assert server.process.wait(20) == 1
 
 
+def test_a_gpu_that_is_not_there_is_said_in_one_line() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    with Server("execute.device=cuda", until_ready=False, environ=environ) as server:
+        assert server.process.wait(60) == 1
+        server.wait_for_line("execute.device is 'cuda', but ", 20)
+        assert not any("Traceback" in line for line in server.lines)
+
+
 def test_it_starts_fast_and_is_quiet_when_idle() -> None:
     with Server() as server:
         everyone = [psutil.Process(server.process.pid), *server.seen.values()]

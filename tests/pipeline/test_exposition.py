@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from pipeline import exposition
+from pipeline.batches import BATCHES, batch_of
 from pipeline.messages import Finish
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.counting import Counting as GatewayCounting
@@ -25,7 +27,7 @@ def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float =
 def schedule(**more: int) -> ScheduleCounts:
     counting = ScheduleCounting()
     counting.step_tokens.observe(20)
-    counting.plan_wait_s.observe(0.0003)
+    counting.followed(3, 3, wait_s=0.0003, step_s=0.004)
     empty = counting.queue_s.counts()
     totals = {"num_prompt_tokens": 100, "num_cached_tokens": 30, "num_output_tokens": 50, "num_preemptions": 2} | more
     return ScheduleCounts(
@@ -44,7 +46,8 @@ def schedule(**more: int) -> ScheduleCounts:
         plan_s=0.5,
         settle_s=0.25,
         depth=2,
-        plan_wait_s=counting.plan_wait_s.counts(),
+        plan_wait_s=counting.plan_wait_s(),
+        gaps=counting.gaps(),
         **totals,
     )
 
@@ -113,6 +116,31 @@ def test_waits_for_plans_and_the_depth_are_there() -> None:
     assert value(samples, f"{name}_count", stage="schedule.0") == 1
     assert value(samples, f"{name}_sum", stage="schedule.0") == 0.0003
     assert value(samples, "pipeline_schedule_depth", stage="schedule.0") == 2
+
+
+def test_gaps_between_steps_are_told_by_batch_size() -> None:
+    counting = ScheduleCounting()
+    for num_rows, num_tokens, wait_s in ((1, 1, 2e-6), (200, 200, 0.0), (256, 256, 3e-5), (3, 90, 0.5)):
+        counting.followed(num_rows, num_tokens, wait_s, step_s=0.01)
+    counts = msgspec.structs.replace(schedule(), gaps=counting.gaps(), plan_wait_s=counting.plan_wait_s())
+    samples = read(server(stage("schedule.0", counts)))
+    expected = {"1": (1, 2e-6, 0.01), "65-256": (2, 3e-5, 0.02), "prompts": (1, 0.5, 0.01)}
+    for batch, (num, gap_s, busy_s) in expected.items():
+        labels = {"stage": "schedule.0", "batch": batch}
+        assert value(samples, "pipeline_step_gap_seconds_count", **labels) == num
+        assert value(samples, "pipeline_step_gap_seconds_sum", **labels) == pytest.approx(gap_s)
+        assert value(samples, "pipeline_step_busy_seconds_total", **labels) == pytest.approx(busy_s)
+    assert value(samples, "pipeline_step_gap_seconds_bucket", stage="schedule.0", batch="65-256", le="1e-05") == 1
+    assert value(samples, "pipeline_schedule_plan_wait_seconds_count", stage="schedule.0") == 4
+    told = {labels for name, labels in samples if name == "pipeline_step_gap_seconds_count"}
+    assert len(told) == 3, "of sizes that there were none of, nothing is told"
+
+
+def test_each_number_of_rows_has_its_class() -> None:
+    for num_rows in (1, 2, 4, 5, 16, 17, 64, 65, 256, 257, 1024, 1025, 4096):
+        first, _, last = BATCHES[batch_of(num_rows, num_rows)].partition("-")
+        assert int(first) <= num_rows <= int(last or first)
+    assert BATCHES[batch_of(0, 64)] == BATCHES[batch_of(4, 5)] == "prompts"
 
 
 def test_swapping_and_forks_are_counted() -> None:

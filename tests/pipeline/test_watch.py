@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pipeline.stats import ExecuteCounts, HistogramCounts, ScheduleCounts, ServerStats, StageCounts
+from pipeline.stats import ExecuteCounts, GapCounts, HistogramCounts, ScheduleCounts, ServerStats, StageCounts
 from pipeline.watch import draw
 from pipeline.watch.view import View, view_of
 from tests.pipeline.test_exposition import gateway, schedule, server, stage
@@ -44,10 +44,12 @@ def test_the_share_of_time_that_went_into_waits_for_plans_is_shown() -> None:
     assert view_of(looks).plan_wait_percent == 0.0
     [running] = [one for one in looks[1].stages if one.name == "schedule.0"]
     assert running.counts is not None and isinstance(running.counts.own, ScheduleCounts)
-    own = msgspec.structs.replace(running.counts.own, plan_wait_s=HistogramCounts([], 0.5003))
+    gaps = [GapCounts(0, HistogramCounts([], 0.2), 3.004), GapCounts(7, HistogramCounts([], 0.3), 6.5)]
+    own = msgspec.structs.replace(running.counts.own, plan_wait_s=HistogramCounts([], 0.5003), gaps=gaps)
     running = msgspec.structs.replace(running, counts=msgspec.structs.replace(running.counts, own=own))
     view = view_of([looks[0], msgspec.structs.replace(looks[1], stages=[running])])
     assert view.plan_wait_percent == pytest.approx(5.0)
+    assert view.device_percent == pytest.approx(95.0)
     assert view.depth == 2
 
 
@@ -99,6 +101,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
     for words in (
         "tokens in/s",
         "TTFT",
+        "device busy",
         "plan wait",
         "schedule.0",
         "65536 running",

@@ -5,6 +5,7 @@ asked for. It is there for tests, which so run the very code that launches on a 
 """
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,11 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.triton.launch import INTERPRETED
+from pipeline.shm.available import available_bytes
+from pipeline.stages.execute.kv import DeviceMemory
+
+CONTEXT_BYTES = 512 * 1024**2
+"""What CUDA, cuBLAS and our kernels' code take of a GPU's memory, about."""
 
 Calls = Callable[[], None]
 
@@ -34,6 +40,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Let what the current stream is given from now on wait for what is before it."""
 
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds to a later one; both are timed and have happened."""
+
 
 class Device(ABC):
     """Where tensors and kernels are. All launches come from one thread; only events may be waited for by another."""
@@ -41,6 +50,8 @@ class Device(ABC):
     where: torch.device
     name: str
     """For people."""
+    records = True
+    """Graphs are recorded, and kernels compiled, so that it is worth doing ahead of need."""
 
     @abstractmethod
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
@@ -60,8 +71,8 @@ class Device(ABC):
 
     @abstractmethod
     def graph(self, calls: Calls) -> Calls:
-        """Record launches; what is returned makes all of them at once, on the compute stream. They have been made once
-        before, so that nothing is compiled while they are recorded."""
+        """Record launches; what is returned makes all of them at once, on the compute stream. They are made once before
+        they are recorded, so that nothing is compiled then: what they read has to be harmless."""
 
     @abstractmethod
     def copying(self) -> Any:
@@ -71,6 +82,10 @@ class Device(ABC):
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         """Make memory of the host such as `pinned` is, for as long as the device is open. Returns whether that could be
         done; copies from and to it hold up the host where not."""
+
+    @abstractmethod
+    def memory(self, reserved_bytes: int) -> DeviceMemory:
+        """What KV blocks have room in, if so much is still to be taken by others of this process."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -112,6 +127,7 @@ class Gpu(Device):
         return event
 
     def graph(self, calls: Calls) -> Calls:
+        calls()
         # torch.cuda.graph() would wait for the whole device and collect garbage, in the middle of serving.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -137,6 +153,11 @@ class Gpu(Device):
         self._locked.append(address)
         return True
 
+    def memory(self, reserved_bytes: int) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.where)
+        used = torch.cuda.memory_reserved(self.where) + CONTEXT_BYTES
+        return DeviceMemory(total, free, used, reserved_bytes)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
 
@@ -152,9 +173,14 @@ class Gpu(Device):
 class Interpreted(Device):
     """No GPU: kernels run in Triton's interpreter, at once."""
 
+    records = False
+
     class _Done:
+        def __init__(self) -> None:
+            self.recorded_s = 0.0
+
         def record(self) -> None:
-            pass
+            self.recorded_s = time.perf_counter()
 
         def synchronize(self) -> None:
             pass
@@ -164,6 +190,9 @@ class Interpreted(Device):
 
         def wait(self) -> None:
             pass
+
+        def elapsed_time(self, later: Any) -> float:
+            return 1000 * float(later.recorded_s - self.recorded_s)
 
     def __init__(self) -> None:
         assert INTERPRETED, "TRITON_INTERPRET is not set"
@@ -191,6 +220,10 @@ class Interpreted(Device):
 
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         return True
+
+    def memory(self, reserved_bytes: int) -> DeviceMemory:
+        available = available_bytes()
+        return DeviceMemory(available, available, 0, 0)
 
     def synchronize(self) -> None:
         pass

@@ -1,34 +1,40 @@
 """A model's forward pass as launches of kernels, the same for every step of a shape, so that a graph can hold them.
 
-Two ways, chosen by the number of tokens alone:
+Three ways, chosen by the shape alone:
 
     many tokens   norm · linear (cuBLAS) · rotary · attention · linear · norm · linear · silu_mul · linear
+    decoding      rotary+attention is one launch
     few, decode   norm+linear · rotary+attention · linear · norm+linear+silu_mul · linear
 
-The second is for steps whose time is that of reading weights and of starting kernels: every launch that isn't there
-counts. A linear layer leaves parts [P, M, N] whose sum is its result; whoever reads them next sums.
+The last is for steps whose time is that of reading weights and of starting kernels: every launch that isn't there
+counts. Where a matrix is so large that its programs would take longer over the norm than a launch takes, the norm is a
+launch of its own there too. A linear layer leaves parts [P, M, N] whose sum is its result; whoever reads them next
+sums.
 
 Shapes: T tokens of a step with padding, S samples, H hidden_size, P parts.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
-from pipeline.kernels.triton.attention import AttentionTasks
-from pipeline.kernels.triton.linear import DeviceMatrix
 from torch import Tensor
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton import attention, gate, linear, norm, rotary
+from pipeline.kernels.triton import fused, gate, linear, norm
+from pipeline.kernels.triton.attention import attend
+from pipeline.kernels.triton.attention_decode import attend_decode
+from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
+from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
+from pipeline.kernels.triton.fused import norm_gate_up, norm_linear
+from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
+from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.program import AttentionWeights, Linear, MlpWeights, Recorder
 from pipeline.stages.execute.rope import rope_frequencies
-
-SKINNY = 16
-"""Tokens up to which a product is our own, and its parts are float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +46,16 @@ class _Product:
 
     def parts(self, memory: "_Memory", num: int) -> Tensor:
         """Where its result goes for `num` tokens: [P, num, outputs]."""
-        width = self.matrix.num_rows
-        if num <= SKINNY:
-            return memory.few(linear.num_parts(self.matrix, num), num, width)
-        return memory.many(num, width)
+        return memory.view(*self._layout(num))
+
+    def num_bytes(self, num: int) -> int:
+        """That the result for `num` tokens takes."""
+        shape, dtype = self._layout(num)
+        return prod(shape) * dtype.itemsize
+
+    def _layout(self, num: int) -> tuple[tuple[int, int, int], torch.dtype]:
+        shape = linear.num_parts(self.matrix, num), num, self.matrix.num_rows
+        return shape, linear.parts_dtype(self.matrix, num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +94,19 @@ class Sums:
 class _Memory:
     """Room for the parts of one linear layer at a time."""
 
-    def __init__(self, max_num_tokens: int, dtype: torch.dtype, where: torch.device) -> None:
-        self._max_num_tokens, self._dtype, self._where = max_num_tokens, dtype, where
-        self._few = torch.zeros(0)
-        self._many = torch.zeros(0)
+    def __init__(self, max_num_tokens: int, where: torch.device) -> None:
+        self._max_num_tokens, self._where = max_num_tokens, where
+        self._bytes = torch.zeros(0, dtype=torch.uint8)
 
     def reserve(self, product: _Product) -> None:
         """Make room for what `product` leaves of any number of tokens. All is reserved before anything is computed."""
-        width = product.matrix.num_rows
-        few = max(linear.num_parts(product.matrix, num) * num for num in range(1, SKINNY + 1)) * width
-        many = self._max_num_tokens * width
-        if few > len(self._few):
-            self._few = torch.zeros(few, dtype=torch.float32, device=self._where)
-        if many > len(self._many):
-            self._many = torch.zeros(many, dtype=self._dtype, device=self._where)
+        few = range(1, min(SKINNY_TOKENS, self._max_num_tokens) + 1)
+        most = max(product.num_bytes(num) for num in (*few, self._max_num_tokens))
+        if most > len(self._bytes):
+            self._bytes = torch.zeros(most, dtype=torch.uint8, device=self._where)
 
-    def few(self, num_parts: int, num: int, width: int) -> Tensor:
-        return self._few[: num_parts * num * width].view(num_parts, num, width)
-
-    def many(self, num: int, width: int) -> Tensor:
-        return self._many[: num * width].view(1, num, width)
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class DeviceModel(Recorder):
@@ -109,8 +114,17 @@ class DeviceModel(Recorder):
     num_blocks, num_kv_heads, BLOCK_SIZE, head_dim]."""
 
     def __init__(
-        self, device: Device, config: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_samples: int
+        self,
+        device: Device,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        max_num_tokens: int,
+        max_num_samples: int,
+        quantization: Quantization | None = None,
     ) -> None:
+        """`quantization` is what the matrices of layers become where they are floats."""
+        self._quantization = quantization
+        self._scratch: Scratch | None = None
         self._device, self._config, self._dtype = device, config, dtype
         self._max_num_tokens, self._max_num_samples = max_num_tokens, max_num_samples
         self._layers: list[tuple[_Attention, _Mlp]] = []
@@ -122,7 +136,9 @@ class DeviceModel(Recorder):
         def memory(width: int, num: int = max_num_tokens, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(num, width, dtype=dtype, device=where)
 
-        self._residuals = memory(hidden, dtype=torch.float32), memory(hidden, SKINNY, torch.float32)
+        self._residuals = memory(hidden, dtype=torch.float32), memory(hidden, SKINNY_TOKENS, torch.float32)
+        self._last_residuals: dict[int, Tensor] = {}
+        """Which of the two a step of few tokens ends with, by their number."""
         self._normed = memory(hidden)
         self._queries = memory(config.num_heads * config.head_dim)
         self._attended = memory(config.num_heads * config.head_dim)
@@ -130,8 +146,9 @@ class DeviceModel(Recorder):
         self._last = memory(hidden, max_num_samples)
         self.logits = memory(config.vocab_size, max_num_samples, torch.float32)
         """[most samples, V]: those of the last step."""
-        self._wide = _Memory(max_num_tokens, dtype, where)
-        self._narrow = _Memory(max_num_tokens, dtype, where)
+        self._wide = _Memory(max_num_tokens, where)
+        self._narrow = _Memory(max_num_tokens, where)
+        self._widened: Tensor | None = None
         self._cos = self._sin = self.logits
 
     # ---------------------------------------------------------------------------------------------------- recording
@@ -162,12 +179,14 @@ class DeviceModel(Recorder):
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
         self._cos, self._sin = (table.to(self._device.where) for table in (torch.cos(angles), torch.sin(angles)))
         for i, ((weights, qkv, out), mlp) in enumerate(zip(self._attentions, self._mlps, strict=True)):
-            norms = weights.head_norms
+            head_norms = None
+            if (norms := weights.head_norms) is not None:
+                head_norms = self._vector(norms.query), self._vector(norms.key), float(config.rms_norm_eps)
             attention = _Attention(
                 norm=self._vector(weights.norm),
                 qkv=qkv,
                 out=out,
-                head_norms=norms and (self._vector(norms.query), self._vector(norms.key), float(config.rms_norm_eps)),
+                head_norms=head_norms,
                 keys=kv[i, 0],
                 values=kv[i, 1],
                 tasks=self._tasks_of(weights.window),
@@ -187,11 +206,15 @@ class DeviceModel(Recorder):
                 self._dtype,
                 self._device.where,
                 window,
+                scratch=self._scratch,
             )
+            self._scratch = self._tasks[window].scratch
         return self._tasks[window]
 
     def _product(self, weights: Linear, memory: _Memory) -> _Product:
-        matrix = DeviceMatrix.of(weights.matrices, self._dtype, self._device.where)
+        matrix = DeviceMatrix.of(weights.matrices, self._dtype, self._device.where, self._quantization)
+        if matrix.form != "float" and self._widened is None:
+            self._widened = linear.wide_scratch(self._dtype, self._device.where)
         product = _Product(matrix, None if weights.bias is None else self._vector(weights.bias))
         memory.reserve(product)
         return product
@@ -204,20 +227,24 @@ class DeviceModel(Recorder):
     def forward(self, step: StepArrays, *, decodes: bool) -> None:
         """Compute the logits of the step's samples. With `decodes` each entry has one token."""
         for tasks in self._tasks.values():
-            tasks.plan(step)
+            tasks.plan(step, one_each=decodes)
         norm.embed(self._residuals[0][: step.num_tokens], self._table, step.ids)
-        if decodes and step.num_tokens <= SKINNY:
+        if decodes and step.num_tokens <= SKINNY_TOKENS:
             self._few(step)
         else:
-            self._many(step)
+            self._many(step, decodes=decodes)
         self.score(self.sums(step.num_tokens, decodes=decodes), step.sampled)
 
     def sums(self, num_tokens: int, *, decodes: bool) -> Sums:
-        """Where `forward` leaves the sums of so many tokens, until the next step."""
-        down = self._layers[-1][1].down if self._layers else None
-        return Sums(self._residuals[0][:num_tokens], down and down.parts(self._narrow, num_tokens))
+        """Where `forward`, which has been called for so many tokens, leaves their sums until the next step."""
+        residual = self._residuals[0][:num_tokens]
+        if decodes and num_tokens <= SKINNY_TOKENS:
+            residual = self._last_residuals[num_tokens]
+        if not self._layers:
+            return Sums(residual, None)
+        return Sums(residual, self._layers[-1][1].down.parts(self._narrow, num_tokens))
 
-    def _many(self, step: StepArrays) -> None:
+    def _many(self, step: StepArrays, *, decodes: bool) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
         residual, normed = self._residuals[0][:num], self._normed[:num]
         queries, attended, gated = self._queries[:num], self._attended[:num], self._gated[:num]
@@ -225,14 +252,55 @@ class DeviceModel(Recorder):
         for layer, mlp in self._layers:
             norm.add_norm(normed, residual, parts, layer.norm, eps)
             qkv = self._linear(self._wide, normed, layer.qkv)
-            rotary.rotary_write(queries, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.head_norms)
-            attention.attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
+            if decodes:
+                self._attend_decode(attended, qkv, step, layer)
+            else:
+                rotary_write(queries, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.head_norms)
+                attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
             parts = self._linear(self._narrow, attended, layer.out)
             norm.add_norm(normed, residual, parts, mlp.norm, eps)
             gate.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
             parts = self._linear(self._narrow, gated, mlp.down)
 
-    _few = _many
+    def _few(self, step: StepArrays) -> None:
+        num, eps = step.num_tokens, float(self._config.rms_norm_eps)
+        normed, attended, gated = self._normed[:num], self._attended[:num], self._gated[:num]
+        # A fused norm reads one residual and writes the other: its programs read what none of them writes.
+        residual, other = (each[:num] for each in self._residuals)
+        parts: Tensor | None = None
+        for layer, mlp in self._layers:
+            qkv = layer.qkv.parts(self._wide, num)
+            if self._fuses("linear", layer.qkv, num, parts):
+                norm_linear(qkv, other, residual, parts, layer.norm, eps, layer.qkv.matrix, layer.qkv.bias)
+                residual, other = (residual, other) if parts is None else (other, residual)
+            else:
+                norm.add_norm(normed, residual, parts, layer.norm, eps)
+                linear.linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias)
+            self._attend_decode(attended, qkv, step, layer)
+            parts = self._linear(self._narrow, attended, layer.out)
+            gate_up = mlp.gate_up
+            if self._fuses("gate", gate_up, num, parts):
+                norm_gate_up(gated, other, residual, parts, mlp.norm, eps, gate_up.matrix, gate_up.bias)
+                residual, other = other, residual
+            else:
+                norm.add_norm(normed, residual, parts, mlp.norm, eps)
+                fused.gate_up(gated, normed, gate_up.matrix, gate_up.bias)
+            parts = self._linear(self._narrow, gated, mlp.down)
+        self._last_residuals[num] = residual
+
+    def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
+        attend_decode(
+            attended, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.tasks, layer.head_norms
+        )
+
+    @staticmethod
+    def _fuses(op: Op, product: _Product, num: int, parts: Tensor | None) -> bool:
+        """Whether a product has the norm before it in it, where it reads these parts."""
+        matrix = product.matrix
+        config = linear.config_of(op, matrix, num)
+        num_rows = matrix.num_rows // 2 if op == "gate" else matrix.num_rows
+        num_programs = -(-num_rows // config.block_n) * config.split
+        return fused.fuses(num, 0 if parts is None else len(parts), matrix.num_columns, num_programs)
 
     def score(self, sums: Sums, places: Tensor) -> Tensor:
         """The logits of some tokens of the last step, [S] int32. Returns [S, V] float32."""
@@ -243,7 +311,7 @@ class DeviceModel(Recorder):
 
     def _linear(self, memory: _Memory, x: Tensor, product: _Product) -> Tensor:
         parts = product.parts(memory, len(x))
-        linear.linear(parts, x, product.matrix, product.bias)
+        linear.linear(parts, x, product.matrix, product.bias, self._widened)
         return parts
 
 

@@ -1,25 +1,22 @@
 """Steps on a GPU: each message is turned into launches at once; what came of them is collected when they are over.
 
-    launch: changes of rows · copies · words of the step ──► graph ──► result on its way back, behind an event
-    collect: ids, stops and records of the oldest step in flight, as the scheduler is told of them
+    launch    changes of rows · copies · words of the step ──► graph ──► result on its way back, behind an event
+    collect   ids, stops and records of the oldest step in flight, as the scheduler is told of them
 
 A step may be launched before the ids of the last one are known here: they are in the rows on the GPU. A step in which a
 grammar has its say needs them, so it is launched in two parts: the model first, and when the masks have come, which
 takes the ids of the step before, the draw.
 """
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import NO_ID
@@ -30,18 +27,403 @@ from pipeline.kernels.triton.step import DEAD, STAMP_WORDS, times_of
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device, make_device
+from pipeline.stages.execute.cuda.flight import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps
-from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
-from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.shapes import Shapes
-from pipeline.stages.execute.cuda.staging import Batch, Slot, Staging, num_words
-from pipeline.stages.execute.cuda.swap import Copies
-from pipeline.stages.execute.kv import divide_swap, plan_kv
+from pipeline.stages.execute.cuda.model import DeviceModel, Sums, allocate_kv
+from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
+from pipeline.stages.execute.cuda.shapes import Shape, Shapes
+from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
+from pipeline.stages.execute.cuda.swap import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
+from pipeline.stages.execute.cuda.wishes import Masked, Wishes
+from pipeline.stages.execute.kv import divide_swap, plan_device_kv
 from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompts import NO_BYTES
-from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.runner import BoolArray, Sampled, Take
+from pipeline.stages.execute.rows import NOT_YET, RowTable
+from pipeline.stages.execute.runner import Sampled, Take
 from pipeline.stages.execute.wants import Want, why_nothing_is_left
 from pipeline.stages.execute.weights import Weights
+
+Publish = Callable[[Flight, Sampled], None]
+
+OPEN = Want.SHAPE | Want.MASK | Want.RECORD | Want.PROMPT_RECORDS | Want.EMBEDDING
+"""What makes a step one that no graph holds whole."""
+
+
+GRAPHS_BYTES = 512 * 1024**2
+"""For what graphs and libraries take while steps are recorded; by the rules of CUDA's own allocator, hardly a tenth."""
+
+
+class CudaRunner:
+    """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
+    words, where the model can't be run so. One thread makes it and calls it."""
+
+    def __init__(
+        self, settings: Settings, model_dir: Path, swap: memoryview | None = None, device: Device | None = None
+    ) -> None:
+        config = ModelConfig.load(model_dir)
+        self._settings = settings
+        self.device = device = device or make_device()
+        dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+        self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
+        max_num_tokens = settings.schedule.max_num_batched_tokens
+        quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
+        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
+        weights = Weights(model_dir, config, dtype)
+        record_model(config, weights, self.model)
+        self.weight_formats = "+".join(weights.taken)
+        kv = plan_device_kv(settings, config, device.memory(_still_to_take(settings, config)))
+        self.kv = allocate_kv(config, kv.num_blocks, dtype, device.where)
+        self.model.use(self.kv, kv.max_model_len)
+        swapped = None if swap is None else divide_swap(settings, config, swap)
+        self._copies = Copies(device, self.kv, swapped)
+        num_swap_blocks = 0 if swapped is None else len(swapped)
+        self.facts = ExecuteFacts(
+            kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
+        )
+        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
+        self._eos_ids = config.eos_ids
+        max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
+        self._device_rows = DeviceRows(device, self.rows, max_num_stops)
+        self._staging = Staging(device, max_num_seqs, max_num_tokens)
+        self.shapes = Shapes(max_num_seqs, max_num_tokens)
+        self.steps = Steps(
+            device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
+        )
+        self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
+        self.failed: dict[int, str] = {}
+        """Rows whose sequence can't go on, and why: told with the next id that is drawn for each, which is none."""
+        self._pool = Pool(self.model.last_norm, config.rms_norm_eps)
+        self._samplings = msgspec.msgpack.Decoder(Sampling)
+        first, others = self.shapes.first(), self.shapes.others()
+        mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
+        self._to_record = [
+            *((shape, Kind.DRAW) for shape in (*first, *others, *mixed)),
+            *((shape, Kind.FILTER) for shape in (*first, *others)),
+            *((shape, Kind.OPEN) for shape in first),
+        ]
+        self._is_warm = False
+        """Whether the kernels of wishes have been compiled."""
+        self.flights: deque[Flight] = deque()
+        """Oldest first."""
+        self.publish: Publish = lambda flight, sampled: None
+        """Told of each step when it is collected, in order."""
+
+    @property
+    def name(self) -> str:
+        return f"triton, {self.device.name}"
+
+    @cached_property
+    def wishes(self) -> Wishes:
+        """Made, with its memory, when it is needed for the first time."""
+        limits = self._settings.limits
+        return Wishes(
+            *(self.device, self.model, self.steps, self._device_rows, self._max_num_seqs, limits.max_logprobs)
+        )
+
+    def record(self) -> None:
+        """Record the first shapes, so that the first requests find them."""
+        for shape in self.shapes.first():
+            self.steps.get(shape, Kind.DRAW)
+        self.device.synchronize()
+
+    def record_more(self) -> bool:
+        """Prepare for one more kind of step, when there is nothing else to do: what requests have not asked for yet is
+        there when they do. Returns whether there was any left."""
+        if not self.device.records:
+            return False
+        for shape, kind in self._to_record:
+            if not self.steps.has(shape, kind):
+                self.steps.get(shape, kind)
+                return True
+        if not self._is_warm:
+            self._is_warm = True
+            self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Give back what is the host's, and end the process that computes masks."""
+        self.device.close()
+        self.masks.close()
+
+    # ------------------------------------------------------------------------------------------------------ launching
+
+    def launch(self, step: Step, take: Take) -> Flight:
+        """Launch a step, which `flights` ends with then. Waits for the steps before it where a grammar needs their
+        ids; those are published first."""
+        began_s = time.perf_counter()
+        self._change_rows(step, take)
+        num_copies, crossing = self._copy(step, take)
+        rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
+        samples = take(step.samples, np.uint8).astype(bool)
+        assert len(rows) == len(starts) == len(counts) == len(samples)
+        self._check(rows, starts, counts, samples)
+        flight = self._launch(step, rows, starts, counts, samples)
+        flight.num_copies, flight.crossing = num_copies, crossing
+        self.flights.append(flight)
+        flight.launch_s = time.perf_counter() - began_s
+        return flight
+
+    def step(self, step: Step, take: Take) -> Sampled:
+        """Launch a step and collect it, and those before it."""
+        self.launch(step, take)
+        return self.drain()[-1]
+
+    def _change_rows(self, step: Step, take: Take) -> None:
+        drops = take(step.drops, np.int32)
+        self.rows.drop(drops)
+        self._device_rows.drop(drops)
+        self.masks.drop(drops)
+        for row in drops.tolist():
+            self.failed.pop(row, None)
+            self._pool.drop(row)
+        for add in step.adds:
+            sampling = self._samplings.decode(add.sampling)
+            self.rows.add(
+                add.row,
+                add.generation,
+                add.index,
+                take(add.ids, np.int32),
+                take(add.blocks, np.int32),
+                sampling,
+                self._eos_ids,
+                add.fork_of,
+                add.num_prompt,
+            )
+            if (problem := self._device_rows.add(add.row)) is not None:
+                self.failed[add.row] = problem
+            if self.rows.wants[add.row] & Want.MASK:
+                self.masks.add(add.row, sampling, add.num_prompt)
+        self._device_rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
+
+    def _copy(self, step: Step, take: Take) -> tuple[int, Crossing | None]:
+        """Give the step's copies to the streams. Returns how many, and the way of those over the bus."""
+        sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
+        assert len(sources) == len(targets), f"{len(sources)} blocks to copy from, {len(targets)} to copy to"
+        if not len(sources):
+            return 0, None
+        end = self.facts.num_blocks + self.facts.num_swap_blocks
+        for blocks in (sources, targets):
+            assert blocks.min() >= 0 and blocks.max() < end, f"blocks {blocks} are copied, of {end}"
+        assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
+        return len(sources), self._copies.enqueue(sources, targets)
+
+    def _check(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> None:
+        """What can be checked of a plan without the ids that are still on the GPU."""
+        table = self.rows
+        assert len(rows) <= self._max_num_seqs, f"{len(rows)} entries in a step, {self._max_num_seqs} at most"
+        assert table.taken[rows].all(), f"rows computed that are not taken: {rows[~table.taken[rows]]}"
+        ends = starts + counts
+        assert (counts > 0).all() and (starts >= 0).all(), f"entries at {starts} compute {counts}"
+        expected = table.num_computed[rows]
+        wrong = (expected != NOT_YET) & (expected != starts)
+        assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
+        assert (ends <= table.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
+        assert (ends[samples] < table.max_model_len).all(), "sampled beyond max_model_len"
+        table.num_computed[rows] = ends
+
+    def _launch(self, step: Step, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Flight:
+        wanted = self.rows.wanted
+        pooled = self.rows.wants[rows] & Want.EMBEDDING != 0 if wanted & Want.EMBEDDING else None
+        # The head computes nothing for a row that is pooled.
+        sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
+        offsets = np.cumsum(counts, dtype=np.int32) - counts
+        batch = Batch(rows, starts, counts, offsets, sampled, int(counts.sum()))
+        if not self._staging.has_free:  # nobody plans so far ahead, but it would be no error
+            self.collect()
+        slot = self._staging.take()
+        chosen = rows[samples]
+        flight = Flight(
+            *(step.incarnation, step.step_id, slot, 0, chosen, self.rows.generations[chosen]),
+            known=(starts + counts)[samples],
+            pooled=None if pooled is None else pooled[samples],
+            num_rows=len(rows),
+            num_tokens=batch.num_tokens,
+        )
+        runs = self._send_ahead(batch)
+        if not len(rows):
+            if runs:
+                self._staging.fill(slot, batch, runs, one_each=True)
+                self.steps.apply()
+        elif wanted & OPEN:
+            self._launch_open(flight, batch, runs, pooled)
+        else:
+            kind = Kind.FILTER if self._device_rows.filtered else Kind.DRAW
+            shape = self._shape(batch)
+            recorded = self.steps.get(shape, kind)
+            self._staging.fill(slot, batch, runs, one_each=shape.one_each)
+            recorded.launch()
+            self._fetch(flight, recorded)
+        slot.done.record()
+        return flight
+
+    def _shape(self, batch: Batch) -> Shape:
+        if batch.num_tokens == len(batch.rows) == len(batch.sampled):
+            return self.shapes.decode(len(batch.rows))
+        return self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
+
+    def _send_ahead(self, batch: Batch) -> list[Run]:
+        """The changes that go with a step; those for which it has no room are made before it."""
+        runs, self._device_rows.runs = self._device_rows.runs, []
+        room = self._staging.room(batch)
+        while num_words(runs) > room:
+            first, runs = split_runs(runs, self._staging.room(EMPTY))
+            slot = self._staging.take()
+            self._staging.fill(slot, EMPTY, first, one_each=True)
+            self.steps.apply()
+            # Long prompts by the hundred: this wait is nothing beside what it takes to compute them.
+            slot.done.record()
+            slot.done.synchronize()
+            self._staging.give(slot)
+        return runs
+
+    def _fetch(self, flight: Flight, recorded: Recorded) -> None:
+        """Send the result on its way."""
+        flight.num_samples = recorded.step.num_samples
+        result = self.steps.result(flight.num_samples)
+        flight.slot.result[: len(result)].copy_(result, non_blocking=True)
+
+    def _launch_open(self, flight: Flight, batch: Batch, runs: list[Run], pooled: BoolArray | None) -> None:
+        """A step in which somebody wants more than an id."""
+        shape = self._shape(batch)
+        recorded = self.steps.get(shape, Kind.OPEN)
+        self._staging.fill(flight.slot, batch, runs, one_each=shape.one_each)
+        recorded.launch()
+        drawn, wanted = batch.rows[batch.sampled], self.rows.wanted
+        masked: Masked | None = None
+        if wanted & Want.MASK and (self.rows.wants[drawn] & Want.MASK).any():
+            self.drain()
+            masked, failed = self.wishes.mask(self.masks, drawn, self.rows, recorded.step.num_samples)
+            self.failed |= failed
+        filtered = bool(self._device_rows.filtered)
+        flight.records = self.wishes.draw(drawn, recorded.step, self.rows, masked, filtered=filtered)
+        self._fetch(flight, recorded)
+        if wanted & Want.PROMPT_RECORDS:
+            flight.prompts = self.wishes.score_prompts(batch, self.rows, self.steps.sums(shape))
+        if pooled is not None:
+            self._pool_entries(flight, batch, pooled, self.steps.sums(shape))
+
+    def _pool_entries(self, flight: Flight, batch: Batch, pooled: BoolArray, sums: Sums) -> None:
+        for i in np.flatnonzero(pooled).tolist():
+            row, begin = int(batch.rows[i]), int(batch.offsets[i])
+            tokens = self.device.fetch(sums.of(begin, begin + int(batch.counts[i])))
+            place = np.flatnonzero(flight.rows == row).tolist()
+            generation = int(self.rows.generations[row])
+            flight.sums.append(Pooled(row, generation, int(batch.starts[i]), tokens, place[0] if place else -1))
+
+    # ----------------------------------------------------------------------------------------------------- collecting
+
+    def collect_done(self) -> list[Sampled]:
+        """Collect the steps that are over, and publish them. Returns what came of them."""
+        collected = []
+        while self.flights and self.flights[0].is_over:
+            collected.append(self._collect())
+        return collected
+
+    def drain(self) -> list[Sampled]:
+        """Collect all steps in flight, and publish them."""
+        collected = []
+        while self.flights:
+            self.flights[0].wait()
+            collected.append(self._collect())
+        return collected
+
+    def collect(self) -> Sampled:
+        """Collect the oldest step in flight, waiting for it, and publish it."""
+        self.flights[0].wait()
+        return self._collect()
+
+    def _collect(self) -> Sampled:
+        flight = self.flights.popleft()
+        num_samples, result = flight.num_samples, flight.slot.result_array
+        if num_samples:
+            flight.start_ns, flight.end_ns = times_of(flight.slot.result)
+        drawn = result[STAMP_WORDS : STAMP_WORDS + num_samples].copy()
+        stopped = result[STAMP_WORDS + num_samples : STAMP_WORDS + 2 * num_samples].astype(bool)
+        sampled = self._sampled(flight, drawn, stopped)
+        flight.is_collected = True
+        self._staging.give(flight.slot)
+        self.publish(flight, sampled)
+        return sampled
+
+    def _sampled(self, flight: Flight, drawn: IntArray, stopped: BoolArray) -> Sampled:
+        """What came of a step, of which `drawn` and `stopped` [num_samples] are the ids that were drawn."""
+        rows, num = flight.rows, len(flight.rows)
+        ids = np.zeros(num, np.int32)
+        finishes = np.full(num, Finish.NONE, np.uint8)
+        is_drawn = np.ones(num, np.bool_) if flight.pooled is None else ~flight.pooled
+        num_drawn = int(np.count_nonzero(is_drawn))
+        ids[is_drawn] = drawn[:num_drawn]
+        finishes[is_drawn] = np.where(stopped[:num_drawn], Finish.STOP, Finish.NONE)
+        is_mine = self.rows.taken[rows] & (self.rows.generations[rows] == flight.generations)
+        failing = ids == NO_ID
+        errors: tuple[str, ...] = ()
+        if failing.any():
+            errors = tuple(self._why(flight, i, bool(is_mine[i])) for i in np.flatnonzero(failing).tolist())
+            finishes[failing] = Finish.ERROR
+        dead = ids == DEAD
+        ended = (failing | dead | (finishes == Finish.STOP)) & is_mine
+        self.rows.ended[rows[ended]] = True
+        if self.rows.wanted & Want.MASK:
+            grown = is_mine & ~failing & ~dead
+            self.rows.ids[rows[grown], flight.known[grown]] = ids[grown]
+            self.rows.num_ids[rows[grown]] = flight.known[grown] + 1
+        ids[dead] = NO_ID
+        records = self._records(flight, ids)
+        num_dead = int(np.count_nonzero(dead))
+        return Sampled(
+            *(rows, flight.generations, ids, finishes),
+            num_rows=flight.num_rows - num_dead,
+            num_tokens=flight.num_tokens - num_dead,
+            num_copies=flight.num_copies,
+            copy_s=0.0 if flight.crossing is None else flight.crossing.seconds,
+            records=records,
+            prompt_records=joined([part for records in flight.prompts for part in records.split()]),
+            errors=errors,
+        )
+
+    def _why(self, flight: Flight, i: int, is_mine: bool) -> str:
+        """Why there is no id for a sample."""
+        row, table = int(flight.rows[i]), self.rows
+        if not is_mine:
+            return "the sequence is no more"
+        num_output = int(flight.known[i] - table.num_prompt[row])
+        why = why_nothing_is_left(table.shapings[row], num_output, bool(table.wants[row] & Want.MASK))
+        return self.failed.pop(row, why)
+
+    def _records(self, flight: Flight, ids: IntArray) -> ByteArray:
+        """The records of a step's ids, one after the other: log probabilities and embeddings."""
+        if flight.records is None and not flight.sums:
+            return NO_BYTES
+        parts: dict[int, ByteArray] = {}
+        if flight.records is not None:
+            places = np.arange(len(ids)) if flight.pooled is None else np.flatnonzero(~flight.pooled)
+            for place, record in zip(places.tolist(), flight.records.split(), strict=True):
+                if ids[place] >= 0:
+                    parts[place] = record
+        for entry in flight.sums:
+            if not self.rows.taken[entry.row] or self.rows.generations[entry.row] != entry.generation:
+                continue  # dropped since, and what was summed of it too
+            tokens = entry.sums.numpy()
+            self._pool.add(entry.row, entry.start, tokens)
+            if entry.place >= 0:
+                pooling, num_tokens = self.rows.pooling[entry.row], entry.start + len(tokens)
+                parts[entry.place] = self._pool.take(entry.row, pooling, num_tokens, tokens[-1]).view(np.uint8)
+        return joined([parts[place] for place in sorted(parts)])
+
+
+def _still_to_take(settings: Settings, config: ModelConfig) -> int:
+    """Bytes of the GPU's memory for what is made behind the KV blocks: rows, lists, rooms for copies, graphs."""
+    max_model_len = min(config.max_position, settings.max_model_len or config.max_position)
+    row_words = max_model_len + max_model_len // BLOCK_SIZE + NUM_FIELDS + settings.limits.max_stop_token_ids
+    rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
+    # Logits as they were, and how often each id was said: for those who ask for the one, or wish for the other.
+    wishes_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
+    return rows_bytes + wishes_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
+
+
+def joined(parts: Sequence[ByteArray]) -> ByteArray:
+    """One behind the other."""
+    return np.concatenate(parts) if parts else NO_BYTES

@@ -1,16 +1,16 @@
 """Which sizes steps are padded to, so that a few recorded graphs serve all of them. Pure.
 
 A step that only decodes has one token an entry; its sizes are close together, for each row of padding costs. A mixed
-step has as many entries and samples as there can be (their cost is small beside its tokens'), and its tokens are
-rounded up by an eighth at most where they make up the time. Beyond the largest size nothing is recorded: launches
+step has few entries and samples or as many as there can be (their cost is small beside its tokens'), and its tokens
+are rounded up by an eighth at most where they make up the time. Beyond the largest size nothing is recorded: launches
 take less time than what they launch.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
-FEW_SAMPLES = 16
-"""Of a mixed step: most have no more."""
+FEW = 16
+"""Entries, or samples, of a mixed step: there are so many at most or as many as there can be."""
 MAX_TOKENS = 4096
 """Of a step that is recorded."""
 FIRST_DECODES = (1, 2, 4, 8)
@@ -33,7 +33,7 @@ class Shapes:
     """The shapes of a runner's steps."""
 
     def __init__(self, max_num_rows: int, max_num_tokens: int) -> None:
-        self._max_num_rows, self._max_num_tokens = max_num_rows, max_num_tokens
+        self._max_num_rows = max_num_rows
         most = min(max_num_rows, max_num_tokens)
         self.decodes = decode_sizes(most)
         self.mixed = mixed_sizes(min(max_num_tokens, MAX_TOKENS))
@@ -43,13 +43,16 @@ class Shapes:
         size = self.decodes[bisect_left(self.decodes, num_rows)]
         return Shape(size, size, size, one_each=True)
 
-    def mix(self, num_tokens: int, num_samples: int) -> Shape:
+    def mix(self, num_tokens: int, num_entries: int, num_samples: int) -> Shape:
         """Of any other step."""
-        samples = min(FEW_SAMPLES, self._max_num_rows) if num_samples <= FEW_SAMPLES else self._max_num_rows
+        entries, samples = self._most_of(num_entries), self._most_of(num_samples)
         if num_tokens > self.mixed[-1]:
-            return Shape(num_tokens, self._max_num_rows, samples, one_each=False, is_recorded=False)
+            return Shape(num_tokens, entries, samples, one_each=False, is_recorded=False)
         size = self.mixed[bisect_left(self.mixed, num_tokens)]
-        return Shape(size, self._max_num_rows, samples, one_each=False)
+        return Shape(size, entries, samples, one_each=False)
+
+    def _most_of(self, num: int) -> int:
+        return min(FEW, self._max_num_rows) if num <= FEW else self._max_num_rows
 
     def first(self) -> list[Shape]:
         """Those to be recorded before the server is ready, largest first, as their memory is shared."""
@@ -71,6 +74,6 @@ def decode_sizes(most: int) -> list[int]:
 
 def mixed_sizes(most: int) -> list[int]:
     """Likewise of tokens."""
-    sizes = [16, 32, 64, 96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)]
+    sizes = [16, 32, 48, 64, 96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)]
     sizes += range(2048, most + 1, 512)
     return [size for size in sizes if size < most] + [most]

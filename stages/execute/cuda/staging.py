@@ -2,10 +2,11 @@
 
     free ──fill──► sent ──its event is over, and read──► free
 
-There are a few slots, taken in turn. One is filled again only when the result of its step has been read: the copy to
-the GPU is over then too.
+There are a few slots. One is filled again only when the result of its step has been read: the copy to the GPU is over
+then too.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +37,9 @@ class Batch:
     """Entries of which an id is drawn."""
     num_tokens: int
 
-    @property
-    def one_each(self) -> bool:
-        return self.num_tokens == len(self.rows)
+
+NO_INTS: IntArray = np.zeros(0, np.int32)
+EMPTY = Batch(NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, 0)
 
 
 @dataclass(slots=True)
@@ -50,7 +51,6 @@ class Slot:
     result: Tensor
     result_array: IntArray
     done: Event
-    is_free: bool = True
 
 
 class Staging:
@@ -62,32 +62,34 @@ class Staging:
         # Room for the tokens of the largest step, and as much for changes; what is more goes ahead of the step.
         self.capacity = 1 << (self._fixed + 2 * max_num_tokens + 4096 - 1).bit_length()
         self.words = torch.zeros(self.capacity, dtype=torch.int32, device=device.where)
-        self._slots = [self._slot(device) for _ in range(NUM_SLOTS)]
-        self._next = 0
+        self._free = deque(self._slot(device) for _ in range(NUM_SLOTS))
 
     def _slot(self, device: Device) -> Slot:
         words = device.pinned(self.capacity, torch.int32)
         result = device.pinned(STAMP_WORDS + 2 * self._max_num_rows, torch.int32)
         return Slot(words, words.numpy(), result, result.numpy(), device.event())
 
+    @property
+    def has_free(self) -> bool:
+        """Whether there are two slots: a step's own, and one for changes that go ahead of it."""
+        return len(self._free) > 1
+
     def take(self) -> Slot:
-        """The next slot, which is in use until `give`."""
-        slot = self._slots[self._next]
-        assert slot.is_free, f"more than {NUM_SLOTS} steps are in flight"
-        self._next = (self._next + 1) % NUM_SLOTS
-        slot.is_free = False
-        return slot
+        """A slot, which is in use until `give`."""
+        assert self._free, f"more than {NUM_SLOTS} steps are in flight"
+        return self._free.popleft()
 
     def give(self, slot: Slot) -> None:
         """The result has been read."""
-        slot.is_free = True
+        self._free.append(slot)
 
     def room(self, batch: Batch) -> int:
         """Words for changes that fit beside a batch, with `RUN_WORDS` for each run."""
-        return self.capacity - self._fixed - (0 if batch.one_each else batch.num_tokens)
+        return self.capacity - self._fixed - batch.num_tokens
 
-    def fill(self, slot: Slot, batch: Batch, runs: list[Run]) -> None:
-        """Write a step, and copy it to the device."""
+    def fill(self, slot: Slot, batch: Batch, runs: list[Run], *, one_each: bool) -> None:
+        """Write a step, and copy it to the device. `one_each` as for `prepare`, which then reads no entries of
+        tokens."""
         words, most = slot.words_array, self._max_num_rows
         num, at = len(batch.rows), self._fixed
         words[Head.NUM_TOKENS] = batch.num_tokens
@@ -100,7 +102,7 @@ class Staging:
             words[begin : begin + len(array)] = array
         if runs:
             at = self._write_runs(words, at, runs)
-        if not batch.one_each:
+        if not one_each:
             words[Head.TOKENS_AT] = at
             words[at : at + batch.num_tokens] = np.repeat(np.arange(num, dtype=np.int32), batch.counts)
             at += batch.num_tokens
@@ -123,3 +125,17 @@ class Staging:
 def num_words(runs: list[Run]) -> int:
     """That changes take."""
     return sum(RUN_WORDS + len(numbers) for _, numbers in runs)
+
+
+def split_runs(runs: list[Run], room: int) -> tuple[list[Run], list[Run]]:
+    """The first of them, as many as take `room` words, and the others. One that is in the way is cut in two."""
+    taken: list[Run] = []
+    for i, (target, numbers) in enumerate(runs):
+        fits = room - RUN_WORDS
+        if len(numbers) > fits:
+            if fits <= 0:
+                return taken, runs[i:]
+            return [*taken, (target, numbers[:fits])], [(target + fits, numbers[fits:]), *runs[i + 1 :]]
+        taken.append((target, numbers))
+        room = fits - len(numbers)
+    return taken, []

@@ -14,6 +14,7 @@ step's result counts as complete when its copies are: the scheduler lets go of b
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -22,12 +23,25 @@ from torch import Tensor
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton import copy
-from pipeline.stages.execute.cuda.device import Device
+from pipeline.stages.execute.cuda.device import Device, Event
 from pipeline.stages.execute.program import SwapArray
 
 PACKED_BYTES = 32 * 1024**2
 """Of each of the two rooms between, at least one block."""
 NUM_ROOMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Copies of a step over the bus."""
+
+    began: Event
+    ended: Event
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the end of the last, which have happened."""
+        return self.began.elapsed_time(self.ended) / 1000
 
 
 class _Room:
@@ -56,14 +70,16 @@ class Copies:
         num = max(1, PACKED_BYTES // self._block_bytes)
         self._rooms = [_Room(device, num, pieces, words) for _ in range(NUM_ROOMS)]
         self._next = 0
-        self.done = device.event()
-        """Behind the last copy over the bus, if there was one."""
 
-    def enqueue(self, sources: IntArray, targets: IntArray) -> bool:
+    def enqueue(self, sources: IntArray, targets: IntArray) -> Crossing | None:
         """Give copies, one after the other, to the streams; ids from the number of KV blocks on are of swap space.
-        Returns whether some go over the bus: then their step is complete behind `done`."""
-        crosses = False
+        Returns the way of those over the bus, which has to have ended before their step counts as complete."""
+        crossing: Crossing | None = None
         for kind, from_blocks, to_blocks in self._runs(sources, targets):
+            if crossing is None and kind != (False, False):
+                crossing = Crossing(self._device.event(timed=True), self._device.event(timed=True))
+                with self._device.copying():
+                    crossing.began.record()
             for begin in range(0, len(from_blocks), len(self._rooms[0].packed)):
                 part = slice(begin, begin + len(self._rooms[0].packed))
                 if kind == (False, False):
@@ -74,11 +90,10 @@ class Copies:
                     self._in(from_blocks[part], to_blocks[part])
                 else:
                     raise AssertionError(f"a copy inside swap space: {from_blocks[part]} to {to_blocks[part]}")
-            crosses |= kind != (False, False)
-        if crosses:
+        if crossing is not None:
             with self._device.copying():
-                self.done.record()
-        return crosses
+                crossing.ended.record()
+        return crossing
 
     def _runs(self, sources: IntArray, targets: IntArray) -> Iterator[tuple[tuple[bool, bool], list[int], list[int]]]:
         """Copies of one kind, which don't depend on each other: whether from and to swap space, and the blocks."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline import messages as m
+from pipeline.batches import BATCHES
 from pipeline.channels import Outbox
 from pipeline.config.settings import Execute, Gateway, Schedule, Settings
 from pipeline.messages import Finish
@@ -143,7 +144,7 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
     with Rig("schedule", Settings(schedule=Schedule(depth=depth))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
-        around.wait_s = 0.25
+        around.wait_s, around.compute_s = 0.25, 0.5
         for request_id in (1, 2, 3):  # each comes to an idle server
             around.admit(request_id, [request_id, 2, 3], max_tokens=5)
             around.until_finished(request_id)
@@ -152,6 +153,8 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
         assert (counts.num_steps, counts.depth) == (15, depth)
         assert sum(counts.plan_wait_s.counts) == 3 * 4, "the first step of each waited for its request"
         assert counts.plan_wait_s.total == pytest.approx(3 * 4 * 0.25)
+        (gaps,) = counts.gaps
+        assert (BATCHES[gaps.batch], sum(gaps.gap_s.counts), gaps.step_s) == ("1", 3 * 4, pytest.approx(3 * 4 * 0.5))
 
 
 @pytest.mark.parametrize(("device", "better"), [("cpu", 1), ("cpu", 2), ("cuda", 2), ("cuda", 3)])

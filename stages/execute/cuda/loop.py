@@ -1,0 +1,120 @@
+"""The executor's loop on a GPU: launch what comes, publish what is over, wait for either.
+
+    step ──► launched ──► over ──► published        in the order of the steps
+
+A result is published before the next step is launched where both are there: who waits for it is the scheduler, whose
+next plan is already late then.
+"""
+
+import struct
+import time
+from dataclasses import replace
+from typing import assert_never
+
+from pipeline import messages as m
+from pipeline.stage import Stage
+from pipeline.stages.execute.counting import Counting
+from pipeline.stages.execute.cuda.completions import Completions
+from pipeline.stages.execute.cuda.flight import Flight
+from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.execute.publishing import Publisher, Times
+from pipeline.stages.execute.runner import Sampled
+
+IDLE_S = 1.0
+"""Longest wait before the loop turns."""
+PAUSE_S = 0.2
+"""As long as nothing has come for so long, graphs are recorded that no step has asked for yet."""
+
+TIMES = struct.Struct("<dddd")
+"""What a recording keeps of a step's times: when it was known to be over, computed, waited, copied; in seconds."""
+
+
+def serve(stage: "Stage[m.ExecuteInbox]", runner: CudaRunner) -> None:
+    """Compute steps until `Stop`. Errors of a step, the GPU's too, propagate."""
+    completions = Completions()
+    try:
+        Loop(stage, runner, completions).run()
+    finally:
+        completions.close()
+
+
+class Loop:
+    """Owns nothing: what a turn of the loop reads."""
+
+    def __init__(self, stage: "Stage[m.ExecuteInbox]", runner: CudaRunner, completions: Completions) -> None:
+        self._stage, self._runner, self._completions = stage, runner, completions
+        self._counting = Counting()
+        stage.asides.own_counts = lambda: self._counting.counts(runner.rows.num_live)
+        self._publisher = Publisher(stage, self._counting)
+        runner.publish = self._publish
+        self._ended_ns = 0
+        """When the last step ended, by the GPU's clock."""
+        self._launched: dict[int, tuple[float, list[int]]] = {}
+        """By step: when it was launched, by the stage's clock, and the requests that begin with it."""
+        self._ended_s = stage.tape.monotonic()
+        if stage.inbox.is_replayed:
+            stage.tape.perform("complete", lambda key, data: self._collect_again())
+        else:
+            stage.inbox.wake_by(completions.fd)
+
+    def run(self) -> None:
+        stage, runner = self._stage, self._runner
+        records_more = True
+        while True:
+            messages = stage.inbox.wait_all(PAUSE_S if records_more else IDLE_S)
+            self._collect()
+            for message in messages:
+                match message:
+                    case m.Step():
+                        self._launch(message)
+                        self._collect()
+                    case m.Release():
+                        stage.arrays.released(message)
+                    case m.Ping():
+                        stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
+                    case m.Start():
+                        pass
+                    case m.Stop():
+                        runner.drain()
+                        return
+                    case _:
+                        assert_never(message)
+            stage.release()
+            if records_more and not messages and not runner.flights and not stage.inbox.is_replayed:
+                records_more = runner.record_more()
+
+    def _launch(self, step: m.Step) -> None:
+        began_s = self._stage.tape.monotonic()
+        self._launched[step.step_id] = began_s, [add.request_id for add in step.adds]
+        self._completions.put(self._runner.launch(step, self._stage.arrays.take))
+
+    def _collect(self) -> None:
+        """Publish what is over; in a replay, what was then."""
+        if self._stage.inbox.is_replayed:
+            self._stage.tape.catch_up()
+        else:
+            self._completions.clear()
+            self._runner.collect_done()
+
+    def _collect_again(self) -> None:
+        if self._runner.flights:
+            self._runner.collect()
+
+    def _publish(self, flight: Flight, sampled: Sampled) -> None:
+        stage = self._stage
+        launched_s, requests = self._launched.pop(flight.step_id)
+        now_s = time.monotonic()
+        if flight.end_ns:
+            compute_s = (flight.end_ns - flight.start_ns) / 1e9
+            wait_s = max(0, flight.start_ns - self._ended_ns) / 1e9 if self._ended_ns else 0.0
+            self._ended_ns = flight.end_ns
+        else:
+            # No clock of a GPU's, or nothing that it computed.
+            compute_s, wait_s = now_s - max(launched_s, self._ended_s), max(0.0, launched_s - self._ended_s)
+        times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s)
+        now_s, compute_s, wait_s, copy_s = TIMES.unpack(stage.tape.happened("complete", flight.step_id, times))
+        self._ended_s = now_s
+        sampled = replace(sampled, copy_s=copy_s)
+        self._publisher.publish(
+            flight.incarnation, flight.step_id, sampled, Times(now_s - compute_s, now_s, wait_s), requests
+        )

@@ -1,0 +1,61 @@
+"""What the executor says of a step that it has computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline import messages as m
+from pipeline.stage import Stage
+from pipeline.stages.execute.counting import Counting
+from pipeline.stages.execute.runner import Sampled
+from pipeline.tracing import Args
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one step, by the stage's clock."""
+
+    began_s: float
+    ended_s: float
+    wait_s: float
+    """From the end of the step before to its beginning."""
+
+
+class Publisher:
+    """Sends results to the scheduler, counts steps, and draws them in a trace."""
+
+    def __init__(self, stage: "Stage[m.ExecuteInbox]", counting: Counting) -> None:
+        self._stage = stage
+        self._counting = counting
+
+    def publish(self, incarnation: int, step_id: int, sampled: Sampled, times: Times, requests: Sequence[int]) -> None:
+        """Tell of a step; `requests` are those that begin with it."""
+        stage = self._stage
+        compute_s = times.ended_s - times.began_s
+        result = m.StepResult(
+            incarnation=incarnation,
+            step_id=step_id,
+            rows=stage.arrays.put(sampled.rows),
+            generations=stage.arrays.put(sampled.generations),
+            ids=stage.arrays.put(sampled.ids),
+            finishes=stage.arrays.put(sampled.finishes),
+            compute_s=compute_s,
+            wait_s=times.wait_s,
+            copy_s=sampled.copy_s,
+            records=stage.arrays.put(sampled.records),
+            prompt_records=stage.arrays.put(sampled.prompt_records),
+            errors=list(sampled.errors),
+        )
+        sent = stage.outbox("schedule").send(result)
+        assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"
+        self._counting.stepped(sampled.num_tokens, compute_s, times.wait_s)
+        if stage.trace.on:
+            args: Args = {
+                "step": step_id,
+                "rows": sampled.num_rows,
+                "tokens": sampled.num_tokens,
+                "sampled": len(sampled.rows),
+                "wait_ms": round(times.wait_s * 1000, 3),
+            }
+            if sampled.num_copies:
+                args |= {"copies": sampled.num_copies, "copy_ms": round(sampled.copy_s * 1000, 3)}
+            stage.trace.span("step", times.began_s, times.ended_s, args, requests)
