@@ -142,11 +142,10 @@ def rule(shape: Shape, num_programs: int) -> Config:
 
 
 def _vector_rule(shape: Shape, num_programs: int) -> Config:
-    """Tiles of 128 bytes a thread, wide where rows are few and tall where they are many; of 64 where codes are to be
-    held as floats besides, and half of it for each half of a gate."""
+    """Tiles of 128 bytes a thread, wide where rows are few and tall where they are many."""
     enough = num_programs * 3 // 2
     block_n = next((n for n in (16, 8, 4) if _ceil(shape.num_rows, n) >= enough), 2)
-    tile_bytes = 128 * (64 if shape.format.startswith("int") else 128) // (2 if shape.op == "gate" else 1)
+    tile_bytes = 128 * 128 // (2 if shape.op == "gate" else 1)
     block_k = max(64, group_of(shape.format))
     while block_k < shape.num_columns and bytes_of_columns(shape.format, 2 * block_k) * block_n <= tile_bytes:
         block_k *= 2
