@@ -29,7 +29,17 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton.attention_tasks import CUT_FIELDS, ENTRY_FIELDS, AttentionTasks, TaskList, check_cache
+from pipeline.kernels.triton.attention_tasks import (
+    CUT_FIELDS,
+    ENTRY_FIELDS,
+    AttentionTasks,
+    TaskList,
+    check_cache,
+    load_entry,
+    load_piece,
+    next_unit,
+    tiles_of_unit,
+)
 from pipeline.kernels.triton.launch import WIDEN_DOT, next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
 
@@ -63,26 +73,31 @@ def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: Ste
             SINGLE_LOOP=task_list is tasks.narrow,
             num_warps=task_list.tile.num_warps,
             num_stages=task_list.tile.num_stages,
-            **constants(task_list, tasks, keys),
+            **constants(task_list, tasks, keys, task_list.tile.rows, task_list.tile.combined),
         )
 
 
-def constants(task_list: TaskList, tasks: AttentionTasks, keys: Tensor) -> dict[str, int | str]:
-    """Those that every kernel of attention has."""
+def constants(
+    task_list: TaskList, tasks: AttentionTasks, keys: Tensor, num_rows: int, combined: int
+) -> dict[str, int | str]:
+    """Those that every kernel of attention has. `num_rows` of a unit's parts are read where these are combined, and
+    `combined` numbers at once."""
     tile = task_list.tile
+    dims = max(16, next_power_of_2(tasks.head_dim))
+    part_dims = min(dims, max(16, combined // num_rows))
     return {
         "NUM_HEADS": tasks.num_heads,
         "NUM_KV_HEADS": tasks.num_kv_heads,
         "GROUP": tasks.group,
         "HEAD_DIM": tasks.head_dim,
-        "DIMS": max(16, next_power_of_2(tasks.head_dim)),
+        "DIMS": dims,
         "BLOCK_SIZE": BLOCK_SIZE,
         "WINDOW": tasks.window or 0,
         "BLOCK_M": tile.rows,
         "BLOCK_Q": tasks.tokens_of(tile),
         "BLOCK_N": tile.keys,
-        "PARTS": tile.parts,
-        "PART_DIMS": min(tile.part_dims, max(16, next_power_of_2(tasks.head_dim))),
+        "PARTS": max(1, combined // (num_rows * part_dims)),
+        "PART_DIMS": part_dims,
         "CUT_FIELDS": CUT_FIELDS,
         "ENTRY_FIELDS": ENTRY_FIELDS,
         "PRECISION": "ieee" if keys.dtype.itemsize == 4 else "tf32",
@@ -106,6 +121,7 @@ def attend_tiles(
     positions,
     SCALE: tl.constexpr,
     MASKED: tl.constexpr,
+    SUM_LATER: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
@@ -117,7 +133,8 @@ def attend_tiles(
 ):
     """Tiles first_tile .. end_tile of one head. `keys` and `values` point at that head in block 0, `table` at the
     row's block ids; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M]. Of keys outside first_key .. end_key nothing is
-    read; without MASKED, all keys are seen by all positions."""
+    read; without MASKED, all keys are seen by all positions. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M,
+    BLOCK_N], which several warps that share a row need not exchange for each tile."""
     dims = tl.arange(0, DIMS)
     places = first_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     blocks = tl.load(table + places // BLOCK_SIZE, mask=(places >= first_key) & (places < end_key), other=0)
@@ -158,7 +175,10 @@ def attend_tiles(
             base = tl.where(now == float("-inf"), 0.0, now)
         weight = tl.exp2(scores * SCALE - base[:, None])
         shrink = tl.exp2(largest - base)
-        weights = weights * shrink + tl.sum(weight, 1)
+        if SUM_LATER:
+            weights = weights * shrink[:, None] + weight
+        else:
+            weights = weights * shrink + tl.sum(weight, 1)
         sums = sums * shrink[:, None]
         if WIDEN:
             sums = tl.dot(weight, value.to(tl.float32), sums, input_precision="ieee")
@@ -172,10 +192,12 @@ def attend_tiles(
 def leave(
     to,
     present,
+    all_to,
+    all_present,
     sums,
     largest,
     weights,
-    is_first,
+    is_begun,
     first_inside,
     num_inside,
     arrivals,
@@ -184,12 +206,14 @@ def leave(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     PART_DIMS: tl.constexpr,
 ):
     """Write a unit's result to the rows that `to` [BLOCK_M] points at, those that are `present`, or leave a part of it
-    and combine all parts where they are complete. `is_first`: the part with the unit's first keys; `first_inside` and
-    `num_inside` as of the cut.
+    and combine all parts where they are complete. `all_to` and `all_present` are the first ROWS of these, and no other
+    row is present. `is_begun`: the unit's first keys are another program's;
+    `first_inside` and `num_inside` as of the cut.
 
     Program i leaves the part of the unit that it begins in the middle of at 2i, and that of the unit it leaves
     unfinished at 2i + 1. A unit whose first inner cut is f is shared by programs f - 1 .. f - 1 + num_inside.
@@ -203,7 +227,7 @@ def leave(
         tl.store(to[:, None] + dims[None, :], result.to(to.dtype.element_ty), mask=mask)
     else:
         num_places = 2 * tl.num_programs(0) * BLOCK_M
-        place = (2 * tl.program_id(0) + is_first.to(tl.int32)) * BLOCK_M + rows
+        place = (2 * tl.program_id(0) + (~is_begun).to(tl.int32)) * BLOCK_M + rows
         tl.store(part_sums + place[:, None] * DIMS + dims[None, :], sums, mask=mask, cache_modifier=".cg")
         tl.store(part_scales + place, largest, cache_modifier=".cg")
         tl.store(part_scales + num_places + place, weights, cache_modifier=".cg")
@@ -212,17 +236,18 @@ def leave(
         tl.debug_barrier()
         if arrived % (num_inside + 1) == num_inside:
             # Some dimensions after the others: all at once are more than the registers hold.
+            all_rows = tl.arange(0, ROWS)
             for first_dim in range(0, HEAD_DIM, PART_DIMS):
                 some_dims = first_dim + tl.arange(0, PART_DIMS)
-                some_mask = present[:, None] & (some_dims < HEAD_DIM)[None, :]
-                all_sums = tl.zeros([BLOCK_M, PART_DIMS], tl.float32)
-                all_largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                all_weights = tl.zeros([BLOCK_M], tl.float32)
+                some_mask = all_present[:, None] & (some_dims < HEAD_DIM)[None, :]
+                all_sums = tl.zeros([ROWS, PART_DIMS], tl.float32)
+                all_largest = tl.full([ROWS], float("-inf"), tl.float32)
+                all_weights = tl.zeros([ROWS], tl.float32)
                 for begin in range(0, num_inside + 1, PARTS):
                     part = begin + tl.arange(0, PARTS)
                     there = part <= num_inside
                     slot = 2 * (first_inside - 1 + part) + (part == 0).to(tl.int32)
-                    places = slot[:, None] * BLOCK_M + rows[None, :]
+                    places = slot[:, None] * BLOCK_M + all_rows[None, :]
                     scale = tl.load(
                         part_scales + places, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"
                     )
@@ -243,18 +268,7 @@ def leave(
                     all_weights = all_weights * shrink + tl.sum(weight * factor, 0)
                     all_largest = now
                 result = all_sums / tl.where(all_weights == 0.0, 1.0, all_weights)[:, None]
-                tl.store(to[:, None] + some_dims[None, :], result.to(to.dtype.element_ty), mask=some_mask)
-
-
-@triton.jit
-def next_unit(rank, head, block, num_blocks, NUM_KV_HEADS: tl.constexpr):
-    """Along the line: query blocks, then heads, then entries."""
-    block += 1
-    head += (block == num_blocks).to(tl.int32)
-    block = tl.where(block == num_blocks, 0, block)
-    rank += (head == NUM_KV_HEADS).to(tl.int32)
-    head = tl.where(head == NUM_KV_HEADS, 0, head)
-    return rank, head, block
+                tl.store(all_to[:, None] + some_dims[None, :], result.to(to.dtype.element_ty), mask=some_mask)
 
 
 @triton.jit
@@ -289,18 +303,14 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    begin = cuts + tl.program_id(0) * CUT_FIELDS
-    end = begin + CUT_FIELDS
-    rank, head, block, begin_tile = tl.load(begin), tl.load(begin + 1), tl.load(begin + 2), tl.load(begin + 3)
-    begin_inside, begin_num = tl.load(begin + 5), tl.load(begin + 6)
-    cut_tile, end_inside, end_num = tl.load(end + 3), tl.load(end + 5), tl.load(end + 6)
-    num_units = tl.load(end + 4) - tl.load(begin + 4) + (end_inside >= 0).to(tl.int32)
-
+    first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
+    rank, head, block = first
+    row, start, count, offset = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DIMS)
-    for index in range(num_units):
-        entry = list_entries + rank * ENTRY_FIELDS
-        row, start, count, offset = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    for index in tl.range(0, num_units, disable_licm=True):
+        next_rank, next_head, next_block = next_unit(rank, head, block, (count + BLOCK_Q - 1) // BLOCK_Q, NUM_KV_HEADS)
+        next_row, next_start, next_count, next_offset = load_entry(list_entries + next_rank * ENTRY_FIELDS)
         table = block_tables + row.to(tl.int64) * blocks_stride
         first_token = block * BLOCK_Q
         end_token = tl.minimum(first_token + BLOCK_Q, count)
@@ -309,12 +319,11 @@ def _attend_kernel(
             first_key = tl.maximum(start + first_token - WINDOW + 1, 0)
         end_key = start + end_token
 
-        is_first = (index > 0) | (begin_inside < 0)
-        is_last = (index < num_units - 1) | (end_inside < 0)
-        first_tile = tl.where(is_first, first_key // BLOCK_N, begin_tile)
-        end_tile = tl.where(is_last, (end_key + BLOCK_N - 1) // BLOCK_N, cut_tile)
-        first_inside = tl.where(is_first, tl.where(is_last, -1, end_inside), begin_inside)
-        num_inside = tl.where(is_first, end_num, begin_num)
+        is_begun = (index == 0) & (begin_cut[1] >= 0)
+        is_cut = (index == num_units - 1) & (end_cut[1] >= 0)
+        first_tile, end_tile, first_inside, num_inside = tiles_of_unit(
+            first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
+        )
 
         tokens = first_token + rows // GROUP
         present = (rows < BLOCK_Q * GROUP) & (tokens < end_token)
@@ -324,14 +333,17 @@ def _attend_kernel(
 
         sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        weights = tl.zeros([BLOCK_M], tl.float32)
+        if SINGLE_LOOP:
+            weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        else:
+            weights = tl.zeros([BLOCK_M], tl.float32)
         positions = start + tokens
         head_keys = keys + head * (BLOCK_SIZE * HEAD_DIM)
         head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
         masked_tile = first_tile
         if not SINGLE_LOOP:
             # Tiles that all rows see whole need no mask: those up to the first token's position, and with a window,
-            # behind the last token's first key. fmt: skip
+            # behind the last token's first key.
             full_tile = first_tile
             full_end = tl.maximum(tl.minimum((start + first_token + 1) // BLOCK_N, end_tile), first_tile)
             if WINDOW > 0:
@@ -340,20 +352,25 @@ def _attend_kernel(
                 full_end = tl.maximum(full_end, full_tile)
                 sums, largest, weights = attend_tiles(
                     sums, largest, weights, query, head_keys, head_values, table, first_tile, full_tile, first_key,
-                    end_key, positions, SCALE, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
-                    PRECISION, WIDEN,
+                    end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW,
+                    BLOCK_N, PRECISION, WIDEN,
                 )  # fmt: skip
             sums, largest, weights = attend_tiles(
                 sums, largest, weights, query, head_keys, head_values, table, full_tile, full_end, first_key, end_key,
-                positions, SCALE, False, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N, PRECISION, WIDEN,
+                positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
+                PRECISION, WIDEN,
             )  # fmt: skip
             masked_tile = full_end
         sums, largest, weights = attend_tiles(
             sums, largest, weights, query, head_keys, head_values, table, masked_tile, end_tile, first_key, end_key,
-            positions, SCALE, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N, PRECISION, WIDEN,
+            positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
+            PRECISION, WIDEN,
         )  # fmt: skip
+        if SINGLE_LOOP:
+            weights = tl.sum(weights, 1)
         leave(
-            out + at, present, sums, largest, weights, is_first, first_inside, num_inside, arrivals, part_sums,
-            part_scales, HEAD_DIM, DIMS, BLOCK_M, PARTS, PART_DIMS,
+            out + at, present, out + at, present, sums, largest, weights, is_begun, first_inside, num_inside, arrivals,
+            part_sums, part_scales, HEAD_DIM, DIMS, BLOCK_M, BLOCK_M, PARTS, PART_DIMS,
         )  # fmt: skip
-        rank, head, block = next_unit(rank, head, block, (count + BLOCK_Q - 1) // BLOCK_Q, NUM_KV_HEADS)
+        rank, head, block = next_rank, next_head, next_block
+        row, start, count, offset = next_row, next_start, next_count, next_offset

@@ -16,8 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.attention import LOG2_E, attend_tiles, constants, leave, next_unit
-from pipeline.kernels.triton.attention_tasks import AttentionTasks, check_cache
+from pipeline.kernels.triton.attention import LOG2_E, attend_tiles, constants, leave
+from pipeline.kernels.triton.attention_tasks import (
+    AttentionTasks,
+    check_cache,
+    load_entry,
+    load_piece,
+    next_unit,
+    tiles_of_unit,
+)
+from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rotary import HeadNorms
 from pipeline.kernels.triton.rows import StepArrays
 
@@ -46,6 +54,8 @@ def attend_decode(
     assert cos.shape[1] == sin.shape[1] == head_dim // 2 and head_dim % 2 == 0
     assert all(tensor.is_contiguous() for tensor in (out, parts, cos, sin))
     query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
+    # Rows of a unit are one token's heads, fewer than the tile's, so more parts are read at once.
+    heads = next_power_of_2(tasks.group)
     _decode_kernel[(tasks.narrow.num_programs,)](
         out,
         parts,
@@ -67,10 +77,11 @@ def attend_decode(
         NUM_PARTS=len(parts),
         NORMED=head_norms is not None,
         EPS=eps,
+        HEADS=heads,
         SCALE=LOG2_E / head_dim**0.5,
         num_warps=tasks.narrow.tile.num_warps,
         num_stages=tasks.narrow.tile.num_stages,
-        **constants(tasks.narrow, tasks, keys),
+        **constants(tasks.narrow, tasks, keys, heads, 4 * tasks.narrow.tile.combined),
     )
 
 
@@ -104,6 +115,7 @@ def _decode_kernel(
     NUM_PARTS: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
+    HEADS: tl.constexpr,
     SCALE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -122,12 +134,9 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    begin = cuts + tl.program_id(0) * CUT_FIELDS
-    end = begin + CUT_FIELDS
-    rank, head, block, begin_tile = tl.load(begin), tl.load(begin + 1), tl.load(begin + 2), tl.load(begin + 3)
-    begin_inside, begin_num = tl.load(begin + 5), tl.load(begin + 6)
-    cut_tile, end_inside, end_num = tl.load(end + 3), tl.load(end + 5), tl.load(end + 6)
-    num_units = tl.load(end + 4) - tl.load(begin + 4) + (end_inside >= 0).to(tl.int32)
+    first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
+    rank, head, block = first
+    row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
 
     half: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = keys.dtype.element_ty
@@ -136,28 +145,28 @@ def _decode_kernel(
     inside = dims < HEAD_DIM
     others = tl.where(dims < half, dims + half, dims - half)
     step = part_stride.to(tl.int64)
-    present = rows < GROUP
-    mask = present[:, None] & inside[None, :]
-    for index in range(num_units):
-        entry = list_entries + rank * ENTRY_FIELDS
-        row, position, token = tl.load(entry), tl.load(entry + 1), tl.load(entry + 3).to(tl.int64)
+    group = tl.arange(0, HEADS)
+    mask = (group < GROUP)[:, None] & inside[None, :]
+    for index in tl.range(0, num_units, disable_licm=True):
+        next_rank, next_head, next_block = next_unit(rank, head, block, 1, NUM_KV_HEADS)
+        next_row, next_position, _, next_token = load_entry(list_entries + next_rank * ENTRY_FIELDS)
+        token_at = token.to(tl.int64)
         table = block_tables + row.to(tl.int64) * blocks_stride
         first_key = 0
         if WINDOW > 0:
             first_key = tl.maximum(position - WINDOW + 1, 0)
-        is_first = (index > 0) | (begin_inside < 0)
-        is_last = (index < num_units - 1) | (end_inside < 0)
-        first_tile = tl.where(is_first, first_key // BLOCK_N, begin_tile)
-        end_tile = tl.where(is_last, position // BLOCK_N + 1, cut_tile)
-        first_inside = tl.where(is_first, tl.where(is_last, -1, end_inside), begin_inside)
-        num_inside = tl.where(is_first, end_num, begin_num)
+        is_begun = (index == 0) & (begin_cut[1] >= 0)
+        is_cut = (index == num_units - 1) & (end_cut[1] >= 0)
+        first_tile, end_tile, first_inside, num_inside = tiles_of_unit(
+            first_key, position + 1, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
+        )
 
         # Queries: each dimension beside the one that it turns with, the second of a pair with the minus sign.
         angle = position.to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
         cosine = tl.load(cos + angle, mask=inside, other=0.0)
         sine = tl.load(sin + angle, mask=inside, other=0.0)
         sine = tl.where(dims < half, -sine, sine)
-        heads = token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (head * GROUP + rows) * HEAD_DIM
+        heads = token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (head * GROUP + group) * HEAD_DIM
         query = _sum_parts(parts, heads[:, None] + dims[None, :], mask, step, NUM_PARTS)
         other = _sum_parts(parts, heads[:, None] + others[None, :], mask, step, NUM_PARTS)
         if NORMED:
@@ -165,20 +174,23 @@ def _decode_kernel(
             query *= scale * tl.load(query_norm + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
             other *= scale * tl.load(query_norm + others, mask=inside, other=0.0).to(tl.float32)[None, :]
         query = (query * cosine[None, :] + other * sine[None, :]).to(dtype)
+        # The tile has rows to spare: they repeat the group.
+        query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
 
         sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        weights = tl.zeros([BLOCK_M], tl.float32)
+        all_weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         head_keys = keys + head * (BLOCK_SIZE * HEAD_DIM)
         head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
         positions = tl.zeros([BLOCK_M], tl.int32) + position
-        sums, largest, weights = attend_tiles(
-            sums, largest, weights, query, head_keys, head_values, table, first_tile, end_tile, first_key, position,
-            positions, SCALE, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N, PRECISION, WIDEN,
+        sums, largest, all_weights = attend_tiles(
+            sums, largest, all_weights, query, head_keys, head_values, table, first_tile, end_tile, first_key, position,
+            positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N, PRECISION, WIDEN,
         )  # fmt: skip
 
-        if is_last:
-            key_head = parts + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (NUM_HEADS + head) * HEAD_DIM
+        weights = tl.sum(all_weights, 1)
+        if not is_cut:
+            key_head = parts + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (NUM_HEADS + head) * HEAD_DIM
             key = _sum_parts(key_head, dims, inside, step, NUM_PARTS)
             other_key = _sum_parts(key_head, others, inside, step, NUM_PARTS)
             value = _sum_parts(key_head + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTS).to(dtype)
@@ -200,9 +212,11 @@ def _decode_kernel(
             sums = sums * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
             weights = weights * shrink + weight
             largest = now
-        to = out + token * (NUM_HEADS * HEAD_DIM) + (head * GROUP + rows) * HEAD_DIM
+        to = out + token_at * (NUM_HEADS * HEAD_DIM) + head * (GROUP * HEAD_DIM)
         leave(
-            to, present, sums, largest, weights, is_first, first_inside, num_inside, arrivals, part_sums, part_scales,
-            HEAD_DIM, DIMS, BLOCK_M, PARTS, PART_DIMS,
+            to + rows * HEAD_DIM, rows < GROUP, to + group * HEAD_DIM, group < GROUP, sums, largest, weights, is_begun,
+            first_inside, num_inside, arrivals, part_sums, part_scales, HEAD_DIM, DIMS, BLOCK_M, HEADS, PARTS,
+            PART_DIMS,
         )  # fmt: skip
-        rank, head, block = next_unit(rank, head, block, 1, NUM_KV_HEADS)
+        rank, head, block = next_rank, next_head, next_block
+        row, position, token = next_row, next_position, next_token

@@ -38,9 +38,10 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
 from pipeline.kernels.triton.rows import StepArrays
 
-CUT_FIELDS = 8
+CUT_FIELDS = 16
 """int32 of a cut: rank of its entry, head, query block, first tile behind the cut, number of the unit, first of the
-cuts inside of this unit (-1: the cut is at the unit's begin), how many they are, nothing."""
+cuts inside of this unit (-1: the cut is at the unit's begin), how many they are, nothing; row, start, count and offset
+of the entry, so that a program needs not load its number before itself; nothing."""
 ENTRY_FIELDS = 4
 """int32 of an entry of a list: row, start, count, offset."""
 NO_CHUNKS = 512
@@ -63,10 +64,8 @@ class Tile:
     """The least share of a program."""
     tolerance: int
     """Cuts move by up to 1 / 2 ** tolerance of a share."""
-    parts: int = 4
-    """Read at once where parts are combined."""
-    part_dims: int = 64
-    """Likewise, dimensions."""
+    combined: int
+    """Numbers that are read at once where parts are combined, parts x rows x dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +92,13 @@ def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.
     key_bytes = 2 * padded * dtype.itemsize
     least_rows = max(16, next_power_of_2(group))
     keys = min(128, max(16, 32768 // key_bytes))
-    narrow = Tile(least_rows, keys, 4, 3, 3, 4, 4, 4, 32)
+    narrow = Tile(least_rows, keys, 4, 3, 2, 4, 4, 1024)
     if dtype.itemsize > 2 or padded > 128:
         # Of accumulators and products of float32, registers hold less.
-        middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes), 8, 2, 1, 4, 3, 2, 32)
+        middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes), 8, 2, 1, 4, 3, 8192)
         return Tiles(narrow, middle, middle)
-    middle = Tile(max(64, least_rows), 64, 4, 3, 2, 4, 3, 2, 32)
-    wide = Tile(max(128, least_rows), 64, 8, 3, 1, 4, 3, 2, 32)
+    middle = Tile(max(64, least_rows), 64, 4, 3, 2, 4, 3, 4096)
+    wide = Tile(max(128, least_rows), 64, 8, 3, 1, 4, 3, 8192)
     return Tiles(narrow, middle, wide)
 
 
@@ -126,7 +125,8 @@ class TaskList:
         self.tile = tile
         self.num_programs = num_programs
         self.cuts = torch.zeros((num_programs + 1, CUT_FIELDS), dtype=torch.int32, device=device)
-        self.entries = torch.zeros((max_entries, ENTRY_FIELDS), dtype=torch.int32, device=device)
+        self.entries = torch.zeros((max_entries + 1, ENTRY_FIELDS), dtype=torch.int32, device=device)
+        """The listed ones, packed; one more is loaded, and not used, behind the last."""
         self.arrivals = torch.zeros(num_programs + 1, dtype=torch.int32, device=device)
         """How many parts of a shared unit are there, by the unit's first cut. Every layer adds the number of its parts,
         so that it is a multiple of that number between two launches."""
@@ -237,6 +237,49 @@ def _cost_before(block, start, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, OVER
     return cost
 
 
+@triton.jit
+def load_piece(cuts, CUT_FIELDS: tl.constexpr):
+    """What the program has to do: rank, head and block of its first unit; tile, first cut and number of cuts of the
+    unit that it begins in; the same of the one it ends in; number of units."""
+    begin = cuts + tl.program_id(0) * CUT_FIELDS
+    end = begin + CUT_FIELDS
+    end_inside = tl.load(end + 5)
+    num_units = tl.load(end + 4) - tl.load(begin + 4) + (end_inside >= 0).to(tl.int32)
+    first = tl.load(begin), tl.load(begin + 1), tl.load(begin + 2)
+    begin_cut = tl.load(begin + 3), tl.load(begin + 5), tl.load(begin + 6)
+    return first, begin_cut, (tl.load(end + 3), end_inside, tl.load(end + 6)), num_units
+
+
+@triton.jit
+def load_entry(entry):
+    """Its row, start, count and offset."""
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+
+
+@triton.jit
+def next_unit(rank, head, block, num_blocks, NUM_KV_HEADS: tl.constexpr):
+    """Along the line: query blocks, then heads, then entries."""
+    block += 1
+    head += (block == num_blocks).to(tl.int32)
+    block = tl.where(block == num_blocks, 0, block)
+    rank += (head == NUM_KV_HEADS).to(tl.int32)
+    head = tl.where(head == NUM_KV_HEADS, 0, head)
+    return rank, head, block
+
+
+@triton.jit
+def tiles_of_unit(first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N: tl.constexpr):
+    """Those of the program, and the cuts of the unit, -1 where it is the program's alone. `is_begun`: the program
+    begins inside of it; `is_cut`: it ends there."""
+    begin_tile, begin_inside, begin_num = begin_cut
+    cut_tile, end_inside, end_num = end_cut
+    first_tile = tl.where(is_begun, begin_tile, first_key // BLOCK_N)
+    end_tile = tl.where(is_cut, cut_tile, (end_key + BLOCK_N - 1) // BLOCK_N)
+    first_inside = tl.where(is_begun, begin_inside, tl.where(is_cut, end_inside, -1))
+    num_inside = tl.where(is_begun, begin_num, end_num)
+    return first_tile, end_tile, first_inside, num_inside
+
+
 @triton.jit(do_not_specialize=["num_entries"])
 def _plan_kernel(
     cuts,
@@ -294,6 +337,7 @@ def _plan_kernel(
         rank = tl.sum(listed.to(tl.int32))
         unit = tl.sum(num_blocks).to(tl.int32) * NUM_KV_HEADS
         head, block, tile, first_inside, num_inside = 0, 0, 0, -1, 0
+        entry = num_entries
         if at < total:
             passed = ends <= at
             entry = tl.sum(passed.to(tl.int32))
@@ -348,6 +392,7 @@ def _plan_kernel(
                     if head == NUM_KV_HEADS:
                         head = 0
                         rank += 1
+                        entry = tl.min(tl.where(listed & (entries > entry), entries, num_entries))
         to = cuts + program * CUT_FIELDS
         tl.store(to, rank)
         tl.store(to + 1, head)
@@ -356,6 +401,11 @@ def _plan_kernel(
         tl.store(to + 4, unit)
         tl.store(to + 5, first_inside)
         tl.store(to + 6, num_inside)
+        if entry < num_entries:
+            tl.store(to + 8, tl.load(rows + entry))
+            tl.store(to + 9, tl.load(starts + entry))
+            tl.store(to + 10, tl.load(counts + entry))
+            tl.store(to + 11, tl.load(offsets + entry))
 
 
 def check_cache(keys: Tensor, values: Tensor, tasks: AttentionTasks) -> None:

@@ -156,20 +156,20 @@ def _blocks(
         logit = tl.where(logit > -_INF, logit, -_INF)
         top = tl.max(logit, 0)
         temperature = f.float_at(row + f.TEMPERATURE)
-        races = (temperature >= _COLD) & (top > -_INF) & (top < _INF)
+        is_drawn = (temperature >= _COLD) & (top > -_INF) & (top < _INF)
         score = tl.where(logit == top, 0.0, -_INF)
         at = sample * BLOCKS + block
-        if FILTERED:  # noqa: SIM102 - a constant: without it, nothing of this is compiled
-            if _is_filtered(row):
-                strip_tops = tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1)
-                strip = at * (BLOCK // _STRIP) + tl.arange(0, BLOCK // _STRIP)
-                tl.store(tops + strip, strip_tops)
-                if races:
-                    tl.store(weights + at, tl.sum(tl.exp((logit - top) / temperature), 0))
-                    # Whoever is drawn, `_filter` will say.
-                    score = tl.full((BLOCK,), -_INF, tl.float32)
-                    races = races & (top == -_INF)
-        if races:
+        is_filtered = False
+        if FILTERED:
+            is_filtered = _is_filtered(row)
+        if is_filtered:
+            strip = at * (BLOCK // _STRIP) + tl.arange(0, BLOCK // _STRIP)
+            tl.store(tops + strip, tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1))
+            # Without meaning where the largest is infinite; it is not read then.
+            tl.store(weights + at, tl.sum(tl.exp((logit - top) / temperature), 0))
+            # Who is drawn, `_filter` will say.
+            score = tl.where(is_drawn, -_INF, score)
+        elif is_drawn:
             low, high = draw_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
             score = (logit - top) / temperature - log_noise(low, high, ids)
         best, winner = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)

@@ -11,9 +11,7 @@ from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch, Til
 from tests.kernels.triton.steps import MadeStep, attention_reference, make_step
 
 CPU = torch.device("cpu")
-SMALL = Tiles(
-    Tile(16, 16, 4, 2, 2, 2, 4, 2, 16), Tile(32, 16, 4, 2, 1, 2, 3, 2, 16), Tile(64, 16, 4, 2, 1, 2, 3, 2, 16)
-)
+SMALL = Tiles(Tile(16, 16, 4, 2, 2, 2, 4, 512), Tile(32, 16, 4, 2, 1, 2, 3, 512), Tile(64, 16, 4, 2, 1, 2, 3, 512))
 """So that units of few keys are shared."""
 POISON = -7.0
 

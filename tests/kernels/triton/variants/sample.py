@@ -3,6 +3,7 @@
 import torch
 
 from pipeline.kernels.triton.draw import DrawScratch, draw
+from pipeline.kernels.triton.record import RecordScratch, records, stats
 from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.shape import ShapeScratch, shape
 
@@ -13,6 +14,7 @@ def launches() -> None:
     _draw(LLAMA, filtered=False)
     _draw(LLAMA, filtered=True)
     _shape(LLAMA, with_masks=True)
+    _record(LLAMA, 20, keep=True)
 
 
 def all_launches() -> None:
@@ -21,6 +23,9 @@ def all_launches() -> None:
         _draw(vocab_size, filtered=True)
         _shape(vocab_size, with_masks=False)
         _shape(vocab_size, with_masks=True)
+        _record(vocab_size, 0, keep=False)
+        _record(vocab_size, 20, keep=False)
+        _record(vocab_size, 1024, keep=True)
 
 
 def _draw(vocab_size: int, *, filtered: bool) -> None:
@@ -36,3 +41,11 @@ def _shape(vocab_size: int, *, with_masks: bool) -> None:
     masks, masked = (words, sample_rows) if with_masks else (None, None)
     scratch = ShapeScratch(2, vocab_size, "cpu")
     shape(torch.zeros(2, vocab_size), params, heap, ids, sample_rows, masks, masked, scratch)
+
+
+def _record(vocab_size: int, max_top: int, *, keep: bool) -> None:
+    scratch = RecordScratch(2, vocab_size, max_top, "cpu", keeps=keep)
+    logits, out = torch.zeros(2, vocab_size), torch.zeros(2, 1 + 2 * max_top, dtype=torch.int32)
+    ids, num_top = torch.zeros(2, 2, dtype=torch.int32)
+    stats(out, logits, num_top, scratch, keep=keep)
+    records(out, logits, ids, num_top, scratch)
