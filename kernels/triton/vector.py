@@ -5,6 +5,7 @@ time: the next tile's loads are on their way, 16 bytes a thread, while the one t
 program has a tile or two in flight all along and a multiprocessor several programs. On an H100 about 40 KiB in flight
 for each multiprocessor are needed to keep its memory busy (3.3 TB/s at less than 1 µs, on 132 of them). Programs that
 are all there at once share the bandwidth and end together; so their number need not be a multiple of anything.
+Weights are the first to leave the caches: what they are multiplied with is read again by the next program.
 
 What is asked of the processors: with floats 2 instructions a weight, with 4 bits about 3 (unpack.py), where memory
 brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Counted in machine code, not measured.)
@@ -114,13 +115,13 @@ def _floats(
     pointers = values + rows.to(tl.int64)[:, None] * K + places[None, :]
     sums = tl.zeros([ROWS, BLOCK_K // LANES], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    tile = tl.load(pointers + begin, mask=(begin + places < K)[None, :], other=0.0)
+    tile = tl.load(pointers + begin, mask=(begin + places < K)[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:  # weights were there before the launch before this one; everything else may come from it
         tl.extra.cuda.gdc_wait()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
         there = ((k + BLOCK_K + places < K) & (step + 1 < SHARE))[None, :]
-        next_tile = tl.load(pointers + (k + BLOCK_K), mask=there, other=0.0)
+        next_tile = tl.load(pointers + (k + BLOCK_K), mask=there, other=0.0, eviction_policy="evict_first")
         columns = k + places
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
@@ -174,14 +175,15 @@ def _codes(
     sums = tl.zeros([ROWS, GROUPS], tl.float32)
     squares = tl.zeros([GROUPS], tl.float32)
     first = begin // GROUP
-    tile = tl.load(pointers + first * WORDS, mask=(first + groups < NUM_GROUPS)[None, :, None], other=0)
+    there = (first + groups < NUM_GROUPS)[None, :, None]
+    tile = tl.load(pointers + first * WORDS, mask=there, other=0, eviction_policy="evict_first")
     if PDL:
         tl.extra.cuda.gdc_wait()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
         group = k // GROUP
         there = ((group + GROUPS + groups < NUM_GROUPS) & (step + 1 < SHARE))[None, :, None]
-        next_tile = tl.load(pointers + (group + GROUPS) * WORDS, mask=there, other=0)
+        next_tile = tl.load(pointers + (group + GROUPS) * WORDS, mask=there, other=0, eviction_policy="evict_first")
         here = (group + groups < NUM_GROUPS)[None, :]
         scale = tl.load(scales + scale_at + group, mask=here, other=0.0).to(tl.float32)
         columns = k + (groups * GROUP)[:, None] + places[None, :]
