@@ -11,3 +11,5 @@ What all of them keep to, so that a whole step can be recorded as one CUDA graph
 Without a GPU, TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly; what the interpreter lacks (products of
 bfloat16) stands behind constexpr flags that come from `kernels/triton/launch.py`.
 """
+
+from pipeline.kernels.triton import launch as launch  # mends the interpreter before any kernel is run

@@ -119,14 +119,18 @@ def times_of(result: Tensor) -> tuple[int, int]:
 def _apply(state, words, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     num_runs = tl.load(words + _NUM_RUNS)
     runs = words + tl.load(words + _RUNS_AT)
-    for run in range(tl.program_id(0), num_runs, NUM_PROGRAMS):
+    run = tl.program_id(0)
+    while run < num_runs:  # the interpreter counts a range by constants alone
         target = tl.load(runs + 3 * run)
         length = tl.load(runs + 3 * run + 1)
         source = tl.load(runs + 3 * run + 2)
-        for begin in range(0, length, BLOCK):
+        begin = 0
+        while begin < length:
             places = begin + tl.arange(0, BLOCK)
             numbers = tl.load(words + source + places, mask=places < length)
             tl.store(state + target + places, numbers, mask=places < length)
+            begin += BLOCK
+        run += NUM_PROGRAMS
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_entries", "num_samples"])
@@ -229,9 +233,11 @@ def _finish(
     tl.store(row_params + row * PARAMS + _NUM_IDS, num_ids + 1, mask=grows)
     num_stops = tl.load(row_params + row * PARAMS + _NUM_STOPS, mask=grows, other=0)
     stopped = tl.zeros((BLOCK,), tl.int32)
-    for i in range(tl.max(num_stops, 0)):
+    most, i = tl.max(num_stops, 0), 0
+    while i < most:
         stop = tl.load(stops + row * STOPS + i, mask=grows & (i < num_stops), other=-1)
         stopped |= (stop == token).to(tl.int32)
+        i += 1
     stopped = tl.where(grows, stopped, 0)
     tl.store(row_params + row * PARAMS + _ENDED, 1, mask=lives & ((stopped == 1) | (token < 0)))
     inside = places < num_samples

@@ -113,6 +113,12 @@ class ReplayTape(Tape):
             case _:
                 return data
 
+    def catch_up(self) -> None:
+        while isinstance(event := self._head, f.Event) and event.name in self._acts and not self._first:
+            self._acts[event.name](event.key, event.data)
+            if self._head is event:  # it is of before the recording, and nothing is there to be done
+                self._advance()
+
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         if self._partial is not None:
             self._partial.sent(message)
@@ -140,9 +146,7 @@ class ReplayTape(Tape):
                         time.sleep(max(0.0, self._begun + wake.time_ns / 1e9 - time.monotonic()))
                     return self._give(wake)
                 case f.Event() as event if event.name in self._acts:
-                    self._acts[event.name](event.key, event.data)
-                    if self._head is event:  # it is of before the recording, and nothing is there to be done
-                        self._advance()
+                    self.catch_up()
                 case f.Event() as event:
                     raise Divergence(f"event {event.name} came where the stage waits for messages")
                 case None:

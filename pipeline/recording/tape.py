@@ -42,6 +42,10 @@ class Tape:
         place is what was given to `perform`, or the stage itself."""
         return data
 
+    def catch_up(self) -> None:
+        """To be called where a blocking stage looks whether something has `happened`: a replay comes to what had, at
+        this place."""
+
     # What the channels say.
 
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:

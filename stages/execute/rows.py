@@ -32,7 +32,7 @@ class RowTable:
     def __init__(self, max_num_seqs: int, max_model_len: int, num_blocks: int, vocab_size: int) -> None:
         self.max_model_len = max_model_len
         self._pool_size = num_blocks
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         max_num_blocks = -(-max_model_len // BLOCK_SIZE)
         self.ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         """[R, L]; the first `num_ids` of each row are known"""
@@ -100,7 +100,7 @@ class RowTable:
         if fork_of >= 0:
             ids = np.concatenate((self._prompt_of(fork_of, num_prompt), ids))
         assert 0 < len(ids) <= self.max_model_len, f"{len(ids)} ids for row {row}, {self.max_model_len} at most"
-        assert ids.min() >= 0 and ids.max() < self._vocab_size, f"row {row} has ids outside of the vocabulary"
+        assert ids.min() >= 0 and ids.max() < self.vocab_size, f"row {row} has ids outside of the vocabulary"
         self.taken[row], self.ended[row] = True, False
         self.generations[row] = generation
         self.ids[row, : len(ids)] = ids
@@ -115,7 +115,7 @@ class RowTable:
         self.temperature[row] = single(sampling.temperature)
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
-        self.top_k[row] = min(sampling.top_k, self._vocab_size)
+        self.top_k[row] = min(sampling.top_k, self.vocab_size)
         self.keys[row] = sequence_key(sampling.seed, index)
         self.stops[row] = frozenset(sampling.stop_token_ids).union(
             # With a grammar one is allowed only where the output may end, and if ignored only where it has to.
@@ -134,7 +134,7 @@ class RowTable:
             # Nothing is drawn for it, so nothing can stop it.
             self.stops[row] = frozenset()
             return wants | Want.EMBEDDING
-        shaping = shaping_of(sampling, self.ids[row], int(self.num_prompt[row]), eos_ids, self._vocab_size)
+        shaping = shaping_of(sampling, self.ids[row], int(self.num_prompt[row]), eos_ids, self.vocab_size)
         if shaping is not None:
             self.shapings[row] = shaping
             shaping.write(self._native_shapings, row)

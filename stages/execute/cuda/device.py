@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.triton.launch import INTERPRETED
+from pipeline.shm.available import available_bytes
+from pipeline.stages.execute.kv import DeviceMemory
+
+CONTEXT_BYTES = 512 * 1024**2
+"""What CUDA, cuBLAS and our kernels' code take of a GPU's memory, about."""
 
 Calls = Callable[[], None]
 
@@ -45,6 +50,8 @@ class Device(ABC):
     where: torch.device
     name: str
     """For people."""
+    records = True
+    """Graphs are recorded, and kernels compiled, so that it is worth doing ahead of need."""
 
     @abstractmethod
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
@@ -64,8 +71,8 @@ class Device(ABC):
 
     @abstractmethod
     def graph(self, calls: Calls) -> Calls:
-        """Record launches; what is returned makes all of them at once, on the compute stream. They have been made once
-        before, so that nothing is compiled while they are recorded."""
+        """Record launches; what is returned makes all of them at once, on the compute stream. They are made once before
+        they are recorded, so that nothing is compiled then: what they read has to be harmless."""
 
     @abstractmethod
     def copying(self) -> Any:
@@ -75,6 +82,10 @@ class Device(ABC):
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         """Make memory of the host such as `pinned` is, for as long as the device is open. Returns whether that could be
         done; copies from and to it hold up the host where not."""
+
+    @abstractmethod
+    def memory(self, reserved_bytes: int) -> DeviceMemory:
+        """What KV blocks have room in, if so much is still to be taken by others of this process."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -116,6 +127,7 @@ class Gpu(Device):
         return event
 
     def graph(self, calls: Calls) -> Calls:
+        calls()
         # torch.cuda.graph() would wait for the whole device and collect garbage, in the middle of serving.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -141,6 +153,11 @@ class Gpu(Device):
         self._locked.append(address)
         return True
 
+    def memory(self, reserved_bytes: int) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.where)
+        used = torch.cuda.memory_reserved(self.where) + CONTEXT_BYTES
+        return DeviceMemory(total, free, used, reserved_bytes)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
 
@@ -155,6 +172,8 @@ class Gpu(Device):
 
 class Interpreted(Device):
     """No GPU: kernels run in Triton's interpreter, at once."""
+
+    records = False
 
     class _Done:
         def __init__(self) -> None:
@@ -201,6 +220,10 @@ class Interpreted(Device):
 
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         return True
+
+    def memory(self, reserved_bytes: int) -> DeviceMemory:
+        available = available_bytes()
+        return DeviceMemory(available, available, 0, 0)
 
     def synchronize(self) -> None:
         pass

@@ -36,7 +36,7 @@ class Recorded:
 
     launch: Calls
     step: StepArrays
-    sums: Sums
+    shape: Shape
 
 
 class Steps:
@@ -71,8 +71,8 @@ class Steps:
         return (shape, kind) in self._recorded
 
     def get(self, shape: Shape, kind: Kind) -> Recorded:
-        """The launches of a shape. Those that are new are made once for padding alone, so that all is compiled; words
-        that have not been read by a step are lost by that."""
+        """The launches of a shape. Those that are new are made once, for padding alone; words that no step has read are
+        lost by that."""
         recorded = self._recorded.get((shape, kind))
         if recorded is not None:
             return recorded
@@ -80,13 +80,16 @@ class Steps:
         step = self._step(shape)
         calls = self._calls(step, shape, kind)
         if not shape.is_recorded:
-            return Recorded(calls, step, self._sums(shape))
+            return Recorded(calls, step, shape)
         self._words[: ends.words_of(self._max_num_rows)].zero_()
-        calls()
-        recorded = Recorded(self._device.graph(calls), step, self._sums(shape))
+        recorded = Recorded(self._device.graph(calls), step, shape)
         self._recorded[shape, kind] = recorded
         self.record_s += time.perf_counter() - began_s
         return recorded
+
+    def sums(self, shape: Shape) -> Sums:
+        """Where a step of this shape, which is the last that was launched, leaves what its tokens came to."""
+        return self._model.sums(shape.num_tokens, decodes=shape.one_each)
 
     def result(self, num_samples: int) -> Tensor:
         """Where `finish` leaves what came of so many samples."""
@@ -121,9 +124,6 @@ class Steps:
                 self.finish(step)
 
         return calls
-
-    def _sums(self, shape: Shape) -> Sums:
-        return self._model.sums(shape.num_tokens, decodes=shape.one_each)
 
     def _step(self, shape: Shape) -> StepArrays:
         rows, starts, counts, offsets = (each[: shape.num_entries] for each in self._entries)

@@ -89,8 +89,10 @@ class Loop:
         self._completions.put(self._runner.launch(step, self._stage.arrays.take))
 
     def _collect(self) -> None:
-        """Publish what is over. A replay does so when the recorded stage did."""
-        if not self._stage.inbox.is_replayed:
+        """Publish what is over; in a replay, what was then."""
+        if self._stage.inbox.is_replayed:
+            self._stage.tape.catch_up()
+        else:
             self._completions.clear()
             self._runner.collect_done()
 

@@ -1,12 +1,15 @@
 """A model's forward pass as launches of kernels, the same for every step of a shape, so that a graph can hold them.
 
-Two ways, chosen by the number of tokens alone:
+Three ways, chosen by the shape alone:
 
     many tokens   norm · linear (cuBLAS) · rotary · attention · linear · norm · linear · silu_mul · linear
+    decoding      rotary+attention is one launch
     few, decode   norm+linear · rotary+attention · linear · norm+linear+silu_mul · linear
 
-The second is for steps whose time is that of reading weights and of starting kernels: every launch that isn't there
-counts. A linear layer leaves parts [P, M, N] whose sum is its result; whoever reads them next sums.
+The last is for steps whose time is that of reading weights and of starting kernels: every launch that isn't there
+counts. Where a matrix is so large that its programs would take longer over the norm than a launch takes, the norm is a
+launch of its own there too. A linear layer leaves parts [P, M, N] whose sum is its result; whoever reads them next
+sums.
 
 Shapes: T tokens of a step with padding, S samples, H hidden_size, P parts.
 """
@@ -15,15 +18,19 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
-from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS
 from torch import Tensor
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton import attention, gate, linear, norm, rotary
+from pipeline.kernels.triton import fused, gate, linear, norm
+from pipeline.kernels.triton.attention import attend
+from pipeline.kernels.triton.attention_decode import attend_decode
+from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
+from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
+from pipeline.kernels.triton.fused import norm_gate_up, norm_linear
+from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
+from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.program import AttentionWeights, Linear, MlpWeights, Recorder
@@ -130,6 +137,8 @@ class DeviceModel(Recorder):
             return torch.zeros(num, width, dtype=dtype, device=where)
 
         self._residuals = memory(hidden, dtype=torch.float32), memory(hidden, SKINNY_TOKENS, torch.float32)
+        self._last_residuals: dict[int, Tensor] = {}
+        """Which of the two a step of few tokens ends with, by their number."""
         self._normed = memory(hidden)
         self._queries = memory(config.num_heads * config.head_dim)
         self._attended = memory(config.num_heads * config.head_dim)
@@ -218,22 +227,24 @@ class DeviceModel(Recorder):
     def forward(self, step: StepArrays, *, decodes: bool) -> None:
         """Compute the logits of the step's samples. With `decodes` each entry has one token."""
         for tasks in self._tasks.values():
-            tasks.plan(step)
+            tasks.plan(step, one_each=decodes)
         norm.embed(self._residuals[0][: step.num_tokens], self._table, step.ids)
         if decodes and step.num_tokens <= SKINNY_TOKENS:
             self._few(step)
         else:
-            self._many(step)
+            self._many(step, decodes=decodes)
         self.score(self.sums(step.num_tokens, decodes=decodes), step.sampled)
 
     def sums(self, num_tokens: int, *, decodes: bool) -> Sums:
-        """Where `forward` leaves the sums of so many tokens, until the next step."""
+        """Where `forward`, which has been called for so many tokens, leaves their sums until the next step."""
         residual = self._residuals[0][:num_tokens]
+        if decodes and num_tokens <= SKINNY_TOKENS:
+            residual = self._last_residuals[num_tokens]
         if not self._layers:
             return Sums(residual, None)
         return Sums(residual, self._layers[-1][1].down.parts(self._narrow, num_tokens))
 
-    def _many(self, step: StepArrays) -> None:
+    def _many(self, step: StepArrays, *, decodes: bool) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
         residual, normed = self._residuals[0][:num], self._normed[:num]
         queries, attended, gated = self._queries[:num], self._attended[:num], self._gated[:num]
@@ -241,14 +252,55 @@ class DeviceModel(Recorder):
         for layer, mlp in self._layers:
             norm.add_norm(normed, residual, parts, layer.norm, eps)
             qkv = self._linear(self._wide, normed, layer.qkv)
-            rotary.rotary_write(queries, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.head_norms)
-            attention.attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
+            if decodes:
+                self._attend_decode(attended, qkv, step, layer)
+            else:
+                rotary_write(queries, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.head_norms)
+                attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
             parts = self._linear(self._narrow, attended, layer.out)
             norm.add_norm(normed, residual, parts, mlp.norm, eps)
             gate.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
             parts = self._linear(self._narrow, gated, mlp.down)
 
-    _few = _many
+    def _few(self, step: StepArrays) -> None:
+        num, eps = step.num_tokens, float(self._config.rms_norm_eps)
+        normed, attended, gated = self._normed[:num], self._attended[:num], self._gated[:num]
+        # A fused norm reads one residual and writes the other: its programs read what none of them writes.
+        residual, other = (each[:num] for each in self._residuals)
+        parts: Tensor | None = None
+        for layer, mlp in self._layers:
+            qkv = layer.qkv.parts(self._wide, num)
+            if self._fuses("linear", layer.qkv, num, parts):
+                norm_linear(qkv, other, residual, parts, layer.norm, eps, layer.qkv.matrix, layer.qkv.bias)
+                residual, other = (residual, other) if parts is None else (other, residual)
+            else:
+                norm.add_norm(normed, residual, parts, layer.norm, eps)
+                linear.linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias)
+            self._attend_decode(attended, qkv, step, layer)
+            parts = self._linear(self._narrow, attended, layer.out)
+            gate_up = mlp.gate_up
+            if self._fuses("gate", gate_up, num, parts):
+                norm_gate_up(gated, other, residual, parts, mlp.norm, eps, gate_up.matrix, gate_up.bias)
+                residual, other = other, residual
+            else:
+                norm.add_norm(normed, residual, parts, mlp.norm, eps)
+                fused.gate_up(gated, normed, gate_up.matrix, gate_up.bias)
+            parts = self._linear(self._narrow, gated, mlp.down)
+        self._last_residuals[num] = residual
+
+    def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
+        attend_decode(
+            attended, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.tasks, layer.head_norms
+        )
+
+    @staticmethod
+    def _fuses(op: Op, product: _Product, num: int, parts: Tensor | None) -> bool:
+        """Whether a product has the norm before it in it, where it reads these parts."""
+        matrix = product.matrix
+        config = linear.config_of(op, matrix, num)
+        num_rows = matrix.num_rows // 2 if op == "gate" else matrix.num_rows
+        num_programs = -(-num_rows // config.block_n) * config.split
+        return fused.fuses(num, 0 if parts is None else len(parts), matrix.num_columns, num_programs)
 
     def score(self, sums: Sums, places: Tensor) -> Tensor:
         """The logits of some tokens of the last step, [S] int32. Returns [S, V] float32."""

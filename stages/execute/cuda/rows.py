@@ -7,7 +7,7 @@ collected while a step's message is read, and go to the GPU in front of the step
 import numpy as np
 import torch
 
-from pipeline.kernels.shaping import Shaping
+from pipeline.kernels.shaping import Shaping, num_words
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows
 from pipeline.stages.execute.cuda.device import Device
@@ -46,6 +46,8 @@ class DeviceRows:
         self.on_device = Rows(state, *views[:4])
         self.heap = views[4]
         self._lists = Heap(HEAP_WORDS)
+        self._nothing = self._lists.take(num_words(table.vocab_size)) or 0
+        """Where the heap, from its beginning, has a mask that allows nothing."""
         self._lists_of: dict[int, tuple[int, int]] = {}
         self.on_device.params[-1, Field.ENDED] = 1
         self.runs: list[Run] = []
@@ -110,6 +112,7 @@ class DeviceRows:
         begin = self._lists.take(len(numbers))
         if begin is None:
             params[[Field.NUM_ENDERS, Field.NUM_BIAS, Field.NUM_RUNS]] = 0
+            params[Field.ALLOWED_AT] = self._nothing
             return NO_ROOM
         self._lists_of[row] = begin, len(numbers)
         ends = (begin + np.cumsum([len(each) for each in lists])).tolist()

@@ -11,29 +11,31 @@ takes the ids of the step before, the draw.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from pipeline.stages.execute.cuda.wishes import Wishes
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import NO_ID
 from pipeline.kernels.record_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
+from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS, times_of
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.flight import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps
-from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
-from pipeline.stages.execute.cuda.rows import DeviceRows
+from pipeline.stages.execute.cuda.model import DeviceModel, Sums, allocate_kv
+from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
 from pipeline.stages.execute.cuda.shapes import Shape, Shapes
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
-from pipeline.stages.execute.cuda.swap import Copies, Crossing
-from pipeline.stages.execute.kv import divide_swap, plan_kv
+from pipeline.stages.execute.cuda.swap import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
+from pipeline.stages.execute.cuda.wishes import Masked, Wishes
+from pipeline.stages.execute.kv import divide_swap, plan_device_kv
 from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
@@ -49,6 +51,10 @@ OPEN = Want.SHAPE | Want.MASK | Want.RECORD | Want.PROMPT_RECORDS | Want.EMBEDDI
 """What makes a step one that no graph holds whole."""
 
 
+GRAPHS_BYTES = 512 * 1024**2
+"""For what graphs and libraries take while steps are recorded; by the rules of CUDA's own allocator, hardly a tenth."""
+
+
 class CudaRunner:
     """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
     words, where the model can't be run so. One thread makes it and calls it."""
@@ -57,15 +63,17 @@ class CudaRunner:
         self, settings: Settings, model_dir: Path, swap: memoryview | None = None, device: Device | None = None
     ) -> None:
         config = ModelConfig.load(model_dir)
+        self._settings = settings
         self.device = device = device or make_device()
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
         max_num_tokens = settings.schedule.max_num_batched_tokens
-        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs)
+        quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
+        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
         weights = Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
-        kv = plan_kv(settings, config)
+        kv = plan_device_kv(settings, config, device.memory(_still_to_take(settings, config)))
         self.kv = allocate_kv(config, kv.num_blocks, dtype, device.where)
         self.model.use(self.kv, kv.max_model_len)
         swapped = None if swap is None else divide_swap(settings, config, swap)
@@ -84,11 +92,19 @@ class CudaRunner:
             device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self._wishes = Wishes(device, self.model, self.steps, self._device_rows, self.masks, max_num_seqs)
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't go on, and why: told with the next id that is drawn for each, which is none."""
         self._pool = Pool(self.model.last_norm, config.rms_norm_eps)
         self._samplings = msgspec.msgpack.Decoder(Sampling)
+        first, others = self.shapes.first(), self.shapes.others()
+        mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
+        self._to_record = [
+            *((shape, Kind.DRAW) for shape in (*first, *others, *mixed)),
+            *((shape, Kind.FILTER) for shape in (*first, *others)),
+            *((shape, Kind.OPEN) for shape in first),
+        ]
+        self._is_warm = False
+        """Whether the kernels of wishes have been compiled."""
         self.flights: deque[Flight] = deque()
         """Oldest first."""
         self.publish: Publish = lambda flight, sampled: None
@@ -98,6 +114,14 @@ class CudaRunner:
     def name(self) -> str:
         return f"triton, {self.device.name}"
 
+    @cached_property
+    def wishes(self) -> Wishes:
+        """Made, with its memory, when it is needed for the first time."""
+        limits = self._settings.limits
+        return Wishes(
+            *(self.device, self.model, self.steps, self._device_rows, self._max_num_seqs, limits.max_logprobs)
+        )
+
     def record(self) -> None:
         """Record the first shapes, so that the first requests find them."""
         for shape in self.shapes.first():
@@ -105,11 +129,18 @@ class CudaRunner:
         self.device.synchronize()
 
     def record_more(self) -> bool:
-        """Record one more, when there is nothing else to do. Returns whether there was one."""
-        for shape in self.shapes.others():
-            if not self.steps.has(shape, Kind.DRAW):
-                self.steps.get(shape, Kind.DRAW)
+        """Prepare for one more kind of step, when there is nothing else to do: what requests have not asked for yet is
+        there when they do. Returns whether there was any left."""
+        if not self.device.records:
+            return False
+        for shape, kind in self._to_record:
+            if not self.steps.has(shape, kind):
+                self.steps.get(shape, kind)
                 return True
+        if not self._is_warm:
+            self._is_warm = True
+            self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
+            return True
         return False
 
     def close(self) -> None:
@@ -200,6 +231,8 @@ class CudaRunner:
         sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
         offsets = np.cumsum(counts, dtype=np.int32) - counts
         batch = Batch(rows, starts, counts, offsets, sampled, int(counts.sum()))
+        if not self._staging.has_free:  # nobody plans so far ahead, but it would be no error
+            self.collect()
         slot = self._staging.take()
         chosen = rows[samples]
         flight = Flight(
@@ -259,25 +292,26 @@ class CudaRunner:
         self._staging.fill(flight.slot, batch, runs, one_each=shape.one_each)
         recorded.launch()
         drawn, wanted = batch.rows[batch.sampled], self.rows.wanted
-        wishes = self._wishes
-        if wanted & Want.MASK:
-            if wishes.has_grammar(drawn):
-                self.drain()
-            self.failed |= wishes.mask(drawn, self.rows)
-        flight.records = wishes.draw(drawn, recorded.step, self.rows, filtered=bool(self._device_rows.filtered))
+        masked: Masked | None = None
+        if wanted & Want.MASK and (self.rows.wants[drawn] & Want.MASK).any():
+            self.drain()
+            masked, failed = self.wishes.mask(self.masks, drawn, self.rows, recorded.step.num_samples)
+            self.failed |= failed
+        filtered = bool(self._device_rows.filtered)
+        flight.records = self.wishes.draw(drawn, recorded.step, self.rows, masked, filtered=filtered)
         self._fetch(flight, recorded)
         if wanted & Want.PROMPT_RECORDS:
-            flight.prompts = wishes.score_prompts(batch, self.rows, recorded.sums)
+            flight.prompts = self.wishes.score_prompts(batch, self.rows, self.steps.sums(shape))
         if pooled is not None:
-            self._pool_entries(flight, batch, pooled, recorded)
+            self._pool_entries(flight, batch, pooled, self.steps.sums(shape))
 
-    def _pool_entries(self, flight: Flight, batch: Batch, pooled: BoolArray, recorded: Recorded) -> None:
+    def _pool_entries(self, flight: Flight, batch: Batch, pooled: BoolArray, sums: Sums) -> None:
         for i in np.flatnonzero(pooled).tolist():
             row, begin = int(batch.rows[i]), int(batch.offsets[i])
-            sums = self.device.fetch(recorded.sums.of(begin, begin + int(batch.counts[i])))
+            tokens = self.device.fetch(sums.of(begin, begin + int(batch.counts[i])))
             place = np.flatnonzero(flight.rows == row).tolist()
             generation = int(self.rows.generations[row])
-            flight.sums.append(Pooled(row, generation, int(batch.starts[i]), sums, place[0] if place else -1))
+            flight.sums.append(Pooled(row, generation, int(batch.starts[i]), tokens, place[0] if place else -1))
 
     # ----------------------------------------------------------------------------------------------------- collecting
 
@@ -378,6 +412,16 @@ class CudaRunner:
                 pooling, num_tokens = self.rows.pooling[entry.row], entry.start + len(tokens)
                 parts[entry.place] = self._pool.take(entry.row, pooling, num_tokens, tokens[-1]).view(np.uint8)
         return joined([parts[place] for place in sorted(parts)])
+
+
+def _still_to_take(settings: Settings, config: ModelConfig) -> int:
+    """Bytes of the GPU's memory for what is made behind the KV blocks: rows, lists, rooms for copies, graphs."""
+    max_model_len = min(config.max_position, settings.max_model_len or config.max_position)
+    row_words = max_model_len + max_model_len // BLOCK_SIZE + NUM_FIELDS + settings.limits.max_stop_token_ids
+    rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
+    # Logits as they were, and how often each id was said: for those who ask for the one, or wish for the other.
+    wishes_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
+    return rows_bytes + wishes_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:

@@ -74,6 +74,6 @@ def decode_sizes(most: int) -> list[int]:
 
 def mixed_sizes(most: int) -> list[int]:
     """Likewise of tokens."""
-    sizes = [16, 32, 64, 96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)]
+    sizes = [16, 32, 48, 64, 96, 128, *range(192, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)]
     sizes += range(2048, most + 1, 512)
     return [size for size in sizes if size < most] + [most]

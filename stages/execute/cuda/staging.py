@@ -69,6 +69,11 @@ class Staging:
         result = device.pinned(STAMP_WORDS + 2 * self._max_num_rows, torch.int32)
         return Slot(words, words.numpy(), result, result.numpy(), device.event())
 
+    @property
+    def has_free(self) -> bool:
+        """Whether there are two slots: a step's own, and one for changes that go ahead of it."""
+        return len(self._free) > 1
+
     def take(self) -> Slot:
         """A slot, which is in use until `give`."""
         assert self._free, f"more than {NUM_SLOTS} steps are in flight"

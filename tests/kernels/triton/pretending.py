@@ -8,6 +8,7 @@ that process.
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,8 @@ class Compiled:
 class PretendDriver(DriverBase):
     def __init__(self) -> None:
         self.compiled: list[Compiled] = []
+        self.launched: Callable[[list[str]], object] = lambda names: None
+        """Told the name of each launch."""
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED_BYTES, "multiprocessor_count": 132},
             load_binary=self._load,
@@ -70,7 +73,7 @@ class PretendDriver(DriverBase):
 
     def _launcher(self, metadata: Any) -> Any:
         self._num_warps = metadata.num_warps
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: self.launched([metadata.name])
 
     def _load(self, name: str, binary: bytes, shared_bytes: int, device: int) -> tuple[int, int, int, int, int]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,0 +1,38 @@
+"""What kernels read of a row's parameters: `Field`'s places as Triton wants them, and floats from their bits."""
+
+import triton
+import triton.language as tl
+
+from pipeline.kernels.draw_inputs import GREEDY_BELOW, NO_ID
+from pipeline.kernels.triton.rows import Field
+
+NUM_IDS = tl.constexpr(Field.NUM_IDS.value)
+ENDED = tl.constexpr(Field.ENDED.value)
+NUM_PROMPT = tl.constexpr(Field.NUM_PROMPT.value)
+TEMPERATURE = tl.constexpr(Field.TEMPERATURE.value)
+TOP_P = tl.constexpr(Field.TOP_P.value)
+MIN_P = tl.constexpr(Field.MIN_P.value)
+TOP_K = tl.constexpr(Field.TOP_K.value)
+KEY_LOW = tl.constexpr(Field.KEY_LOW.value)
+KEY_HIGH = tl.constexpr(Field.KEY_HIGH.value)
+SHAPED = tl.constexpr(Field.SHAPED.value)
+REPETITION = tl.constexpr(Field.REPETITION.value)
+PRESENCE = tl.constexpr(Field.PRESENCE.value)
+FREQUENCY = tl.constexpr(Field.FREQUENCY.value)
+MIN_TOKENS = tl.constexpr(Field.MIN_TOKENS.value)
+ENDERS_AT = tl.constexpr(Field.ENDERS_AT.value)
+NUM_ENDERS = tl.constexpr(Field.NUM_ENDERS.value)
+BIAS_AT = tl.constexpr(Field.BIAS_AT.value)
+NUM_BIAS = tl.constexpr(Field.NUM_BIAS.value)
+RUNS_AT = tl.constexpr(Field.RUNS_AT.value)
+NUM_RUNS = tl.constexpr(Field.NUM_RUNS.value)
+ALLOWED_AT = tl.constexpr(Field.ALLOWED_AT.value)
+
+COLD = tl.constexpr(GREEDY_BELOW)
+NO_CANDIDATE = tl.constexpr(NO_ID)
+
+
+@triton.jit
+def float_at(place):
+    """The float32 whose bits are in an int32."""
+    return tl.load(place).to(tl.float32, bitcast=True)

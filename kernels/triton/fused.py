@@ -1,0 +1,117 @@
+"""Products that do what stands before and behind them: a sum of parts and a norm before, a gate behind.
+
+A small model at batch 1 takes its time from launches, of which each costs a microsecond or two whatever it does. So a
+layer is here: qkv (with its norm), attention in two, output, gate and up (with norm and gate), down. Every program of a
+product sums the parts and norms for itself; that is read from the L2 cache, and `fuses` says where it is too much.
+
+The residual goes back and forth between two buffers: programs still read the old one while others write the new.
+
+Shapes as in linear.py; I intermediate size.
+"""
+
+from torch import Tensor
+
+from pipeline.kernels.triton.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.linear import launch, launch_product
+from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Config, Op
+
+L2_BYTES_PER_S = 4e12
+"""What programs read again comes out of the L2 cache; about what an H100's gives (reasoned, not measured)."""
+LAUNCH_S = 2.5e-6
+"""What a norm of its own costs inside a graph: its node, its beginning and its end (likewise)."""
+
+
+def fuses(num_tokens: int, num_parts_in: int, num_columns: int, num_programs: int) -> bool:
+    """Whether a product with its own norm is expected to take less time than a norm and a product.
+
+    Each of `num_programs` programs reads residual and parts, `num_tokens` rows of `num_columns` float32.
+    """
+    if num_tokens > SKINNY_TOKENS:
+        return False
+    bytes_read = num_programs * num_tokens * num_columns * 4 * (1 + num_parts_in)
+    return bytes_read / L2_BYTES_PER_S < LAUNCH_S
+
+
+def norm_linear(
+    parts_out: Tensor,
+    residual_out: Tensor | None,
+    residual_in: Tensor,
+    parts_in: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    config: Config | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """`residual_out = residual_in + parts_in.sum(0)`, and the product of its norm; M is at most 16.
+
+    parts_out [num_parts, M, N], residual_in and residual_out [M, K] float32, parts_in [P, M, K] of any dtype,
+    norm_weight [K] float32, bias [N] float32 or None. Without `parts_in` nothing is written but the product.
+    """
+    _launch("linear", parts_out, residual_out, residual_in, parts_in, norm_weight, eps, matrix, bias, config, pdl)
+
+
+def norm_gate_up(
+    out: Tensor,
+    residual_out: Tensor | None,
+    residual_in: Tensor,
+    parts_in: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    config: Config | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """The same, then `out = silu(gate) * up`. out [M, I], matrix [2I, K] with the gate's half first, bias [2I]."""
+    _launch("gate", out, residual_out, residual_in, parts_in, norm_weight, eps, matrix, bias, config, pdl)
+
+
+def gate_up(
+    out: Tensor,
+    x: Tensor,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    config: Config | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """`silu(gate) * up` of x [M, K], which is normalised already; M is at most 16. Otherwise as `norm_gate_up`."""
+    assert len(x) <= SKINNY_TOKENS
+    launch_product("gate", out, x, matrix, bias, config, pdl=pdl)
+
+
+def _launch(
+    op: Op,
+    out: Tensor,
+    residual_out: Tensor | None,
+    residual_in: Tensor,
+    parts_in: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    config: Config | None,
+    pdl: bool,
+) -> None:
+    num_tokens = len(residual_in)
+    assert num_tokens <= SKINNY_TOKENS
+    launch(
+        op,
+        out,
+        residual_in,
+        residual_in if residual_out is None else residual_out,
+        residual_in if parts_in is None else parts_in,
+        norm_weight,
+        0 if parts_in is None else len(parts_in),
+        eps,
+        matrix,
+        bias,
+        num_tokens,
+        config,
+        norm=True,
+        pdl=pdl,
+    )

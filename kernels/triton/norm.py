@@ -1,0 +1,143 @@
+"""What stands between two products of a model: sums, norms and rows of the embedding.
+
+A product leaves *parts*: a tensor [P, M, N] whose sum over P is its result. Whoever reads it sums in the order of P, so
+that the result does not depend on who came first, and no product has to wait for its own parts. The residual is
+float32.
+
+One program a row: a row of a few thousand numbers is read in one go, 16 bytes a thread, and lies in registers until it
+has been scaled.
+
+Shapes: M tokens, H hidden size, P parts, S samples.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.kernels.triton.codes import code_number
+from pipeline.kernels.triton.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.launch import next_power_of_2
+
+
+def add_norm(out: Tensor, residual: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> None:
+    """`residual += parts.sum(0)`, then `out = residual / sqrt(mean(residual^2) + eps) * weight`.
+
+    out [M, H], residual [M, H] float32, parts [P, M, H] of any dtype or None, weight [H] float32.
+    """
+    num_tokens, width = residual.shape
+    _norm[(num_tokens,)](
+        out,
+        residual,
+        residual if parts is None else parts,
+        residual,
+        weight,
+        num_tokens,
+        eps,
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        NUM_PARTS=0 if parts is None else len(parts),
+        TAKE=False,
+        num_warps=_num_warps(width),
+    )
+
+
+def take_norm(out: Tensor, residual: Tensor, parts: Tensor | None, index: Tensor, weight: Tensor, eps: float) -> None:
+    """The same of rows `index` alone, before the head. The residual stays as it is.
+
+    out [S, H], residual [M, H] float32, parts [P, M, H] or None, index [S] int32, weight [H] float32.
+    """
+    num_tokens, width = residual.shape
+    _norm[(len(index),)](
+        out,
+        residual,
+        residual if parts is None else parts,
+        index,
+        weight,
+        num_tokens,
+        eps,
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        NUM_PARTS=0 if parts is None else len(parts),
+        TAKE=True,
+        num_warps=_num_warps(width),
+    )
+
+
+def embed(residual: Tensor, table: DeviceMatrix, ids: Tensor) -> None:
+    """`residual[i] = table[ids[i]]`. residual [M, H] float32, table [V, H] in any format, ids [M] int32."""
+    num_tokens, width = residual.shape
+    block = min(next_power_of_2(width), 1024)
+    _embed[(num_tokens, triton.cdiv(width, block))](
+        residual,
+        table.values,
+        table.values if table.scales is None else table.scales,
+        table.values if table.minimums is None else table.minimums,
+        ids,
+        WIDTH=width,
+        STRIDE=table.values.shape[1],
+        GROUP=table.group,
+        ZERO=table.zero,
+        PACKED=table.form == "int4",
+        HAS_MINIMUMS=table.minimums is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _num_warps(width: int) -> int:
+    """So that a thread holds 8 numbers, or more where that would be more than 16 warps."""
+    return max(1, min(16, next_power_of_2(width) // 256))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _norm(
+    out,
+    residual,
+    parts,
+    index,
+    weight,
+    num_tokens,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    TAKE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    source = tl.load(index + row) if TAKE else row
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    # A row is below 2^31 numbers, but all rows of all parts may be more.
+    at = source.to(tl.int64) * WIDTH
+    hidden = tl.load(residual + at + columns, mask=inside, other=0.0)
+    for part in tl.static_range(NUM_PARTS):
+        begin = parts + at + part * num_tokens.to(tl.int64) * WIDTH
+        hidden += tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PARTS > 0 and not TAKE:
+        tl.store(residual + at + columns, hidden, mask=inside)
+    scale = 1.0 / tl.sqrt(tl.sum(hidden * hidden, axis=0) / WIDTH + eps)
+    scaled = hidden * scale * tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64) * WIDTH + columns, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _embed(
+    residual,
+    values,
+    scales,
+    minimums,
+    ids,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    row = tl.load(ids + token).to(tl.int64)
+    numbers = code_number(values, scales, minimums, row, columns, inside, STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS)
+    tl.store(residual + token.to(tl.int64) * WIDTH + columns, numbers, mask=inside)

@@ -1,0 +1,154 @@
+"""Rotary positions, the norm of heads that some models have before them, and the write of keys and values, in one
+launch over tokens x heads.
+
+It reads the parts that the linear layer left, and sums them; each head is turned in float32 and rounded once. The two
+halves of a head are loaded as two tiles, so that all accesses stay in one piece and nothing is exchanged between
+threads. Tokens of nobody, which have no slot, are not even read.
+
+Shapes: P parts, T tokens, Q query heads, K key-value heads, D head_dim, L max_model_len.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.launch import next_power_of_2
+from pipeline.kernels.triton.rows import StepArrays
+
+HeadNorms = tuple[Tensor, Tensor, float]
+"""Weights [D] of queries' and keys' norms, and eps."""
+
+
+def rotary_write(
+    queries: Tensor,
+    parts: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    step: StepArrays,
+    keys: Tensor,
+    values: Tensor,
+    head_norms: HeadNorms | None,
+) -> None:
+    """Sum `parts` [P, T, (Q + 2K) * D], norm and turn queries and keys by the angles of `step.positions`, and write
+    queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D] to `step.slots`.
+
+    cos and sin [L, D/2] float32. Where a slot is -1, nothing is written.
+    """
+    num_parts, num_tokens, width = parts.shape
+    _, num_kv_heads, block_size, head_dim = keys.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    assert keys.shape == values.shape and block_size == BLOCK_SIZE and num_tokens == step.num_tokens
+    assert queries.shape == (num_tokens, num_heads * head_dim) and head_dim % 2 == 0
+    assert cos.shape[1] == sin.shape[1] == head_dim // 2
+    assert all(tensor.is_contiguous() for tensor in (queries, parts, cos, sin, keys, values))
+    half = next_power_of_2(head_dim // 2)
+    total_heads = num_heads + 2 * num_kv_heads
+    # Four warps with a whole 16 bytes a thread and half.
+    heads = min(next_power_of_2(total_heads), max(1, 1024 // half))
+    query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
+    _rotary_kernel[(num_tokens, -(-total_heads // heads))](
+        queries,
+        parts,
+        parts.stride(0),
+        cos,
+        sin,
+        step.positions,
+        step.slots,
+        keys,
+        values,
+        query_norm,
+        key_norm,
+        NUM_PARTS=num_parts,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        HEADS=heads,
+        BLOCK_SIZE=BLOCK_SIZE,
+        NORMED=head_norms is not None,
+        EPS=eps,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _rotary_kernel(
+    queries,
+    parts,
+    part_stride,
+    cos,
+    sin,
+    positions,
+    slots,
+    keys,
+    values,
+    query_norm,
+    key_norm,
+    NUM_PARTS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    token = tl.program_id(0)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        half: tl.constexpr = HEAD_DIM // 2
+        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        dims = tl.arange(0, HALF)
+        inside = dims < half
+        mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
+        at = token.to(tl.int64) * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM
+        at = at[:, None] + dims[None, :]
+        # Whole tokens, and so a whole number of 16 bytes, which a number that comes from outside is not known to be.
+        step = tl.multiple_of(part_stride.to(tl.int64), 8)
+        low = tl.zeros([HEADS, HALF], tl.float32)
+        high = tl.zeros([HEADS, HALF], tl.float32)
+        for part in tl.static_range(NUM_PARTS):
+            low += tl.load(parts + part * step + at, mask=mask, other=0.0).to(tl.float32)
+            high += tl.load(parts + part * step + at + half, mask=mask, other=0.0).to(tl.float32)
+
+        is_query = heads < NUM_HEADS
+        is_value = heads >= NUM_HEADS + NUM_KV_HEADS
+        if NORMED:
+            scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + EPS)[:, None]
+            low_norm = tl.where(
+                is_query[:, None],
+                tl.load(query_norm + dims, mask=inside, other=0.0).to(tl.float32)[None, :],
+                tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)[None, :],
+            )
+            high_norm = tl.where(
+                is_query[:, None],
+                tl.load(query_norm + half + dims, mask=inside, other=0.0).to(tl.float32)[None, :],
+                tl.load(key_norm + half + dims, mask=inside, other=0.0).to(tl.float32)[None, :],
+            )
+            low = tl.where(is_value[:, None], low, low * scale * low_norm)
+            high = tl.where(is_value[:, None], high, high * scale * high_norm)
+
+        angle = tl.load(positions + token).to(tl.int64) * half + dims
+        cosine = tl.load(cos + angle, mask=inside, other=0.0)[None, :]
+        sine = tl.load(sin + angle, mask=inside, other=0.0)[None, :]
+        turned_low = tl.where(is_value[:, None], low, low * cosine - high * sine)
+        turned_high = tl.where(is_value[:, None], high, high * cosine + low * sine)
+
+        to_query = token.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM
+        to_query = queries + to_query[:, None] + dims[None, :]
+        dtype: tl.constexpr = queries.dtype.element_ty
+        tl.store(to_query, turned_low.to(dtype), mask=mask & is_query[:, None])
+        tl.store(to_query + half, turned_high.to(dtype), mask=mask & is_query[:, None])
+
+        kv_head = tl.where(is_value, heads - NUM_KV_HEADS, heads) - NUM_HEADS
+        place = (slot // BLOCK_SIZE) * (NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+        to_cache = (place + kv_head * BLOCK_SIZE) * HEAD_DIM
+        to_cache = to_cache[:, None] + dims[None, :]
+        cache_dtype: tl.constexpr = keys.dtype.element_ty
+        is_key = mask & (~is_query & ~is_value)[:, None]
+        tl.store(keys + to_cache, turned_low.to(cache_dtype), mask=is_key)
+        tl.store(keys + to_cache + half, turned_high.to(cache_dtype), mask=is_key)
+        tl.store(values + to_cache, turned_low.to(cache_dtype), mask=mask & is_value[:, None])
+        tl.store(values + to_cache + half, turned_high.to(cache_dtype), mask=mask & is_value[:, None])

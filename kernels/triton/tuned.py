@@ -1,0 +1,230 @@
+"""Which blocks a product is computed in: from a table that is shipped, or by a rule where it has no entry.
+
+Nothing is timed while serving. `tools/gpu_check --tune` times `candidates` on a GPU and writes the table.
+
+The rule (reasoned, not measured) for what streams weights once:
+
+- All programs should be there at once, and each multiprocessor have about 48 KiB in flight (see vector.py): as few
+  rows a program as that takes, and only where even the fewest leave too few programs, columns are shared out.
+- A tile's row is at least 256 bytes: whole sectors, and several of them beside each other.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pipeline.kernels.triton.launch import INTERPRETED, num_multiprocessors
+
+Op = Literal["linear", "gate", "logits"]
+"""`gate`: two halves of rows in one program, never shared out. `logits`: float32, never shared out."""
+
+FOLDER = Path(__file__).parent / "tuned"
+VECTOR_TOKENS = 1
+"""Up to here a product is a matrix times a vector (vector.py)."""
+SKINNY_TOKENS = 16
+"""Up to here our own product of floats is used (skinny.py), beyond it cuBLAS."""
+CODE_TOKENS = 128
+"""Up to here our own product of codes; beyond it they are widened for cuBLAS."""
+COMPILED_FOR = 132
+"""Multiprocessors of an H100: what kernels are compiled for where there is no GPU to ask."""
+BUCKETS = (1, 8, 16, 32, 64, 128)
+"""Numbers of tokens that a table has entries for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a launch divides a product [M, K] x [N, K] into programs."""
+
+    block_m: int
+    """Tokens of a program: 1 with vector.py, at least 8 with skinny.py"""
+    block_n: int
+    """Rows of the weight; with op "gate" so many of each half"""
+    block_k: int
+    """Columns of a tile"""
+    split: int
+    """Shares of the columns, each of which leaves a part"""
+    num_warps: int
+    num_stages: int
+    """Tiles on their way (skinny.py)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is asked about."""
+
+    op: Op
+    num_tokens: int
+    """One of BUCKETS"""
+    num_rows: int
+    """N; with op "gate" of one half"""
+    num_columns: int
+    format: str
+    """`DeviceMatrix.format`"""
+
+
+def bucket_of(num_tokens: int) -> int:
+    """The least bucket that holds as many; the last where none does."""
+    return next((bucket for bucket in BUCKETS if num_tokens <= bucket), BUCKETS[-1])
+
+
+def choose(op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device) -> Config:
+    """The shipped table's choice where it has the shape, else the rule's."""
+    shape = Shape(op, bucket_of(num_tokens), num_rows, num_columns, format)
+    return _choose(shape, architecture(device), _num_programs(device))
+
+
+def _num_programs(device: torch.device) -> int:
+    if device.type == "cpu" and not INTERPRETED:
+        return COMPILED_FOR
+    return num_multiprocessors(device)
+
+
+@lru_cache(maxsize=4096)
+def _choose(shape: Shape, architecture: str, num_programs: int) -> Config:
+    return table(architecture).get(shape) or rule(shape, num_programs)
+
+
+@lru_cache(maxsize=1)
+def _capability(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def architecture(device: torch.device) -> str:
+    """sm_90 for a Hopper GPU; "none" without one."""
+    return _capability(device.index or 0) if device.type == "cuda" else "none"
+
+
+@lru_cache(maxsize=4)
+def table(architecture: str) -> dict[Shape, Config]:
+    """Measured choices; empty where nothing was measured on the architecture."""
+    path = FOLDER / f"{architecture}.json"
+    if not path.exists():
+        return {}
+    entries = json.loads(path.read_text())["entries"]
+    return {Shape(**entry["shape"]): Config(**entry["config"]) for entry in entries}
+
+
+def write_table(architecture: str, entries: dict[Shape, Config], measured_on: str) -> Path:
+    """Write what was measured, for the next release to ship; returns the file."""
+    path = FOLDER / f"{architecture}.json"
+    rows = [{"shape": asdict(shape), "config": asdict(config)} for shape, config in entries.items()]
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'{{\n  "measured_on": {json.dumps(measured_on)},\n  "entries": [\n{lines}\n  ]\n}}\n')
+    forget()
+    return path
+
+
+def forget() -> None:
+    """Read tables anew."""
+    table.cache_clear()
+    _choose.cache_clear()
+
+
+def bytes_of_columns(format: str, num_columns: int) -> int:
+    """Of a row's part of a tile."""
+    if format.startswith("int4"):
+        return num_columns // 2
+    return num_columns * {"bf16": 2, "f16": 2, "f32": 4}.get(format, 1)
+
+
+def rule(shape: Shape, num_programs: int) -> Config:
+    """What is chosen where nothing was measured; `num_programs` multiprocessors."""
+    if shape.num_tokens <= VECTOR_TOKENS:
+        return _vector_rule(shape, num_programs)
+    return _skinny_rule(shape, num_programs)
+
+
+def _vector_rule(shape: Shape, num_programs: int) -> Config:
+    """Tiles of 128 bytes a thread, wide where rows are few and tall where they are many; of 64 where codes are to be
+    held as floats besides, and half of it for each half of a gate."""
+    enough = num_programs * 3 // 2
+    block_n = next((n for n in (16, 8, 4) if _ceil(shape.num_rows, n) >= enough), 2)
+    tile_bytes = 128 * (64 if shape.format.startswith("int") else 128) // (2 if shape.op == "gate" else 1)
+    block_k = max(64, group_of(shape.format))
+    while block_k < shape.num_columns and bytes_of_columns(shape.format, 2 * block_k) * block_n <= tile_bytes:
+        block_k *= 2
+    num_blocks = _ceil(shape.num_columns, block_k)
+    wanted = enough // _ceil(shape.num_rows, block_n) if shape.op == "linear" else 1
+    return Config(1, block_n, block_k, _even_split(num_blocks, wanted), num_warps=4, num_stages=1)
+
+
+def _skinny_rule(shape: Shape, num_programs: int) -> Config:
+    """Tiles of 64 rows, as many on their way as make 48 KiB, and one or two such programs a multiprocessor."""
+    block_m = max(8, shape.num_tokens)
+    block_k = max(64 if shape.format == "f32" else 128, group_of(shape.format))
+    num_blocks = _ceil(shape.num_columns, block_k)
+    most_split = min(num_blocks, 8) if shape.op == "linear" and block_m <= SKINNY_TOKENS else 1
+    block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
+    split = _even_split(num_blocks, min(most_split, 2 * num_programs // _ceil(shape.num_rows, block_n)))
+    tile_bytes = block_n * bytes_of_columns(shape.format, block_k) * (2 if shape.op == "gate" else 1)
+    tokens_bytes = block_m * block_k * (4 if shape.format == "f32" else 2)
+    num_stages = max(3, min(8, 48 * 1024 // tile_bytes))
+    while num_stages > 2 and num_stages * (tile_bytes + tokens_bytes) > 108 * 1024:
+        num_stages -= 1
+    return Config(block_m, block_n, block_k, split, num_warps=4, num_stages=num_stages)
+
+
+def candidates(
+    op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device
+) -> Iterator[Config]:
+    """What is worth timing for a shape: the rule's choice first, then its neighbours."""
+    shape = Shape(op, bucket_of(num_tokens), num_rows, num_columns, format)
+    first = rule(shape, _num_programs(device))
+    seen = {first}
+    yield first
+    for config in _neighbours(shape, first):
+        if config not in seen and _fits(shape, config):
+            seen.add(config)
+            yield config
+
+
+def _neighbours(shape: Shape, first: Config) -> Iterator[Config]:
+    splits = (first.split, 1, 2, 4, 8) if shape.op == "linear" and shape.num_tokens <= SKINNY_TOKENS else (1,)
+    if shape.num_tokens <= VECTOR_TOKENS:
+        for block_n in (1, 2, 4, 8, 16, 32):
+            for block_k in (256, 512, 1024, 2048, 4096):
+                for num_warps in (1, 2, 4, 8):
+                    for split in splits[:3]:
+                        yield Config(1, block_n, block_k, split, num_warps, 1)
+        return
+    for block_n in (16, 32, 64, 128):
+        for block_k in (64, 128, 256):
+            for num_warps, num_stages in ((4, 3), (4, 4), (4, 6), (8, 3), (8, 4), (2, 4)):
+                for split in splits:
+                    yield Config(first.block_m, block_n, block_k, split, num_warps, num_stages)
+
+
+def _fits(shape: Shape, config: Config) -> bool:
+    """Whether its tile is a sensible share of registers or shared memory, and no share of the columns is empty."""
+    if config.block_k < group_of(shape.format) or config.block_k >= 2 * max(shape.num_columns, 64):
+        return False
+    if config.split != _even_split(_ceil(shape.num_columns, config.block_k), config.split):
+        return False
+    halves = 2 if shape.op == "gate" else 1
+    tile_bytes = bytes_of_columns(shape.format, config.block_k) * config.block_n * halves
+    if shape.num_tokens <= VECTOR_TOKENS:
+        return 32 <= tile_bytes // (32 * config.num_warps) <= 256
+    tokens_bytes = config.block_m * config.block_k * 2
+    return config.num_stages * (tile_bytes + tokens_bytes) <= 160 * 1024
+
+
+def group_of(format: str) -> int:
+    """Columns that share a scale; 0 for floats."""
+    return int(format.partition("g")[2] or 0)
+
+
+def _even_split(num_blocks: int, wanted: int) -> int:
+    """The fewest shares of which none has more blocks than with `wanted`: none is empty then."""
+    wanted = min(max(1, wanted), num_blocks)
+    return _ceil(num_blocks, _ceil(num_blocks, wanted))
+
+
+def _ceil(number: int, step: int) -> int:
+    return -(-number // step)

@@ -1,0 +1,98 @@
+"""Codes to floats without conversions, of which a multiprocessor does few in a cycle.
+
+The bits of a code are put into those of a float that is a power of two large enough to hold it: 128 + q has the bits of
+128 with q in the upper bits of its fraction. The constant is left in, and taken off later.
+
+Codes are read as words of four bytes: as bytes, they would be taken apart by the compiler and put together again. With
+ASM a code is taken out of its word by one instruction (prmt); the interpreter has no assembler and takes the long way.
+"""
+
+import triton
+import triton.language as tl
+
+EXCESS = tl.constexpr(128)
+"""What `halves_to_floats` and `code_to_float` leave in."""
+
+
+@triton.jit
+def halves_to_floats(words, ASM: tl.constexpr):
+    """words [n, g, w] int32 → low halves and high halves of their bytes, [n, g, 4w] float32, plus EXCESS."""
+    if ASM:
+        l0, l1, l2, l3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 low, high;
+            and.b32 low, $8, 0x0F0F0F0F;
+            shr.u32 high, $8, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            prmt.b32 $0, low, 0x43000000, 0x7044;
+            prmt.b32 $1, low, 0x43000000, 0x7144;
+            prmt.b32 $2, low, 0x43000000, 0x7244;
+            prmt.b32 $3, low, 0x43000000, 0x7344;
+            prmt.b32 $4, high, 0x43000000, 0x7044;
+            prmt.b32 $5, high, 0x43000000, 0x7144;
+            prmt.b32 $6, high, 0x43000000, 0x7244;
+            prmt.b32 $7, high, 0x43000000, 0x7344;
+            }
+            """,
+            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
+            args=[words],
+            dtype=(tl.float32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        l0 = code_to_float(words & 15)
+        l1 = code_to_float((words >> 8) & 15)
+        l2 = code_to_float((words >> 16) & 15)
+        l3 = code_to_float((words >> 24) & 15)
+        h0 = code_to_float((words >> 4) & 15)
+        h1 = code_to_float((words >> 12) & 15)
+        h2 = code_to_float((words >> 20) & 15)
+        h3 = code_to_float((words >> 28) & 15)
+    return _in_order(l0, l1, l2, l3), _in_order(h0, h1, h2, h3)
+
+
+@triton.jit
+def bytes_to_floats(words, ASM: tl.constexpr):
+    """words [n, g, w] int32 → their bytes as int8, [n, g, 4w] float32."""
+    if ASM:
+        b0, b1, b2, b3 = tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 biased;
+            xor.b32 biased, $4, 0x80808080;
+            prmt.b32 $0, biased, 0x47000000, 0x7404;
+            prmt.b32 $1, biased, 0x47000000, 0x7414;
+            prmt.b32 $2, biased, 0x47000000, 0x7424;
+            prmt.b32 $3, biased, 0x47000000, 0x7434;
+            }
+            """,
+            constraints="=r,=r,=r,=r,r",
+            args=[words],
+            dtype=(tl.float32,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+        # 2^15 + 128 would cost digits of the sums: they go at once.
+        codes = _in_order(b0, b1, b2, b3) - 32896.0
+    else:
+        codes = _in_order(words << 24, words << 16, words << 8, words)
+        codes = (codes >> 24).to(tl.float32)
+    return codes
+
+
+@triton.jit
+def code_to_float(code):
+    """code int32 from 0 to 127 → float32, plus EXCESS."""
+    return ((code << 16) | 0x43000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_order(a, b, c, d):
+    """Four tensors [n, g, w] → [n, g, 4w], one of each in turn. They stay in their threads."""
+    joined = tl.join(tl.join(a, c), tl.join(b, d))
+    n: tl.constexpr = a.shape[0]
+    g: tl.constexpr = a.shape[1]
+    w: tl.constexpr = a.shape[2]
+    return tl.reshape(joined, [n, g, 4 * w])

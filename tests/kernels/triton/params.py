@@ -1,0 +1,71 @@
+"""Rows' parameters as the GPU has them, from what a test wants to be different."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.kernels.noise import sequence_key
+from pipeline.kernels.shaping import Shaping
+from pipeline.kernels.triton.rows import NUM_FIELDS, Field
+
+
+@dataclass(frozen=True)
+class Row:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 1
+    num_ids: int = 9
+    ended: bool = False
+    shaping: Shaping | None = None
+
+    @property
+    def key(self) -> int:
+        return sequence_key(self.seed, 0)
+
+
+def params_of(rows: list[Row]) -> torch.Tensor:
+    """[R, NUM_FIELDS] int32; one row more than are given, which is nobody's."""
+    params = np.zeros((len(rows) + 1, NUM_FIELDS), np.int32)
+    floats = params.view(np.float32)
+    params[:, Field.NUM_TOP] = params[:, Field.ALLOWED_AT] = -1
+    for i, row in enumerate(rows):
+        params[i, Field.NUM_IDS], params[i, Field.ENDED] = row.num_ids, row.ended
+        params[i, Field.TOP_K] = row.top_k
+        params[i, [Field.KEY_LOW, Field.KEY_HIGH]] = np.array([row.key], np.uint64).view(np.int32)
+        floats[i, Field.TEMPERATURE], floats[i, Field.TOP_P], floats[i, Field.MIN_P] = (
+            row.temperature,
+            row.top_p,
+            row.min_p,
+        )
+    params[-1, Field.ENDED] = 1
+    return torch.from_numpy(params)
+
+
+def heap_of(params: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """The lists of the rows' shapings, one behind the other; where they are goes into `params`."""
+    words, floats = params.numpy(), params.numpy().view(np.float32)
+    heap: list[np.ndarray] = [np.full(3, -99, np.int32)]
+
+    def put(*arrays: np.ndarray) -> int:
+        begin = sum(map(len, heap))
+        heap.extend(array.view(np.int32) for array in arrays)
+        return begin
+
+    for i, row in enumerate(rows):
+        if (shaping := row.shaping) is None:
+            continue
+        words[i, Field.SHAPED], words[i, Field.NUM_PROMPT] = 1, shaping.num_prompt
+        floats[i, Field.REPETITION] = shaping.repetition
+        floats[i, Field.PRESENCE] = shaping.presence
+        floats[i, Field.FREQUENCY] = shaping.frequency
+        words[i, Field.MIN_TOKENS] = shaping.min_tokens
+        words[i, Field.ENDERS_AT], words[i, Field.NUM_ENDERS] = put(shaping.enders), len(shaping.enders)
+        words[i, Field.BIAS_AT] = put(shaping.bias_ids, shaping.bias_values)
+        words[i, Field.NUM_BIAS] = len(shaping.bias_ids)
+        words[i, Field.RUNS_AT], words[i, Field.NUM_RUNS] = put(shaping.runs), shaping.num_runs
+        if shaping.allowed is not None:
+            words[i, Field.ALLOWED_AT] = put(shaping.allowed)
+    return torch.from_numpy(np.concatenate(heap))

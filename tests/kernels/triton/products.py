@@ -1,0 +1,59 @@
+"""Matrices in every format, and what products and norms should give, in float64."""
+
+import torch
+
+from pipeline.kernels.matrix import Matrix, quantize
+from pipeline.kernels.rms_norm import rms_norm_reference
+from pipeline.kernels.triton.device_matrix import DeviceMatrix
+
+FORMATS = ("float", "int8", "int4", "q8_0", "q4_0", "q4_1")
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Relative errors. The interpreter cuts bfloat16 off instead of rounding it, and all errors have one sign."""
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def device_matrix(num_rows: int, num_columns: int, format: str, dtype: torch.dtype, *, seed: int = 0) -> DeviceMatrix:
+    weight = random(num_rows, num_columns, seed=seed) / num_columns**0.5
+    match format:
+        case "float":
+            return DeviceMatrix.of([Matrix("f32", weight, num_rows, num_columns)], dtype, "cpu")
+        case "int8" | "int4":
+            return DeviceMatrix.of([Matrix("f32", weight, num_rows, num_columns)], dtype, "cpu", format)
+        case "q8_0" | "q4_0" | "q4_1":
+            return DeviceMatrix.of([quantize(weight, format)], dtype, "cpu")
+    raise ValueError(format)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What isn't written shows."""
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def product(x: torch.Tensor, matrix: DeviceMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    out = x.double() @ matrix.dequantize().double().T
+    return out if bias is None else out + bias.double()
+
+
+def normed(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return rms_norm_reference(hidden, weight, eps)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Every number is there, and each row is near as a whole."""
+    assert actual.shape == expected.shape
+    assert bool(actual.isfinite().all())
+    for row, wanted in zip(actual, expected, strict=True):
+        assert relative_error(row, wanted) < tolerance

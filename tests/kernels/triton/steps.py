@@ -1,0 +1,104 @@
+"""Steps made by hand for tests of kernels: rows with shuffled blocks, entries of any length, and padding."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.rows import StepArrays
+
+NOBODY = -1
+"""What `out` is full of where nothing must be written, in tests that look."""
+
+
+@dataclass
+class MadeStep:
+    step: StepArrays
+    keys: Tensor
+    """[num_blocks, K, BLOCK_SIZE, D]: NaN wherever no entry of the step has a key"""
+    values: Tensor
+    live: Tensor
+    """[T] bool; tokens that are computed for somebody"""
+
+
+def make_step(
+    entries: list[tuple[int, int]],
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    num_entries: int | None = None,
+    num_tokens: int | None = None,
+    seed: int = 0,
+) -> MadeStep:
+    """One of `entries` (start, count), padded to `num_entries` and `num_tokens`. A count of 0 is a row that has ended:
+    as such rows do, it still has a start and tokens of its own, one, that are computed for nobody."""
+    generator = torch.Generator().manual_seed(seed)
+    spans = [max(count, 1) for _, count in entries]
+    num_entries = len(entries) if num_entries is None else num_entries
+    num_tokens = sum(spans) if num_tokens is None else num_tokens
+    assert num_entries >= len(entries) and num_tokens >= sum(spans)
+
+    lengths = [start + count for start, count in entries]
+    most = max([-(-length // BLOCK_SIZE) for length in lengths] + [1]) + 1
+    num_rows = len(entries) + 2
+    num_blocks = num_rows * most
+    blocks = torch.randperm(num_blocks, generator=generator).reshape(num_rows, most).to(torch.int32)
+    rows = torch.randperm(num_rows - 1, generator=generator).to(torch.int32)[: len(entries)]
+
+    keys = torch.full((num_blocks, num_kv_heads, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype)
+    values = keys.clone()
+    step = StepArrays(
+        rows=torch.full((num_entries,), num_rows - 1, dtype=torch.int32),
+        starts=torch.zeros(num_entries, dtype=torch.int32),
+        counts=torch.zeros(num_entries, dtype=torch.int32),
+        offsets=torch.zeros(num_entries, dtype=torch.int32),
+        ids=torch.zeros(num_tokens, dtype=torch.int32),
+        positions=torch.zeros(num_tokens, dtype=torch.int32),
+        slots=torch.full((num_tokens,), -1, dtype=torch.int64),
+        sampled=torch.zeros(num_entries, dtype=torch.int32),
+        sample_rows=torch.full((num_entries,), num_rows - 1, dtype=torch.int32),
+        blocks=blocks,
+    )
+    live = torch.zeros(num_tokens, dtype=torch.bool)
+    offset = 0
+    for index, ((start, count), span) in enumerate(zip(entries, spans, strict=True)):
+        row = int(rows[index])
+        step.rows[index], step.starts[index], step.counts[index] = row, start, count
+        step.offsets[index] = offset
+        for place in range(start + count):
+            block = int(blocks[row, place // BLOCK_SIZE])
+            shape = (2, num_kv_heads, head_dim)
+            keys[block, :, place % BLOCK_SIZE], values[block, :, place % BLOCK_SIZE] = torch.randn(
+                shape, generator=generator
+            ).to(dtype)
+            if place >= start:
+                token = offset + place - start
+                step.positions[token] = place
+                step.slots[token] = block * BLOCK_SIZE + place % BLOCK_SIZE
+                live[token] = True
+        offset += span
+    return MadeStep(step, keys, values, live)
+
+
+def attention_reference(
+    queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, num_heads: int, window: int | None
+) -> Tensor:
+    """The formula in float64, a token at a time. queries [T, Q * D]; returns [T, Q, D], NaN where nobody's."""
+    _, num_kv_heads, _, head_dim = keys.shape
+    wide = queries.double().view(len(queries), num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = torch.full(wide.shape, torch.nan, dtype=torch.float64)
+    for entry in range(step.num_entries):
+        start, count = int(step.starts[entry]), int(step.counts[entry])
+        table = step.blocks[int(step.rows[entry])].long()
+        for index in range(count):
+            position, token = start + index, int(step.offsets[entry]) + index
+            first = 0 if window is None else max(0, position - window + 1)
+            places = torch.arange(first, position + 1)
+            blocks = table[places // BLOCK_SIZE]
+            seen_keys = keys[blocks, :, places % BLOCK_SIZE].double()
+            seen_values = values[blocks, :, places % BLOCK_SIZE].double()
+            scores = torch.einsum("hgd,khd->hgk", wide[token], seen_keys) / head_dim**0.5
+            out[token] = torch.einsum("hgk,khd->hgd", torch.softmax(scores, -1), seen_values)
+    return out.view(len(queries), num_heads, head_dim)

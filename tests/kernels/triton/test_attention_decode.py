@@ -1,0 +1,104 @@
+"""The launch for steps that only decode, against the two that it stands for."""
+
+import random
+
+import pytest
+import torch
+
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.attention_decode import attend_decode
+from tests.kernels.triton.steps import attention_reference, make_step
+from tests.kernels.triton.test_attention import POISON, SMALL, tasks_for
+from tests.kernels.triton.test_rotary import EPS, angles, heads_reference
+
+
+def check(
+    entries: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    window: int | None = None,
+    *,
+    num_parts: int = 1,
+    normed: bool = False,
+    padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    small: bool = True,
+    tolerance: float = 5e-5,
+    seed: int = 0,
+) -> int:
+    """Returns the number of cuts inside of units."""
+    num_heads, num_kv_heads, head_dim = heads
+    num = len(entries) + padding
+    made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=num, num_tokens=num, seed=seed)
+    step, live = made.step, made.live
+    frequencies, cos, sin = angles(head_dim, 2000)
+    parts = torch.randn(num_parts, num, (num_heads + 2 * num_kv_heads) * head_dim)
+    parts = parts.to(dtype) if num_parts == 1 else parts
+    parts[:, ~live] = torch.nan
+    norms = (1 + 0.1 * torch.randn(head_dim), 1 + 0.1 * torch.randn(head_dim), EPS) if normed else None
+    queries, new_keys, new_values = heads_reference(parts, step.positions, frequencies, num_kv_heads, norms)
+    blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
+
+    # The new tokens' places hold NaN until the launch has written them.
+    made.keys[blocks, :, places] = made.values[blocks, :, places] = torch.nan
+    expected_keys, expected_values = made.keys.double(), made.values.double()
+    expected_keys[blocks, :, places], expected_values[blocks, :, places] = new_keys[live], new_values[live]
+    expected = attention_reference(
+        queries.flatten(1).nan_to_num(), expected_keys, expected_values, step, num_heads, window
+    )
+
+    tasks = tasks_for(heads, window, SMALL if small else None, dtype)
+    tasks.plan(step, one_each=True)
+    out = torch.full((num, num_heads * head_dim), POISON, dtype=dtype)
+    attend_decode(out, parts, cos, sin, step, made.keys, made.values, tasks, norms)
+
+    assert (out[~live] == POISON).all()
+    assert torch.allclose(out[live].double(), expected.flatten(1)[live], rtol=tolerance, atol=tolerance)
+    for ours, wanted in ((made.keys, expected_keys), (made.values, expected_values)):
+        assert torch.allclose(ours.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return int((tasks.narrow.cuts[:, 5] >= 0).sum())
+
+
+def test_short_rows() -> None:
+    assert check([(0, 1), (15, 1), (16, 1), (33, 0), (17, 1)], (4, 2, 16), padding=2) == 0
+
+
+def test_long_rows_are_shared() -> None:
+    assert check([(500, 1), (0, 1), (207, 1)], (3, 1, 16), num_parts=3, normed=True, padding=1) > 0
+
+
+def test_windows() -> None:
+    check([(500, 1), (0, 1), (207, 1), (19, 1), (20, 1)], (2, 2, 24), 20, num_parts=2)
+    assert check([(700, 1), (1, 1)], (2, 1, 16), 300) > 0
+    check([(50, 1)], (2, 1, 16), 1)
+
+
+def test_a_cut_before_the_last_token() -> None:
+    """The last program's tile holds nothing but the new token."""
+    for start in range(157, 163):
+        check([(start, 1)], (2, 1, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_with_tiles_of_a_gpu(dtype: torch.dtype) -> None:
+    check([(700, 1), (70, 1)], (6, 2, 80), dtype=dtype, num_parts=2, small=False, tolerance=0.03)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_steps(seed: int) -> None:
+    check_random(random.Random(seed))
+
+
+def check_random(chance: random.Random) -> None:
+    num_kv_heads = chance.choice([1, 2, 3])
+    check(
+        [
+            (chance.choice([0, 15, 16, chance.randint(0, 60), chance.randint(0, 700)]), chance.choice([0, 1, 1, 1]))
+            for _ in range(chance.randint(1, 6))
+        ],
+        (num_kv_heads * chance.choice([1, 2, 3, 7]), num_kv_heads, chance.choice([16, 24, 32])),
+        chance.choice([None, None, 1, 16, 40, 300]),
+        num_parts=chance.choice([1, 2, 4]),
+        normed=chance.random() < 0.5,
+        padding=chance.choice([0, 1, 5]),
+        seed=chance.randint(0, 2**30),
+    )

@@ -1,0 +1,134 @@
+"""Sums of parts, norms, gates and rows of the embedding, and products that do them on the way."""
+
+import pytest
+import torch
+
+from pipeline.kernels.triton.fused import gate_up, norm_gate_up, norm_linear
+from pipeline.kernels.triton.gate import silu_mul
+from pipeline.kernels.triton.linear import num_parts, parts_dtype
+from pipeline.kernels.triton.norm import add_norm, embed, take_norm
+from pipeline.kernels.triton.tuned import Config
+from tests.kernels.triton.products import (
+    FORMATS,
+    TOLERANCE,
+    assert_near,
+    device_matrix,
+    gated,
+    normed,
+    poisoned,
+    product,
+    random,
+)
+
+EPS = 1e-5
+
+
+def hidden_of(num_tokens: int, width: int, parts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual, and what it becomes in float64."""
+    residual = random(num_tokens, width, seed=3)
+    return residual, residual.double() + (0 if parts is None else parts.double().sum(0))
+
+
+def parts_of(num_parts: int, num_tokens: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+    return random(num_parts, num_tokens, width, seed=4).to(dtype) if num_parts else None
+
+
+@pytest.mark.parametrize("num_parts", [0, 1, 3])
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 576), (5, 33)])
+def test_parts_are_added_and_the_sum_is_normed(num_parts: int, num_tokens: int, width: int) -> None:
+    parts, weight = parts_of(num_parts, num_tokens, width), random(width, seed=5)
+    residual, expected = hidden_of(num_tokens, width, parts)
+    out = poisoned(num_tokens, width, dtype=torch.float32)
+    add_norm(out, residual, parts, weight, EPS)
+    assert_near(residual, expected, 1e-6)
+    assert_near(out, normed(expected, weight, EPS), 1e-6)
+
+
+def test_a_single_part_of_bfloat16_goes_into_a_bfloat16_norm() -> None:
+    parts, weight = parts_of(1, 3, 64, torch.bfloat16), random(64, seed=5)
+    residual, expected = hidden_of(3, 64, parts)
+    out = poisoned(3, 64, dtype=torch.bfloat16)
+    add_norm(out, residual, parts, weight, EPS)
+    assert_near(residual, expected, 1e-6)
+    assert_near(out, normed(expected, weight, EPS), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("num_parts", [0, 2])
+def test_rows_of_samples_are_normed_and_the_residual_stays(num_parts: int) -> None:
+    parts, weight = parts_of(num_parts, 4, 96), random(96, seed=5)
+    residual, expected = hidden_of(4, 96, parts)
+    before, index = residual.clone(), torch.tensor([3, 0, 3], dtype=torch.int32)
+    out = poisoned(3, 96, dtype=torch.float32)
+    take_norm(out, residual, parts, index, weight, EPS)
+    assert torch.equal(residual, before)
+    assert_near(out, normed(expected, weight, EPS)[index.long()], 1e-6)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_the_embedding_come_in_any_order(format: str) -> None:
+    table, ids = device_matrix(20, 160, format, torch.float32), torch.tensor([3, 19, 3, 0], dtype=torch.int32)
+    residual = poisoned(4, 160, dtype=torch.float32)
+    embed(residual, table, ids)
+    torch.testing.assert_close(residual, table.dequantize()[ids.long()], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("width", [40, 1100])
+def test_a_gate_multiplies_what_its_parts_sum_to(num_parts: int, width: int) -> None:
+    parts = parts_of(num_parts, 3, 2 * width)
+    assert parts is not None
+    parts[:, 0, 0] = -200.0 / num_parts  # exp of it is infinite
+    out = poisoned(3, width, dtype=torch.float32)
+    silu_mul(out, parts)
+    assert_near(out, gated(parts.double().sum(0)), 1e-6)
+
+
+@pytest.mark.parametrize("format", ["float", "int4", "q8_0"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16])
+@pytest.mark.parametrize("num_parts_in", [0, 2])
+def test_a_product_norms_its_input_on_the_way(format: str, num_tokens: int, num_parts_in: int) -> None:
+    rows, columns, dtype = 22, 160, torch.float32
+    matrix, bias, weight = device_matrix(rows, columns, format, dtype), random(rows, seed=2), random(columns, seed=5)
+    parts_in = parts_of(num_parts_in, num_tokens, columns)
+    residual, hidden = hidden_of(num_tokens, columns, parts_in)
+    before, residual_out = residual.clone(), poisoned(num_tokens, columns, dtype=dtype)
+    expected = product(normed(hidden, weight, EPS), matrix, bias)
+
+    parts = poisoned(num_parts(matrix, num_tokens), num_tokens, rows, dtype=parts_dtype(matrix, num_tokens))
+    norm_linear(parts, residual_out, residual, parts_in, weight, EPS, matrix, bias)
+    assert_near(parts.double().sum(0), expected, 2e-5)
+    if parts_in is not None:
+        assert_near(residual_out, hidden, 1e-6)
+        residual_out.fill_(torch.nan)
+
+    out = poisoned(num_tokens, rows // 2, dtype=dtype)
+    norm_gate_up(out, residual_out, residual, parts_in, weight, EPS, matrix, bias)
+    assert_near(out, gated(expected), 2e-5)
+    if parts_in is not None:
+        assert_near(residual_out, hidden, 1e-6)
+    else:
+        assert bool(residual_out.isnan().all())
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_a_norm_on_the_way_sees_all_columns_where_they_are_shared_out(num_tokens: int) -> None:
+    matrix, weight = device_matrix(6, 150, "float", torch.float32), random(150, seed=5)
+    parts_in = parts_of(2, num_tokens, 150)
+    residual, hidden = hidden_of(num_tokens, 150, parts_in)
+    parts, residual_out = (
+        poisoned(3, num_tokens, 6, dtype=torch.float32),
+        poisoned(num_tokens, 150, dtype=torch.float32),
+    )
+    config = Config(1 if num_tokens == 1 else 8, 4 if num_tokens == 1 else 16, 64, 3, 4, 2)
+    norm_linear(parts, residual_out, residual, parts_in, weight, EPS, matrix, None, config)
+    assert_near(parts.sum(0), product(normed(hidden, weight, EPS), matrix, None), 2e-5)
+    assert_near(residual_out, hidden, 1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_gate_of_bfloat16_without_a_norm(num_tokens: int) -> None:
+    matrix, x = device_matrix(24, 128, "float", torch.bfloat16), random(num_tokens, 128, seed=1).bfloat16()
+    out = poisoned(num_tokens, 12, dtype=torch.bfloat16)
+    gate_up(out, x, matrix, None)
+    assert_near(out, gated(product(x, matrix, None)), TOLERANCE[torch.bfloat16])

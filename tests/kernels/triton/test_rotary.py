@@ -1,0 +1,73 @@
+"""Turned queries, and keys and values in the cache, against the formulas in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels.rms_norm import rms_norm_reference
+from pipeline.kernels.rotary import rotary_reference
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.rotary import HeadNorms, rotary_write
+from tests.kernels.triton.steps import make_step
+
+EPS = 1e-5
+
+
+def angles(head_dim: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Frequencies [D/2], and tables of cosines and sines [L, D/2]."""
+    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    turns = torch.outer(torch.arange(length).double(), frequencies.double())
+    return frequencies, turns.cos().float(), turns.sin().float()
+
+
+def heads_reference(
+    parts: Tensor, positions: Tensor, frequencies: Tensor, num_kv_heads: int, head_norms: HeadNorms | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as they are attended to, [T, heads, D] float64 each."""
+    num_tokens, head_dim = parts.shape[1], 2 * len(frequencies)
+    heads = parts.double().sum(0).view(num_tokens, -1, head_dim)
+    queries, keys, values = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+    if head_norms is not None:
+        queries = rms_norm_reference(queries, head_norms[0], head_norms[2])
+        keys = rms_norm_reference(keys, head_norms[1], head_norms[2])
+    return rotary_reference(queries, positions, frequencies), rotary_reference(keys, positions, frequencies), values
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "num_parts", "normed", "dtype"),
+    [
+        (4, 2, 16, 1, False, torch.float32),
+        (9, 3, 64, 3, False, torch.float32),
+        (4, 4, 80, 2, True, torch.float32),
+        (32, 8, 128, 1, True, torch.bfloat16),
+        (3, 1, 48, 2, True, torch.float16),
+    ],
+)
+def test_rotary_write(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_parts: int, normed: bool, dtype: torch.dtype
+) -> None:
+    entries = [(30, 1), (0, 3), (15, 0), (100, 2)]
+    made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=6, num_tokens=9)
+    step = made.step
+    frequencies, cos, sin = angles(head_dim, 200)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    parts = torch.randn(num_parts, step.num_tokens, width).to(dtype if num_parts == 1 else torch.float32)
+    parts[:, ~made.live] = torch.nan
+    norms = (1 + 0.1 * torch.randn(head_dim), 1 + 0.1 * torch.randn(head_dim), EPS) if normed else None
+    queries = torch.full((step.num_tokens, num_heads * head_dim), -7.0, dtype=dtype)
+    keys, values = torch.full_like(made.keys, -7.0), torch.full_like(made.values, -7.0)
+
+    rotary_write(queries, parts, cos, sin, step, keys, values, norms)
+
+    live = made.live
+    expected = heads_reference(parts[:, live], step.positions[live], frequencies, num_kv_heads, norms)
+    blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
+    got = queries[live].view(int(live.sum()), num_heads, head_dim), keys[blocks, :, places], values[blocks, :, places]
+    # The interpreter cuts to bfloat16 where a GPU rounds.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    for ours, wanted in zip(got, expected, strict=True):
+        assert (ours.double() - wanted).abs().le(tolerance * (1e-2 + wanted.abs()) + 1e-5).all()
+    assert (queries[~live] == -7).all()
+    for cache in (keys, values):
+        cache[blocks, :, places] = -7
+        assert (cache == -7).all(), "written where no token is"

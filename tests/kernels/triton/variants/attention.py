@@ -1,0 +1,72 @@
+"""Launches of attention, to be compiled."""
+
+import torch
+
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.attention import attend
+from pipeline.kernels.triton.attention_decode import attend_decode
+from pipeline.kernels.triton.attention_tasks import AttentionTasks
+from pipeline.kernels.triton.rotary import rotary_write
+from pipeline.kernels.triton.rows import StepArrays
+
+LLAMA_8B = (32, 8, 128)
+LLAMA_1B = (32, 8, 64)
+SMOLLM2_135M = (9, 3, 64)
+
+
+QWEN3_8B = (32, 4, 128)
+PHI_2 = (32, 32, 80)
+GEMMA = (8, 4, 256)
+MQA = (32, 1, 96)
+
+
+def _launch(
+    shape: tuple[int, int, int],
+    num_entries: int,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
+    normed: bool = False,
+    fused: bool = True,
+) -> None:
+    num_heads, num_kv_heads, head_dim = shape
+    device = torch.device("cpu")
+    tasks = AttentionTasks(16, 2048, num_heads, num_kv_heads, head_dim, dtype, device, window)
+    ints = torch.zeros(num_tokens, dtype=torch.int32)
+    of_entries = torch.zeros(num_entries, dtype=torch.int32)
+    step = StepArrays(
+        of_entries, of_entries, of_entries, of_entries, ints, ints, ints.long(), of_entries, of_entries,
+        torch.zeros((4, 64), dtype=torch.int32),
+    )  # fmt: skip
+    queries = torch.zeros((num_tokens, num_heads * head_dim), dtype=dtype)
+    keys = torch.zeros((4, num_kv_heads, BLOCK_SIZE, head_dim), dtype=dtype)
+    values = keys.clone()
+    angles = torch.zeros((64, head_dim // 2))
+    num_parts = 4 if num_tokens <= 16 else 1
+    parts = torch.zeros((num_parts, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim))
+    parts = parts if num_parts > 1 else parts.to(dtype)
+    norms = (torch.zeros(head_dim), torch.zeros(head_dim), 1e-6) if normed else None
+    decodes = num_tokens == num_entries
+    tasks.plan(step, one_each=decodes)
+    if decodes and fused:
+        attend_decode(queries, parts, angles, angles, step, keys, values, tasks, norms)
+    else:
+        rotary_write(queries, parts, angles, angles, step, keys, values, norms)
+        attend(queries.clone(), queries, keys, values, step, tasks)
+
+
+def launches() -> None:
+    _launch(LLAMA_8B, 4, 4)
+    _launch(LLAMA_8B, 4, 1024)
+    _launch(SMOLLM2_135M, 4, 4)
+
+
+def all_launches() -> None:
+    """More than CI has time for."""
+    launches()
+    for shape in (LLAMA_8B, LLAMA_1B, SMOLLM2_135M, QWEN3_8B, PHI_2, GEMMA, MQA):
+        for dtype in (torch.bfloat16, torch.float32):
+            for window in (None, 1024):
+                _launch(shape, 4, 1024, dtype=dtype, window=window, normed=window is not None)
+                _launch(shape, 4, 4, dtype=dtype, window=window, normed=window is not None)

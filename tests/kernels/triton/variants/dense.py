@@ -1,0 +1,156 @@
+"""Launches of norms, gates and products, in the sizes of models that are known."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.kernels.triton import fused, gate, norm
+from pipeline.kernels.triton.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.linear import config_of, launch_product, num_parts, parts_dtype
+from pipeline.kernels.triton.widen import widen_rows
+
+BF16 = torch.bfloat16
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    qkv: int
+    inner: int
+    vocabulary: int
+
+
+SMOLLM2_135M = Sizes(576, 960, 1536, 49152)
+LLAMA_1B = Sizes(2048, 3072, 8192, 128256)
+LLAMA_8B = Sizes(4096, 6144, 14336, 128256)
+
+
+def launches() -> None:
+    """One of each kind."""
+    _add_norm(LLAMA_8B, 2, num_parts_in=2)
+    _linear("int4g128", LLAMA_8B.qkv, LLAMA_8B.hidden, 1)
+    _linear("bf16", LLAMA_8B.hidden, LLAMA_8B.inner, 16)
+    _linear("int4g128", LLAMA_8B.hidden, LLAMA_8B.inner, 16)
+    _norm_linear("bf16", LLAMA_1B.qkv, LLAMA_1B.hidden, 1, num_parts_in=1)
+    _norm_gate_up("bf16", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 1, num_parts_in=1, pdl=True)
+    _norm_gate_up("int8g64", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 8, num_parts_in=2)
+    _embed("int4g32", SMOLLM2_135M)
+
+
+def all_launches() -> None:
+    for sizes in (SMOLLM2_135M, LLAMA_1B, LLAMA_8B):
+        hidden, group = sizes.hidden, 128 if sizes.hidden % 128 == 0 else 64
+        _add_norm(sizes, 1, num_parts_in=0)
+        for num_parts_in in (1, 3, 8):
+            _add_norm(sizes, 4, num_parts_in=num_parts_in)
+            _take_norm(sizes, 4, num_parts_in=num_parts_in)
+            _gate(sizes, 4, num_parts_in)
+        for format in ("bf16", f"int8g{group}", f"int4g{group}", "int8g32", "int4g32", "f32"):
+            _embed(format, sizes)
+            for num_tokens in (1, 8, 16) if format in ("bf16", "f32") else (1, 8, 16, 32, 64, 128):
+                _linear(format, sizes.qkv, hidden, num_tokens)
+                _linear(format, hidden, hidden, num_tokens)
+                _linear(format, hidden, sizes.inner, num_tokens)
+                _linear(format, 2 * sizes.inner, hidden, num_tokens)
+                _logits(format, sizes.vocabulary, hidden, num_tokens)
+            for num_tokens in (1, 8, 16):
+                for num_parts_in in (0, 1, 4):
+                    _norm_linear(format, sizes.qkv, hidden, num_tokens, num_parts_in=num_parts_in)
+                    _norm_gate_up(format, sizes.inner, hidden, num_tokens, num_parts_in=num_parts_in)
+                _gate_up(format, sizes.inner, hidden, num_tokens)
+        _norm_linear("bf16", sizes.qkv, hidden, 1, num_parts_in=1, pdl=True)
+        _norm_linear("bf16", sizes.qkv, hidden, 16, num_parts_in=1, pdl=True)
+        _widen(f"int4g{group}", sizes.hidden, sizes.hidden)
+
+
+def _matrix(format: str, num_rows: int, num_columns: int) -> DeviceMatrix:
+    """Nothing of it is read."""
+    if format in ("bf16", "f32"):
+        dtype = BF16 if format == "bf16" else torch.float32
+        values = torch.empty(num_rows, num_columns, dtype=dtype)
+        return DeviceMatrix("float", values, None, None, 0, 0, dtype, num_rows, num_columns)
+    form, _, group_text = format.partition("g")
+    group = int(group_text)
+    scales = torch.empty(num_rows, num_columns // group, dtype=torch.float16)
+    if form == "int8":
+        values = torch.empty(num_rows, num_columns, dtype=torch.int8)
+        return DeviceMatrix("int8", values, scales, None, 0, group, BF16, num_rows, num_columns)
+    values = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
+    minimums = torch.empty_like(scales)
+    return DeviceMatrix("int4", values, scales, minimums, 0, group, BF16, num_rows, num_columns)
+
+
+def _parts(num_parts_in: int, num_tokens: int, width: int) -> torch.Tensor | None:
+    if num_parts_in == 0:
+        return None
+    return torch.empty(num_parts_in, num_tokens, width, dtype=BF16 if num_parts_in == 1 else torch.float32)
+
+
+def _linear(format: str, num_rows: int, num_columns: int, num_tokens: int) -> None:
+    matrix = _matrix(format, num_rows, num_columns)
+    parts = torch.empty(num_parts(matrix, num_tokens), num_tokens, num_rows, dtype=parts_dtype(matrix, num_tokens))
+    x = torch.empty(num_tokens, num_columns, dtype=matrix.dtype)
+    launch_product("linear", parts, x, matrix, None, config_of("linear", matrix, num_tokens))
+
+
+def _logits(format: str, num_rows: int, num_columns: int, num_tokens: int) -> None:
+    matrix = _matrix(format, num_rows, num_columns)
+    x = torch.empty(num_tokens, num_columns, dtype=matrix.dtype)
+    launch_product("logits", torch.empty(num_tokens, num_rows), x, matrix, None)
+
+
+def _gate_up(format: str, inner: int, num_columns: int, num_tokens: int) -> None:
+    matrix = _matrix(format, 2 * inner, num_columns)
+    x = torch.empty(num_tokens, num_columns, dtype=matrix.dtype)
+    fused.gate_up(torch.empty(num_tokens, inner, dtype=matrix.dtype), x, matrix, torch.empty(2 * inner))
+
+
+def _norm_linear(
+    format: str, num_rows: int, num_columns: int, num_tokens: int, *, num_parts_in: int, pdl: bool = False
+) -> None:
+    matrix = _matrix(format, num_rows, num_columns)
+    dtype = parts_dtype(matrix, num_tokens)
+    parts = torch.empty(num_parts(matrix, num_tokens), num_tokens, num_rows, dtype=dtype)
+    residual, residual_out = torch.empty(num_tokens, num_columns), torch.empty(num_tokens, num_columns)
+    parts_in, weight = _parts(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
+    fused.norm_linear(parts, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
+
+
+def _norm_gate_up(
+    format: str, inner: int, num_columns: int, num_tokens: int, *, num_parts_in: int, pdl: bool = False
+) -> None:
+    matrix = _matrix(format, 2 * inner, num_columns)
+    out = torch.empty(num_tokens, inner, dtype=matrix.dtype)
+    residual, residual_out = torch.empty(num_tokens, num_columns), torch.empty(num_tokens, num_columns)
+    parts_in, weight = _parts(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
+    fused.norm_gate_up(out, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
+
+
+def _add_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
+    width = sizes.hidden
+    out, residual = torch.empty(num_tokens, width, dtype=BF16), torch.empty(num_tokens, width)
+    norm.add_norm(out, residual, _parts(num_parts_in, num_tokens, width), torch.empty(width), EPS)
+
+
+def _take_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
+    width = sizes.hidden
+    out, residual = torch.empty(num_tokens, width, dtype=BF16), torch.empty(num_tokens, width)
+    index = torch.zeros(num_tokens, dtype=torch.int32)
+    norm.take_norm(out, residual, _parts(num_parts_in, num_tokens, width), index, torch.empty(width), EPS)
+
+
+def _gate(sizes: Sizes, num_tokens: int, num_parts_in: int) -> None:
+    parts = _parts(num_parts_in, num_tokens, 2 * sizes.inner)
+    assert parts is not None
+    gate.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), parts)
+
+
+def _embed(format: str, sizes: Sizes) -> None:
+    table = _matrix(format, 64, sizes.hidden)
+    norm.embed(torch.empty(4, sizes.hidden), table, torch.zeros(4, dtype=torch.int32))
+
+
+def _widen(format: str, num_rows: int, num_columns: int) -> None:
+    matrix = _matrix(format, num_rows, num_columns)
+    widen_rows(torch.empty(16, num_columns, dtype=BF16), matrix, 3)

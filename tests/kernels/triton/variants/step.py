@@ -1,0 +1,28 @@
+"""Both ends of a step, and copies of blocks."""
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.triton import copy
+from pipeline.kernels.triton import step as ends
+from pipeline.kernels.triton.rows import NUM_FIELDS, Rows, StepArrays
+
+
+def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def launches() -> None:
+    rows = Rows(_ints(4096), _ints(257, NUM_FIELDS), _ints(257, 4096), _ints(257, 256), _ints(257, 130))
+    step = StepArrays(
+        *(_ints(256) for _ in range(6)), _ints(256, dtype=torch.int64), _ints(256), _ints(256), rows.blocks
+    )
+    words, stamps = _ints(8192), _ints(4)
+    ends.apply(rows, words)
+    ends.prepare(step, rows, words, stamps, 256, one_each=True)
+    ends.prepare(step, rows, words, stamps, 256, one_each=False)
+    ends.finish(_ints(4 + 512), _ints(256), step, rows, words, stamps)
+    memory, packed = _ints(64, 8, 8192), _ints(4, 64, 8192)
+    copy.gather(packed, memory, _ints(4))
+    copy.scatter(memory, _ints(4), packed)
+    copy.fork(memory, _ints(4), _ints(4))

@@ -1,0 +1,104 @@
+"""Compiles whole steps of whole models for a GPU that isn't there, and counts their launches.
+
+    python -m tests.stages.execute.cuda.compile_steps [MODEL ...]
+
+To be run without TRITON_INTERPRET. Tensors have no memory, so a model may be of any size.
+"""
+
+import argparse
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.triton.rows import NUM_FIELDS, Rows
+from pipeline.profile.shapes import SHAPES as SMALL
+from pipeline.stages.execute.cuda.device import Calls, Interpreted
+from pipeline.stages.execute.cuda.graphs import Kind, Steps
+from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.shapes import Shapes
+from pipeline.stages.execute.models.registry import record_model
+from tests.kernels.triton.pretending import pretend
+from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B
+
+SHAPES = SMALL | {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B}
+
+MAX_ROWS, MAX_TOKENS, MAX_LEN, NUM_BLOCKS = 256, 2048, 4096, 64
+
+
+class NoWeights:
+    """The tensors of any model, without their numbers."""
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        return Matrix("bf16", torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), rows, columns)
+
+    def matrices(self, names: list[str], rows: list[int], columns: int) -> tuple[Matrix, ...]:
+        return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    def join_vectors(self, names: list[str], sizes: list[int]) -> torch.Tensor:
+        return torch.ones(sum(sizes))
+
+
+class Nowhere(Interpreted):
+    """A device without memory."""
+
+    def __init__(self) -> None:
+        self.where = torch.device("meta")
+        self.name = "none"
+
+    def graph(self, calls: Calls) -> Calls:
+        return calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile whole steps for a Hopper GPU.")
+    parser.add_argument("shapes", nargs="*", default=["smollm2-135m"], help=", ".join(SHAPES))
+    parser.add_argument("--quantization", choices=["int8", "int4"])
+    args = parser.parse_args()
+    driver = pretend()
+    launches: Counter[str] = Counter()
+    driver.launched = launches.update
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(  # type: ignore[assignment]
+        multi_processor_count=132, major=9, minor=0, name="NVIDIA H100"
+    )
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
+    for name in args.shapes:
+        config, device = SHAPES[name], Nowhere()
+        model = DeviceModel(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization)
+        weights: Any = NoWeights()
+        record_model(config, weights, model)
+        model.use(allocate_kv(config, NUM_BLOCKS, torch.bfloat16, device.where), MAX_LEN)
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device="meta")
+
+        rows = Rows(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
+        steps = Steps(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS)
+        shapes = Shapes(MAX_ROWS, MAX_TOKENS)
+        asked = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
+        asked |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
+        for what, shape in asked.items():
+            for kind in (Kind.DRAW, Kind.FILTER, Kind.OPEN):
+                launches.clear()
+                driver.compiled.clear()
+                begun = time.perf_counter()
+                steps.get(shape, kind).launch()
+                spilled = [one for one in driver.compiled if one.stack_bytes]
+                print(
+                    f"{name} {what} {kind.value}: {sum(launches.values())} launches, {len(driver.compiled)} compiled"
+                    f" in {time.perf_counter() - begun:.1f} s, {len(spilled)} with spills",
+                    *spilled,
+                    flush=True,
+                )
+                if kind is Kind.DRAW:
+                    print("   ", dict(launches.most_common()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

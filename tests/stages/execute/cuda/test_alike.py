@@ -1,0 +1,150 @@
+"""A runner on a GPU does what the one on a CPU does: the same random plans, steps, rows and wishes, side by side."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.records import logprob_bytes
+from pipeline.stages.execute.runner import Sampled
+from tests.stages.execute.checkpoints import VOCAB_SIZE
+from tests.stages.execute.cuda.conftest import on_cpu, on_device
+from tests.stages.execute.cuda.driver import CudaDriver
+from tests.stages.execute.driver import Driver, make_step, row_add, take
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
+
+NUM_ROWS, BUDGET, MAX_LEN, BLOCKS_PER_ROW = 4, 16, 96, 6
+
+
+class Pair:
+    """The two of them."""
+
+    def __init__(self, folder: Path) -> None:
+        config = on_device(max_num_seqs=NUM_ROWS, tokens=BUDGET)
+        self.ours, self.expected = CudaDriver(folder, config), Driver(folder, on_cpu(config))
+
+    def clear(self) -> None:
+        self.ours.clear()
+        self.expected.clear()
+
+    def step(self, *args: Any, **kwargs: Any) -> Sampled:
+        """Compute a step on both, and compare. Returns what came of it."""
+        step = make_step(*args, **kwargs)
+        ours, expected = self.ours.runner.step(step, take), self.expected.runner.step(step, take)
+        assert ours.rows.tolist() == expected.rows.tolist()
+        assert ours.generations.tolist() == expected.generations.tolist()
+        assert ours.ids.tolist() == expected.ids.tolist()
+        assert ours.finishes.tolist() == expected.finishes.tolist()
+        assert ours.errors == expected.errors
+        _close(ours.records, expected.records)
+        _close(ours.prompt_records, expected.prompt_records)
+        return ours
+
+
+def _close(ours: "np.ndarray[Any, Any]", expected: "np.ndarray[Any, Any]") -> None:
+    assert len(ours) == len(expected)
+    a, b = ours.view(np.float32), expected.view(np.float32)
+    # Ids are small integers, and so numbers next to nothing, the same bits on both sides or none of them.
+    np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    ids = (np.abs(b) < 1e-30) & (b != 0)
+    assert (ours.view(np.int32)[ids] == expected.view(np.int32)[ids]).all()
+
+
+@pytest.fixture(scope="module")
+def pair(slight_dir: Path) -> Pair:
+    return Pair(slight_dir)
+
+
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.3},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.6, "min_p": 0.02},
+    {"with_logprobs": True, "num_top": 4},
+    {"temperature": 1.0, "with_logprobs": True, "bias_ids": [3, 250], "bias_values": [4.0, 30.0], "min_tokens": 2},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7, "prompt_num_top": 2},
+    {"allowed_ids": np.arange(10, 60, 7, dtype=np.int32).tobytes(), "bad_words": [[17], [24, 31]], "temperature": 2.0},
+    {"pooling": m.Pooling.MEAN},
+    {"pooling": m.Pooling.LAST},
+    {"allowed_ids": np.array([9], np.int32).tobytes(), "bad_words": [[9]]},
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_plans(pair: Pair, seed: int) -> None:
+    """Rows begin with prompts of any length, in chunks of any size, decode, stop, fail and make room for others."""
+    pair.clear()
+    chance = random.Random(seed)
+    waiting = [{"temperature": 0.0, "seed": chance.getrandbits(64), **wish} for wish in WISHES]
+    chance.shuffle(waiting)
+    live: dict[int, dict[str, int]] = {}
+    generation = 0
+    for _ in range(5):
+        drops = [row for row in live if live[row]["over"]]
+        live = {row: one for row, one in live.items() if row not in drops}
+        adds, entries, left = [], [], BUDGET
+        while waiting and len(live) < NUM_ROWS:
+            row = next(row for row in range(NUM_ROWS) if row not in live)
+            generation += 1
+            ids = [chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 9))]
+            wish = m.Sampling(stop_token_ids=chance.sample(range(VOCAB_SIZE), 60), **waiting.pop())
+            blocks = list(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW))
+            adds.append(row_add(row, ids, blocks, wish, generation=generation))
+            live[row] = {"known": len(ids), "computed": 0, "over": 0, "pools": int(wish.pooling > 0)}
+        for row, one in live.items():
+            count = min(one["known"] - one["computed"], left, chance.randint(1, 9))
+            if count:
+                whole = one["computed"] + count == one["known"]
+                entries.append((row, one["computed"], count, whole))
+                one["computed"] += count
+                left -= count
+        made = pair.step(entries, adds=adds, drops=drops)
+        for row, token, finish in zip(made.rows.tolist(), made.ids.tolist(), made.finishes.tolist(), strict=True):
+            live[row]["known"] += 1
+            # A row that has stopped is planned once more, as by a scheduler that does not know yet.
+            live[row]["over"] += live[row]["pools"] or (finish != m.Finish.NONE and chance.random() < 0.5)
+            live[row]["over"] += token < 0
+
+
+def test_steps_are_launched_before_the_last_is_known(pair: Pair) -> None:
+    """Four in flight, collected late: ids are those of one after the other. The last has more samples than a row has
+    in a step that decodes, and logprobs that end with it."""
+    pair.clear()
+    prompt = [5, 9, 200, 31, 7]
+    wishes = [m.Sampling(temperature=1.0, seed=9), m.Sampling(temperature=0.0, with_logprobs=True, num_top=1)]
+    adds = [row_add(row, prompt[: 5 - row], [row], wish) for row, wish in enumerate(wishes)]
+    steps = [make_step([(0, 0, 5, True), (1, 0, 4, True)], adds=adds, step_id=1)]
+    steps += [make_step([(0, 4 + i, 1, True), (1, 3 + i, 1, True)], step_id=1 + i) for i in range(1, 4)]
+    runner = pair.ours.runner
+    published: list[int] = []
+    runner.publish = lambda flight, sampled: published.append(flight.step_id)
+    flights = [runner.launch(step, take) for step in steps]
+    assert list(runner.flights) == flights and not published
+    ours = runner.drain()
+    assert published == [1, 2, 3, 4]
+    runner.publish = lambda flight, sampled: None
+    for one, step in zip(ours, steps, strict=True):
+        expected = pair.expected.runner.step(step, take)
+        assert one.ids.tolist() == expected.ids.tolist()
+        assert len(one.records) == logprob_bytes(1)
+        _close(one.records, expected.records)
+
+
+def test_what_is_planned_wrongly_ends_loudly(pair: Pair) -> None:
+    pair.clear()
+    runner = pair.ours.runner
+    wrong = [
+        (make_step([(0, 0, 1, True)]), "not taken"),
+        (make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [])]), "without a block"),
+        (make_step(adds=[row_add(0, [5], [1])]), "taken already"),
+        (make_step(drops=[3]), "not taken"),
+        (make_step([(0, -1, 1, True)]), "compute"),
+        (make_step(copies=[(1, 10**6)]), "copied"),
+    ]
+    for step, why in wrong:
+        with pytest.raises(AssertionError, match=why):
+            runner.launch(step, take)

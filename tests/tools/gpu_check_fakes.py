@@ -1,0 +1,116 @@
+"""Sections of `tools/gpu_check` that misbehave, and an executor of the GPU's that is the CPU's."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from tools.gpu_check import child, options
+from tools.gpu_check.child import Context, Item, Task
+from tools.gpu_check.readings import Reading
+
+
+def _fine(context: Context) -> Iterator[Reading]:
+    yield Reading("fine", 1.0, "s")
+
+
+def _killed(context: Context) -> Iterator[Reading]:
+    yield Reading("before the kill", 2.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hangs(context: Context) -> Iterator[Reading]:
+    yield Reading("before the hang", 3.0)
+    time.sleep(60)
+
+
+def _raises(context: Context) -> Iterator[Reading]:
+    yield Reading("before the error", 4.0)
+    raise ValueError("so it is")
+
+
+SECTIONS = {
+    "dies": [Item("killed", _killed), Item("then", _fine)],
+    "hangs": [Item("hangs", _hangs, limit_s=0.3), Item("then", _fine)],
+    "slow": [Item("hangs", _hangs, needs_s=0), Item("then", _fine)],
+    "raises": [Item("raises", _raises), Item("then", _fine)],
+    "late": [Item("never", _fine, needs_s=1e6), Item("then", _fine)],
+}
+
+
+def install() -> None:
+    """Make the sections known in this process."""
+    for name, items in SECTIONS.items():
+        module: Any = ModuleType(f"tools.gpu_check.fake_{name}")
+        module.items = lambda context, items=items: items
+        sys.modules[module.__name__] = module
+        options.ALL[name] = options.Section(f"fake_{name}", 30.0, "a fake")
+
+
+def command_of(task: Task) -> list[str]:
+    """In the place of `parent.command_of`."""
+    return [sys.executable, "-m", "tests.tools.gpu_check_fakes", task.to_json()]
+
+
+class Flight(SimpleNamespace):
+    """As the GPU's, with stamps of 1 ms a step and gaps of 10 µs."""
+
+
+class Steps:
+    """Makes a runner of the CPU's look like the GPU's: what is launched is computed at once."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.flights: deque[Flight] = deque()
+        self.facts, self.model, self.num_launched = runner.facts, runner.program, 0
+        self.changes_ids = False
+
+    def record(self) -> None:
+        pass
+
+    def launch(self, step: Any, take: Any) -> Flight:
+        begin_ns = 1_000_000_000 + self.num_launched * 1_010_000
+        self.num_launched += 1
+        sampled = self._runner.step(step, take)
+        flight = Flight(start_ns=begin_ns, end_ns=begin_ns + 1_000_000, launch_s=20e-6, sampled=sampled)
+        self.flights.append(flight)
+        return flight
+
+    def collect(self) -> Any:
+        sampled = self.flights.popleft().sampled
+        if self.changes_ids and len(sampled.ids):
+            sampled.ids[0] = (sampled.ids[0] + 1) % self.facts.vocab_size
+        return sampled
+
+    def step(self, step: Any, take: Any) -> Any:
+        self.launch(step, take)
+        return self.drain()[-1]
+
+    def drain(self) -> list[Any]:
+        return [self.collect() for _ in range(len(self.flights))]
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def make_runner(settings: Any, folder: Path, weights: Any = None) -> Steps:
+    """In the place of `runners.make_runner`."""
+    from unittest import mock
+
+    from pipeline.stages.execute import runner
+
+    if weights is None:
+        return Steps(runner.Runner(settings, folder))
+    with mock.patch.object(runner, "Weights", lambda *_: weights):
+        return Steps(runner.Runner(settings, folder))
+
+
+if __name__ == "__main__":
+    install()
+    sys.exit(child.run(Task(**json.loads(sys.argv[1]))))

@@ -1,0 +1,221 @@
+"""`tools/gpu_check`, as far as it goes without a GPU: what it does with sections that fail, what it tells, and its own
+lines. With --interpret it runs all of them; that takes minutes."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tools import gpu_check_fakes as fakes
+from tools.gpu_check import child, gpu, kernels_ends, parent, report, runners, speed, texts
+from tools.gpu_check.child import Context, Task
+from tools.gpu_check.kernels_dense import items as dense_items
+from tools.gpu_check.models import made_up_tokenizer
+from tools.gpu_check.readings import Failed, Line, Reading, check, read, write
+from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY, bits_in_groups, step_bytes
+
+
+@pytest.fixture(autouse=True)
+def _fake_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.install()
+    monkeypatch.setattr(parent, "command_of", fakes.command_of)
+
+
+def _run(tmp_path: Path, name: str, *, inline: bool = False, left_s: float = 20.0) -> list[Line]:
+    return parent._run_section(Task(section=name, lines=str(tmp_path / "lines"), left_s=left_s), inline)
+
+
+def _cases(lines: list[Line]) -> list[str]:
+    return [line.case for line in lines if isinstance(line, Reading)]
+
+
+def _failures(lines: list[Line]) -> list[str]:
+    return [line.traceback for line in lines if isinstance(line, Failed)]
+
+
+class TestSections:
+    def test_one_whose_process_dies_keeps_what_it_found_and_goes_on_in_another(self, tmp_path: Path) -> None:
+        lines = _run(tmp_path, "dies")
+        assert _cases(lines) == ["before the kill", "fine"]
+        assert _failures(lines) == ["the process ended by signal 9 in 'killed'"]
+
+    def test_an_item_that_never_ends_is_ended(self, tmp_path: Path) -> None:
+        lines = _run(tmp_path, "hangs")
+        assert _cases(lines) == ["before the hang", "fine"]
+        assert _failures(lines) == ["'hangs' was ended: its time was over"]
+
+    def test_one_that_overruns_is_cut_and_says_so(self, tmp_path: Path) -> None:
+        lines = _run(tmp_path, "slow", left_s=2.0)
+        # Where the machine is busy, it may not have come so far as to begin an item.
+        assert len(_failures(lines)) == 1 and _failures(lines)[0].endswith("was ended: the section's time was over")
+        assert [line.case for line in lines if isinstance(line, Reading) and line.result == "cut"] == ["the rest"]
+
+    def test_whoever_ends_the_program_has_what_was_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        stopped = threading.Event()
+        monkeypatch.setattr(parent, "STOPPED", stopped)
+
+        def stop() -> None:
+            end_s = time.monotonic() + 20
+            while not _cases(read(tmp_path / "lines")) and time.monotonic() < end_s:
+                time.sleep(0.02)
+            stopped.set()
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        lines = _run(tmp_path, "slow", left_s=60.0)
+        thread.join()
+        assert _cases(lines) == ["before the hang", "the rest"]
+        assert _failures(lines) == ["'hangs' was ended with this program"]
+
+    def test_an_error_is_told_and_the_next_item_has_its_turn(self, tmp_path: Path) -> None:
+        lines = _run(tmp_path, "raises", inline=True)
+        assert _cases(lines) == ["before the error", "fine"]
+        assert len(_failures(lines)) == 1 and "ValueError: so it is" in _failures(lines)[0]
+
+    def test_what_there_is_no_time_for_is_not_begun(self, tmp_path: Path) -> None:
+        lines = _run(tmp_path, "late", inline=True)
+        assert _cases(lines) == ["never", "fine"]
+        (cut, _) = (line for line in lines if isinstance(line, Reading))
+        assert cut.result == "cut" and "needs about" in cut.note
+
+    def test_half_a_line_of_a_killed_process_hides_no_other(self, tmp_path: Path) -> None:
+        path = tmp_path / "lines"
+        write(path, Reading("one"))
+        with path.open("a") as file:
+            file.write('\n{"kind": "Reading", "case": "tw')
+        write(path, Reading("three"))
+        assert _cases(read(path)) == ["one", "three"]
+
+
+def test_without_a_gpu_it_says_so_in_a_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.fail("to be run where there is no GPU")
+    assert parent.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "no NVIDIA GPU" in said.err
+
+
+def test_the_machine_is_measured_and_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert parent.main(["--interpret", "--inline", "--only", "machine", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    cases = {reading["case"]: reading for reading in found["readings"]}
+    assert found["interpreted"] and not found["failed"]
+    assert cases["copy, read + written"]["value"] > 0 and cases["read alone"]["unit"] == "GB/s"
+    assert sum(case.startswith("result ") for case in cases) == 4
+    text = (tmp_path / "found.md").read_text()
+    assert report.MEANINGLESS in text and "| copy, read + written |" in text
+
+
+class TestReadings:
+    def test_what_must_be_reached(self) -> None:
+        assert Reading("a", 100, must=90, goal=110).verdict == "must"
+        assert Reading("a", 120, must=90, goal=110).verdict == "goal"
+        assert Reading("a", 80, must=90, goal=110).verdict == "missed"
+        assert Reading("a", 6.0, must=6.3, goal=5.7, less_is_better=True).verdict == "must"
+        assert Reading("a", 6.4, must=6.3, goal=5.7, less_is_better=True).verdict == "missed"
+
+    def test_nan_is_no_small_error(self) -> None:
+        assert check("a", float("nan"), 1.0).result == "FAIL"
+        assert gpu.relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+
+    def test_a_missed_target_is_no_failure_and_a_failed_check_is_one(self) -> None:
+        missed = Reading("a", 80, "tok/s", 160, must=90)
+        assert not report.Found([missed], [], False).is_wrong
+        assert report.Found([missed, check("b", 2.0, 1.0)], [], False).is_wrong
+        assert report.Found([missed], [Failed("c", "Traceback\nValueError: so it is\n")], False).is_wrong
+        assert "50%" in report.as_text(report.Found([missed], [], False))
+        assert "FAILED c: ValueError: so it is" in report.as_text(
+            report.Found([], [Failed("c", "x\nValueError: so it is")], False)
+        )
+
+    def test_json_has_no_numbers_that_json_has_not(self) -> None:
+        text = report.as_json(report.Found([check("a", float("inf"), 1.0), check("b", float("nan"), 1.0)], [], False))
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_bytes_of_a_step() -> None:
+    """Against the sums in published tables."""
+    assert step_bytes(LLAMA_8B, 1, 1000).kv == 131072 * 1000
+    assert step_bytes(LLAMA_8B, 0, 0).weights / 1e9 == pytest.approx(15.01, abs=0.01)
+    assert step_bytes(LLAMA_1B, 0, 0).weights / 1e9 == pytest.approx(2.472, abs=0.001)
+    assert step_bytes(SMOLLM2_135M, 2, 1).weights / 1e9 == pytest.approx(0.269, abs=0.001)
+    assert step_bytes(LLAMA_8B, 0, 0, bits_in_groups(4, 128)).weights / 1e9 == pytest.approx(4.76, abs=0.01)
+
+
+def test_every_token_of_the_made_up_tokenizer_is_text() -> None:
+    tokenizer = made_up_tokenizer(2000)
+    assert tokenizer.get_vocab_size() == 2000
+    assert tokenizer.decode([1999]) and len(tokenizer.encode("abcd efgh").ids) < 9
+
+
+def _context(tmp_path: Path) -> Context:
+    return Context(
+        Task(
+            "any",
+            str(tmp_path / "lines"),
+            60.0,
+            interpreted=True,
+            rates={"copy, read + written": 3000.0, "read alone": 3100.0},
+        )
+    )
+
+
+def test_texts_of_the_same_executor_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "make_runner", fakes.make_runner)
+    (item,) = texts.items(_context(tmp_path))
+    readings = list(item.run(_context(tmp_path)))
+    assert [reading.result for reading in readings] == ["pass"] * 6
+    assert all(reading.value == 0 for reading in readings[:5])
+
+
+def test_an_executor_that_draws_other_ids_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: object) -> fakes.Steps:
+        runner = fakes.make_runner(*args)  # type: ignore[arg-type]
+        runner.changes_ids = True
+        return runner
+
+    monkeypatch.setattr(texts, "make_runner", wrong)
+    (item,) = texts.items(_context(tmp_path))
+    results = [reading.result for reading in item.run(_context(tmp_path))]
+    assert results[:5] == ["FAIL"] * 5
+
+
+def test_figures_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "make_runner", fakes.make_runner)
+    monkeypatch.setattr(speed, "WARM_STEPS", 1)
+    monkeypatch.setattr(speed, "BATCH_TOKENS", 16)
+    readings = {reading.case: reading for reading in speed.measure(_context(tmp_path), speed.MODELS[0])}
+    assert readings["135M, batch 1: GPU busy"].value == pytest.approx(100 / 1.01, abs=0.5)
+    assert readings["135M, batch 2"].value and readings["135M, batch 2"].bound
+    assert readings["135M, batch 1: Python of a step"].must == 60
+    assert {"135M: first graphs", "135M: prompts"} <= readings.keys()
+
+
+@pytest.mark.parametrize("name", ["ends of a step", "copies of blocks", "gate"])
+def test_some_kernels(tmp_path: Path, name: str) -> None:
+    context = _context(tmp_path)
+    (item,) = [item for item in (*kernels_ends.items(context), *dense_items(context)) if item.name == name]
+    assert {reading.result for reading in item.run(context)} == {"pass"}
+
+
+def test_a_kernel_that_leaves_an_element_out_fails() -> None:
+    from tools.gpu_check.checking import checked
+
+    out, right = torch.empty(4), torch.arange(4.0)
+    assert checked("all", lambda: out.copy_(right), out, right, 1e-6).result == "pass"
+    assert checked("three", lambda: out[:3].copy_(right[:3]), out, right, 1e-6).result == "FAIL"
+    turns = iter((right, right + 1e-7, right))
+    reading = checked("never the same", lambda: out.copy_(next(turns)), out, right, 1e-3)
+    assert reading.result == "FAIL" and "race" in reading.note
+
+
+def test_the_cpu_stands_for_the_gpu_where_kernels_are_interpreted() -> None:
+    settings = runners.settings_for(
+        "cuda", max_model_len=64, kv_cache_bytes=1 << 20, max_num_seqs=2, max_num_batched_tokens=32
+    )
+    assert settings.execute.device == "cpu" and settings.execute.kv_cache_bytes == 1 << 20
+    assert child.number(0.00012) == "1.2e-04" and child.number(12345.6) == "12,346" and TINY.num_layers == 1

@@ -1,0 +1,13 @@
+"""`python3 tools/gpu_check` and `python3 -m tools.gpu_check`."""
+
+import sys
+from pathlib import Path
+
+if not __package__:
+    # A folder that is run stands first on the path, and its modules would be taken for other people's.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+
+from tools.gpu_check.parent import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Timers, graphs and pinned memory of the GPU at hand, and what stands for them where kernels are interpreted.
+
+Sections call these alone, so that with --interpret all their lines run without a GPU; then times are of the host.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.triton.launch import INTERPRETED
+
+Run = Callable[[], object]
+
+WARMUPS = 3
+MOST_REPEATS = 200
+LEAST_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of repeats of one thing."""
+
+    median_ms: float
+    least_ms: float
+    most_ms: float
+    num: int
+
+
+class Event:
+    """Records when the GPU gets there."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self._real: Any = None if INTERPRETED else torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
+        self._at_s = 0.0
+
+    def record(self) -> None:
+        if self._real is None:
+            self._at_s = time.perf_counter()
+        else:
+            self._real.record()
+
+    def wait(self) -> None:
+        """Hold the host until the GPU has been here."""
+        if self._real is not None:
+            self._real.synchronize()
+
+    def ms_until(self, later: "Event") -> float:
+        """Both have been waited for."""
+        if self._real is None:
+            return (later._at_s - self._at_s) * 1e3
+        return float(self._real.elapsed_time(later._real))
+
+
+def device() -> torch.device:
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def synchronize() -> None:
+    """Wait for all that was launched. Raises what went wrong in it."""
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+
+
+def graph(run: Run) -> Run:
+    """`run` recorded, after it ran once to compile what it launches. Its launches have to be of fixed places."""
+    run()
+    synchronize()
+    if INTERPRETED:
+        return run
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        run()
+    return recorded.replay
+
+
+def pinned(num: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in the host's memory that the GPU can reach, [num]."""
+    return torch.zeros(num, dtype=dtype, pin_memory=not INTERPRETED)
+
+
+def no_syncs() -> AbstractContextManager[None]:
+    """Where torch waits for the GPU unasked, it raises RuntimeError."""
+    return nullcontext() if INTERPRETED else _strict()
+
+
+@contextmanager
+def _strict() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def memory_bytes() -> int:
+    """What is taken of the GPU's memory, by anyone."""
+    if INTERPRETED:
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def free_memory() -> None:
+    """Give back what torch keeps of memory that nobody uses."""
+    if not INTERPRETED:
+        torch.cuda.empty_cache()
+
+
+def time_runs(runs: Sequence[Run], total_ms: float = 300.0) -> Times:
+    """Each turn is the next of `runs`, which do the same with other memory. Turns are timed one by one with events; as
+    many as fit into the time, within limits. For what takes longer than its launch."""
+    for i in range(WARMUPS):
+        runs[i % len(runs)]()
+    synchronize()
+    first_ms = _timed([runs[0]])[0]
+    num = 2 if INTERPRETED else max(LEAST_REPEATS, min(MOST_REPEATS, int(total_ms / max(first_ms, 1e-3))))
+    return _times(_timed([runs[i % len(runs)] for i in range(num)]))
+
+
+def time_graphed(runs: Sequence[Run], total_ms: float = 200.0) -> Times:
+    """One run of `runs`, all of them recorded in one graph, one after the other: what a short kernel takes where no
+    launch is waited for, the gap to the next included."""
+    replay = graph(lambda: [run() for run in runs])
+    found = time_runs([replay], total_ms)
+    num = len(runs)
+    return Times(found.median_ms / num, found.least_ms / num, found.most_ms / num, found.num)
+
+
+def _timed(runs: Sequence[Run]) -> list[float]:
+    events = [(Event(), Event()) for _ in runs]
+    for run, (begin, end) in zip(runs, events, strict=True):
+        begin.record()
+        run()
+        end.record()
+    synchronize()
+    return [begin.ms_until(end) for begin, end in events]
+
+
+def _times(all_ms: Sequence[float]) -> Times:
+    return Times(median(all_ms), min(all_ms), max(all_ms), len(all_ms))
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """|out - reference| / |reference|, over all elements, in float64. NaN in `out` where none is right is infinite."""
+    found, right = out.double().cpu(), reference.double().cpu()
+    assert found.shape == right.shape, f"{list(found.shape)}, not {list(right.shape)}"
+    difference = torch.linalg.vector_norm(found - right).item()
+    error = difference / max(torch.linalg.vector_norm(right).item(), 1e-30)
+    return error if error == error else float("inf")
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill memory with what no result is, so that an element that nobody writes shows."""
+    if tensor.dtype.is_floating_point:
+        tensor.fill_(float("nan"))
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).min + 7)
+
+
+def random(generator_seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    """Normal numbers on the device."""
+    generator = torch.Generator(device()).manual_seed(generator_seed)
+    wide = torch.float32 if INTERPRETED else dtype
+    return (torch.randn(shape, generator=generator, device=device(), dtype=wide) * scale).to(dtype)

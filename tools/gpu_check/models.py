@@ -1,0 +1,141 @@
+"""Models that are made on the spot: random weights in a folder, or straight in the GPU's memory."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from pipeline.kernels.matrix import Matrix
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.weights import Weights
+from tools.gpu_check import gpu
+
+Shape = tuple[int, ...]
+
+
+def tensors_of(config: ModelConfig) -> dict[str, Shape]:
+    """Names and shapes of a Llama's tensors, by Hugging Face's names."""
+    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (queries, hidden),
+            f"{layer}.self_attn.k_proj.weight": (keys, hidden),
+            f"{layer}.self_attn.v_proj.weight": (keys, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, queries),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def write_weights(folder: Path, config: ModelConfig, seed: int) -> None:
+    """model.safetensors in bfloat16. Outputs of a matrix are as large as its inputs, and norms are not all ones, lest
+    nobody notice that they are not read."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in tensors_of(config).items():
+        numbers = torch.randn(shape, generator=generator)
+        match shape:
+            case [_]:
+                numbers = 1 + 0.1 * numbers
+            case [_, columns] if name != "model.embed_tokens.weight" or config.tie_embeddings:
+                numbers *= columns**-0.5
+        tensors[name] = numbers.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_prepared(folder: Path, config: ModelConfig, seed: int) -> ModelConfig:
+    """A folder as prepare leaves it, but for the tokenizer. Returns what its model.json says."""
+    import msgspec
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = msgspec.structs.replace(config, weight_files=["model.safetensors"])
+    write_weights(folder, config, seed)
+    config.save(folder)
+    return config
+
+
+def write_checkpoint(folder: Path, config: ModelConfig, seed: int) -> None:
+    """A folder as on the Hugging Face hub, for a server to prepare."""
+    from transformers import LlamaConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(folder, config, seed)
+    LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tie_embeddings,
+        bos_token_id=1,
+        eos_token_id=2,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    made_up_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+
+
+def made_up_tokenizer(size: int) -> Tokenizer:
+    """A byte-level tokenizer of `size` tokens, every one of which is some text: all bytes, then pairs of letters, then
+    letters behind those, as far as they go."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    vocabulary = {character: i for i, character in enumerate(alphabet)}
+    assert len(vocabulary) <= size, f"a byte-level tokenizer has {len(vocabulary)} tokens at least"
+    merges: list[tuple[str, str]] = []
+    heads = letters
+    while len(vocabulary) < size:
+        longer = []
+        for head in heads:
+            for letter in letters:
+                if len(vocabulary) < size:
+                    merges.append((head, letter))
+                    vocabulary[head + letter] = len(vocabulary)
+                    longer.append(head + letter)
+        heads = longer
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+class WeightsOnDevice(Weights):
+    """Every tensor that is asked for, random, in the GPU's memory: where a model's weights would take minutes to read.
+
+    What a step costs does not depend on the numbers, as long as they are none that a chip has less trouble with."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> None:
+        """`config` names no files; `dtype` is bfloat16 or float32."""
+        assert not config.weight_files
+        super().__init__(Path(config.name), config, dtype)
+        self._dtype = dtype
+        self._generator = torch.Generator(gpu.device()).manual_seed(seed)
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """A new matrix each time, [rows, columns]."""
+        numbers = torch.empty(rows, columns, dtype=self._dtype, device=gpu.device())
+        # Uniform numbers of the variance that keeps outputs as large as inputs.
+        most = (3.0 / columns) ** 0.5
+        numbers.uniform_(-most, most, generator=self._generator)
+        self.taken[self._float_format] = None
+        return Matrix(self._float_format, numbers, rows, columns)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """Ones, [size] float32."""
+        return torch.ones(size)

@@ -1,0 +1,60 @@
+"""Steps planned by hand, for the CPU executor and for the GPU's: what the scheduler would send, without one."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+
+Entry = tuple[int, int, int, bool]
+"""Row, start, count, whether it is sampled."""
+
+GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
+
+
+def row_add(row: int, ids: Sequence[int], blocks: Sequence[int], sampling: m.Sampling = GREEDY) -> m.RowAdd:
+    """A sequence takes a row, with all blocks that it will ever need."""
+    return m.RowAdd(
+        row=row,
+        generation=1,
+        index=0,
+        ids=i32(ids),
+        num_prompt=len(ids),
+        blocks=i32(blocks),
+        sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)),
+    )
+
+
+def step(entries: Sequence[Entry] = (), adds: Sequence[m.RowAdd] = (), drops: Sequence[int] = ()) -> m.Step:
+    """One step's message."""
+    return m.Step(
+        incarnation=1,
+        step_id=0,
+        drops=i32(drops),
+        adds=list(adds),
+        block_rows=b"",
+        block_ids=b"",
+        rows=i32([entry[0] for entry in entries]),
+        starts=i32([entry[1] for entry in entries]),
+        counts=i32([entry[2] for entry in entries]),
+        samples=np.array([entry[3] for entry in entries], np.uint8).tobytes(),
+    )
+
+
+def take(array: Any, dtype: Any) -> "np.ndarray[Any, Any]":
+    """What a stage does with an array of a message."""
+    assert isinstance(array, bytes)
+    return np.frombuffer(array, dtype).copy()
+
+
+def i32(values: Sequence[int]) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def num_blocks(num_tokens: int) -> int:
+    """That so many tokens of one row take."""
+    return math.ceil(num_tokens / BLOCK_SIZE)

@@ -1,0 +1,295 @@
+"""Whole models: the ids that the GPU's executor draws against those of the CPU's, which computes with torch.
+
+Weights are random, made from a seed. Where two texts part, the CPU is asked in float32 how far apart the two ids were:
+rounding decides between two that are close, and a wrong kernel does not care.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from pipeline import messages as m
+from pipeline.config.settings import Settings
+from pipeline.kernels.kv_layout import block_bytes
+from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
+from pipeline.kernels.sample import thresholds
+from pipeline.kernels.shaping import shape
+from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.wants import shaping_of
+from tools.gpu_check import gpu, steps
+from tools.gpu_check.child import Context, Item
+from tools.gpu_check.models import write_prepared
+from tools.gpu_check.readings import Reading
+from tools.gpu_check.runners import close, make_cpu_runner, make_runner, settings_for
+from tools.gpu_check.shapes import SMALL, TINY
+
+ALLOWED = {"float32": 4e-3, "bfloat16": 0.2}
+"""How far apart two ids may be that a text may part at, in standard deviations of the logits."""
+PREFIX = 48
+"""Ids that rows behind a cached prefix share: three blocks."""
+BATCH_TOKENS = 48
+"""Of a step in which prompts and texts are mixed."""
+MAX_TOKENS = 2**31 - 1
+
+DRAWS = {
+    "greedy": steps.GREEDY,
+    "drawn": m.Sampling(temperature=0.9, seed=17, ignore_eos=True),
+    "with wishes": m.Sampling(
+        temperature=0.0,
+        ignore_eos=True,
+        repetition_penalty=1.3,
+        presence_penalty=0.3,
+        bias_ids=[5, 40],
+        bias_values=[1.5, -2.0],
+        bad_words=[[7], [8, 9]],
+        with_logprobs=True,
+        num_top=3,
+    ),
+    "drawn, filtered": m.Sampling(temperature=1.2, seed=23, top_k=50, top_p=0.9, min_p=0.01, ignore_eos=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a scheduler may have a prompt computed."""
+
+    name: str
+    chunk: int | None = None
+    """Tokens of a row in a step, at most."""
+    budget: int = MAX_TOKENS
+    """Tokens of a step."""
+    together: bool = False
+    """All prompts in one batch; else one after the other."""
+    shares: bool = False
+    """The first `PREFIX` ids lie in blocks that another row has computed."""
+
+
+WAYS = (
+    Way("whole"),
+    Way("in chunks of 33", chunk=33),
+    Way("in chunks of 7", chunk=7),
+    Way("all in one batch", budget=BATCH_TOKENS, together=True),
+    Way("behind a cached prefix", budget=BATCH_TOKENS, together=True, shares=True),
+)
+
+
+def items(context: Context) -> list[Item]:
+    made: list[Item] = []
+    for dtype in ("bfloat16", "float32") if not context.small else ("float32",):
+        made.append(Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 60))
+    if context.task.model:
+        made.append(Item("given model", _given, 10, 120))
+    return made
+
+
+def _small(context: Context, dtype: str) -> Iterator[Reading]:
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
+        folder = Path(name)
+        config = write_prepared(folder, TINY if context.interpreted else SMALL, seed=11)
+        rng = np.random.default_rng(5)
+        lengths = (61, 50, 17, 1) if context.interpreted else (211, 90, 130, 64, 49, 33, 17, 16, 1)
+        prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in lengths]
+        yield from _compare(context, folder, config, dtype, prompts, num_new=2 if context.interpreted else 24)
+
+
+def _given(context: Context) -> Iterator[Reading]:
+    from pipeline.stages.prepare.stage import prepare
+
+    assert context.task.model is not None
+    folder = prepare(msgspec.structs.replace(Settings(), model=context.task.model, quantization="none"))
+    config = ModelConfig.load(folder)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in (120, 70, 33, 7)]
+    yield from _compare(context, folder, config, "bfloat16", prompts, num_new=24)
+
+
+def _compare(
+    context: Context, folder: Path, config: ModelConfig, dtype: str, prompts: list[list[int]], num_new: int
+) -> Iterator[Reading]:
+    """Every way and every kind of draw: on the GPU against the CPU with the same dtype."""
+    # The second prompt begins as the first does.
+    prompts[1] = prompts[0][:PREFIX] + prompts[1][PREFIX:]
+    plan = Plan(prompts, num_new)
+    exact = Texts(make_cpu_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
+    ours = Texts(make_runner(_settings(config, plan, dtype, "cuda"), folder), plan)
+    try:
+        exact.keep_logits()
+        ways = WAYS if not context.interpreted else (WAYS[0], WAYS[4])
+        for draw, sampling in DRAWS.items():
+            expected = exact.of(WAYS[0], sampling)
+            for way in ways if draw == "greedy" else ways[-1:]:
+                found = ours.of(way, sampling)
+                yield _judge(f"{config.name} {dtype}, {draw}, {way.name}", exact, sampling, expected, found, dtype)
+        if not context.small or context.interpreted:
+            yield _without_syncs(ours, f"{config.name} {dtype}")
+    finally:
+        close(exact.runner)
+        close(ours.runner)
+
+
+def _settings(config: ModelConfig, plan: "Plan", dtype: str, device: str) -> Settings:
+    """With just the memory that the plan takes."""
+    element: torch.dtype = getattr(torch, dtype)
+    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element)
+    num_blocks = sum(steps.num_blocks(length) for length in plan.lengths) + 2 * len(plan.lengths)
+    return settings_for(
+        device,
+        dtype=dtype,
+        max_model_len=max(plan.lengths) + 1,
+        kv_cache_bytes=max(num_blocks * num_bytes, 1024**2),
+        max_num_seqs=len(plan.lengths),
+        max_num_batched_tokens=max(*plan.lengths, BATCH_TOKENS),
+    )
+
+
+def _judge(
+    case: str, exact: "Texts", sampling: m.Sampling, expected: list[list[int]], found: list[list[int]], dtype: str
+) -> Reading:
+    """How many ids are the same; and where texts part, the farthest that the two ids of one were apart."""
+    same, worst = 0, 0.0
+    for prompt, right, ours in zip(exact.plan.prompts, expected, found, strict=True):
+        assert len(right) == len(ours)
+        parted = next((i for i, pair in enumerate(zip(right, ours, strict=True)) if pair[0] != pair[1]), None)
+        same += len(right) if parted is None else parted
+        if parted is not None:
+            ids = [*prompt, *right[:parted]]
+            worst = max(worst, exact.gap(ids, len(prompt), right[parted], ours[parted], sampling))
+    num = sum(map(len, expected))
+    note = f"{same} of {num} ids before texts part; the number is how far the ids there were apart, in spreads"
+    return Reading(
+        case,
+        worst,
+        bound=ALLOWED[dtype],
+        less_is_better=True,
+        result="pass" if worst <= ALLOWED[dtype] else "FAIL",
+        note=note,
+        numbers={"same": same, "ids": num},
+    )
+
+
+def _without_syncs(ours: "Texts", case: str) -> Reading:
+    """A text whose steps torch would raise an error in, did they wait for the GPU unasked."""
+    # Once before, for graphs that are recorded: that may wait.
+    ours.of(WAYS[3], DRAWS["drawn, filtered"])
+    ours.strict = True
+    try:
+        ours.of(WAYS[3], DRAWS["drawn, filtered"])
+    finally:
+        ours.strict = False
+    return Reading(f"{case}: no hidden waits in launches", result="pass")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is computed."""
+
+    prompts: list[list[int]]
+    num_new: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt) + self.num_new for prompt in self.prompts]
+
+
+class Texts:
+    """Drives one runner, of either kind."""
+
+    def __init__(self, runner: Any, plan: Plan) -> None:
+        self.runner = runner
+        self.plan = plan
+        self.strict = False
+        """Launches must not wait for the GPU."""
+
+    def keep_logits(self) -> None:
+        self.runner.program.keep_logits()
+
+    def of(self, way: Way, sampling: m.Sampling) -> list[list[int]]:
+        """A text behind each prompt, from empty memory."""
+        prompts = self.plan.prompts
+        if way.together:
+            first = prompts[0][:PREFIX]
+            shared = [PREFIX if way.shares and p[:PREFIX] == first and len(p) > PREFIX else 0 for p in prompts]
+            return self._texts(prompts, way, sampling, shared)
+        return [text for prompt in prompts for text in self._texts([prompt], way, sampling, [0])]
+
+    def gap(self, ids: list[int], num_prompt: int, right: int, ours: int, sampling: m.Sampling) -> float:
+        """How much less than `right` the id `ours` is behind `ids`, of which a prompt has `num_prompt`, in standard
+        deviations of the logits; by this runner's logits, and for what is drawn by the noise and the filters too."""
+        logits = self._logits(ids)
+        spread = float(logits.std())
+        shaping = shaping_of(sampling, np.array(ids, np.int32), num_prompt, [], len(logits))
+        if shaping is not None:
+            shape(logits, shaping, len(ids))
+        if sampling.temperature == 0:
+            return float(logits[right] - logits[ours]) / spread
+        scaled = (logits - logits.max()) / sampling.temperature
+        key = draw_keys(np.array([sequence_key(sampling.seed, 0)], np.uint64), np.array([len(ids)]))
+        race = scaled - exponential(halves(key), len(logits))[0].log()
+        unit = spread / sampling.temperature
+        floor = thresholds(
+            scaled[None],
+            torch.tensor([sampling.top_k]),
+            torch.tensor([sampling.top_p]),
+            torch.tensor([sampling.min_p]),
+        )[0]
+        # Either may be one that the filters only just keep, or only just don't.
+        at_edge = min(abs(float(scaled[i] - floor)) for i in (right, ours)) / unit
+        return min(float(race[right] - race[ours]) / unit, at_edge) if race[right] >= race[ours] else at_edge
+
+    def _logits(self, ids: list[int]) -> torch.Tensor:
+        add = steps.row_add(0, ids, range(steps.num_blocks(len(ids) + 1)))
+        self._step([add], [(0, 0, len(ids), True)])
+        logits = torch.from_numpy(self.runner.program.logits()[0].copy())
+        self._step([], [], [0])
+        return logits
+
+    def _texts(
+        self, prompts: Sequence[list[int]], way: Way, sampling: m.Sampling, shared: Sequence[int]
+    ) -> list[list[int]]:
+        computed = list(shared)
+        common = list(range(steps.num_blocks(max(computed))))
+        next_block = len(common)
+        if common:
+            self._step([steps.row_add(0, prompts[0][:PREFIX], common)], [(0, 0, PREFIX, False)])
+            self._step([], [], [0])
+        adds = []
+        for row, prompt in enumerate(prompts):
+            theirs = common[: steps.num_blocks(computed[row])]
+            own = steps.num_blocks(len(prompt) + self.plan.num_new) - len(theirs)
+            adds.append(steps.row_add(row, prompt, [*theirs, *range(next_block, next_block + own)], sampling))
+            next_block += own
+        known = [list(prompt) for prompt in prompts]
+        wanted = [len(prompt) + self.plan.num_new for prompt in prompts]
+        while any(len(ids) < num for ids, num in zip(known, wanted, strict=True)):
+            left = way.budget
+            entries: list[steps.Entry] = []
+            for row, ids in enumerate(known):
+                count = min(len(ids) - computed[row], way.chunk or left, left)
+                if count and len(ids) < wanted[row]:
+                    entries.append((row, computed[row], count, computed[row] + count == len(ids)))
+                    computed[row] += count
+                    left -= count
+            for row, token in self._step(adds, entries):
+                known[row].append(token)
+            adds = []
+        self._step([], [], list(range(len(prompts))))
+        return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]
+
+    def _step(
+        self, adds: Sequence[m.RowAdd], entries: Sequence[steps.Entry], drops: Sequence[int] = ()
+    ) -> list[tuple[int, int]]:
+        message = steps.step(entries, adds, drops)
+        if self.strict:
+            with gpu.no_syncs():
+                self.runner.launch(message, steps.take)
+            sampled = self.runner.collect()
+        else:
+            sampled = self.runner.step(message, steps.take)
+        return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), strict=True))
