@@ -72,7 +72,7 @@ class Model:
     quantization: Quantization = "none"
     depths: tuple[int, ...] = (2,)
     needs_s: float = 15.0
-    limit_s: float = 60.0
+    limit_s: float = 80.0
 
     @property
     def max_batch(self) -> int:
