@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.attention import LOG2_E, attend_tiles, constants, leave
+from pipeline.kernels.triton.attention import LOG2_E, attend_tiles, constants, leave, load_blocks
 from pipeline.kernels.triton.attention_tasks import (
     AttentionTasks,
     check_cache,
@@ -161,21 +161,33 @@ def _decode_kernel(
             first_key, position + 1, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
         )
 
-        # Queries: each dimension beside the one that it turns with, the second of a pair with the minus sign.
+        # All loads first, so that they are waited for at once. Each dimension comes with the one that it turns with.
+        blocks = load_blocks(table, first_tile, first_key, position, BLOCK_SIZE, BLOCK_N)
         angle = position.to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
         cosine = tl.load(cos + angle, mask=inside, other=0.0)
         sine = tl.load(sin + angle, mask=inside, other=0.0)
+        slot = tl.load(slots + token_at)
+        token_parts = parts + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+        heads = (head * GROUP + group) * HEAD_DIM
+        query = _sum_parts(token_parts, heads[:, None] + dims[None, :], mask, step, NUM_PARTS)
+        other = _sum_parts(token_parts, heads[:, None] + others[None, :], mask, step, NUM_PARTS)
+        key_part = token_parts + (NUM_HEADS + head) * HEAD_DIM
+        key = _sum_parts(key_part, dims, inside, step, NUM_PARTS)
+        other_key = _sum_parts(key_part, others, inside, step, NUM_PARTS)
+        value = _sum_parts(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTS).to(dtype)
+
         sine = tl.where(dims < half, -sine, sine)
-        heads = token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (head * GROUP + group) * HEAD_DIM
-        query = _sum_parts(parts, heads[:, None] + dims[None, :], mask, step, NUM_PARTS)
-        other = _sum_parts(parts, heads[:, None] + others[None, :], mask, step, NUM_PARTS)
         if NORMED:
             scale = tl.rsqrt(tl.sum(query * query, 1) / HEAD_DIM + EPS)[:, None]
             query *= scale * tl.load(query_norm + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
             other *= scale * tl.load(query_norm + others, mask=inside, other=0.0).to(tl.float32)[None, :]
+            key_scale = tl.rsqrt(tl.sum(key * key, 0) / HEAD_DIM + EPS)
+            key *= key_scale * tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)
+            other_key *= key_scale * tl.load(key_norm + others, mask=inside, other=0.0).to(tl.float32)
         query = (query * cosine[None, :] + other * sine[None, :]).to(dtype)
         # The tile has rows to spare: they repeat the group.
         query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
+        key = (key * cosine + other_key * sine).to(dtype)
 
         sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -184,22 +196,13 @@ def _decode_kernel(
         head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
         positions = tl.zeros([BLOCK_M], tl.int32) + position
         sums, largest, all_weights = attend_tiles(
-            sums, largest, all_weights, query, head_keys, head_values, table, first_tile, end_tile, first_key, position,
-            positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N, PRECISION, WIDEN,
+            sums, largest, all_weights, query, head_keys, head_values, table, blocks, first_tile, end_tile, first_key,
+            position, positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
+            PRECISION, WIDEN,
         )  # fmt: skip
 
         weights = tl.sum(all_weights, 1)
         if not is_cut:
-            key_head = parts + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (NUM_HEADS + head) * HEAD_DIM
-            key = _sum_parts(key_head, dims, inside, step, NUM_PARTS)
-            other_key = _sum_parts(key_head, others, inside, step, NUM_PARTS)
-            value = _sum_parts(key_head + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTS).to(dtype)
-            if NORMED:
-                key_scale = tl.rsqrt(tl.sum(key * key, 0) / HEAD_DIM + EPS)
-                key *= key_scale * tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)
-                other_key *= key_scale * tl.load(key_norm + others, mask=inside, other=0.0).to(tl.float32)
-            key = (key * cosine + other_key * sine).to(dtype)
-            slot = tl.load(slots + token)
             to_cache = (slot // BLOCK_SIZE) * (NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
             to_cache = to_cache * HEAD_DIM + dims
             tl.store(head_keys + to_cache, key, mask=inside & (slot >= 0))
