@@ -40,11 +40,14 @@ def attend_decode(
     values: Tensor,
     tasks: AttentionTasks,
     head_norms: HeadNorms | None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """What `rotary_write` and `attend` do, with no queries in between. `tasks` were planned for this step, `one_each`.
 
     out [T, Q * D]; parts [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
-    BLOCK_SIZE, D] of the dtype of `out`. Any number of tokens: what is saved is worth most where they are few.
+    BLOCK_SIZE, D] of the dtype of `out`. Any number of tokens: what is saved is worth most where they are few. With
+    `pdl` the launch begins while the one before ends, and waits for it; it needs programs that launch their dependents.
     """
     check_cache(keys, values, tasks)
     head_dim = tasks.head_dim
@@ -56,6 +59,7 @@ def attend_decode(
     query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
     # Rows of a unit are one token's heads, fewer than the tile's, so more parts are read at once.
     heads = next_power_of_2(tasks.group)
+    early = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(tasks.narrow.num_programs,)](
         out,
         parts,
@@ -75,6 +79,7 @@ def attend_decode(
         tasks.scratch.sums,
         tasks.scratch.scales,
         NUM_PARTS=len(parts),
+        PDL=pdl,
         NORMED=head_norms is not None,
         EPS=eps,
         HEADS=heads,
@@ -82,6 +87,7 @@ def attend_decode(
         num_warps=tasks.narrow.tile.num_warps,
         num_stages=tasks.narrow.tile.num_stages,
         **constants(tasks.narrow, tasks, keys, heads, 4 * tasks.narrow.tile.combined),
+        **early,
     )
 
 
@@ -113,6 +119,7 @@ def _decode_kernel(
     part_sums,
     part_scales,
     NUM_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -134,6 +141,9 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    if PDL:  # nothing that it reads is older than the launch before for sure
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
     rank, head, block = first
     row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
