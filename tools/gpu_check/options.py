@@ -47,6 +47,7 @@ SECTIONS = {
     "speed": Section("speed", 150, "steps of the executor at the shapes of 8B, 1B and 135M"),
     "http": Section("over_http", 70, "a server of the 135M shape and 256 clients"),
     "peers": Section("peers", 70, "transformers on the same shapes"),
+    "breakdown": Section("breakdown", 45, "the kernels of a step, each with its time"),
 }
 WARM_UP = Section("warm_up", 110, "what the next sections compile", 4, False)
 """Goes before `speed`, beside the checks."""
