@@ -61,7 +61,7 @@ TOTAL_S = 460.0
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    lines = "\n".join(f"    {name:8}  {section.what}" for name, section in SECTIONS.items())
+    lines = "\n".join(f"    {name:9}  {section.what}" for name, section in SECTIONS.items())
     made = argparse.ArgumentParser(
         prog="gpu_check",
         description=f"{DESCRIPTION}\nSections:\n{lines}",
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="write found.json, found.md and logs there")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="write found.json and found.md there")
     made.add_argument("--only", type=_sections, metavar="SECTION,…", help="these sections, in their own order")
     made.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     made.add_argument(
