@@ -16,8 +16,8 @@ What it needs: Python 3.11 or newer with torch (CUDA), triton, numpy, safetensor
 the server itself imports. On a machine without a package registry take the rest along as wheels:
 
     pip download --only-binary=:all: --no-deps -d wheels --python-version 3.12 --implementation cp \\
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \\
-        pyzmq msgspec orjson llguidance gguf setproctitle
+        --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
+        --platform manylinux2014_x86_64 pyzmq msgspec orjson 'llguidance>=1.9' gguf setproctitle
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl     # on that machine
     PYTHONPATH=site python3 tools/gpu_check --out found
 
