@@ -38,29 +38,42 @@ hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
 
 ALONE = (
-    # Real servers, of five processes each: they take all cores and the memory's whole bandwidth, and much is asked of
-    # their time and processor time.
-    "tests/e2e/",
-    "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_full_of_traps",
-    "tests/tools/test_soaking.py::test_a_short_soak",
-    # A thousand connections, and how long their texts take.
-    "tests/stages/gateway/test_slow_clients.py::test_slow_clients_cost",
-    # What is in a folder of the machine's, before and after.
-    "tests/shm/test_segment.py::test_nothing_appears",
-    # How long something takes on the clock, and that it is soon.
+    # How long something takes on the clock or on the processor, and that it is soon.
+    "tests/e2e/test_admission.py::test_a_full_server_says_so_at_once",
+    "tests/e2e/test_hostile.py",
+    "tests/e2e/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
+    "tests/e2e/test_life_and_death.py::test_when_the_supervisor_is_killed",
+    "tests/e2e/test_observability.py::test_scraping_ten_times_a_second_costs_little",
+    "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",
     "tests/stages/gateway/test_admission.py::TestTheGateway::test_answers_at_once",
     "tests/stages/schedule/test_liveness.py::test_putting_back_many_costs_little",
+    # A thousand connections, and how long their texts take.
+    "tests/stages/gateway/test_slow_clients.py::test_slow_clients_cost",
+    # As much load as there can be for a while, under which the server's own probes have to be answered.
+    "tests/tools/test_soaking.py::test_a_short_soak",
+    # What is in a folder of the machine's, before and after.
+    "tests/shm/test_segment.py::test_nothing_appears",
 )
-"""The beginnings of the ids of tests that need the machine for themselves; all others may run beside each other."""
+"""The beginnings of the ids of tests that need the machine for themselves."""
 
-LONGEST = "tests/stages/execute/test_smollm2.py"
-"""It comes first: as the last, it would have one of several processes at work and the others wait for it."""
+SERVERS = (
+    # Real servers, of five processes each, which wait for each other most of the time.
+    "tests/e2e/",
+    "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_full_of_traps",
+)
+"""Likewise of those that take so much that no more than two of them run beside each other, and nothing else; but for
+those above. All others may run beside each other."""
+
+LONGEST = ("tests/stages/execute/test_smollm2.py", "tests/e2e/test_fuzz.py")
+"""They come first: as the last, each would have one of several processes at work and the others wait for it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(ALONE):
             item.add_marker(pytest.mark.alone)
+        elif item.nodeid.startswith(SERVERS):
+            item.add_marker(pytest.mark.servers)
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 

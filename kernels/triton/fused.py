@@ -2,7 +2,7 @@
 
 A small model at batch 1 takes its time from launches, of which each costs a microsecond or two whatever it does. So a
 layer is here: qkv (with its norm), attention in two, output, gate and up (with norm and gate), down. Every program of a
-product sums the parts and norms for itself; that is read from the L2 cache, and `fuses` says where it is too much.
+product sums the parts and norms for itself; that is read from caches, and `fuses` says where it is too much.
 
 The residual goes back and forth between two buffers: programs still read the old one while others write the new.
 
@@ -13,10 +13,13 @@ from torch import Tensor
 
 from pipeline.kernels.triton.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.linear import launch, launch_product
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Config, Op
+from pipeline.kernels.triton.tuned import SKINNY_TOKENS, VECTOR_TOKENS, Config, Op
 
+L1_BYTES_PER_S = 2e13
+"""What a product of one token reads again, it finds in the L1 cache of its multiprocessor: 64 bytes a cycle, of 128, on
+132 of them (reasoned, not measured)."""
 L2_BYTES_PER_S = 4e12
-"""What programs read again comes out of the L2 cache; about what an H100's gives (reasoned, not measured)."""
+"""What a product of several tokens copies into shared memory comes out of the L2 cache (likewise)."""
 LAUNCH_S = 2.5e-6
 """What a norm of its own costs inside a graph: its node, its beginning and its end (likewise)."""
 
@@ -29,7 +32,7 @@ def fuses(num_tokens: int, num_parts_in: int, num_columns: int, num_programs: in
     if num_tokens > SKINNY_TOKENS:
         return False
     bytes_read = num_programs * num_tokens * num_columns * 4 * (1 + num_parts_in)
-    return bytes_read / L2_BYTES_PER_S < LAUNCH_S
+    return bytes_read / (L1_BYTES_PER_S if num_tokens <= VECTOR_TOKENS else L2_BYTES_PER_S) < LAUNCH_S
 
 
 def norm_linear(

@@ -1,5 +1,6 @@
-"""What a product of few tokens multiplies its weights with: numbers as they are, or a residual on its way to a norm.
+"""What a product of few tokens multiplies: which rows of its weights, and with what.
 
+That is numbers as they are, or a residual on its way to a norm.
 A norm scales each token by one number. So a product can take `hidden * weight`, sum the squares of `hidden` beside, and
 scale its result at the end: hidden is read once, and no launch stands before the product.
 """
@@ -40,3 +41,16 @@ def input_at(
         scaled = hidden * tl.load(norm_weight + columns, mask=inside, other=0.0)
         return scaled, hidden
     return hidden, hidden
+
+
+@triton.jit
+def rows_of(program, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the result that a program makes, [BLOCK_N], of which the last may be beyond N; rows of the weight that it
+    reads for them, none of which is. With GATED those are twice as many: a gate's row, then its counterpart N below."""
+    begin = program * BLOCK_N
+    if GATED:
+        place = tl.arange(0, 2 * BLOCK_N)
+        weight_rows = tl.minimum(begin + place // 2, N - 1) + place % 2 * N
+    else:
+        weight_rows = tl.minimum(begin + tl.arange(0, BLOCK_N), N - 1)
+    return begin + tl.arange(0, BLOCK_N), weight_rows

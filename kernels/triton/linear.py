@@ -59,14 +59,23 @@ def wide_scratch(dtype: torch.dtype, device: torch.device | str) -> Tensor:
     return torch.empty(WIDE_VALUES, dtype=dtype, device=device)
 
 
-def linear(parts: Tensor, x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, wide: Tensor | None = None) -> None:
+def linear(
+    parts: Tensor,
+    x: Tensor,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    wide: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
     """parts [num_parts, M, N] of `parts_dtype`, x [M, K] of the matrix's dtype, bias [N] float32 or None.
 
-    `wide` is `wide_scratch`; without it, codes are multiplied by our own product whatever the number of tokens.
+    `wide` is `wide_scratch`; without it, codes are multiplied by our own product whatever the number of tokens. With
+    `pdl`, programs of our own may start while the launch before this one ends (programmatic dependent launch).
     """
     num_tokens = len(x)
     if num_tokens <= SKINNY_TOKENS or (matrix.form != "float" and (num_tokens <= CODE_TOKENS or wide is None)):
-        launch_product("linear", parts, x, matrix, bias)
+        launch_product("linear", parts, x, matrix, bias, pdl=pdl)
         return
     out = parts[0]
     if matrix.form == "float":

@@ -9,7 +9,8 @@ where nothing shapes them; where something does, `stats` keeps a copy of the row
                                                         ids, logits or copy ──_records──► the ids' own
 
 A record is a row of words: its id's log probability (float32), room for `most` ids (int32), and for as many log
-probabilities. A sample with fewer fills the first of each. Behind the last id of the vocabulary come -1, with -inf.
+probabilities. A sample that asks for fewer fills the first of each, one that asks for more gets `most`. Behind the last
+id of the vocabulary come -1, with -inf.
 
 Shapes: S samples, V vocabulary.
 """
@@ -32,6 +33,8 @@ from pipeline.kernels.triton.threshold import (
     value_of,
 )
 
+FEW = 32
+"""Likeliest ids of a program that is compiled for few."""
 RANKED = 8
 """Ids that all others are compared with at a time."""
 SAMPLES = 32
@@ -65,8 +68,8 @@ class RecordScratch:
         self.strips = ints(self.num_strips)
         self.collected = floats(MAX_COLLECTED)
         self.max_top = max_top
-        self.found_ids = ints(next_power_of_2(max(max_top, 1)))
-        self.found = floats(next_power_of_2(max(max_top, 1)))
+        self.found_ids = ints(next_power_of_2(max(max_top, FEW)))
+        self.found = floats(next_power_of_2(max(max_top, FEW)))
         self.normalizers = floats(2)
         """The largest logit, and the logarithm of the sum of all weights, its being 1."""
         self.kept = floats(vocab_size if keeps else 0)
@@ -93,15 +96,16 @@ def stats(out: Tensor, logits: Tensor, num_top: Tensor, scratch: RecordScratch, 
         *(out, scratch.normalizers, scratch.found, scratch.found_ids, scratch.largest, scratch.weights),
         *(scratch.tops, scratch.strips, scratch.collected, logits, num_top),
         out.stride(0),
+        most,
         logits.stride(0),
         scratch.vocab_size,
         scratch.num_blocks,
         next_power_of_2(scratch.num_blocks),
         scratch.num_strips,
         next_power_of_2(scratch.num_strips),
-        most,
-        next_power_of_2(max(most, 1)),
-        scratch.found.stride(0),
+        # Two variants, whatever is asked for.
+        FEW if most <= FEW else scratch.found.shape[1],
+        scratch.found.shape[1],
         num_warps=16,
     )
 
@@ -111,8 +115,7 @@ def records(out: Tensor, logits: Tensor, ids: Tensor, num_top: Tensor, scratch: 
     those that it has seen, or `scratch.kept`. Ids below 0 have none."""
     num = len(num_top)
     _records[(triton.cdiv(num, SAMPLES),)](
-        *(out, scratch.normalizers, logits, ids, num_top, num),
-        out.stride(0),
+        *(out, scratch.normalizers, logits, ids, num_top, num, out.stride(0)),
         logits.stride(0),
         SAMPLES,
         num_warps=1,
@@ -156,7 +159,7 @@ def _survey(
         tl.store(tops + strip, tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride", "most"])
 def _likeliest(
     out,
     normalizers,
@@ -169,19 +172,19 @@ def _likeliest(
     collected,
     logits,
     num_top,
-    OUT_STRIDE: tl.constexpr,
+    out_stride,
+    most,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
     STRIPS: tl.constexpr,
     PADDED_STRIPS: tl.constexpr,
-    MOST: tl.constexpr,
     PADDED_MOST: tl.constexpr,
     FOUND_STRIDE: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
-    wanted = tl.load(num_top + sample)
+    wanted = tl.minimum(tl.load(num_top + sample), most)
     if wanted >= 0:
         blocks = tl.arange(0, PADDED_BLOCKS)
         block_tops = tl.load(largest + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=-_INF)
@@ -198,8 +201,8 @@ def _likeliest(
                 *(top, tl.minimum(wanted, VOCAB), VOCAB, STRIPS, PADDED_STRIPS),
             )
             _write_ranked(
-                *(out + sample * OUT_STRIDE + 1, found + sample * FOUND_STRIDE, found_ids + sample * FOUND_STRIDE),
-                *(wanted, tl.minimum(wanted, VOCAB), top, log_total, MOST, PADDED_MOST),
+                *(out + sample * out_stride + 1, found + sample * FOUND_STRIDE, found_ids + sample * FOUND_STRIDE),
+                *(wanted, tl.minimum(wanted, VOCAB), top, log_total, most, PADDED_MOST),
             )
 
 
@@ -239,7 +242,7 @@ def _find(
 
 
 @triton.jit
-def _write_ranked(out, found, found_ids, wanted, num, top, log_total, MOST: tl.constexpr, PADDED: tl.constexpr):
+def _write_ranked(out, found, found_ids, wanted, num, top, log_total, most, PADDED: tl.constexpr):
     """Write `num` ids and their log probabilities, likeliest first, and behind them what stands for none."""
     places = tl.arange(0, PADDED)
     values = tl.load(found + places, mask=places < num, other=-_INF)
@@ -255,11 +258,11 @@ def _write_ranked(out, found, found_ids, wanted, num, top, log_total, MOST: tl.c
         rank += tl.sum((is_before & (others < num)[None, :]).to(tl.int32), 1)
     rank = tl.where(places < num, rank, places)
     logprobs = tl.where(places < num, _logprob(values, top, log_total), -_INF)
-    tl.store(out + rank, ids, mask=(places < wanted) & (places < MOST))
-    tl.store(out + MOST + rank, logprobs.to(tl.int32, bitcast=True), mask=(places < wanted) & (places < MOST))
+    tl.store(out + rank, ids, mask=places < wanted)
+    tl.store(out + most + rank, logprobs.to(tl.int32, bitcast=True), mask=places < wanted)
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit(do_not_specialize=["num", "out_stride"])
 def _records(
     out,
     normalizers,
@@ -267,7 +270,7 @@ def _records(
     ids,
     num_top,
     num,
-    OUT_STRIDE: tl.constexpr,
+    out_stride,
     STRIDE: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
@@ -280,4 +283,4 @@ def _records(
     logit = tl.where(logit > -_INF, logit, -_INF)
     top = tl.load(normalizers + 2 * at, mask=has_record, other=0.0)
     log_total = tl.load(normalizers + 2 * at + 1, mask=has_record, other=0.0)
-    tl.store(out + at * OUT_STRIDE, _logprob(logit, top, log_total).to(tl.int32, bitcast=True), mask=has_record)
+    tl.store(out + at * out_stride, _logprob(logit, top, log_total).to(tl.int32, bitcast=True), mask=has_record)

@@ -107,9 +107,8 @@ def _mask(
     if lives & (has_grammar | (allowed_at >= 0)):
         places = block * _MASK_WORDS + tl.arange(0, _MASK_WORDS)
         words = tl.full((_MASK_WORDS,), -1, tl.int32)
-        if HAS_MASKS:  # noqa: SIM102 - a constant
-            if has_grammar:
-                words &= tl.load(masks + sample * MASK_STRIDE + places, mask=places < WORDS, other=0)
+        if has_grammar:
+            words &= tl.load(masks + sample * MASK_STRIDE + places, mask=places < WORDS, other=0)
         if allowed_at >= 0:
             words &= tl.load(heap + allowed_at + places, mask=places < WORDS, other=0)
         bits = tl.arange(0, 32)
@@ -147,10 +146,11 @@ def _lists(
         _forbid_runs(logits, heap + tl.load(row + f.RUNS_AT), tl.load(row + f.NUM_RUNS), ids, num_ids, num_output)
         if num_output < tl.load(row + f.MIN_TOKENS):
             enders, num_enders = heap + tl.load(row + f.ENDERS_AT), tl.load(row + f.NUM_ENDERS)
-            must_end = False
-            if HAS_MASKS:  # noqa: SIM102 - a constant
-                if tl.load(masked + sample) == 1:
-                    must_end = _allows_only(masks + sample * MASK_STRIDE, enders, num_enders, WORDS)
+            has_grammar, must_end = False, False
+            if HAS_MASKS:
+                has_grammar = tl.load(masked + sample) == 1
+            if has_grammar:
+                must_end = _allows_only(masks + sample * MASK_STRIDE, enders, num_enders, WORDS)
             if must_end == 0:
                 _forbid(logits, enders, num_enders)
         # From here on logits are read, by other threads than those that wrote them.

@@ -4,7 +4,7 @@ The tile of weights is the left operand: its rows fill a tensor core's 64 (or 16
 stand on the right and may be as few as 8. Floats come by asynchronous copies into shared memory, several tiles ahead,
 and are multiplied from there. Codes come the same way; each thread widens what it multiplies in registers.
 
-One program takes BLOCK_N rows and a share of their columns: with few rows there would be too few programs to keep the
+One program makes BLOCK_N rows of a share of their columns: with few rows there would be too few programs to keep the
 memory busy. Each share leaves a part, and who reads the parts sums them (norm.py). With GATED a program has rows of
 both halves and finishes them itself, so the columns can't be shared out.
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.gate import silu
-from pipeline.kernels.triton.inputs import input_at
+from pipeline.kernels.triton.inputs import input_at, rows_of
 from pipeline.kernels.triton.unpack import EXCESS, code_to_float
 
 
@@ -61,8 +61,8 @@ def skinny_product(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    some = tl.minimum(rows, N - 1) if N % BLOCK_N else rows
+    rows, weight_rows = rows_of(tl.program_id(0), N, BLOCK_N, GATED)
+    ROWS: tl.constexpr = weight_rows.shape[0]
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Beyond the last token, the last one again: no mask then stands in the way of wide loads.
     some_tokens = tl.minimum(tokens, num_tokens - 1)
@@ -77,14 +77,12 @@ def skinny_product(
     places = tl.arange(0, WIDTH)
     # The column of a byte's low half; that of its high half is half a group further on.
     low_columns = places // HALF * GROUP + places % HALF if PACKED else places
-    long_rows = some.to(tl.int64)[:, None]
+    long_rows = weight_rows.to(tl.int64)[:, None]
     ROW: tl.constexpr = K if GROUP == 0 else STRIDE
     pointers = values + long_rows * ROW + places[None, :]
     scale_at = long_rows * (STRIDE * (2 if PACKED else 1) // GROUP) if GROUP else long_rows
-    OTHER_SCALES: tl.constexpr = N * (STRIDE * (2 if PACKED else 1) // GROUP) if GROUP else 0
 
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    other_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK_M], tl.float32)
     squares = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     EVEN: tl.constexpr = (K % (BLOCK_K * SPLIT) == 0) and (ROW * (2 if PACKED else 1) == K)
     for step in tl.range(0, SHARE, num_stages=NUM_STAGES):
@@ -114,13 +112,6 @@ def skinny_product(
             sums, tile, factors, high_factors, scales, minimums, scale_at, k, STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS,
             DTYPE, WIDEN,
         )  # fmt: skip
-        if GATED:
-            below = pointers + (at + N * ROW)
-            tile = tl.load(below) if EVEN else tl.load(below, mask=there, other=0)
-            other_sums = _multiply(
-                other_sums, tile, factors, high_factors, scales, minimums, scale_at + OTHER_SCALES, k, STRIDE, GROUP,
-                ZERO, PACKED, HAS_MINIMUMS, DTYPE, WIDEN,
-            )  # fmt: skip
     if NORM:
         if SPLIT > 1:  # this program has seen a share of the squares only
             all_places = tl.arange(0, BLOCK_K)
@@ -135,15 +126,12 @@ def skinny_product(
             mean = tl.sum(total, axis=0) / K
         else:
             mean = tl.sum(squares, axis=0) / K
-        scale = (1.0 / tl.sqrt(mean + eps))[None, :]
-        sums *= scale
-        other_sums *= scale
+        sums *= (1.0 / tl.sqrt(mean + eps))[None, :]
     if HAS_BIAS:  # once: with the first part
-        sums += tl.load(bias + some, mask=(rows < N) & (split == 0), other=0.0)[:, None]
-        if GATED:
-            other_sums += tl.load(bias + N + some)[:, None]
+        sums += tl.load(bias + weight_rows)[:, None] * (split == 0).to(tl.float32)
     if GATED:
-        sums = silu(sums) * other_sums
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
+        sums = silu(gate) * up
     place = (split * num_tokens + tokens).to(tl.int64)[None, :] * N + rows[:, None]
     mask = (tokens < num_tokens)[None, :] & (rows < N)[:, None]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
@@ -167,7 +155,7 @@ def _multiply(
     DTYPE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """sums [BLOCK_N, T] + tile [BLOCK_N, W] · factors [W, T]; for halves of bytes also · high_factors."""
+    """sums [n, T] + tile [n, W] · factors [W, T]; for halves of bytes also · high_factors."""
     DOT: tl.constexpr = tl.float32 if WIDEN else DTYPE
     low = factors.to(DTYPE).to(DOT)
     if GROUP == 0:

@@ -2,11 +2,9 @@
 
 Nothing is timed while serving. `tools/gpu_check --tune` times `candidates` on a GPU and writes the table.
 
-The rule (reasoned, not measured) for what streams weights once:
-
-- All programs should be there at once, and each multiprocessor have about 48 KiB in flight (see vector.py): as few
-  rows a program as that takes, and only where even the fewest leave too few programs, columns are shared out.
-- A tile's row is at least 256 bytes: whole sectors, and several of them beside each other.
+The rule (reasoned, not measured) for what streams weights once: as many programs as are there at once, each with 16 KiB
+or more in flight, so that a multiprocessor has 48 KiB (see vector.py). Where rows are too few for that, a program has
+fewer of them and more of their columns; only where that isn't enough, columns are shared out.
 """
 
 import json
@@ -32,6 +30,10 @@ CODE_TOKENS = 128
 """Up to here our own product of codes; beyond it they are widened for cuBLAS."""
 COMPILED_FOR = 132
 """Multiprocessors of an H100: what kernels are compiled for where there is no GPU to ask."""
+VECTOR_TILE_BYTES = 128 * 128
+"""128 bytes a thread of four warps."""
+SHORT_ROW = 1024
+"""Columns of a row that is one tile."""
 BUCKETS = (1, 8, 16, 32, 64, 128)
 """Numbers of tokens that a table has entries for."""
 
@@ -78,6 +80,7 @@ def choose(op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: 
     return _choose(shape, architecture(device), _num_programs(device))
 
 
+@lru_cache(maxsize=8)
 def _num_programs(device: torch.device) -> int:
     if device.type == "cpu" and not INTERPRETED:
         return COMPILED_FOR
@@ -89,15 +92,13 @@ def _choose(shape: Shape, architecture: str, num_programs: int) -> Config:
     return table(architecture).get(shape) or rule(shape, num_programs)
 
 
-@lru_cache(maxsize=1)
-def _capability(index: int) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}"
-
-
+@lru_cache(maxsize=8)
 def architecture(device: torch.device) -> str:
     """sm_90 for a Hopper GPU; "none" without one."""
-    return _capability(device.index or 0) if device.type == "cuda" else "none"
+    if device.type != "cuda":
+        return "none"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 @lru_cache(maxsize=4)
@@ -142,11 +143,16 @@ def rule(shape: Shape, num_programs: int) -> Config:
 
 
 def _vector_rule(shape: Shape, num_programs: int) -> Config:
-    """Tiles of 128 bytes a thread, wide where rows are few and tall where they are many; of 64 where codes are to be
-    held as floats besides, and half of it for each half of a gate."""
-    enough = num_programs * 3 // 2
-    block_n = next((n for n in (16, 8, 4) if _ceil(shape.num_rows, n) >= enough), 2)
-    tile_bytes = 128 * (64 if shape.format.startswith("int") else 128) // (2 if shape.op == "gate" else 1)
+    """Tiles of 16 KiB, 128 bytes a thread, tall where rows are many and wide where they are few.
+
+    Of floats a row is a load of each thread: all of them have the same columns of every row, and what they multiply
+    with need not pass through shared memory. Codes are so many to a load that it has to, and rows are twice as many.
+    """
+    # 128 registers a thread leave room for four programs a multiprocessor. Short rows come at once, and fewer do.
+    enough = num_programs * 5 // 2 if shape.num_columns > SHORT_ROW else num_programs * 3 // 2
+    tallest = (16 if shape.format.startswith("int") else 8) // (2 if shape.op == "gate" else 1)
+    block_n = next((n for n in (16, 8, 4) if n <= tallest and _ceil(shape.num_rows, n) >= enough), 2)
+    tile_bytes = VECTOR_TILE_BYTES // (2 if shape.op == "gate" else 1)
     block_k = max(64, group_of(shape.format))
     while block_k < shape.num_columns and bytes_of_columns(shape.format, 2 * block_k) * block_n <= tile_bytes:
         block_k *= 2
@@ -161,7 +167,10 @@ def _skinny_rule(shape: Shape, num_programs: int) -> Config:
     block_k = max(64 if shape.format == "f32" else 128, group_of(shape.format))
     num_blocks = _ceil(shape.num_columns, block_k)
     most_split = min(num_blocks, 8) if shape.op == "linear" and block_m <= SKINNY_TOKENS else 1
-    block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
+    if block_m > SKINNY_TOKENS:  # every program reads all tokens: they should be few, and tall
+        block_n = 64
+    else:
+        block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
     split = _even_split(num_blocks, min(most_split, 2 * num_programs // _ceil(shape.num_rows, block_n)))
     tile_bytes = block_n * bytes_of_columns(shape.format, block_k) * (2 if shape.op == "gate" else 1)
     tokens_bytes = block_m * block_k * (4 if shape.format == "f32" else 2)

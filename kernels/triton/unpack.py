@@ -16,41 +16,31 @@ EXCESS = tl.constexpr(128)
 
 @triton.jit
 def halves_to_floats(words, ASM: tl.constexpr):
-    """words [n, g, w] int32 → low halves and high halves of their bytes, [n, g, 4w] float32, plus EXCESS."""
+    """words [n, g, w] int32 → the low halves of their bytes, [n, g, 4w] float32, plus EXCESS."""
     if ASM:
-        l0, l1, l2, l3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
+        h0, h1, h2, h3 = tl.inline_asm_elementwise(
             asm="""
             {
-            .reg .b32 low, high;
-            and.b32 low, $8, 0x0F0F0F0F;
-            shr.u32 high, $8, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            prmt.b32 $0, low, 0x43000000, 0x7044;
-            prmt.b32 $1, low, 0x43000000, 0x7144;
-            prmt.b32 $2, low, 0x43000000, 0x7244;
-            prmt.b32 $3, low, 0x43000000, 0x7344;
-            prmt.b32 $4, high, 0x43000000, 0x7044;
-            prmt.b32 $5, high, 0x43000000, 0x7144;
-            prmt.b32 $6, high, 0x43000000, 0x7244;
-            prmt.b32 $7, high, 0x43000000, 0x7344;
+            .reg .b32 halves;
+            and.b32 halves, $4, 0x0F0F0F0F;
+            prmt.b32 $0, halves, 0x43000000, 0x7044;
+            prmt.b32 $1, halves, 0x43000000, 0x7144;
+            prmt.b32 $2, halves, 0x43000000, 0x7244;
+            prmt.b32 $3, halves, 0x43000000, 0x7344;
             }
             """,
-            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
+            constraints="=r,=r,=r,=r,r",
             args=[words],
-            dtype=(tl.float32,) * 8,
+            dtype=(tl.float32,) * 4,
             is_pure=True,
             pack=1,
         )
     else:
-        l0 = code_to_float(words & 15)
-        l1 = code_to_float((words >> 8) & 15)
-        l2 = code_to_float((words >> 16) & 15)
-        l3 = code_to_float((words >> 24) & 15)
-        h0 = code_to_float((words >> 4) & 15)
-        h1 = code_to_float((words >> 12) & 15)
-        h2 = code_to_float((words >> 20) & 15)
-        h3 = code_to_float((words >> 28) & 15)
-    return _in_order(l0, l1, l2, l3), _in_order(h0, h1, h2, h3)
+        h0 = code_to_float(words & 15)
+        h1 = code_to_float((words >> 8) & 15)
+        h2 = code_to_float((words >> 16) & 15)
+        h3 = code_to_float((words >> 24) & 15)
+    return _in_order(h0, h1, h2, h3)
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """Products of one token: a matrix times a vector, summed as it streams by.
 
-A program takes BLOCK_N rows, and of their columns a share where SPLIT is more than 1. It walks along them a tile at a
+A program makes BLOCK_N rows, and of their columns a share where SPLIT is more than 1. It walks along them a tile at a
 time: the next tile's loads are on their way, 16 bytes a thread, while the one that came is multiplied, so that a
 program has a tile or two in flight all along and a multiprocessor several programs. On an H100 about 40 KiB in flight
 for each multiprocessor are needed to keep its memory busy (3.3 TB/s at less than 1 µs, on 132 of them). Programs that
 are all there at once share the bandwidth and end together; so their number need not be a multiple of anything.
+Weights are the first to leave the caches: what they are multiplied with is read again by the next program.
 
 What is asked of the processors: with floats 2 instructions a weight, with 4 bits about 3 (unpack.py), where memory
 brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Counted in machine code, not measured.)
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.gate import silu
-from pipeline.kernels.triton.inputs import input_at
+from pipeline.kernels.triton.inputs import input_at, rows_of
 from pipeline.kernels.triton.unpack import EXCESS, bytes_to_floats, halves_to_floats
 
 LANES = tl.constexpr(8)
@@ -58,20 +59,20 @@ def vector_product(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    some = tl.minimum(rows, N - 1) if N % BLOCK_N else rows
+    rows, weight_rows = rows_of(tl.program_id(0), N, BLOCK_N, GATED)
+    PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     begin = split * SHARE * BLOCK_K
     if GROUP == 0:
-        sums, other_sums, squares = _floats(
-            x, residual_out, parts, norm_weight, values, some, begin, SHARE, N, K, NORM, NUM_PARTS, GATED, BLOCK_N,
+        sums, squares = _floats(
+            x, residual_out, parts, norm_weight, values, weight_rows, begin, SHARE, PROGRAMS, K, NORM, NUM_PARTS,
             BLOCK_K, PDL,
         )  # fmt: skip
     else:
-        sums, other_sums, squares = _codes(
-            x, residual_out, parts, norm_weight, values, scales, minimums, some, begin, SHARE, N, K, STRIDE, GROUP,
-            ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTS, GATED, BLOCK_N, BLOCK_K, PDL, ASM,
+        sums, squares = _codes(
+            x, residual_out, parts, norm_weight, values, scales, minimums, weight_rows, begin, SHARE, PROGRAMS, K,
+            STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTS, BLOCK_K, PDL, ASM,
         )  # fmt: skip
     if NORM:
         if SPLIT > 1:  # this program has seen a share of the squares only
@@ -82,15 +83,12 @@ def vector_product(
                     x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, False, K, NORM, NUM_PARTS
                 )
                 squares += hidden * hidden
-        scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
-        sums *= scale
-        other_sums *= scale
+        sums *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
     if HAS_BIAS:  # once: with the first part
-        sums += tl.load(bias + some, mask=(rows < N) & (split == 0), other=0.0)
-        if GATED:
-            other_sums += tl.load(bias + N + some)
+        sums += tl.load(bias + weight_rows) * (split == 0).to(tl.float32)
     if GATED:
-        sums = silu(sums) * other_sums
+        gate, up = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
+        sums = silu(gate) * up
     tl.store(out + split * N + rows, sums.to(out.dtype.element_ty), mask=rows < N)
 
 
@@ -104,33 +102,26 @@ def _floats(
     rows,
     begin,
     SHARE: tl.constexpr,
-    N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums [BLOCK_N] over SHARE tiles from column `begin` on; those of the rows N further below; squares [BLOCK_K]."""
+    """Sums [n] over SHARE tiles of `rows` [n] from column `begin` on, and squares [BLOCK_K]."""
+    ROWS: tl.constexpr = rows.shape[0]
     places = tl.arange(0, BLOCK_K)
     pointers = values + rows.to(tl.int64)[:, None] * K + places[None, :]
-    OTHER: tl.constexpr = N * K
-    sums = tl.zeros([BLOCK_N, BLOCK_K // LANES], tl.float32)
-    other_sums = tl.zeros([BLOCK_N, BLOCK_K // LANES], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK_K // LANES], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    there = (begin + places < K)[None, :]
-    tile = tl.load(pointers + begin, mask=there, other=0.0)
-    other_tile = tl.load(pointers + begin + OTHER, mask=there, other=0.0) if GATED else tile
+    tile = tl.load(pointers + begin, mask=(begin + places < K)[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:  # weights were there before the launch before this one; everything else may come from it
         tl.extra.cuda.gdc_wait()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
         there = ((k + BLOCK_K + places < K) & (step + 1 < SHARE))[None, :]
-        next_tile = tl.load(pointers + (k + BLOCK_K), mask=there, other=0.0)
-        next_other = tl.load(pointers + (k + BLOCK_K) + OTHER, mask=there, other=0.0) if GATED else next_tile
+        next_tile = tl.load(pointers + (k + BLOCK_K), mask=there, other=0.0, eviction_policy="evict_first")
         columns = k + places
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
@@ -138,13 +129,9 @@ def _floats(
         )
         squares += hidden * hidden
         products = tile.to(tl.float32) * factors[None, :]
-        sums += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // LANES, LANES]), axis=2)
-        if GATED:
-            products = other_tile.to(tl.float32) * factors[None, :]
-            other_sums += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // LANES, LANES]), axis=2)
+        sums += tl.sum(tl.reshape(products, [ROWS, BLOCK_K // LANES, LANES]), axis=2)
         tile = next_tile
-        other_tile = next_other
-    return tl.sum(sums, axis=1), tl.sum(other_sums, axis=1), squares
+    return tl.sum(sums, axis=1), squares
 
 
 @triton.jit
@@ -159,7 +146,7 @@ def _codes(
     rows,
     begin,
     SHARE: tl.constexpr,
-    N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     K: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -168,93 +155,59 @@ def _codes(
     HAS_MINIMUMS: tl.constexpr,
     NORM: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """The same of codes: a tile is [rows, groups, words of a group], and sums are scaled by group."""
+    """The same of codes, of which `values` are words of four bytes: a tile is [rows, groups, words of a group], and
+    sums are scaled by group."""
+    ROWS: tl.constexpr = rows.shape[0]
     BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
+    WORDS: tl.constexpr = BYTES // 4
     GROUPS: tl.constexpr = BLOCK_K // GROUP
     NUM_GROUPS: tl.constexpr = STRIDE // BYTES
     groups = tl.arange(0, GROUPS)
     places = tl.arange(0, BYTES)
-    WORDS: tl.constexpr = BYTES // 4
-    OTHER: tl.constexpr = N * (STRIDE // 4)
     long_rows = rows.to(tl.int64)
     words = (groups * WORDS)[None, :, None] + tl.arange(0, WORDS)[None, None, :]
     pointers = values + long_rows[:, None, None] * (STRIDE // 4) + words
     scale_at = long_rows[:, None] * NUM_GROUPS + groups[None, :]
-    sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
-    other_sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
-    squares = tl.zeros([GROUPS, BYTES], tl.float32)
-    PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    sums = tl.zeros([ROWS, GROUPS], tl.float32)
+    squares = tl.zeros([GROUPS], tl.float32)
     first = begin // GROUP
     there = (first + groups < NUM_GROUPS)[None, :, None]
-    tile = tl.load(pointers + first * WORDS, mask=there, other=0)
-    other_tile = tl.load(pointers + first * WORDS + OTHER, mask=there, other=0) if GATED else tile
+    tile = tl.load(pointers + first * WORDS, mask=there, other=0, eviction_policy="evict_first")
     if PDL:
         tl.extra.cuda.gdc_wait()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
         group = k // GROUP
-        here = (group + groups < NUM_GROUPS)[None, :]
         there = ((group + GROUPS + groups < NUM_GROUPS) & (step + 1 < SHARE))[None, :, None]
-        next_tile = tl.load(pointers + (group + GROUPS) * WORDS, mask=there, other=0)
+        next_tile = tl.load(pointers + (group + GROUPS) * WORDS, mask=there, other=0, eviction_policy="evict_first")
+        here = (group + groups < NUM_GROUPS)[None, :]
         scale = tl.load(scales + scale_at + group, mask=here, other=0.0).to(tl.float32)
-        least = tl.load(minimums + scale_at + group, mask=here, other=0.0).to(tl.float32) if HAS_MINIMUMS else scale
         columns = k + (groups * GROUP)[:, None] + places[None, :]
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
             x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
         )
-        squares += hidden * hidden
+        squares += tl.sum(hidden * hidden, axis=1)
+        total = tl.sum(factors, axis=1)
         if PACKED:
+            of_groups = tl.sum(halves_to_floats(tile, ASM) * factors[None, :, :], axis=2)
             columns += BYTES
-            high_factors, hidden = input_at(
+            factors, hidden = input_at(
                 x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
             )
-            squares += hidden * hidden
-            total = tl.sum(factors + high_factors, axis=1)[None, :]
+            squares += tl.sum(hidden * hidden, axis=1)
+            total += tl.sum(factors, axis=1)
+            of_groups += tl.sum(halves_to_floats(tile >> 4, ASM) * factors[None, :, :], axis=2)
+            of_groups -= (EXCESS + ZERO) * total[None, :]
         else:
-            high_factors = factors
-            total = tl.sum(factors, axis=1)[None, :]
-        sums += _of_groups(tile, factors, high_factors, total, scale, least, ZERO, PACKED, HAS_MINIMUMS, ASM)
-        if GATED:
-            next_other = tl.load(pointers + (group + GROUPS) * WORDS + OTHER, mask=there, other=0)
-            at = scale_at + group + N * NUM_GROUPS
-            scale = tl.load(scales + at, mask=here, other=0.0).to(tl.float32)
-            least = tl.load(minimums + at, mask=here, other=0.0).to(tl.float32) if HAS_MINIMUMS else scale
-            other_sums += _of_groups(
-                other_tile, factors, high_factors, total, scale, least, ZERO, PACKED, HAS_MINIMUMS, ASM
-            )
-            other_tile = next_other
+            of_groups = tl.sum(bytes_to_floats(tile, ASM) * factors[None, :, :], axis=2)
+        sums += of_groups * scale
+        if HAS_MINIMUMS:
+            least = tl.load(minimums + scale_at + group, mask=here, other=0.0).to(tl.float32)
+            sums += least * total[None, :]
         tile = next_tile
-    return tl.sum(sums, axis=1), tl.sum(other_sums, axis=1), tl.sum(squares, axis=1)
-
-
-@triton.jit
-def _of_groups(
-    tile,
-    factors,
-    high_factors,
-    total,
-    scale,
-    least,
-    ZERO: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Sums of each group [BLOCK_N, GROUPS]; `total` is that of its factors."""
-    if PACKED:
-        low, high = halves_to_floats(tile, ASM)
-        sums = tl.sum(low * factors[None, :, :], axis=2) + tl.sum(high * high_factors[None, :, :], axis=2)
-        sums -= (EXCESS + ZERO) * total
-    else:
-        sums = tl.sum(bytes_to_floats(tile, ASM) * factors[None, :, :], axis=2)
-    sums *= scale
-    if HAS_MINIMUMS:
-        sums += least * total
-    return sums
+    return tl.sum(sums, axis=1), squares

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.conftest import ALONE, LONGEST
+from tests.conftest import ALONE, LONGEST, SERVERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,20 +27,30 @@ def check() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("beginning", [*ALONE, LONGEST])
+@pytest.mark.parametrize("beginning", [*ALONE, *SERVERS, *LONGEST])
 def test_what_is_named_is_there(beginning: str) -> None:
     """A test that is renamed would run beside others, and fail now and then."""
     path, *names = beginning.split("::")
     assert (ROOT / path).exists()
     text = (ROOT / path).read_text() if names else ""
     for name in names:
-        assert re.search(rf"^ *(def|class) {name}", text, re.MULTILINE), name
+        assert re.search(rf"^ *(async def|def|class) {name}", text, re.MULTILINE), name
 
 
-def test_the_two_parts_together_are_all_tests(check: ModuleType) -> None:
-    shared, alone = (" ".join(check.STEPS[step]) for step in check.TESTS)
-    assert "-m not alone " in shared
+def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
+    """Each has one of the two marks or none, for the second is given where the first is not."""
+    shared, servers, alone = (" ".join(check.STEPS[step]) for step in check.TESTS)
+    assert "pytest -m not alone and not servers --" in shared
+    assert "pytest -m servers --" in servers
     assert alone.endswith("pytest -m alone")
+
+
+@pytest.mark.parametrize(("step", "beginnings"), [("servers", SERVERS), ("alone", ALONE)])
+def test_a_part_is_looked_for_where_its_tests_are(check: ModuleType, step: str, beginnings: tuple[str, ...]) -> None:
+    places = [Path(place) for place in check.PLACES[step]]
+    for beginning in beginnings:
+        path = Path(beginning.partition("::")[0])
+        assert any(path.is_relative_to(place) for place in places), beginning
 
 
 class Run:
@@ -51,7 +61,8 @@ class Run:
 
         def run(command: list[str], **_: object) -> SimpleNamespace:
             step = next(name for name, own in check.STEPS.items() if command[1 : 1 + len(own)] == own)
-            self.commands.append(" ".join([step, *command[1 + len(check.STEPS[step]) :]]))
+            more = command[1 + len(check.STEPS[step]) :]
+            self.commands.append(" ".join([step, *(more if more != check.PLACES.get(step) else [])]))
             return SimpleNamespace(returncode=codes.get(step, 0))
 
         monkeypatch.setattr(sys, "argv", ["tools/check", *words])
@@ -61,32 +72,40 @@ class Run:
 
 def test_all_steps_run_in_their_order(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch)
-    assert (run.code, run.commands) == (0, ["format", "lint", "types", "arrows", "shared", "alone"])
+    assert (run.code, run.commands) == (0, ["format", "lint", "types", "arrows", "shared", "servers", "alone"])
 
 
 def test_it_stops_at_a_failure_or_goes_on(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch, "lint", "tests", shared=1)
     assert (run.code, run.commands) == (1, ["lint", "shared"])
     run = Run(check, monkeypatch, "--keep-going", "lint", "tests", shared=1)
-    assert (run.code, run.commands) == (1, ["lint", "shared", "alone"])
+    assert (run.code, run.commands) == (1, ["lint", "shared", "servers", "alone"])
 
 
-def test_what_goes_to_pytest_goes_to_both_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_to_pytest_goes_to_all_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch, "arrows", "tests", "alone", "--", "-k", "prefix")
-    assert (run.code, run.commands) == (0, ["arrows", "shared -k prefix", "alone -k prefix"])
+    assert (run.code, run.commands) == (
+        0,
+        ["arrows", *(f"{part} -k prefix" for part in ("shared", "servers", "alone"))],
+    )
 
 
-@pytest.mark.parametrize(("shared", "alone", "code"), [(5, 0, 0), (0, 5, 0), (5, 5, 1), (5, 1, 1), (2, 5, 1)])
+@pytest.mark.parametrize(
+    ("shared", "servers", "alone", "code"),
+    [(5, 5, 0, 0), (0, 5, 5, 0), (5, 0, 5, 0), (5, 5, 5, 1), (5, 0, 1, 1), (5, 1, 0, 1), (2, 5, 5, 1)],
+)
 def test_a_part_of_which_nothing_is_chosen_is_no_failure(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, shared: int, alone: int, code: int
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, shared: int, servers: int, alone: int, code: int
 ) -> None:
+    codes = {"shared": shared, "servers": servers, "alone": alone}
     for steps in (["tests"], []):
-        assert Run(check, monkeypatch, *steps, "--", "tests/shm", shared=shared, alone=alone).code == code
+        assert Run(check, monkeypatch, *steps, "--", "tests/shm", **codes).code == code
 
 
 def test_a_part_without_any_tests_is_one(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has chosen, a list that matches nothing would hide every test."""
-    assert Run(check, monkeypatch, "tests", alone=5).code == 1
+    for part in check.TESTS:
+        assert Run(check, monkeypatch, "tests", **{part: 5}).code == 1
 
 
 def test_a_step_that_there_is_not_is_named(

@@ -7,12 +7,16 @@ readings.py   what items find, how it is kept, and what follows from it
 report.py     the table, Markdown and JSON
 gpu.py        timers, graphs and pinned memory; and what stands for them where kernels are interpreted
 shapes.py     the models that are measured, and the bytes of their steps
+models.py     random weights of them, in folders or straight on the GPU; a tokenizer
+runners.py    executors without a server around them
+steps.py      messages of steps, planned by hand
 
-machine.py    rates of the machine itself
-kernels.py    kernels against float64
+machine.py    rates and latencies of the machine itself
+kernels*.py   kernels against float64; checking.py says what right is, made_steps.py has batches for them
 texts.py      whole models against the CPU executor
-speed.py      steps of the executor
+speed.py      steps of the executor; warm_up.py compiles what they launch
+breakdown.py  the kernels of a step, by a profiler
 over_http.py  a server and its clients
 peers.py      transformers in the same run
-tune.py       times of a kernel's candidates
+tune.py       times of products' candidates; tune_compile.py compiles them
 """

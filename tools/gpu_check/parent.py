@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from tools.gpu_check.readings import Begun, Ended, Failed, Line, Reading, read, 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 0.1
 NO_GPU = 2
+STOPPED = threading.Event()
+"""Someone ends this program: nothing more is begun, and what there is is told."""
 QUICK_SHARE = 0.5
 """Of a section's time, with --quick."""
 
@@ -41,12 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         names.append("tune")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-    lines, failed = _run_all(args, names)
-    found = report.Found([line for line in lines if isinstance(line, Reading)], failed, args.interpret)
+    found = report.Found([], [], args.interpret)
+    before = signal.signal(signal.SIGTERM, lambda *_: STOPPED.set()) if not args.inline else None
+    try:
+        for lines in _run_all(args, names):
+            failed = [line for line in lines if isinstance(line, Failed)]
+            found = report.Found([line for line in lines if isinstance(line, Reading)], failed, args.interpret)
+            if args.out is not None:
+                # After each turn: whoever ends this program has what there is.
+                (args.out / "found.json").write_text(report.as_json(found))
+                (args.out / "found.md").write_text(report.as_markdown(found))
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
     print(f"\n{report.as_text(found)}", flush=True)
     if args.out is not None:
-        (args.out / "found.json").write_text(report.as_json(found))
-        (args.out / "found.md").write_text(report.as_markdown(found))
         print(f"\nwritten: {args.out / 'found.json'}, {args.out / 'found.md'}")
     return 1 if found.is_wrong else 0
 
@@ -62,8 +74,8 @@ def _no_gpu() -> str | None:
     return None
 
 
-def _run_all(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Line], list[Failed]]:
-    """Every line of every section, and what failed. Sections that measure no time come first, all at once."""
+def _run_all(args: argparse.Namespace, names: Sequence[str]) -> Iterator[list[Line]]:
+    """Every line of every section until now, after each turn. Sections that measure no time come first, all at once."""
     lines: dict[str, list[Line]] = {}
     rates: dict[str, float] = {}
     end_s = time.monotonic() + TOTAL_S
@@ -86,8 +98,7 @@ def _run_all(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Line]
                     line.case: line.value for line in each if isinstance(line, Reading) and line.value is not None
                 }
             print(f"{', '.join(turn)}: {time.monotonic() - began_s:.1f} s", flush=True)
-    in_order = [line for name in (*names, "warm-up", "tune-compile") for line in lines.get(name, [])]
-    return in_order, [line for line in in_order if isinstance(line, Failed)]
+            yield [line for name in (*names, "warm-up", "tune-compile") for line in lines.get(name, [])]
 
 
 def _tasks(args: argparse.Namespace, name: str, left_s: float, folder: Path, rates: dict[str, float]) -> Iterator[Task]:
@@ -119,8 +130,8 @@ def _run_section(task: Task, inline: bool) -> list[Line]:
     end_s = time.monotonic() + task.left_s
     while True:
         done = [line.item for line in read(path) if isinstance(line, Begun)]
-        left_s = end_s - time.monotonic()
-        if left_s <= 0 and not task.interpreted:
+        left_s = 0.0 if STOPPED.is_set() else end_s - time.monotonic()
+        if left_s <= 0 and (not task.interpreted or STOPPED.is_set()):
             write(path, Reading("the rest", result="cut", note="the section's time was over", section=task.section))
             return read(path)
         task = Task(**{**json.loads(task.to_json()), "done": done, "left_s": left_s})
@@ -153,6 +164,9 @@ def _run_process(task: Task, end_s: float) -> int:
                 if isinstance(line, Begun):
                     item, item_end_s = line.item, time.monotonic() + line.limit_s
             seen = len(lines)
+            if STOPPED.is_set():
+                write(path, Failed(item, f"{item!r} was ended with this program"))
+                return -signal.SIGKILL
             now_s = time.monotonic()
             if now_s > min(end_s, item_end_s) and not task.interpreted:
                 why = "its time" if now_s > item_end_s else "the section's time"
@@ -161,10 +175,17 @@ def _run_process(task: Task, end_s: float) -> int:
             time.sleep(POLL_S)
         return code
     finally:
-        # Its own children are in its group: a server that it has started goes with it.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_session(process.pid)
         process.wait()
+
+
+def _kill_session(leader: int) -> None:
+    """End a process and all that it has started, a server in a process group of its own among them."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry.name)) == leader:
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 def command_of(task: Task) -> list[str]:

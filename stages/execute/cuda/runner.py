@@ -39,6 +39,7 @@ from pipeline.stages.execute.kv import divide_swap, plan_device_kv
 from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompts import NO_BYTES
 from pipeline.stages.execute.rows import NOT_YET, RowTable
 from pipeline.stages.execute.runner import Sampled, Take
@@ -142,6 +143,12 @@ class CudaRunner:
             self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
             return True
         return False
+
+    def logits(self) -> LogitArray:
+        """Those of the samples of the last step that was launched, [most samples, V] float32; waits for it."""
+        self.device.synchronize()
+        array: LogitArray = self.model.logits.cpu().numpy()
+        return array
 
     def close(self) -> None:
         """Give back what is the host's, and end the process that computes masks."""

@@ -58,7 +58,7 @@ class Wishes:
         self._shaping = ShapeScratch(max_num_rows, vocab_size, device.where)
         self._recording = RecordScratch(max_num_rows, vocab_size, max_num_top, device.where)
         self._sizes = sorted({0, min(5, max_num_top), min(20, max_num_top), max_num_top})
-        """How many of the likeliest a record has room for: kernels are compiled for each of these, and for no others."""
+        """How many of the likeliest a record has room for: for each of these kernels are compiled, not for others."""
 
     def warm(self, step: StepArrays) -> None:
         """Compile everything, by samples of nobody; `step` is what the last step has left."""
