@@ -13,7 +13,7 @@ So the same grid serves one row of a hundred thousand keys, where every unit is 
 rows, where each program has several units of its own: there is no batch size where one way ends and another begins. At
 most two units of a program are shared, whatever the step, so memory for two parts a program is enough.
 
-- A cut that falls near the boundary of two units is moved there (`Tile.tolerance`): a part costs more than a slightly
+- A cut that falls near the boundary of two units is moved there (`Tile.least_part`): a part costs more than a slightly
   longer piece. Where a program's share is many units, no unit is cut.
 - A program's share is not less than `Tile.min_keys`: what is short is not worth sharing.
 - A query block costs its keys and something besides (`Tile.overhead`), so many short rows are divided evenly too. Keys
@@ -62,8 +62,9 @@ class Tile:
     """On one multiprocessor at a time; registers and shared memory have to allow it."""
     min_tiles: int
     """The least share of a program."""
-    tolerance: int
-    """Cuts move by up to 1 / 2 ** tolerance of a share."""
+    least_part: int
+    """Tiles on both sides of a cut inside of a unit: fewer are not worth a part. They are not less than a 32nd of a
+    share either."""
     combined: int
     """Numbers that are read at once where parts are combined, parts x rows x dimensions."""
 
@@ -92,13 +93,17 @@ def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.
     key_bytes = 2 * padded * dtype.itemsize
     least_rows = max(16, next_power_of_2(group))
     keys = min(128, max(16, 32768 // key_bytes))
-    narrow = Tile(least_rows, keys, 4, 3, 2, 4, 4, 1024)
-    if dtype.itemsize > 2 or padded > 128:
-        # Of accumulators and products of float32, registers hold less.
-        middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes), 8, 2, 1, 4, 3, 8192)
+    narrow = Tile(least_rows, keys, 4, 3, 2, 4, 2, 1024)
+    if dtype.itemsize > 2:
+        # Products of float32 are three of tf32: registers are short, and speed is not what it is asked for.
+        narrow = Tile(least_rows, min(64, max(16, 16384 // key_bytes)), 4, 2, 2, 4, 1, 512)
+        middle = Tile(max(32, least_rows), narrow.keys, 8, 2, 1, 4, 1, 2048)
         return Tiles(narrow, middle, middle)
-    middle = Tile(max(64, least_rows), 64, 4, 3, 2, 4, 3, 4096)
-    wide = Tile(max(128, least_rows), 64, 8, 3, 1, 4, 3, 8192)
+    if padded > 128:
+        middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes), 8, 2, 1, 4, 2, 8192)
+        return Tiles(narrow, middle, middle)
+    middle = Tile(max(64, least_rows), 64, 4, 3, 2, 4, 2, 4096)
+    wide = Tile(max(128, least_rows), 64, 8, 3, 1, 8, 4, 8192)
     return Tiles(narrow, middle, wide)
 
 
@@ -213,7 +218,7 @@ class AttentionTasks:
             BLOCK_N=tile.keys,
             MIN_KEYS=tile.min_tiles * tile.keys,
             OVERHEAD=max(tile.keys, 64),
-            TOLERANCE=tile.tolerance,
+            LEAST_PART=tile.least_part,
             NUM_PROGRAMS=tasks.num_programs,
             PROGRAMS=next_power_of_2(tasks.num_programs + 1),
             ENTRIES=max(16, next_power_of_2(self.max_entries)),
@@ -298,7 +303,7 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     OVERHEAD: tl.constexpr,
-    TOLERANCE: tl.constexpr,
+    LEAST_PART: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -365,7 +370,7 @@ def _plan_kernel(
             unit_end = unit_at + OVERHEAD + end_key - first_key
             first_tile, end_tile = first_key // BLOCK_N, (end_key + BLOCK_N - 1) // BLOCK_N
             keys_at = unit_at + OVERHEAD - first_key - BLOCK_N // 2
-            least = tl.maximum((share >> TOLERANCE) // BLOCK_N, 1)
+            least = tl.maximum(share // (32 * BLOCK_N), LEAST_PART)
 
             # All cuts of this unit, each by the same sum: the programs between them share it.
             programs = tl.arange(0, PROGRAMS)

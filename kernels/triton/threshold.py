@@ -4,13 +4,13 @@ or weigh so much.
 One program searches for a row, and reads little of it. Before it, each *strip* of the row (STRIP logits) has told its
 largest value:
 
-    strips' largest ──halve──► a floor: these alone are enough
-    strips above it ──narrow──► a higher floor and a lower ceiling, until few values are between them
-    few values ──collect, halve──► the value
+    strips' largest ──_lift──► a floor from which on these alone are enough
+    strips above it ──_narrow──► a higher floor and a lower ceiling, until few values are between them
+    few values ──_collect, _settle──► the value: each is compared with each
 
 Floats are searched in the order of their bits ("codes": integers in the same order as the values), so that any row of
-numbers comes to an end: of 2^32 codes `halve` leaves half at each look, `narrow` an eighth. Values that are
-equal stay together, however many they are. Sums are made in one order whatever the batch.
+numbers comes to an end: of 2^32 codes a look leaves an eighth. Values that are equal stay together, however many they
+are. Sums are made in one order whatever the batch.
 
 Flat rows, in which all strips have what is looked for, are read a few times as a whole.
 """
@@ -20,14 +20,18 @@ import triton.language as tl
 
 STRIP = 64
 """Logits that tell one largest value."""
-MAX_COLLECTED = 4096
-"""Values that are searched in registers; room for each sample in scratch memory."""
+MAX_COLLECTED = 512
+"""Values that are compared with each other; room for each sample in scratch memory."""
 
-_STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 TILE = tl.constexpr(2048)
 """Logits that a program looks at together."""
 TILE_STRIPS = tl.constexpr(TILE.value // STRIP)
+_STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 _WAYS = tl.constexpr(8)
+_LIFTS = tl.constexpr(3)
+_COMPARED = tl.constexpr(16)
+_FEW_STRIPS = tl.constexpr(128)
+"""Of which it is likely that they hold no more than MAX_COLLECTED values above the floor."""
 _INF = tl.constexpr(float("inf"))
 
 
@@ -52,14 +56,37 @@ def amount_of(values, top, temperature, weighted):
 
 
 @triton.jit
-def halve(values, amounts, low, high, above, wanted):
-    """The largest code in low .. high from which on the amounts of `values`, and `above` besides, are `wanted`; `low`
-    where none is. Codes are int64."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        is_enough = above + tl.sum(tl.where(values >= value_of(middle), amounts, 0.0), 0) >= wanted
-        low = tl.where(is_enough, middle, low)
-        high = tl.where(is_enough, high, middle)
+def _divide(low, high, evenly):
+    """The first codes of eight parts of low .. high. `evenly` divides by value rather than by code."""
+    ways = tl.arange(0, _WAYS)
+    codes = low + (high - low) * ways // _WAYS
+    least, most = value_of(low), value_of(high)
+    if evenly & (least > -_INF) & (most < _INF):
+        step = most * (1 / _WAYS) - least * (1 / _WAYS)
+        even = code_of(tl.minimum(least + step * ways, most)).to(tl.int64)
+        codes = tl.where(ways == 0, low, tl.maximum(low, even))
+    return codes
+
+
+@triton.jit
+def _are_enough(held, wanted):
+    # A sum of fewer amounts in the same order is never larger, so what is enough comes before what is not.
+    return (held >= wanted) | (tl.arange(0, _WAYS) == 0)
+
+
+@triton.jit
+def _lift(tops, amounts, low, high, wanted):
+    """A code from `low` up from which on the amounts of the strips' largest are `wanted`; `low` where there is none. It
+    need not be the last."""
+    least = tl.min(tl.where(tops > -_INF, tops, value_of(high - 1)), 0)
+    is_enough = tl.sum(tl.where(tops >= least, amounts, 0.0), 0) >= wanted
+    low = tl.where(is_enough, tl.maximum(low, code_of(least).to(tl.int64)), low)
+    for _ in range(_LIFTS):
+        codes = _divide(low, high, True)
+        reached = tops[None, :] >= value_of(codes)[:, None]
+        enough = _are_enough(tl.sum(tl.where(reached, amounts[None, :], 0.0), 1), wanted)
+        low = tl.max(tl.where(enough, codes, low), 0)
+        high = tl.min(tl.where(enough, high, codes), 0)
     return low
 
 
@@ -90,7 +117,7 @@ def load_strips(logits, strips, begin, num_strips, VOCAB: tl.constexpr):
 
 @triton.jit
 def _collect(collected, logits, strips, num_strips, low, high, VOCAB: tl.constexpr):
-    """Write the values in low .. high, for which there has to be room, in order. Returns how many they are."""
+    """Write the values in low .. high, as far as there is room. Returns how many they are."""
     num = 0
     tl.debug_barrier()
     for begin in range(0, num_strips, TILE_STRIPS):
@@ -120,14 +147,8 @@ def _narrow(
     VOCAB: tl.constexpr,
 ):
     """One of eight parts of low .. high. Returns its ends, what is above it, and how many values are above it and from
-    its floor up. `evenly` divides by value rather than by code."""
-    ways = tl.arange(0, _WAYS)
-    codes = low + (high - low) * ways // _WAYS
-    least, most = value_of(low), value_of(high)
-    if evenly & (least > -_INF) & (most < _INF):
-        step = most * (1 / _WAYS) - least * (1 / _WAYS)
-        even = code_of(tl.minimum(least + step * ways, most)).to(tl.int64)
-        codes = tl.where(ways == 0, low, tl.maximum(low, even))
+    its floor up."""
+    codes = _divide(low, high, evenly)
     floors = value_of(codes)
     held = tl.zeros((_WAYS,), tl.float32)
     num = tl.zeros((_WAYS,), tl.int32)
@@ -137,14 +158,29 @@ def _narrow(
         reached = there[None, :] & (values[None, :] >= floors[:, None])
         held += tl.sum(tl.where(reached, amounts[None, :], 0.0), 1)
         num += tl.sum(reached.to(tl.int32), 1)
-    # A sum of fewer amounts in the same order is never larger, so what is enough comes before what is not.
-    is_enough = (held >= wanted) | (ways == 0)
-    above = tl.max(tl.where(is_enough, above, held), 0)
-    num_above = tl.max(tl.where(is_enough, num_above, num), 0)
-    num_from = tl.min(tl.where(is_enough, num, 0x7FFFFFFF), 0)
-    low = tl.max(tl.where(is_enough, codes, low), 0)
-    high = tl.min(tl.where(is_enough, high, codes), 0)
+    enough = _are_enough(held, wanted)
+    above = tl.max(tl.where(enough, above, held), 0)
+    num_above = tl.max(tl.where(enough, num_above, num), 0)
+    num_from = tl.min(tl.where(enough, num, 0x7FFFFFFF), 0)
+    low = tl.max(tl.where(enough, codes, low), 0)
+    high = tl.min(tl.where(enough, high, codes), 0)
     return low, high, above, num_above, num_from
+
+
+@triton.jit
+def _settle(collected, num, low, above, wanted, top, temperature, weighted):
+    """The largest of the values, as a code, from which on their amounts, and `above` besides, are `wanted`; `low` where
+    there is none."""
+    places = tl.arange(0, _MAX_COLLECTED)
+    values = tl.load(collected + places, mask=places < num, other=-_INF)
+    held = tl.zeros((_MAX_COLLECTED,), tl.float32) + above
+    for begin in range(0, num, _COMPARED):
+        others = begin + tl.arange(0, _COMPARED)
+        other = tl.load(collected + others, mask=others < num, other=-_INF)
+        amounts = tl.where(others < num, amount_of(other, top, temperature, weighted), 0.0)
+        held += tl.sum(tl.where(other[None, :] >= values[:, None], amounts[None, :], 0.0), 1)
+    codes = tl.where((places < num) & (held >= wanted), code_of(values).to(tl.int64), low)
+    return tl.max(codes, 0)
 
 
 @triton.jit
@@ -161,31 +197,32 @@ def search(
     VOCAB: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """The largest code, from `low` up, such that a row's values from there on are `wanted` in number, or in weight if
-    `weighted`; `low` where all are not enough.
+    """The largest value, as a code, such that a row's values from there up are `wanted` in number, or in weight if
+    `weighted`; a code that leaves all from `low` up where these are not enough.
 
     logits [VOCAB] of the row, tops [P >= STRIPS] the strips' largest in registers, of which `top` is the largest.
     `strips` [STRIPS] and `collected` [MAX_COLLECTED] are memory of the row's.
     """
     high = code_of(top).to(tl.int64) + 1
-    counted = tl.where(tl.arange(0, tops.shape[0]) < STRIPS, amount_of(tops, top, temperature, weighted), 0.0)
-    low = halve(tops, counted, low, high, 0.0, wanted)
+    amounts = tl.where(tl.arange(0, tops.shape[0]) < STRIPS, amount_of(tops, top, temperature, weighted), 0.0)
+    low = _lift(tops, amounts, low, high, wanted)
     num_strips = list_strips(strips, tops, low, STRIPS)
     above, num_above, evenly = 0.0, 0, 1
-    num = num_strips * _STRIP
-    while (num > _MAX_COLLECTED) & (high - low > 1):
-        low, high, above, num_above, num_from = _narrow(
-            *(logits, strips, num_strips, low, high, above, num_above, wanted, top, temperature, weighted),
-            evenly == 1,
-            VOCAB,
-        )
-        evenly = 0
-        num = num_from - num_above
-    # Where there are still too many they are all equal, and nothing is left to be found.
-    num = tl.where(num > _MAX_COLLECTED, 0, num)
-    if num > 0:
-        num = _collect(collected, logits, strips, num_strips, low, high, VOCAB)
-    places = tl.arange(0, _MAX_COLLECTED)
-    values = tl.load(collected + places, mask=places < num, other=-_INF)
-    counted = tl.where(places < num, amount_of(values, top, temperature, weighted), 0.0)
-    return halve(values, counted, low, high, above, wanted)
+    # Few strips are collected at once, in the hope that there is room.
+    num = tl.where(num_strips > _FEW_STRIPS, 2 * _MAX_COLLECTED, 0)
+    is_collected = False
+    while (is_collected == 0) & (high - low > 1):
+        if num > _MAX_COLLECTED:
+            low, high, above, num_above, num_from = _narrow(
+                *(logits, strips, num_strips, low, high, above, num_above, wanted, top, temperature, weighted),
+                evenly == 1,
+                VOCAB,
+            )
+            evenly = 0
+            num = num_from - num_above
+        if num <= _MAX_COLLECTED:
+            num = _collect(collected, logits, strips, num_strips, low, high, VOCAB)
+            is_collected = num <= _MAX_COLLECTED
+    if is_collected:
+        low = _settle(collected, num, low, above, wanted, top, temperature, weighted)
+    return low

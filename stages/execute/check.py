@@ -39,17 +39,20 @@ def set_up(settings: Settings) -> None:
 
 
 def compute(settings: Settings, folder: Path, plan: Plan) -> Iterator[Ours]:
-    """The plan by torch in float32; then in bfloat16 by what a server would take, unless `settings.execute.kernels` is
-    torch. Raises UserError where the model can't be run so."""
+    """The plan by torch in float32; then in bfloat16 by what a server would take, unless that is torch; on a GPU in
+    float32 as well. Raises UserError where the model can't be run so."""
     import torch
 
     torch.set_num_threads(settings.execute.threads or len(os.sched_getaffinity(0)))
-    yield _ours(_settings(settings, folder, plan, "float32", "torch"), folder, plan)
-    if settings.execute.kernels != "torch":
-        yield _ours(_settings(settings, folder, plan, "bfloat16", settings.execute.kernels), folder, plan)
+    yield _ours(_settings(settings, folder, plan, "float32", "torch", "cpu"), folder, plan)
+    device, kernels = settings.execute.device, settings.execute.kernels
+    if device == "cuda":
+        yield _ours(_settings(settings, folder, plan, "float32", kernels, device), folder, plan)
+    if kernels != "torch":
+        yield _ours(_settings(settings, folder, plan, "bfloat16", kernels, device), folder, plan)
 
 
-def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels: str) -> Settings:
+def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels: str, device: str) -> Settings:
     """With just the memory that the plan takes: every prompt and its text, once more for rows that share nothing."""
     import torch
 
@@ -65,7 +68,9 @@ def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels:
     return replace(
         settings,
         max_model_len=max(lengths),
-        execute=replace(settings.execute, dtype=dtype, kernels=kernels, kv_cache_bytes=num_blocks * num_bytes),
+        execute=replace(
+            settings.execute, device=device, dtype=dtype, kernels=kernels, kv_cache_bytes=num_blocks * num_bytes
+        ),
         schedule=replace(
             settings.schedule,
             max_num_seqs=len(lengths),
@@ -75,13 +80,20 @@ def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels:
 
 
 def _ours(settings: Settings, folder: Path, plan: Plan) -> Ours:
-    from pipeline.stages.execute.runner import Runner
+    runner: Any
+    if settings.execute.device == "cuda":
+        from pipeline.stages.execute.cuda.runner import CudaRunner
 
-    runner = Runner(settings, folder)
-    try:
+        runner = CudaRunner(settings, folder)
+    else:
+        from pipeline.stages.execute.runner import Runner
+
+        runner = Runner(settings, folder)
         runner.program.keep_logits()
+    try:
+        # A GPU's products of float32 are as exact as a CPU's, but summed in another order.
         exact = settings.execute.dtype == "float32"
-        ours = Ours(f"{runner.program.name}, {settings.execute.dtype}", exact)
+        ours = Ours(f"{runner.name}, {settings.execute.dtype}", exact)
         _Ways(runner, ours, plan).all()
         return ours
     finally:
@@ -166,8 +178,8 @@ class _Ways:
     def _step(self, adds: list[m.RowAdd], entries: Sequence[Entry]) -> list[tuple[int, int, Any]]:
         """Compute entries. Returns row, id and logits of those that are sampled."""
         sampled = self._runner.step(_step(adds=adds, entries=entries), _take)
-        logits = self._runner.program.logits().copy() if len(sampled.rows) else []
-        return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), logits, strict=True))
+        logits = self._runner.logits().copy() if len(sampled.rows) else []
+        return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), logits[: len(sampled.rows)], strict=True))
 
     def _drop(self, rows: list[int]) -> None:
         self._runner.step(_step(drops=rows), _take)

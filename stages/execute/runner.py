@@ -23,7 +23,7 @@ from pipeline.stages.execute.kv import divide_swap, plan_kv
 from pipeline.stages.execute.masks import LATE_MS, Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
-from pipeline.stages.execute.program import MasksLate
+from pipeline.stages.execute.program import LogitArray, MasksLate
 from pipeline.stages.execute.prompts import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.wants import Want, why_nothing_is_left
@@ -111,6 +111,10 @@ class Runner:
     def name(self) -> str:
         """What computes, for people."""
         return self.program.name
+
+    def logits(self) -> LogitArray:
+        """Those of the last step's samples; see `Program.logits`."""
+        return self.program.logits()
 
     def close(self) -> None:
         """Give back threads and memory, and end the process that computes masks."""

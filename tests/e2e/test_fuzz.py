@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.server import Server
 
 SEED = 20
-NUM_EXAMPLES = 75
+NUM_EXAMPLES = 60
 """Of each route that has something to vary, in a round; how many of them come out as cases differs."""
 MIN_CASES = 1000
 MAX_ROUNDS = 5
@@ -51,7 +51,8 @@ def fuzz(server: Server, folder: Path, seed: int, num_examples: int) -> int:
     config.write_text(CONFIG)
     command = [sys.executable, "-c", PROGRAM, "--config-file", str(config), "run", f"{server.url}/openapi.json"]
     command += ["--seed", str(seed), "--max-examples", str(num_examples), "--mode", "all", "--phases", "fuzzing"]
-    command += ["--workers", "2", "--request-timeout", "30", "--checks", ",".join(CHECKS), "--no-color"]
+    # One thread: in Python 3.11 two that parse a source at once may fail, and the client parses its own.
+    command += ["--workers", "1", "--request-timeout", "30", "--checks", ",".join(CHECKS), "--no-color"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=FUZZ_S, cwd=folder)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
     found = re.search(r"(\d[\d,]*) generated, (\d[\d,]*) passed", done.stdout)

@@ -97,19 +97,6 @@ def test_connections_are_divided_and_health_counts_what_is_open_at_all_gateways(
     replicated.until_idle()
 
 
-def test_a_signal_drains_all_gateways() -> None:
-    with Server(*REPLICATED) as server:
-        streams = [Stream(server, max_tokens=40) for _ in range(8)]
-        for stream in streams:
-            assert stream.has_text.wait(60)
-        assert server.stop(signal.SIGTERM) == 0
-        for stream in streams:
-            stream.join(30)
-            assert stream.error is None
-            assert stream.events[-1] == "[DONE]"
-        assert not server.leftovers()
-
-
 @pytest.mark.parametrize("name", ["gateway.1", "ingest.1", "detokenize.2"])
 def test_the_death_of_one_replica_is_told_to_every_stream_that_is_left(name: str) -> None:
     with Server(*REPLICATED) as server:
@@ -127,3 +114,17 @@ def test_the_death_of_one_replica_is_told_to_every_stream_that_is_left(name: str
                 assert name == "gateway.1", "a stream ended without a word"
         assert server.process.wait(15) == 3
         assert not server.leftovers()
+
+
+def test_a_signal_drains_all_gateways(replicated: Server) -> None:
+    """The last of those that share a server: it ends it."""
+    replicated.until_idle()
+    streams = [Stream(replicated, max_tokens=40) for _ in range(8)]
+    for stream in streams:
+        assert stream.has_text.wait(60)
+    assert replicated.stop(signal.SIGTERM) == 0
+    for stream in streams:
+        stream.join(30)
+        assert stream.error is None
+        assert stream.events[-1] == "[DONE]"
+    assert not replicated.leftovers()

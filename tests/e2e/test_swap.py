@@ -82,11 +82,9 @@ def test_a_server_says_how_many_blocks_it_can_swap_and_gives_the_memory_back(tin
         assert not server.leftovers()
 
 
-def test_a_server_without_swap_space_says_nothing_of_it(tiny_model: Path) -> None:
-    with Server(*sets(tiny_model, "0")) as server:
-        assert not has_swap(server.stage("execute")) and not has_swap(psutil.Process(server.process.pid))
-        assert server.stop() == 0
-        assert "swap" not in server.log()
+def test_a_server_without_swap_space_says_nothing_of_it(server: Server) -> None:
+    assert not has_swap(server.stage("execute")) and not has_swap(psutil.Process(server.process.pid))
+    assert "swap" not in server.log()
 
 
 def test_swap_space_that_is_not_there_is_said_before_anything_is_started(tiny_model: Path) -> None:

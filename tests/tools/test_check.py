@@ -45,6 +45,14 @@ def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
     assert alone.endswith("pytest -m alone")
 
 
+@pytest.mark.parametrize(("step", "beginnings"), [("servers", SERVERS), ("alone", ALONE)])
+def test_a_part_is_looked_for_where_its_tests_are(check: ModuleType, step: str, beginnings: tuple[str, ...]) -> None:
+    places = [Path(place) for place in check.PLACES[step]]
+    for beginning in beginnings:
+        path = Path(beginning.partition("::")[0])
+        assert any(path.is_relative_to(place) for place in places), beginning
+
+
 class Run:
     """`tools/check` with given words, its commands' exit codes given too."""
 
@@ -53,7 +61,8 @@ class Run:
 
         def run(command: list[str], **_: object) -> SimpleNamespace:
             step = next(name for name, own in check.STEPS.items() if command[1 : 1 + len(own)] == own)
-            self.commands.append(" ".join([step, *command[1 + len(check.STEPS[step]) :]]))
+            more = command[1 + len(check.STEPS[step]) :]
+            self.commands.append(" ".join([step, *(more if more != check.PLACES.get(step) else [])]))
             return SimpleNamespace(returncode=codes.get(step, 0))
 
         monkeypatch.setattr(sys, "argv", ["tools/check", *words])

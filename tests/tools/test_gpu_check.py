@@ -6,11 +6,12 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from tests.tools import gpu_check_fakes as fakes
-from tools.gpu_check import child, gpu, kernels_ends, parent, report, runners, speed, texts
+from tools.gpu_check import breakdown, child, gpu, kernels_ends, parent, report, runners, speed, texts
 from tools.gpu_check.child import Context, Task
 from tools.gpu_check.kernels_dense import items as dense_items
 from tools.gpu_check.models import made_up_tokenizer
@@ -46,6 +47,12 @@ class TestSections:
         lines = _run(tmp_path, "hangs")
         assert _cases(lines) == ["before the hang", "fine"]
         assert _failures(lines) == ["'hangs' was ended: its time was over"]
+        (left,) = (line.value for line in lines if isinstance(line, Reading) and line.case == "before the hang")
+        assert left is not None
+        end_s = time.monotonic() + 10
+        while psutil.pid_exists(int(left)) and psutil.Process(int(left)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end_s, "what the item had started is still there"
+            time.sleep(0.02)
 
     def test_one_that_overruns_is_cut_and_says_so(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "slow", left_s=2.0)
@@ -193,6 +200,21 @@ def test_figures_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert readings["135M, batch 2"].value and readings["135M, batch 2"].bound
     assert readings["135M, batch 1: Python of a step"].must == 60
     assert {"135M: first graphs", "135M: prompts"} <= readings.keys()
+
+
+def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, grid: int, us: float, kind: str = "kernel") -> dict[str, object]:
+        return {"cat": kind, "name": name, "dur": us, "args": {"grid": [grid, 1, 1]}}
+
+    events = [event("mul", 8, 3.0), event("mul", 8, 5.0), event("mul", 2, 1.0), event("op", 1, 99.0, "cpu_op")]
+    found = breakdown.launches_of([*events, {"ph": "M"}], num_steps=2)
+    assert found == [breakdown.Launches("mul", (8, 1, 1), 1.0, 4.0), breakdown.Launches("mul", (2, 1, 1), 0.5, 0.5)]
+    monkeypatch.setattr(speed, "make_runner", fakes.make_runner)
+    # torch's profiler takes seconds to begin.
+    monkeypatch.setattr(breakdown, "_profile", lambda rows: (rows.decode(2, 2), found)[1])
+    readings = list(breakdown.items(_context(tmp_path))[0].run(_context(tmp_path)))
+    assert [reading.value for reading in readings] == [4.5, 4.5]
+    assert "1.5 launches; mul[8, 1, 1] 1 × 4.0 (89%)" in readings[0].note
 
 
 @pytest.mark.parametrize("name", ["ends of a step", "copies of blocks", "gate"])

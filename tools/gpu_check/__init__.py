@@ -15,6 +15,7 @@ machine.py    rates and latencies of the machine itself
 kernels*.py   kernels against float64; checking.py says what right is, made_steps.py has batches for them
 texts.py      whole models against the CPU executor
 speed.py      steps of the executor; warm_up.py compiles what they launch
+breakdown.py  the kernels of a step, by a profiler
 over_http.py  a server and its clients
 peers.py      transformers in the same run
 tune.py       times of products' candidates; tune_compile.py compiles them

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -98,7 +99,7 @@ def run(task: Task) -> int:
             if not _works():
                 return BROKEN
         write(path, Ended(item.name, time.monotonic() - began_s))
-        if not task.interpreted:
+        if "torch" in sys.modules and not task.interpreted:
             _free_memory()
     return 0
 

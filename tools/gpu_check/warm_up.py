@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from tools.gpu_check.child import Context, Item
+from tools.gpu_check.machine import COPY, MATMUL, READ
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.speed import MODELS, Model, measure
 
@@ -18,6 +19,8 @@ def items(context: Context) -> list[Item]:
 
 
 def _start(context: Context, model: Model) -> Iterator[Reading]:
+    # Beside others a rate would mean nothing, and takes gigabytes to measure.
+    context.task.rates.update({COPY: 1.0, READ: 1.0, MATMUL: 1.0})
     began_s = time.perf_counter()
     for _ in measure(context, model, is_warm_up=True):
         pass

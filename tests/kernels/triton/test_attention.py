@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pipeline.kernels.triton.attention import attend
-from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch, Tile, Tiles
+from pipeline.kernels.triton.attention_tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles
 from tests.kernels.triton.steps import MadeStep, attention_reference, make_step
 
 CPU = torch.device("cpu")
-SMALL = Tiles(Tile(16, 16, 4, 2, 2, 2, 4, 512), Tile(32, 16, 4, 2, 1, 2, 3, 512), Tile(64, 16, 4, 2, 1, 2, 3, 512))
+SMALL = Tiles(Tile(16, 16, 4, 2, 1, 2, 1, 512), Tile(32, 32, 4, 2, 1, 2, 1, 512), Tile(64, 32, 4, 2, 1, 2, 1, 512))
 """So that units of few keys are shared."""
 POISON = -7.0
 
@@ -52,10 +52,10 @@ def check(
     ("heads", "window", "entries", "num_entries", "num_tokens"),
     [
         ((4, 2, 16), None, [(0, 1)], 1, 1),
-        ((4, 2, 16), None, [(400, 1), (0, 1), (31, 0), (31, 1), (16, 1)], 8, 8),
-        ((9, 3, 16), 20, [(400, 1), (0, 1), (19, 1), (20, 1), (31, 0)], 5, 5),
-        ((9, 3, 16), None, [(100, 1), (60, 8), (0, 40), (31, 0), (15, 70)], 8, 140),
-        ((4, 2, 16), 33, [(100, 1), (200, 5), (0, 40), (31, 1), (32, 0), (15, 70)], 6, 118),
+        ((4, 2, 16), None, [(300, 1), (0, 1), (31, 0), (16, 1)], 8, 8),
+        ((9, 3, 16), 20, [(150, 1), (0, 1), (20, 1), (31, 0)], 4, 4),
+        ((9, 3, 16), None, [(100, 1), (60, 8), (31, 0), (15, 50)], 6, 70),
+        ((4, 2, 16), 33, [(100, 5), (0, 40), (31, 1), (32, 0)], 4, 47),
         ((16, 1, 16), None, [(50, 3), (0, 2)], 2, 5),
         ((20, 1, 16), None, [(50, 3), (0, 2), (90, 1)], 3, 3 + 2 + 1),
         ((2, 2, 24), 1, [(50, 20), (0, 1)], 2, 24),
@@ -80,64 +80,72 @@ def test_nobody_at_all() -> None:
 
 def test_one_long_row_is_shared_by_all_programs() -> None:
     tasks = tasks_for((2, 1, 16), None)
-    made = make_step([(1500, 1)], 1, 16, torch.float32)
+    made = make_step([(500, 1)], 1, 16, torch.float32)
     check(made, tasks)
     assert num_inner_cuts(tasks) == [tasks.narrow.num_programs - 1]
 
 
 def test_one_long_chunk_is_shared() -> None:
     tasks = tasks_for((4, 1, 16), None)
-    made = make_step([(300, 32)], 1, 16, torch.float32)
+    made = make_step([(100, 24)], 1, 16, torch.float32)
     check(made, tasks)
     assert sum(num_inner_cuts(tasks)) > 0
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_short_and_long_chunks_are_lists_of_their_own(window: int | None) -> None:
+    tasks = tasks_for((4, 2, 16), window)
+    made = make_step([(40, 70), (3, 1), (20, 20), (7, 8)], 2, 16, torch.float32, num_tokens=NO_CHUNKS + 1)
+    check(made, tasks, num_launches=1)
+    counts = [one.entries[: one.cuts[-1, 0], 2].tolist() for one in tasks.lists]
+    assert counts == [[1, 8], [20], [70]]
+
+
 def test_many_even_rows_are_not_shared() -> None:
     tasks = tasks_for((2, 1, 16), None)
-    made = make_step([(40, 1)] * 24, 1, 16, torch.float32)
+    made = make_step([(40, 1)] * 12, 1, 16, torch.float32)
     check(made, tasks, num_launches=1)
     assert num_inner_cuts(tasks) == [0]
     units = tasks.narrow.cuts[:, 4]
-    assert units.diff().max() == 2, "24 units, 12 programs"
+    assert units.diff().max() == 2, "12 units, 6 programs"
 
 
 def test_a_plan_is_made_anew_for_every_step() -> None:
     """Arrivals of a shared unit count on from layer to layer, and begin again with the next plan."""
     tasks = tasks_for((2, 1, 16), None)
-    for start in (900, 901, 100, 700):
+    for start in (200, 70):
         made = make_step([(start, 1), (start // 3, 1)], 1, 16, torch.float32)
-        check(made, tasks, num_launches=3)
+        check(made, tasks)
 
 
 def test_windows_share_scratch() -> None:
     scratch = Scratch(SMALL, 16, CPU)
-    made = make_step([(500, 1), (90, 1)], 1, 16, torch.float32)
+    made = make_step([(150, 1), (50, 1)], 1, 16, torch.float32)
     both = [
         AttentionTasks(4, 4096, 2, 1, 16, torch.float32, CPU, window, scratch=scratch, tiles=SMALL)
-        for window in (None, 200)
+        for window in (None, 90)
     ]
     for tasks in both:
         tasks.plan(made.step, one_each=True)
     for tasks in both:
-        check(made, tasks, plan=False)
+        check(made, tasks, plan=False, num_launches=1)
         assert sum(num_inner_cuts(tasks)) > 0
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_tokens", [3, 5])
 def test_a_few_query_tokens(num_tokens: int) -> None:
-    made = make_step([(250, num_tokens), (70, num_tokens)], 1, 16, torch.float32)
+    made = make_step([(120, num_tokens), (70, num_tokens)], 1, 16, torch.float32)
     check(made, tasks_for((4, 1, 16), None), num_launches=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 80)])
 def test_half_precision_with_tiles_of_a_gpu(dtype: torch.dtype, head_dim: int) -> None:
-    made = make_step([(700, 1), (5, 1), (100, 40)], 1, head_dim, dtype)
+    made = make_step([(600, 1), (5, 1), (50, 20)], 1, head_dim, dtype)
     # The interpreter cuts where a GPU rounds.
     check(made, tasks_for((3, 1, head_dim), None, None, dtype), tolerance=0.02, num_launches=1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_steps(seed: int) -> None:
     check_random(random.Random(seed))
 
@@ -149,8 +157,8 @@ def check_random(chance: random.Random) -> None:
     single = chance.random() < 0.4
     entries = []
     for _ in range(chance.randint(1, 6)):
-        count = 1 if single else chance.choice([0, 1, 1, 2, 5, 8, 17, chance.randint(1, 90)])
-        entries.append((chance.choice([0, 15, 16, chance.randint(0, 60), chance.randint(0, 500)]), count))
+        count = 1 if single else chance.choice([0, 1, 1, 2, 5, 8, 17, chance.randint(1, 70)])
+        entries.append((chance.choice([0, 15, 16, chance.randint(0, 60), chance.randint(0, 300)]), count))
     tokens = sum(max(count, 1) for _, count in entries)
     tiles = dataclasses.replace(
         SMALL,
@@ -158,9 +166,9 @@ def check_random(chance: random.Random) -> None:
             SMALL.narrow,
             programs=chance.choice([1, 2, 4]),
             min_tiles=chance.choice([2, 3]),
-            tolerance=chance.choice([2, 4, 9]),
+            least_part=chance.choice([1, 2]),
         ),
-        middle=dataclasses.replace(SMALL.middle, tolerance=chance.choice([2, 4, 9]), keys=chance.choice([16, 32])),
+        middle=dataclasses.replace(SMALL.middle, least_part=chance.choice([1, 2]), keys=chance.choice([16, 32])),
     )
     padding = chance.choice([0, 0, 1, 5])
     made = make_step(
@@ -169,7 +177,7 @@ def check_random(chance: random.Random) -> None:
         heads[2],
         torch.float32,
         num_entries=len(entries) + padding,
-        num_tokens=tokens + max(padding, 0 if single else chance.choice([0, 3])),
+        num_tokens=tokens + max(padding, 0 if single else chance.choice([0, 3, 500])),
         seed=chance.randint(0, 2**30),
     )
     check(made, tasks_for(heads, window, tiles), num_launches=1)

@@ -63,24 +63,23 @@ def test_short_rows() -> None:
 
 
 def test_long_rows_are_shared() -> None:
-    assert check([(500, 1), (0, 1), (207, 1)], (3, 1, 16), num_parts=3, normed=True, padding=1) > 0
+    assert check([(200, 1), (0, 1)], (3, 1, 16), num_parts=3, normed=True, padding=1) > 0
 
 
 def test_windows() -> None:
-    check([(500, 1), (0, 1), (207, 1), (19, 1), (20, 1)], (2, 2, 24), 20, num_parts=2)
-    assert check([(700, 1), (1, 1)], (2, 1, 16), 300) > 0
-    check([(50, 1)], (2, 1, 16), 1)
+    check([(100, 1), (0, 1), (19, 1), (20, 1)], (2, 1, 24), 20, num_parts=2)
+    assert check([(300, 1), (1, 1)], (2, 1, 16), 150) > 0
 
 
 def test_a_cut_before_the_last_token() -> None:
     """The last program's tile holds nothing but the new token."""
-    for start in range(157, 163):
+    for start in (79, 80):
         check([(start, 1)], (2, 1, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_with_tiles_of_a_gpu(dtype: torch.dtype) -> None:
-    check([(700, 1), (70, 1)], (6, 2, 80), dtype=dtype, num_parts=2, small=False, tolerance=0.03)
+    check([(500, 1)], (3, 1, 80), dtype=dtype, num_parts=2, small=False, tolerance=0.03)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -92,7 +91,7 @@ def check_random(chance: random.Random) -> None:
     num_kv_heads = chance.choice([1, 2, 3])
     check(
         [
-            (chance.choice([0, 15, 16, chance.randint(0, 60), chance.randint(0, 700)]), chance.choice([0, 1, 1, 1]))
+            (chance.choice([0, 15, 16, chance.randint(0, 60), chance.randint(0, 250)]), chance.choice([0, 1, 1, 1]))
             for _ in range(chance.randint(1, 6))
         ],
         (num_kv_heads * chance.choice([1, 2, 3, 7]), num_kv_heads, chance.choice([16, 24, 32])),
