@@ -85,10 +85,7 @@ def test_blocks_go_out_to_the_segment_and_come_back(slight_dir: Path) -> None:
         made.append(ids_of(rig, rig.receive("schedule", m.StepResult)))
         del swap
     gc.unfreeze()
-<<<<<<< HEAD
     assert made == [[expected[0]], [expected[1]] * 2, [expected[2]] * 2]
-=======
-    assert made == expected
 
 
 def flight_of(start_ns: int, end_ns: int) -> Flight:
@@ -103,4 +100,3 @@ def test_copies_are_a_part_of_what_a_step_took_by_the_clock_of_a_gpu_as_well() -
     assert seconds_of(step, 4_990_000_000, 0.0) == pytest.approx((0.02, 0.01))
     assert seconds_of(step, 4_990_000_000, 0.004) == pytest.approx((0.024, 0.006))
     assert seconds_of(step, 4_990_000_000, 0.5) == pytest.approx((0.52, 0.0)), "they run beside the step before, too"
->>>>>>> rev1
