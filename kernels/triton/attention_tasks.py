@@ -14,10 +14,10 @@ rows, where each program has several units of its own: there is no batch size wh
 most two units of a program are shared, whatever the step, so memory for two parts a program is enough.
 
 - A cut that falls near the boundary of two units is moved there (`Tile.least_part`): a part costs more than a slightly
-  longer piece. Where a program's share is many units, no unit is cut.
-- A program's share is not less than `Tile.min_keys`: what is short is not worth sharing.
-- A query block costs its keys and something besides (`Tile.overhead`), so many short rows are divided evenly too. Keys
-  outside the window cost nothing.
+  longer piece. Units that are short beside a share are never cut.
+- A program's share is not less than `Tile.min_tiles`: what is short is not worth sharing.
+- A query block costs its keys and a tile besides, so many short rows are divided evenly too. Keys outside the window
+  cost nothing.
 
 Entries of few tokens, of some and of many are three lists, each with tiles of its own size: a wide tile for a single
 token would waste nearly all of its rows, a narrow one for a chunk would read keys again for every few tokens. Which
@@ -39,7 +39,7 @@ from pipeline.kernels.triton.rows import StepArrays
 CUT_FIELDS = 16
 """int32 of a cut: rank of its entry, head, query block, first tile behind the cut, number of the unit, first of the
 cuts inside of this unit (-1: the cut is at the unit's begin), how many they are, nothing; row, start, count and offset
-of the entry, so that a program needs not load its number before itself; nothing."""
+of the entry, so that a program need not wait for its rank first; nothing."""
 ENTRY_FIELDS = 4
 """int32 of an entry of a list: row, start, count, offset."""
 NO_CHUNKS = 512
