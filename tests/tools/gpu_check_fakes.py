@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
@@ -26,7 +27,8 @@ def _killed(context: Context) -> Iterator[Reading]:
 
 
 def _hangs(context: Context) -> Iterator[Reading]:
-    yield Reading("before the hang", 3.0)
+    child = subprocess.Popen(["sleep", "60"], process_group=0)
+    yield Reading("before the hang", child.pid)
     time.sleep(60)
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -46,6 +47,12 @@ class TestSections:
         lines = _run(tmp_path, "hangs")
         assert _cases(lines) == ["before the hang", "fine"]
         assert _failures(lines) == ["'hangs' was ended: its time was over"]
+        (left,) = (line.value for line in lines if isinstance(line, Reading) and line.case == "before the hang")
+        assert left is not None
+        end_s = time.monotonic() + 10
+        while psutil.pid_exists(int(left)) and psutil.Process(int(left)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end_s, "what the item had started is still there"
+            time.sleep(0.02)
 
     def test_one_that_overruns_is_cut_and_says_so(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "slow", left_s=2.0)

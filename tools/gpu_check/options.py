@@ -16,8 +16,8 @@ What it needs: Python 3.11 or newer with torch (CUDA), triton, numpy, safetensor
 the server itself imports. On a machine without a package registry take the rest along as wheels:
 
     pip download --only-binary=:all: --no-deps -d wheels --python-version 3.12 --implementation cp \\
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \\
-        pyzmq msgspec orjson llguidance gguf setproctitle
+        --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
+        --platform manylinux2014_x86_64 pyzmq msgspec orjson 'llguidance>=1.9' gguf setproctitle
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl     # on that machine
     PYTHONPATH=site python3 tools/gpu_check --out found
 
@@ -61,7 +61,7 @@ TOTAL_S = 460.0
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    lines = "\n".join(f"    {name:8}  {section.what}" for name, section in SECTIONS.items())
+    lines = "\n".join(f"    {name:9}  {section.what}" for name, section in SECTIONS.items())
     made = argparse.ArgumentParser(
         prog="gpu_check",
         description=f"{DESCRIPTION}\nSections:\n{lines}",
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="write found.json, found.md and logs there")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="write found.json and found.md there")
     made.add_argument("--only", type=_sections, metavar="SECTION,…", help="these sections, in their own order")
     made.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     made.add_argument(

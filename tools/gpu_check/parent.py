@@ -175,10 +175,17 @@ def _run_process(task: Task, end_s: float) -> int:
             time.sleep(POLL_S)
         return code
     finally:
-        # Its own children are in its group: a server that it has started goes with it.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_session(process.pid)
         process.wait()
+
+
+def _kill_session(leader: int) -> None:
+    """End a process and all that it has started, a server in a process group of its own among them."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry.name)) == leader:
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 def command_of(task: Task) -> list[str]:
