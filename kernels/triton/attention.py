@@ -106,6 +106,13 @@ def constants(
 
 
 @triton.jit
+def load_blocks(table, tile, first_key, end_key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Ids of the blocks of a tile's keys, [BLOCK_N]."""
+    places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(table + places // BLOCK_SIZE, mask=(places >= first_key) & (places < end_key), other=0)
+
+
+@triton.jit
 def attend_tiles(
     sums,
     largest,
@@ -114,6 +121,7 @@ def attend_tiles(
     keys,
     values,
     table,
+    blocks,
     first_tile,
     end_tile,
     first_key,
@@ -131,13 +139,11 @@ def attend_tiles(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Tiles first_tile .. end_tile of one head. `keys` and `values` point at that head in block 0, `table` at the
-    row's block ids; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M]. Of keys outside first_key .. end_key nothing is
-    read; without MASKED, all keys are seen by all positions. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M,
-    BLOCK_N], which several warps that share a row need not exchange for each tile."""
+    """Tiles first_tile .. end_tile of one head. `keys` and `values` point at that head in block 0, `table` at the row's
+    block ids, of which `blocks` [BLOCK_N] are those of the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M].
+    Of keys outside first_key .. end_key nothing is read; without MASKED, all keys are seen by all positions. `weights`
+    are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], which warps that share a row need not exchange at each tile."""
     dims = tl.arange(0, DIMS)
-    places = first_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    blocks = tl.load(table + places // BLOCK_SIZE, mask=(places >= first_key) & (places < end_key), other=0)
     for tile in range(first_tile, end_tile):
         places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         readable = (places >= first_key) & (places < end_key)
@@ -157,7 +163,7 @@ def attend_tiles(
             key = tl.load(keys + at)
             value = tl.load(values + at)
         # Of the next tile: were they loaded in its own turn, its keys could not be on their way before.
-        blocks = tl.load(table + (places + BLOCK_N) // BLOCK_SIZE, mask=places + BLOCK_N < end_key, other=0)
+        blocks = load_blocks(table, tile + 1, first_key, end_key, BLOCK_SIZE, BLOCK_N)
 
         if WIDEN:
             scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
@@ -325,6 +331,8 @@ def _attend_kernel(
             first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
         )
 
+        # Before the queries, so that both are waited for at once.
+        blocks = load_blocks(table, first_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         tokens = first_token + rows // GROUP
         present = (rows < BLOCK_Q * GROUP) & (tokens < end_token)
         at = (offset + tokens).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + (head * GROUP + rows % GROUP) * HEAD_DIM
@@ -351,19 +359,21 @@ def _attend_kernel(
                 full_tile = tl.minimum(tl.maximum(full_tile, first_tile), end_tile)
                 full_end = tl.maximum(full_end, full_tile)
                 sums, largest, weights = attend_tiles(
-                    sums, largest, weights, query, head_keys, head_values, table, first_tile, full_tile, first_key,
-                    end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW,
-                    BLOCK_N, PRECISION, WIDEN,
+                    sums, largest, weights, query, head_keys, head_values, table, blocks, first_tile, full_tile,
+                    first_key, end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE,
+                    WINDOW, BLOCK_N, PRECISION, WIDEN,
                 )  # fmt: skip
+                blocks = load_blocks(table, full_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
             sums, largest, weights = attend_tiles(
-                sums, largest, weights, query, head_keys, head_values, table, full_tile, full_end, first_key, end_key,
-                positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
-                PRECISION, WIDEN,
+                sums, largest, weights, query, head_keys, head_values, table, blocks, full_tile, full_end, first_key,
+                end_key, positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW,
+                BLOCK_N, PRECISION, WIDEN,
             )  # fmt: skip
             masked_tile = full_end
+            blocks = load_blocks(table, masked_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         sums, largest, weights = attend_tiles(
-            sums, largest, weights, query, head_keys, head_values, table, masked_tile, end_tile, first_key, end_key,
-            positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
+            sums, largest, weights, query, head_keys, head_values, table, blocks, masked_tile, end_tile, first_key,
+            end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
             PRECISION, WIDEN,
         )  # fmt: skip
         if SINGLE_LOOP:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.attention import LOG2_E, attend_tiles, constants, leave
+from pipeline.kernels.triton.attention import LOG2_E, attend_tiles, constants, leave, load_blocks
 from pipeline.kernels.triton.attention_tasks import (
     AttentionTasks,
     check_cache,
@@ -40,11 +40,14 @@ def attend_decode(
     values: Tensor,
     tasks: AttentionTasks,
     head_norms: HeadNorms | None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """What `rotary_write` and `attend` do, with no queries in between. `tasks` were planned for this step, `one_each`.
 
     out [T, Q * D]; parts [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
-    BLOCK_SIZE, D] of the dtype of `out`. Any number of tokens: what is saved is worth most where they are few.
+    BLOCK_SIZE, D] of the dtype of `out`. Any number of tokens: what is saved is worth most where they are few. With
+    `pdl` the launch begins while the one before ends, and waits for it; it needs programs that launch their dependents.
     """
     check_cache(keys, values, tasks)
     head_dim = tasks.head_dim
@@ -56,6 +59,7 @@ def attend_decode(
     query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
     # Rows of a unit are one token's heads, fewer than the tile's, so more parts are read at once.
     heads = next_power_of_2(tasks.group)
+    early = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(tasks.narrow.num_programs,)](
         out,
         parts,
@@ -75,6 +79,7 @@ def attend_decode(
         tasks.scratch.sums,
         tasks.scratch.scales,
         NUM_PARTS=len(parts),
+        PDL=pdl,
         NORMED=head_norms is not None,
         EPS=eps,
         HEADS=heads,
@@ -82,6 +87,7 @@ def attend_decode(
         num_warps=tasks.narrow.tile.num_warps,
         num_stages=tasks.narrow.tile.num_stages,
         **constants(tasks.narrow, tasks, keys, heads, 4 * tasks.narrow.tile.combined),
+        **early,
     )
 
 
@@ -113,6 +119,7 @@ def _decode_kernel(
     part_sums,
     part_scales,
     NUM_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -134,6 +141,9 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    if PDL:  # nothing that it reads is older than the launch before for sure
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
     rank, head, block = first
     row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
@@ -161,21 +171,33 @@ def _decode_kernel(
             first_key, position + 1, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
         )
 
-        # Queries: each dimension beside the one that it turns with, the second of a pair with the minus sign.
+        # All loads first, so that they are waited for at once. Each dimension comes with the one that it turns with.
+        blocks = load_blocks(table, first_tile, first_key, position, BLOCK_SIZE, BLOCK_N)
         angle = position.to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
         cosine = tl.load(cos + angle, mask=inside, other=0.0)
         sine = tl.load(sin + angle, mask=inside, other=0.0)
+        slot = tl.load(slots + token_at)
+        token_parts = parts + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+        heads = (head * GROUP + group) * HEAD_DIM
+        query = _sum_parts(token_parts, heads[:, None] + dims[None, :], mask, step, NUM_PARTS)
+        other = _sum_parts(token_parts, heads[:, None] + others[None, :], mask, step, NUM_PARTS)
+        key_part = token_parts + (NUM_HEADS + head) * HEAD_DIM
+        key = _sum_parts(key_part, dims, inside, step, NUM_PARTS)
+        other_key = _sum_parts(key_part, others, inside, step, NUM_PARTS)
+        value = _sum_parts(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTS).to(dtype)
+
         sine = tl.where(dims < half, -sine, sine)
-        heads = token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (head * GROUP + group) * HEAD_DIM
-        query = _sum_parts(parts, heads[:, None] + dims[None, :], mask, step, NUM_PARTS)
-        other = _sum_parts(parts, heads[:, None] + others[None, :], mask, step, NUM_PARTS)
         if NORMED:
             scale = tl.rsqrt(tl.sum(query * query, 1) / HEAD_DIM + EPS)[:, None]
             query *= scale * tl.load(query_norm + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
             other *= scale * tl.load(query_norm + others, mask=inside, other=0.0).to(tl.float32)[None, :]
+            key_scale = tl.rsqrt(tl.sum(key * key, 0) / HEAD_DIM + EPS)
+            key *= key_scale * tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)
+            other_key *= key_scale * tl.load(key_norm + others, mask=inside, other=0.0).to(tl.float32)
         query = (query * cosine[None, :] + other * sine[None, :]).to(dtype)
         # The tile has rows to spare: they repeat the group.
         query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
+        key = (key * cosine + other_key * sine).to(dtype)
 
         sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -184,22 +206,13 @@ def _decode_kernel(
         head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
         positions = tl.zeros([BLOCK_M], tl.int32) + position
         sums, largest, all_weights = attend_tiles(
-            sums, largest, all_weights, query, head_keys, head_values, table, first_tile, end_tile, first_key, position,
-            positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N, PRECISION, WIDEN,
+            sums, largest, all_weights, query, head_keys, head_values, table, blocks, first_tile, end_tile, first_key,
+            position, positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
+            PRECISION, WIDEN,
         )  # fmt: skip
 
         weights = tl.sum(all_weights, 1)
         if not is_cut:
-            key_head = parts + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + (NUM_HEADS + head) * HEAD_DIM
-            key = _sum_parts(key_head, dims, inside, step, NUM_PARTS)
-            other_key = _sum_parts(key_head, others, inside, step, NUM_PARTS)
-            value = _sum_parts(key_head + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTS).to(dtype)
-            if NORMED:
-                key_scale = tl.rsqrt(tl.sum(key * key, 0) / HEAD_DIM + EPS)
-                key *= key_scale * tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)
-                other_key *= key_scale * tl.load(key_norm + others, mask=inside, other=0.0).to(tl.float32)
-            key = (key * cosine + other_key * sine).to(dtype)
-            slot = tl.load(slots + token)
             to_cache = (slot // BLOCK_SIZE) * (NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
             to_cache = to_cache * HEAD_DIM + dims
             tl.store(head_keys + to_cache, key, mask=inside & (slot >= 0))

@@ -23,27 +23,17 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.triton import fields as f
+from pipeline.kernels.triton.filters import draw_filtered, is_filtered
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.noise import draw_key, log_noise
-from pipeline.kernels.triton.threshold import (
-    MAX_COLLECTED,
-    STRIP,
-    TILE,
-    TILE_STRIPS,
-    amount_of,
-    code_of,
-    list_strips,
-    load_strips,
-    search,
-    value_of,
-)
+from pipeline.kernels.triton.threshold import MAX_COLLECTED, STRIP
 
 BLOCK = 2048
 """Logits of a program: 63 programs for a vocabulary of 128k keep a GPU's memory half busy with one sample, and each of
 four warps has four loads of 16 bytes under way. Reasoned, not measured."""
 
 _COLD, _NO_ID = f.COLD, f.NO_CANDIDATE
-_INF, _LOWEST = tl.constexpr(float("inf")), tl.constexpr(-3.4028234663852886e38)
+_INF = tl.constexpr(float("inf"))
 _STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 
 
@@ -119,15 +109,9 @@ def winner_of(largest, scores, winners, sample, temperature, BLOCKS: tl.constexp
     top = tl.load(largest + at, mask=there, other=-_INF)
     score = tl.load(scores + at, mask=there, other=-_INF)
     most = tl.max(top, 0)
-    below = tl.where(temperature >= _COLD, (top - most) / temperature, -_INF)
+    below = tl.where(temperature >= _COLD, (top - most) / tl.maximum(temperature, _COLD), -_INF)
     best = tl.argmax(score + tl.where(top == most, 0.0, below), 0, tie_break_left=True)
     return tl.load(winners + sample * BLOCKS + best)
-
-
-@triton.jit
-def _is_filtered(row):
-    cut = (tl.load(row + f.TOP_K) > 0) | (f.float_at(row + f.TOP_P) < 1) | (f.float_at(row + f.MIN_P) > 0)
-    return cut & (f.float_at(row + f.TEMPERATURE) >= _COLD)
 
 
 @triton.jit
@@ -159,10 +143,10 @@ def _blocks(
         is_drawn = (temperature >= _COLD) & (top > -_INF) & (top < _INF)
         score = tl.where(logit == top, 0.0, -_INF)
         at = sample * BLOCKS + block
-        is_filtered = False
+        has_filters = False
         if FILTERED:
-            is_filtered = _is_filtered(row)
-        if is_filtered:
+            has_filters = is_filtered(row)
+        if has_filters:
             strip = at * (BLOCK // _STRIP) + tl.arange(0, BLOCK // _STRIP)
             tl.store(tops + strip, tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1))
             # Without meaning where the largest is infinite; it is not read then.
@@ -200,7 +184,7 @@ def _filter(
 ):
     sample = tl.program_id(0).to(tl.int64)
     row = row_params + tl.load(sample_rows + sample).to(tl.int64) * PARAMS
-    if (tl.load(row + f.ENDED) == 0) & _is_filtered(row):
+    if (tl.load(row + f.ENDED) == 0) & is_filtered(row):
         blocks = tl.arange(0, PADDED_BLOCKS)
         block_tops = tl.load(largest + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=-_INF)
         top = tl.max(block_tops, 0)
@@ -208,7 +192,7 @@ def _filter(
             block_weights = tl.load(weights + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=0.0)
             temperature = f.float_at(row + f.TEMPERATURE)
             total = tl.where(block_tops > -_INF, block_weights * tl.exp((block_tops - top) / temperature), 0.0)
-            winner = _draw_filtered(
+            winner = draw_filtered(
                 *(logits + sample * STRIDE, tops + sample * STRIPS, strips + sample * STRIPS),
                 *(collected + sample * _MAX_COLLECTED, row, top, tl.sum(total, 0), temperature),
                 *(VOCAB, STRIPS, PADDED_STRIPS),
@@ -217,77 +201,6 @@ def _filter(
             tl.store(largest + sample * BLOCKS, top)
             tl.store(scores + sample * BLOCKS, 0.0)
             tl.store(winners + sample * BLOCKS, winner)
-
-
-@triton.jit
-def _draw_filtered(
-    logits,
-    tops,
-    strips,
-    collected,
-    row,
-    top,
-    total,
-    temperature,
-    VOCAB: tl.constexpr,
-    STRIPS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """The id of a row of logits [VOCAB], of which the softmax's weights are `total`."""
-    places = tl.arange(0, PADDED)
-    strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
-    low = code_of(tl.full([], _LOWEST, tl.float32)).to(tl.int64)
-    min_p, top_k, top_p = f.float_at(row + f.MIN_P), tl.load(row + f.TOP_K), f.float_at(row + f.TOP_P)
-    num_wanted = tl.where((top_k > 0) & (top_k < VOCAB), top_k, 0).to(tl.float32)
-    is_cut = (min_p > 0) | (num_wanted > 0)
-    if min_p > 0:
-        low = tl.maximum(low, code_of(top + temperature * tl.log(min_p)).to(tl.int64))
-    # top_k, then top_p: one after the other through the same code.
-    for turn in range(2):
-        weighted = turn == 1
-        wanted = tl.where(weighted, top_p, num_wanted)
-        if tl.where(weighted, top_p < 1, num_wanted > 0):
-            if weighted:
-                if is_cut:
-                    total = _weigh(logits, strip_tops, strips, low, top, temperature, VOCAB, STRIPS)
-                # Logits whose weights are below a V-th of what may go would hold less than that together, so they are
-                # not in the nucleus. The hundredth is for rounding.
-                rare = top + temperature * tl.log(0.99 * (1 - top_p) * total / VOCAB)
-                low = tl.maximum(low, code_of(rare).to(tl.int64))
-                wanted = top_p * total
-            low = search(
-                *(logits, strip_tops, strips, collected, low, top, temperature, weighted, wanted),
-                *(VOCAB, STRIPS),
-            )
-    return _race(logits, strip_tops, strips, low, row, top, temperature, VOCAB, STRIPS)
-
-
-@triton.jit
-def _weigh(logits, tops, strips, low, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
-    """What a row's values from `low` up weigh."""
-    num_strips = list_strips(strips, tops, low, STRIPS)
-    total = 0.0
-    for begin in range(0, num_strips, TILE_STRIPS):
-        values, _, there = load_strips(logits, strips, begin, num_strips, VOCAB)
-        kept = there & (values >= value_of(low))
-        total += tl.sum(tl.where(kept, amount_of(values, top, temperature, True), 0.0), 0)
-    return total
-
-
-@triton.jit
-def _race(logits, tops, strips, low, row, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
-    """The winner among a row's values from `low` up."""
-    key_low, key_high = draw_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
-    num_strips = list_strips(strips, tops, low, STRIPS)
-    best = tl.full((TILE,), -_INF, tl.float32)
-    winner = tl.full((TILE,), VOCAB, tl.int32)
-    for begin in range(0, num_strips, TILE_STRIPS):
-        values, ids, there = load_strips(logits, strips, begin, num_strips, VOCAB)
-        score = (values - top) / temperature - log_noise(key_low, key_high, ids)
-        better = there & (values >= value_of(low)) & (score > best)
-        best = tl.where(better, score, best)
-        winner = tl.where(better, ids, winner)
-    return tl.min(tl.where(best == tl.max(best, 0), winner, VOCAB), 0)
 
 
 @triton.jit

@@ -167,7 +167,10 @@ def _skinny_rule(shape: Shape, num_programs: int) -> Config:
     block_k = max(64 if shape.format == "f32" else 128, group_of(shape.format))
     num_blocks = _ceil(shape.num_columns, block_k)
     most_split = min(num_blocks, 8) if shape.op == "linear" and block_m <= SKINNY_TOKENS else 1
-    block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
+    if block_m > SKINNY_TOKENS:  # every program reads all tokens: they should be few, and tall
+        block_n = 64
+    else:
+        block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
     split = _even_split(num_blocks, min(most_split, 2 * num_programs // _ceil(shape.num_rows, block_n)))
     tile_bytes = block_n * bytes_of_columns(shape.format, block_k) * (2 if shape.op == "gate" else 1)
     tokens_bytes = block_m * block_k * (4 if shape.format == "f32" else 2)

@@ -105,8 +105,7 @@ class Loop:
         launched_s, requests = self._launched.pop(flight.step_id)
         now_s = time.monotonic()
         if flight.end_ns:
-            compute_s = (flight.end_ns - flight.start_ns) / 1e9
-            wait_s = max(0, flight.start_ns - self._ended_ns) / 1e9 if self._ended_ns else 0.0
+            compute_s, wait_s = seconds_of(flight, self._ended_ns, sampled.copy_s)
             self._ended_ns = flight.end_ns
         else:
             # No clock of a GPU's, or nothing that it computed.
@@ -118,3 +117,12 @@ class Loop:
         self._publisher.publish(
             flight.incarnation, flight.step_id, sampled, Times(now_s - compute_s, now_s, wait_s), requests
         )
+
+
+def seconds_of(flight: Flight, ended_ns: int, copy_s: float) -> tuple[float, float]:
+    """How long a step took, and how long the GPU had nothing to do before it, by the GPU's clock, by which the step
+    before it ended at `ended_ns`; 0 where there was none. What its copies over the bus took is a part of the first, as
+    the scheduler has it, though the clock runs for kernels alone."""
+    compute_s = (flight.end_ns - flight.start_ns) / 1e9 + copy_s
+    wait_s = max(0.0, (flight.start_ns - ended_ns) / 1e9 - copy_s) if ended_ns else 0.0
+    return compute_s, wait_s

@@ -29,6 +29,7 @@ def _launch(
     window: int | None = None,
     normed: bool = False,
     fused: bool = True,
+    pdl: bool = False,
 ) -> None:
     num_heads, num_kv_heads, head_dim = shape
     device = torch.device("cpu")
@@ -50,7 +51,7 @@ def _launch(
     decodes = num_tokens == num_entries
     tasks.plan(step, one_each=decodes)
     if decodes and fused:
-        attend_decode(queries, parts, angles, angles, step, keys, values, tasks, norms)
+        attend_decode(queries, parts, angles, angles, step, keys, values, tasks, norms, pdl=pdl)
     else:
         rotary_write(queries, parts, angles, angles, step, keys, values, norms)
         attend(queries.clone(), queries, keys, values, step, tasks)
@@ -65,6 +66,7 @@ def launches() -> None:
 def all_launches() -> None:
     """More than CI has time for."""
     launches()
+    _launch(SMOLLM2_135M, 4, 4, pdl=True)
     for shape in (LLAMA_8B, LLAMA_1B, SMOLLM2_135M, QWEN3_8B, PHI_2, GEMMA, MQA):
         for dtype in (torch.bfloat16, torch.float32):
             for window in (None, 1024):
