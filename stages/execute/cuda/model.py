@@ -28,6 +28,7 @@ from pipeline.kernels.triton.attention_decode import attend_decode
 from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
 from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
 from pipeline.kernels.triton.fused import norm_gate_up, norm_linear
+from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
@@ -124,9 +125,9 @@ class DeviceModel(Recorder):
         *,
         early: bool = False,
     ) -> None:
-        """`quantization` is what the matrices of layers become where they are floats. With `early`, launches of a step of
-        few tokens may begin while the one before ends: they load weights before they wait for it."""
-        self._early = early
+        """`quantization` is what the matrices of layers become where they are floats. With `early`, launches of a step
+        of few tokens may begin while the one before ends: they load weights before they wait for it."""
+        self._early = early and not INTERPRETED
         self._quantization = quantization
         self._scratch: Scratch | None = None
         self._device, self._config, self._dtype = device, config, dtype
