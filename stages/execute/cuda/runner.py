@@ -73,7 +73,9 @@ class CudaRunner:
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
         max_num_tokens = settings.schedule.max_num_batched_tokens
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
-        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
+        self.model = DeviceModel(
+            *(device, config, dtype, max_num_tokens, max_num_seqs, quantization), early=settings.execute.early_launch
+        )
         weights = Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
