@@ -90,7 +90,7 @@ def measure(settings: Settings, folder: Path, plan: Plan, num_threads: int, weig
         stack.callback(gc.unfreeze)
         log.info("measuring %s", device.name)
         before = probe.measure()
-        samples = _run_rounds(turns, cases, plan.rounds, log)
+        samples = _run_rounds(turns, cases, range(0 if device.records else 1, plan.rounds + 1), log)
         after = probe.measure()
         # Last, for whatever comes behind it is slower.
         log.info("looking at kernels")
@@ -190,18 +190,18 @@ def _num_steps(case: Case) -> int:
     return 1 if case.phase == "prefill" else min(1 + DECODE_STEPS, case.context)
 
 
-def _run_rounds(turns: Turns, cases: Sequence[Case], num_rounds: int, log: logging.Logger) -> list[Samples]:
-    """Each case's samples. All cases have their turn in each round; the first round, in which kernels are compiled and
-    graphs recorded, counts for nothing."""
+def _run_rounds(turns: Turns, cases: Sequence[Case], rounds: range, log: logging.Logger) -> list[Samples]:
+    """Each case's samples. All cases have their turn in each round; round 0, in which kernels are compiled and graphs
+    recorded, counts for nothing."""
     samples = [Samples() for _ in cases]
-    for number in range(num_rounds + 1):
+    for number in rounds:
         begun_s = time.perf_counter()
         for i, case in enumerate(cases):
             flights = turns.counted(case)
             if number:
                 samples[i].steps_ms += [_ms(flight) for flight in flights]
                 samples[i].launches_ms += [flight.launch_s * 1e3 for flight in flights]
-        what = f"round {number} of {num_rounds}" if number else "warmed up"
+        what = f"round {number} of {rounds[-1]}" if number else "warmed up"
         log.info("%s took_s=%.1f", what, time.perf_counter() - begun_s)
     return samples
 
