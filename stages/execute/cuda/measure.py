@@ -44,7 +44,7 @@ OPS_OF_KERNELS = {
     **dict.fromkeys(("vector_product", "skinny_product", "_widen"), PRODUCTS),
     **dict.fromkeys(("_decode_kernel", "_attend_kernel"), ATTENTION),
 }
-LIBRARIES = ("gemm", "nvjet", "cutlass", "splitk")
+LIBRARIES = ("gemm", "nvjet", "cutlass", "cublas")
 """What names of cuBLAS's kernels have in them."""
 
 

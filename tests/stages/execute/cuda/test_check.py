@@ -28,7 +28,14 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(folder: Path) -> None:
-    changes = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32, "vocab_size": 64}
+    changes = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+    }
     checkpoints.write(folder, checkpoints.config_of(**changes, max_position=64, tie_embeddings=True))
 
 
