@@ -120,7 +120,8 @@ class Loop:
         times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s)
         now_s, compute_s, wait_s, copy_s = TIMES.unpack(stage.tape.happened("complete", flight.step_id, times))
         self._ended_s = now_s
-        sampled = replace(sampled, copy_s=copy_s)
+        if copy_s != sampled.copy_s:
+            sampled = replace(sampled, copy_s=copy_s)
         self._publisher.publish(
             flight.incarnation, flight.step_id, sampled, Times(now_s - compute_s, now_s, wait_s), requests
         )

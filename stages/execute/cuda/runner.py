@@ -23,7 +23,7 @@ from pipeline.kernels.draw_inputs import NO_ID
 from pipeline.kernels.record_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS
-from pipeline.kernels.triton.step import DEAD, STAMP_WORDS, times_of
+from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device, make_device
@@ -51,6 +51,9 @@ Publish = Callable[[Flight, Sampled], None]
 OPEN = Want.SHAPE | Want.MASK | Want.RECORD | Want.PROMPT_RECORDS | Want.EMBEDDING
 """What makes a step one that no graph holds whole."""
 
+
+NOBODYS = -2
+"""`num_computed` of a row that has been dropped: no step goes on from there."""
 
 GRAPHS_BYTES = 512 * 1024**2
 """For what graphs and libraries take while steps are recorded; by the rules of CUDA's own allocator, hardly a tenth."""
@@ -114,6 +117,7 @@ class CudaRunner:
         ]
         self._is_warm = False
         """Whether the kernels of wishes have been compiled."""
+        self._places = np.arange(max_num_seqs, dtype=np.int32)
         self.flights: deque[Flight] = deque()
         """Oldest first."""
         self.publish: Publish = lambda flight, sampled: None
@@ -174,7 +178,7 @@ class CudaRunner:
         self._change_rows(step, take)
         num_copies, crossing = self._copy(step, take)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
-        samples = take(step.samples, np.uint8).astype(bool)
+        samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
         self._check(rows, starts, counts, samples)
         flight = self._launch(step, rows, starts, counts, samples)
@@ -189,13 +193,14 @@ class CudaRunner:
         return self.drain()[-1]
 
     def _change_rows(self, step: Step, take: Take) -> None:
-        drops = take(step.drops, np.int32)
-        self.rows.drop(drops)
-        self._device_rows.drop(drops)
-        self.masks.drop(drops)
-        for row in drops.tolist():
-            self.failed.pop(row, None)
-            self._pool.drop(row)
+        if len(drops := take(step.drops, np.int32)):
+            self.rows.drop(drops)
+            self.rows.num_computed[drops] = NOBODYS
+            self._device_rows.drop(drops)
+            self.masks.drop(drops)
+            for row in drops.tolist():
+                self.failed.pop(row, None)
+                self._pool.drop(row)
         for add in step.adds:
             sampling = self._samplings.decode(add.sampling)
             self.rows.add(
@@ -231,33 +236,43 @@ class CudaRunner:
         """What can be checked of a plan without the ids that are still on the GPU."""
         table = self.rows
         assert len(rows) <= self._max_num_seqs, f"{len(rows)} entries in a step, {self._max_num_seqs} at most"
-        assert table.taken[rows].all(), f"rows computed that are not taken: {rows[~table.taken[rows]]}"
-        ends = starts + counts
-        assert (counts > 0).all() and (starts >= 0).all(), f"entries at {starts} compute {counts}"
-        expected = table.num_computed[rows]
-        wrong = (expected != NOT_YET) & (expected != starts)
-        assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
-        assert (ends <= table.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
-        assert (ends[samples] < table.max_model_len).all(), "sampled beyond max_model_len"
+        ends, expected = starts + counts, table.num_computed[rows]
+        # All at once, for this is done for every step; what is wrong, or new, is looked at where something is. As
+        # unsigned numbers, those below 0 are too large.
+        fine = (expected == starts) & (starts.view(np.uint32) < ends.view(np.uint32))
+        fine &= ends <= table.num_blocks[rows] * BLOCK_SIZE
+        fine &= ends <= table.max_model_len - samples
+        if not fine.all():
+            assert table.taken[rows].all(), f"rows computed that are not taken: {rows[~table.taken[rows]]}"
+            assert (counts > 0).all() and (starts >= 0).all(), f"entries at {starts} compute {counts}"
+            wrong = (expected != NOT_YET) & (expected != starts)
+            assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
+            assert (ends <= table.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
+            assert (ends <= table.max_model_len - samples).all(), "computed or sampled beyond max_model_len"
         table.num_computed[rows] = ends
 
     def _launch(self, step: Step, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Flight:
         wanted = self.rows.wanted
         pooled = self.rows.wants[rows] & Want.EMBEDDING != 0 if wanted & Want.EMBEDDING else None
-        # The head computes nothing for a row that is pooled.
-        sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
-        offsets = np.cumsum(counts, dtype=np.int32) - counts
-        batch = Batch(rows, starts, counts, offsets, sampled, int(counts.sum()))
+        num, num_tokens = len(rows), int(np.add.reduce(counts))
+        offsets = self._places[:num] if num == num_tokens else np.cumsum(counts, dtype=np.int32) - counts
+        chosen, known = rows, starts + counts
+        if pooled is None and np.count_nonzero(samples) == num:
+            sampled = self._places[:num]
+        else:
+            # The head computes nothing for a row that is pooled.
+            sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
+            chosen, known = rows[samples], known[samples]
+        batch = Batch(rows, starts, counts, offsets, sampled, num_tokens)
         if not self._staging.has_free:  # nobody plans so far ahead, but it would be no error
             self.collect()
         slot = self._staging.take()
-        chosen = rows[samples]
         flight = Flight(
-            *(step.incarnation, step.step_id, slot, 0, chosen, self.rows.generations[chosen]),
-            known=(starts + counts)[samples],
+            *(step.incarnation, step.step_id, slot, 0, chosen, self.rows.generations[chosen], known),
             pooled=None if pooled is None else pooled[samples],
-            num_rows=len(rows),
-            num_tokens=batch.num_tokens,
+            num_rows=num,
+            num_tokens=num_tokens,
+            is_plain=not wanted & OPEN,
         )
         runs = self._send_ahead(batch)
         if not len(rows):
@@ -299,8 +314,7 @@ class CudaRunner:
     def _fetch(self, flight: Flight, recorded: Recorded) -> None:
         """Send the result on its way."""
         flight.num_samples = recorded.step.num_samples
-        result = self.steps.result(flight.num_samples)
-        flight.slot.result[: len(result)].copy_(result, non_blocking=True)
+        flight.slot.result_of(flight.num_samples).copy_(recorded.result, non_blocking=True)
 
     def _launch_open(self, flight: Flight, batch: Batch, runs: list[Run], pooled: BoolArray | None) -> None:
         """A step in which somebody wants more than an id."""
@@ -354,12 +368,17 @@ class CudaRunner:
 
     def _collect(self) -> Sampled:
         flight = self.flights.popleft()
-        num_samples, result = flight.num_samples, flight.slot.result_array
+        num_samples, slot = flight.num_samples, flight.slot
         if num_samples:
-            flight.start_ns, flight.end_ns = times_of(flight.slot.result)
-        drawn = result[STAMP_WORDS : STAMP_WORDS + num_samples].copy()
-        stopped = result[STAMP_WORDS + num_samples : STAMP_WORDS + 2 * num_samples].astype(bool)
-        sampled = self._sampled(flight, drawn, stopped)
+            flight.start_ns, flight.end_ns = slot.times.tolist()
+        num_drawn = len(flight.rows) if flight.pooled is None else int(np.count_nonzero(~flight.pooled))
+        begin = STAMP_WORDS + num_samples
+        drawn = slot.result_array[STAMP_WORDS : STAMP_WORDS + num_drawn].copy()
+        stopped = slot.result_array[begin : begin + num_drawn]
+        if flight.is_plain and not np.count_nonzero(stopped) and not np.count_nonzero(drawn < 0):
+            sampled = self._going_on(flight, drawn)
+        else:
+            sampled = self._sampled(flight, drawn, stopped.astype(np.bool_))
         flight.is_collected = True
         # The thread of completions may be the last to know the flight: what is pinned is let go of here, for that is
         # noted in streams, and one of them may be recorded just then.
@@ -368,15 +387,24 @@ class CudaRunner:
         self.publish(flight, sampled)
         return sampled
 
+    def _going_on(self, flight: Flight, drawn: IntArray) -> Sampled:
+        """What came of a step in which nobody wished for anything and nobody ended: most are so."""
+        return Sampled(
+            *(flight.rows, flight.generations, drawn, np.zeros(len(drawn), np.uint8)),
+            num_rows=flight.num_rows,
+            num_tokens=flight.num_tokens,
+            num_copies=flight.num_copies,
+            copy_s=0.0 if flight.crossing is None else flight.crossing.seconds,
+        )
+
     def _sampled(self, flight: Flight, drawn: IntArray, stopped: BoolArray) -> Sampled:
-        """What came of a step, of which `drawn` and `stopped` [num_samples] are the ids that were drawn."""
+        """What came of a step, of which `drawn` and `stopped` are the ids that were drawn."""
         rows, num = flight.rows, len(flight.rows)
         ids = np.zeros(num, np.int32)
         finishes = np.full(num, Finish.NONE, np.uint8)
         is_drawn = np.ones(num, np.bool_) if flight.pooled is None else ~flight.pooled
-        num_drawn = int(np.count_nonzero(is_drawn))
-        ids[is_drawn] = drawn[:num_drawn]
-        finishes[is_drawn] = np.where(stopped[:num_drawn], Finish.STOP, Finish.NONE)
+        ids[is_drawn] = drawn
+        finishes[is_drawn] = np.where(stopped, Finish.STOP, Finish.NONE)
         is_mine = self.rows.taken[rows] & (self.rows.generations[rows] == flight.generations)
         failing = ids == NO_ID
         errors: tuple[str, ...] = ()
