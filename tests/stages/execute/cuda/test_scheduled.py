@@ -1,6 +1,9 @@
-"""The scheduler and a GPU's runner together, steps in flight and all; kernels are interpreted. In the place of the model
-stands a function that is exact, as tests/fakes.py has one: its KV blocks store the ids, and the next id is a hash of the
-ids that are read back through the row's blocks. So what is checked is rows, blocks and copies, on both sides."""
+"""The scheduler and a GPU's runner together, steps in flight and all; kernels are interpreted.
+
+In the place of the model stands a function that is exact, as tests/fakes.py has one: its KV blocks store the ids, and
+the next id is a hash of the ids that are read back through the row's blocks. So what is checked is rows, blocks and
+copies, on both sides.
+"""
 
 from pathlib import Path
 from typing import Any
