@@ -10,7 +10,7 @@ takes the ids of the step before, the draw.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
+from pipeline.errors import UserError
 from pipeline.kernels.draw_inputs import NO_ID
 from pipeline.kernels.record_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
@@ -94,9 +95,10 @@ class CudaRunner:
         self.facts = ExecuteFacts(
             kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
         )
+        max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
+        require_places(max_num_seqs, kv.max_model_len, max_num_stops)
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
         self._eos_ids = config.eos_ids
-        max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
         self._staging = Staging(device, max_num_seqs, max_num_tokens)
         self.shapes = Shapes(max_num_seqs, max_num_tokens)
@@ -115,8 +117,8 @@ class CudaRunner:
             *((shape, Kind.FILTER) for shape in (*first, *others)),
             *((shape, Kind.OPEN) for shape in first),
         ]
-        self._is_warm = False
-        """Whether the kernels of wishes have been compiled."""
+        self._warming: Iterator[None] | None = None
+        """Of wishes, once begun."""
         self._places = np.arange(max_num_seqs, dtype=np.int32)
         self.flights: deque[Flight] = deque()
         """Oldest first."""
@@ -136,8 +138,10 @@ class CudaRunner:
         )
 
     def record(self) -> None:
-        """Record the first shapes, so that the first requests find them."""
-        for shape in self.shapes.first():
+        """Record the first shapes, so that the first requests find them: of steps that decode, and of prompts the
+        smallest and the largest, between which hardly a kernel is compiled for one and not for the others."""
+        prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
+        for shape in (*self.shapes.first(), *prompts):
             self.steps.get(shape, Kind.DRAW)
         self.device.synchronize()
 
@@ -150,11 +154,9 @@ class CudaRunner:
             if not self.steps.has(shape, kind):
                 self.steps.get(shape, kind)
                 return True
-        if not self._is_warm:
-            self._is_warm = True
-            self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
-            return True
-        return False
+        if self._warming is None:
+            self._warming = self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
+        return next(self._warming, self) is None
 
     def logits(self) -> LogitArray:
         """Those of the samples of the last step that was launched, [most samples, V] float32; waits for it."""
@@ -474,6 +476,17 @@ def _still_to_take(settings: Settings, config: ModelConfig) -> int:
     wishes_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
     angles_bytes = 4 * max_model_len * config.head_dim
     return rows_bytes + wishes_bytes + angles_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
+
+
+def require_places(max_num_seqs: int, max_model_len: int, max_num_stops: int) -> None:
+    """Places in the memory of rows are int32. Raises UserError where that has more."""
+    row_words = max_model_len - (-max_model_len // BLOCK_SIZE) + NUM_FIELDS + max_num_stops
+    most = (2**31 - 1 - HEAP_WORDS) // row_words - 1  # and one that stands for padding
+    if max_num_seqs > most:
+        raise UserError(
+            f"schedule.max_num_seqs is {max_num_seqs}, but of sequences of {max_model_len} tokens a GPU keeps {most} "
+            "at most: lower schedule.max_num_seqs or max_model_len"
+        )
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:
