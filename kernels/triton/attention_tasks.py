@@ -15,7 +15,8 @@ most two units of a program are shared, whatever the step, so memory for two par
 
 - A cut that falls near the boundary of two units is moved there (`Tile.least_part`): a part costs more than a slightly
   longer piece. Where a program's share is many units, no unit is cut.
-- A program's share is not less than `Tile.min_keys`: what is short is not worth sharing.
+- A program's share is not less than `Tile.min_tiles`, for what is short is not worth sharing; but as long as there are
+  programs, each unit has one: short units are done beside each other, not one after the other.
 - A query block costs its keys and something besides (`Tile.overhead`), so many short rows are divided evenly too. Keys
   outside the window cost nothing.
 
@@ -61,7 +62,7 @@ class Tile:
     programs: int
     """On one multiprocessor at a time; registers and shared memory have to allow it."""
     min_tiles: int
-    """The least share of a program."""
+    """The least share of a program, where there are not as many units."""
     least_part: int
     """Tiles on both sides of a cut inside of a unit: fewer are not worth a part. They are not less than a 32nd of a
     share either."""
@@ -333,14 +334,16 @@ def _plan_kernel(
         work = _cost_before(num_blocks, all_starts, WINDOW, BLOCK_Q, OVERHEAD) - (num_blocks * BLOCK_Q - all_counts)
         ends = tl.cumsum(tl.where(listed, work * NUM_KV_HEADS, 0))
         total = tl.max(ends)
-        used = tl.minimum(tl.maximum(total // MIN_KEYS, 1), NUM_PROGRAMS)
+        # A unit costs more than a tile's keys, so cuts are never on one tile, however many there are.
+        num_units = tl.sum(num_blocks) * NUM_KV_HEADS
+        used = tl.minimum(tl.maximum(tl.maximum(total // MIN_KEYS, num_units), 1), NUM_PROGRAMS)
         share, extra = total // used, total % used
         cut = tl.minimum(program, used)
         at = cut * share + tl.minimum(cut, extra)
 
         # Where no unit is left.
         rank = tl.sum(listed.to(tl.int32))
-        unit = tl.sum(num_blocks).to(tl.int32) * NUM_KV_HEADS
+        unit = num_units.to(tl.int32)
         head, block, tile, first_inside, num_inside = 0, 0, 0, -1, 0
         entry = num_entries
         if at < total:
