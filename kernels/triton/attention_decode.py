@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.attention import LOG2_E, attend_tiles, constants, leave, load_blocks
-from pipeline.kernels.triton.attention_tasks import (
-    AttentionTasks,
-    check_cache,
+from pipeline.kernels.triton.attention import LOG2_E, constants
+from pipeline.kernels.triton.attention_tasks import AttentionTasks, check_cache
+from pipeline.kernels.triton.attention_tiles import (
+    attend_tiles,
+    leave,
+    load_blocks,
     load_entry,
     load_piece,
     next_unit,

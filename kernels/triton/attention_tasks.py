@@ -14,35 +14,33 @@ rows, where each program has several units of its own: there is no batch size wh
 most two units of a program are shared, whatever the step, so memory for two parts a program is enough.
 
 - A cut that falls near the boundary of two units is moved there (`Tile.least_part`): a part costs more than a slightly
-  longer piece. Where a program's share is many units, no unit is cut.
-- A program's share is not less than `Tile.min_tiles`, for what is short is not worth sharing; but as long as there are
+  longer piece. Units that are short beside a share are never cut.
+- A program's share is not less than `Tile.min_tiles`, for what is short is not worth sharing. But as long as there are
   programs, each unit has one: short units are done beside each other, not one after the other.
-- A query block costs its keys and something besides (`Tile.overhead`), so many short rows are divided evenly too. Keys
-  outside the window cost nothing.
+- A query block costs its keys and a tile besides, so many short rows are divided evenly too. Keys outside the window
+  cost nothing.
 
 Entries of few tokens, of some and of many are three lists, each with tiles of its own size: a wide tile for a single
 token would waste nearly all of its rows, a narrow one for a chunk would read keys again for every few tokens. Which
 lists there are follows from the step's shape, as a recorded graph needs it; who is in which, the GPU finds.
 
-`plan` is one launch a list. Each of its programs sums over all entries for itself, and writes one cut: none reads what
-another has written.
+`plan` is one launch a list, `attention_plan.py`.
 """
 
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.attention_plan import plan_kernel
 from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
 from pipeline.kernels.triton.rows import StepArrays
 
 CUT_FIELDS = 16
 """int32 of a cut: rank of its entry, head, query block, first tile behind the cut, number of the unit, first of the
 cuts inside of this unit (-1: the cut is at the unit's begin), how many they are, nothing; row, start, count and offset
-of the entry, so that a program needs not load its number before itself; nothing."""
+of the entry, so that a program need not wait for its rank first; nothing."""
 ENTRY_FIELDS = 4
 """int32 of an entry of a list: row, start, count, offset."""
 NO_CHUNKS = 512
@@ -62,7 +60,7 @@ class Tile:
     programs: int
     """On one multiprocessor at a time; registers and shared memory have to allow it."""
     min_tiles: int
-    """The least share of a program, where there are not as many units."""
+    """The least share of a program, where there are no more units than such shares."""
     least_part: int
     """Tiles on both sides of a cut inside of a unit: fewer are not worth a part. They are not less than a 32nd of a
     share either."""
@@ -85,10 +83,10 @@ class Tiles:
 def choose_tiles(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     """Sizes for an H100. Reasoned, not measured.
 
-    A narrow tile is bound by bytes: 32 KiB of keys and values, three in flight, two programs a multiprocessor, which is
-    several times what hides the memory's latency at its full speed (132 x 24 KiB at 3.3 TB/s and 1 us). A middle one is
-    the least that the multiplying units of Hopper take as a whole (64 rows, one group of four warps). A wide one reads
-    keys half as often.
+    A narrow tile is bound by bytes: 32 KiB of keys and values, two in flight, two programs a multiprocessor, which is
+    five times what hides the memory's latency at its full speed (24 KiB a multiprocessor at 3.3 TB/s and 1 us). A
+    middle one is the least that the multiplying units of Hopper take as a whole (64 rows, one group of four warps). A
+    wide one reads keys half as often.
     """
     group, padded = num_heads // num_kv_heads, next_power_of_2(head_dim)
     key_bytes = 2 * padded * dtype.itemsize
@@ -202,7 +200,7 @@ class AttentionTasks:
     def _plan_list(self, tasks: TaskList, step: StepArrays, least: int, most: int) -> None:
         """Of the entries with at least and at most so many tokens."""
         tile = tasks.tile
-        _plan_kernel[(max(tasks.num_programs + 1, step.num_entries),)](
+        plan_kernel[(max(tasks.num_programs + 1, step.num_entries),)](
             tasks.cuts,
             tasks.entries,
             tasks.arrivals,
@@ -227,193 +225,6 @@ class AttentionTasks:
             ENTRY_FIELDS=ENTRY_FIELDS,
             num_warps=4,
         )
-
-
-@triton.jit
-def _cost_before(block, start, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, OVERHEAD: tl.constexpr):
-    """Of the query blocks before `block` of an entry, if all are full: keys that a block sees grow by BLOCK_Q from one
-    to the next, until the window is full. int64."""
-    growing = block
-    if WINDOW > 0:
-        room = WINDOW - 1 - start
-        growing = tl.minimum(block, tl.where(room >= 0, tl.maximum(room, 0) // BLOCK_Q + 1, 0))
-    cost = growing * start + BLOCK_Q * (growing * (growing + 1) // 2) + block * OVERHEAD
-    if WINDOW > 0:
-        cost += (block - growing) * (BLOCK_Q + WINDOW - 1)
-    return cost
-
-
-@triton.jit
-def load_piece(cuts, CUT_FIELDS: tl.constexpr):
-    """What the program has to do: rank, head and block of its first unit; tile, first cut and number of cuts of the
-    unit that it begins in; the same of the one it ends in; number of units."""
-    begin = cuts + tl.program_id(0) * CUT_FIELDS
-    end = begin + CUT_FIELDS
-    end_inside = tl.load(end + 5)
-    num_units = tl.load(end + 4) - tl.load(begin + 4) + (end_inside >= 0).to(tl.int32)
-    first = tl.load(begin), tl.load(begin + 1), tl.load(begin + 2)
-    begin_cut = tl.load(begin + 3), tl.load(begin + 5), tl.load(begin + 6)
-    return first, begin_cut, (tl.load(end + 3), end_inside, tl.load(end + 6)), num_units
-
-
-@triton.jit
-def load_entry(entry):
-    """Its row, start, count and offset."""
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-
-
-@triton.jit
-def next_unit(rank, head, block, num_blocks, NUM_KV_HEADS: tl.constexpr):
-    """Along the line: query blocks, then heads, then entries."""
-    block += 1
-    head += (block == num_blocks).to(tl.int32)
-    block = tl.where(block == num_blocks, 0, block)
-    rank += (head == NUM_KV_HEADS).to(tl.int32)
-    head = tl.where(head == NUM_KV_HEADS, 0, head)
-    return rank, head, block
-
-
-@triton.jit
-def tiles_of_unit(first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N: tl.constexpr):
-    """Those of the program, and the cuts of the unit, -1 where it is the program's alone. `is_begun`: the program
-    begins inside of it; `is_cut`: it ends there."""
-    begin_tile, begin_inside, begin_num = begin_cut
-    cut_tile, end_inside, end_num = end_cut
-    first_tile = tl.where(is_begun, begin_tile, first_key // BLOCK_N)
-    end_tile = tl.where(is_cut, cut_tile, (end_key + BLOCK_N - 1) // BLOCK_N)
-    first_inside = tl.where(is_begun, begin_inside, tl.where(is_cut, end_inside, -1))
-    num_inside = tl.where(is_begun, begin_num, end_num)
-    return first_tile, end_tile, first_inside, num_inside
-
-
-@triton.jit(do_not_specialize=["num_entries"])
-def _plan_kernel(
-    cuts,
-    list_entries,
-    arrivals,
-    rows,
-    starts,
-    counts,
-    offsets,
-    num_entries,
-    NUM_KV_HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    OVERHEAD: tl.constexpr,
-    LEAST_PART: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    CUT_FIELDS: tl.constexpr,
-    ENTRY_FIELDS: tl.constexpr,
-):
-    """Program i writes cut i, and entry i of the step into the list, if it belongs there."""
-    program = tl.program_id(0)
-    entries = tl.arange(0, ENTRIES)
-    present = entries < num_entries
-    all_starts = tl.load(starts + entries, mask=present, other=0).to(tl.int64)
-    all_counts = tl.load(counts + entries, mask=present, other=0).to(tl.int64)
-    listed = (all_counts >= LEAST) & (all_counts <= MOST)
-
-    if program < num_entries:
-        count = tl.load(counts + program)
-        if (count >= LEAST) & (count <= MOST):
-            to = list_entries + tl.sum((listed & (entries < program)).to(tl.int32)) * ENTRY_FIELDS
-            tl.store(to, tl.load(rows + program))
-            tl.store(to + 1, tl.load(starts + program))
-            tl.store(to + 2, count)
-            tl.store(to + 3, tl.load(offsets + program))
-
-    if program <= NUM_PROGRAMS:
-        tl.store(arrivals + program, 0)
-        num_blocks = tl.where(listed, (all_counts + BLOCK_Q - 1) // BLOCK_Q, 0)
-        work = _cost_before(num_blocks, all_starts, WINDOW, BLOCK_Q, OVERHEAD) - (num_blocks * BLOCK_Q - all_counts)
-        ends = tl.cumsum(tl.where(listed, work * NUM_KV_HEADS, 0))
-        total = tl.max(ends)
-        # A unit costs more than a tile's keys, so cuts are never on one tile, however many there are.
-        num_units = tl.sum(num_blocks) * NUM_KV_HEADS
-        used = tl.minimum(tl.maximum(tl.maximum(total // MIN_KEYS, num_units), 1), NUM_PROGRAMS)
-        share, extra = total // used, total % used
-        cut = tl.minimum(program, used)
-        at = cut * share + tl.minimum(cut, extra)
-
-        # Where no unit is left.
-        rank = tl.sum(listed.to(tl.int32))
-        unit = num_units.to(tl.int32)
-        head, block, tile, first_inside, num_inside = 0, 0, 0, -1, 0
-        entry = num_entries
-        if at < total:
-            passed = ends <= at
-            entry = tl.sum(passed.to(tl.int32))
-            before = entries < entry
-            entry_at = tl.max(tl.where(passed, ends, 0))
-            rank = tl.sum((listed & before).to(tl.int32))
-            start, count = tl.load(starts + entry).to(tl.int64), tl.load(counts + entry).to(tl.int64)
-            blocks = (count + BLOCK_Q - 1) // BLOCK_Q
-            cost = _cost_before(blocks, start, WINDOW, BLOCK_Q, OVERHEAD) - (blocks * BLOCK_Q - count)
-            head_index = (at - entry_at) // cost
-            head_at = entry_at + head_index * cost
-
-            # The last block that begins at or before the cut.
-            low, high = blocks * 0, blocks - 1
-            while low < high:
-                middle = (low + high + 1) // 2
-                begins = head_at + _cost_before(middle, start, WINDOW, BLOCK_Q, OVERHEAD) <= at
-                low = tl.where(begins, middle, low)
-                high = tl.where(begins, high, middle - 1)
-            unit_at = head_at + _cost_before(low, start, WINDOW, BLOCK_Q, OVERHEAD)
-            first_key = low * 0
-            if WINDOW > 0:
-                first_key = tl.maximum(start + low * BLOCK_Q - WINDOW + 1, 0)
-            end_key = start + tl.minimum((low + 1) * BLOCK_Q, count)
-            unit_end = unit_at + OVERHEAD + end_key - first_key
-            first_tile, end_tile = first_key // BLOCK_N, (end_key + BLOCK_N - 1) // BLOCK_N
-            keys_at = unit_at + OVERHEAD - first_key - BLOCK_N // 2
-            least = tl.maximum(share // (32 * BLOCK_N), LEAST_PART)
-
-            # All cuts of this unit, each by the same sum: the programs between them share it.
-            programs = tl.arange(0, PROGRAMS)
-            used_programs = tl.minimum(programs, used)
-            all_at = used_programs * share + tl.minimum(used_programs, extra)
-            all_tiles = tl.maximum(all_at - keys_at, 0) // BLOCK_N
-            inside = (all_at >= unit_at) & (all_at < unit_end)
-            inside = inside & (all_tiles - first_tile >= least) & (end_tile - all_tiles >= least)
-
-            cut_tile = tl.maximum(at - keys_at, 0) // BLOCK_N
-            unit = tl.sum(tl.where(before, num_blocks, 0)).to(tl.int32) * NUM_KV_HEADS
-            unit += (head_index * blocks + low).to(tl.int32)
-            head, block = head_index.to(tl.int32), low.to(tl.int32)
-            if (cut_tile - first_tile >= least) & (end_tile - cut_tile >= least):
-                tile = cut_tile.to(tl.int32)
-                first_inside = tl.min(tl.where(inside, programs, PROGRAMS))
-                num_inside = tl.sum(inside.to(tl.int32))
-            elif cut_tile - first_tile >= end_tile - cut_tile:
-                unit += 1
-                block += 1
-                if block == blocks:
-                    block = 0
-                    head += 1
-                    if head == NUM_KV_HEADS:
-                        head = 0
-                        rank += 1
-                        entry = tl.min(tl.where(listed & (entries > entry), entries, num_entries))
-        to = cuts + program * CUT_FIELDS
-        tl.store(to, rank)
-        tl.store(to + 1, head)
-        tl.store(to + 2, block)
-        tl.store(to + 3, tile)
-        tl.store(to + 4, unit)
-        tl.store(to + 5, first_inside)
-        tl.store(to + 6, num_inside)
-        if entry < num_entries:
-            tl.store(to + 8, tl.load(rows + entry))
-            tl.store(to + 9, tl.load(starts + entry))
-            tl.store(to + 10, tl.load(counts + entry))
-            tl.store(to + 11, tl.load(offsets + entry))
 
 
 def check_cache(keys: Tensor, values: Tensor, tasks: AttentionTasks) -> None:

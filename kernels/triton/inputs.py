@@ -44,13 +44,11 @@ def input_at(
 
 
 @triton.jit
-def rows_of(program, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Rows of the result that a program makes, [BLOCK_N], of which the last may be beyond N; rows of the weight that it
-    reads for them, none of which is. With GATED those are twice as many: a gate's row, then its counterpart N below."""
-    begin = program * BLOCK_N
+def weight_rows_of(program, places, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight that a program reads for its BLOCK_N rows of the result, of which the last may be beyond N; of
+    these none is. With GATED they are twice as many: a gate's row, then its counterpart N below."""
     if GATED:
-        place = tl.arange(0, 2 * BLOCK_N)
-        weight_rows = tl.minimum(begin + place // 2, N - 1) + place % 2 * N
+        rows = tl.minimum(program * BLOCK_N + places // 2, N - 1) + places % 2 * N
     else:
-        weight_rows = tl.minimum(begin + tl.arange(0, BLOCK_N), N - 1)
-    return begin + tl.arange(0, BLOCK_N), weight_rows
+        rows = tl.minimum(program * BLOCK_N + places, N - 1)
+    return rows

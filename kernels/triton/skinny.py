@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.gate import silu
-from pipeline.kernels.triton.inputs import input_at, rows_of
+from pipeline.kernels.triton.inputs import input_at, weight_rows_of
 from pipeline.kernels.triton.unpack import EXCESS, code_to_float
 
 
@@ -61,8 +61,9 @@ def skinny_product(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split = tl.program_id(1)
-    rows, weight_rows = rows_of(tl.program_id(0), N, BLOCK_N, GATED)
-    ROWS: tl.constexpr = weight_rows.shape[0]
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, GATED)
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Beyond the last token, the last one again: no mask then stands in the way of wide loads.
     some_tokens = tl.minimum(tokens, num_tokens - 1)

@@ -147,7 +147,8 @@ def _vector_rule(shape: Shape, num_programs: int) -> Config:
     # 128 registers a thread leave room for four programs a multiprocessor. Short rows come at once, and fewer do.
     enough = num_programs * 5 // 2 if shape.num_columns > SHORT_ROW else num_programs * 3 // 2
     tallest = (16 if shape.format.startswith("int") else 8) // (2 if shape.op == "gate" else 1)
-    block_n = next((n for n in (16, 8, 4) if n <= tallest and _ceil(shape.num_rows, n) >= enough), 2)
+    least = 4 if shape.format.startswith("int") and shape.op != "gate" else 2
+    block_n = next((n for n in (16, 8, 4) if n <= tallest and _ceil(shape.num_rows, n) >= enough), least)
     tile_bytes = VECTOR_TILE_BYTES // (2 if shape.op == "gate" else 1)
     block_k = max(64, group_of(shape.format))
     while block_k < shape.num_columns and bytes_of_columns(shape.format, 2 * block_k) * block_n <= tile_bytes:
@@ -215,6 +216,8 @@ def _fits(shape: Shape, config: Config) -> bool:
     halves = 2 if shape.op == "gate" else 1
     tile_bytes = bytes_of_columns(shape.format, config.block_k) * config.block_n * halves
     if shape.num_tokens <= VECTOR_TOKENS:
+        if shape.format.startswith("int") and config.block_n * halves < 4:  # see vector.py
+            return False
         return 32 <= tile_bytes // (32 * config.num_warps) <= 256
     tokens_bytes = config.block_m * config.block_k * 2
     return config.num_stages * (tile_bytes + tokens_bytes) <= 160 * 1024

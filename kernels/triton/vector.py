@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.gate import silu
-from pipeline.kernels.triton.inputs import input_at, rows_of
+from pipeline.kernels.triton.inputs import input_at, weight_rows_of
 from pipeline.kernels.triton.unpack import EXCESS, bytes_to_floats, halves_to_floats
 
 LANES = tl.constexpr(8)
@@ -59,7 +59,9 @@ def vector_product(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(1)
-    rows, weight_rows = rows_of(tl.program_id(0), N, BLOCK_N, GATED)
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, GATED)
     PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
@@ -71,8 +73,8 @@ def vector_product(
         )  # fmt: skip
     else:
         sums, squares = _codes(
-            x, residual_out, parts, norm_weight, values, scales, minimums, weight_rows, begin, SHARE, PROGRAMS, K,
-            STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTS, BLOCK_K, PDL, ASM,
+            x, residual_out, parts, norm_weight, values, scales, minimums, begin, SHARE, PROGRAMS, N, K, STRIDE, GROUP,
+            ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTS, GATED, BLOCK_N, BLOCK_K, PDL, ASM,
         )  # fmt: skip
     if NORM:
         if SPLIT > 1:  # this program has seen a share of the squares only
@@ -143,10 +145,10 @@ def _codes(
     values,
     scales,
     minimums,
-    rows,
     begin,
     SHARE: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -155,37 +157,53 @@ def _codes(
     HAS_MINIMUMS: tl.constexpr,
     NORM: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """The same of codes, of which `values` are words of four bytes: a tile is [rows, groups, words of a group], and
-    sums are scaled by group."""
-    ROWS: tl.constexpr = rows.shape[0]
+    sums are scaled by group.
+
+    Rows are dealt out to four tiles, so that a thread takes what they are multiplied with from shared memory, and
+    widens it, once for four of its rows; in one tile the compiler would have it do so for each.
+    """
+    QUARTER: tl.constexpr = (2 * BLOCK_N if GATED else BLOCK_N) // 4
     BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
     WORDS: tl.constexpr = BYTES // 4
     GROUPS: tl.constexpr = BLOCK_K // GROUP
     NUM_GROUPS: tl.constexpr = STRIDE // BYTES
     groups = tl.arange(0, GROUPS)
     places = tl.arange(0, BYTES)
-    long_rows = rows.to(tl.int64)
+    lines = tl.arange(0, QUARTER) * 4
+    row0 = weight_rows_of(tl.program_id(0), lines, N, BLOCK_N, GATED).to(tl.int64)
+    row1 = weight_rows_of(tl.program_id(0), lines + 1, N, BLOCK_N, GATED).to(tl.int64)
+    row2 = weight_rows_of(tl.program_id(0), lines + 2, N, BLOCK_N, GATED).to(tl.int64)
+    row3 = weight_rows_of(tl.program_id(0), lines + 3, N, BLOCK_N, GATED).to(tl.int64)
     words = (groups * WORDS)[None, :, None] + tl.arange(0, WORDS)[None, None, :]
-    pointers = values + long_rows[:, None, None] * (STRIDE // 4) + words
-    scale_at = long_rows[:, None] * NUM_GROUPS + groups[None, :]
-    sums = tl.zeros([ROWS, GROUPS], tl.float32)
+    sums0 = tl.zeros([QUARTER, GROUPS], tl.float32)
+    sums1 = tl.zeros([QUARTER, GROUPS], tl.float32)
+    sums2 = tl.zeros([QUARTER, GROUPS], tl.float32)
+    sums3 = tl.zeros([QUARTER, GROUPS], tl.float32)
     squares = tl.zeros([GROUPS], tl.float32)
-    first = begin // GROUP
-    there = (first + groups < NUM_GROUPS)[None, :, None]
-    tile = tl.load(pointers + first * WORDS, mask=there, other=0, eviction_policy="evict_first")
+    group = begin // GROUP
+    there = (group + groups < NUM_GROUPS)[None, :, None]
+    tile0 = _words_at(values, row0, words + group * WORDS, there, STRIDE)
+    tile1 = _words_at(values, row1, words + group * WORDS, there, STRIDE)
+    tile2 = _words_at(values, row2, words + group * WORDS, there, STRIDE)
+    tile3 = _words_at(values, row3, words + group * WORDS, there, STRIDE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
         group = k // GROUP
         there = ((group + GROUPS + groups < NUM_GROUPS) & (step + 1 < SHARE))[None, :, None]
-        next_tile = tl.load(pointers + (group + GROUPS) * WORDS, mask=there, other=0, eviction_policy="evict_first")
-        here = (group + groups < NUM_GROUPS)[None, :]
-        scale = tl.load(scales + scale_at + group, mask=here, other=0.0).to(tl.float32)
+        next_words = words + (group + GROUPS) * WORDS
+        next0 = _words_at(values, row0, next_words, there, STRIDE)
+        next1 = _words_at(values, row1, next_words, there, STRIDE)
+        next2 = _words_at(values, row2, next_words, there, STRIDE)
+        next3 = _words_at(values, row3, next_words, there, STRIDE)
         columns = k + (groups * GROUP)[:, None] + places[None, :]
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
@@ -193,21 +211,64 @@ def _codes(
         )
         squares += tl.sum(hidden * hidden, axis=1)
         total = tl.sum(factors, axis=1)
+        of0 = _group_sums(tile0, factors, PACKED, ASM)
+        of1 = _group_sums(tile1, factors, PACKED, ASM)
+        of2 = _group_sums(tile2, factors, PACKED, ASM)
+        of3 = _group_sums(tile3, factors, PACKED, ASM)
         if PACKED:
-            of_groups = tl.sum(halves_to_floats(tile, ASM) * factors[None, :, :], axis=2)
             columns += BYTES
             factors, hidden = input_at(
                 x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
             )
             squares += tl.sum(hidden * hidden, axis=1)
             total += tl.sum(factors, axis=1)
-            of_groups += tl.sum(halves_to_floats(tile >> 4, ASM) * factors[None, :, :], axis=2)
-            of_groups -= (EXCESS + ZERO) * total[None, :]
-        else:
-            of_groups = tl.sum(bytes_to_floats(tile, ASM) * factors[None, :, :], axis=2)
-        sums += of_groups * scale
-        if HAS_MINIMUMS:
-            least = tl.load(minimums + scale_at + group, mask=here, other=0.0).to(tl.float32)
-            sums += least * total[None, :]
-        tile = next_tile
-    return tl.sum(sums, axis=1), squares
+            of0 += _group_sums(tile0 >> 4, factors, PACKED, ASM)
+            of1 += _group_sums(tile1 >> 4, factors, PACKED, ASM)
+            of2 += _group_sums(tile2 >> 4, factors, PACKED, ASM)
+            of3 += _group_sums(tile3 >> 4, factors, PACKED, ASM)
+        at = group + groups
+        sums0 += _scaled(of0, total, scales, minimums, row0, at, NUM_GROUPS, ZERO, PACKED, HAS_MINIMUMS)
+        sums1 += _scaled(of1, total, scales, minimums, row1, at, NUM_GROUPS, ZERO, PACKED, HAS_MINIMUMS)
+        sums2 += _scaled(of2, total, scales, minimums, row2, at, NUM_GROUPS, ZERO, PACKED, HAS_MINIMUMS)
+        sums3 += _scaled(of3, total, scales, minimums, row3, at, NUM_GROUPS, ZERO, PACKED, HAS_MINIMUMS)
+        tile0, tile1, tile2, tile3 = next0, next1, next2, next3
+    even = tl.join(tl.sum(sums0, axis=1), tl.sum(sums2, axis=1))
+    odd = tl.join(tl.sum(sums1, axis=1), tl.sum(sums3, axis=1))
+    return tl.reshape(tl.join(even, odd), [4 * QUARTER]), squares
+
+
+@triton.jit
+def _words_at(values, rows, words, there, STRIDE: tl.constexpr):
+    pointers = values + rows[:, None, None] * (STRIDE // 4) + words
+    return tl.load(pointers, mask=there, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _group_sums(tile, factors, PACKED: tl.constexpr, ASM: tl.constexpr):
+    """tile [n, GROUPS, WORDS], factors [GROUPS, BYTES] → [n, GROUPS]; halves of bytes are too large by EXCESS."""
+    codes = halves_to_floats(tile, ASM) if PACKED else bytes_to_floats(tile, ASM)
+    return tl.sum(codes * factors[None, :, :], axis=2)
+
+
+@triton.jit
+def _scaled(
+    sums,
+    total,
+    scales,
+    minimums,
+    rows,
+    groups,
+    NUM_GROUPS: tl.constexpr,
+    ZERO: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+):
+    """Sums of groups [n, GROUPS] of codes become those of numbers; `total` [GROUPS] are sums of their factors."""
+    at = rows[:, None] * NUM_GROUPS + groups[None, :]
+    there = (groups < NUM_GROUPS)[None, :]
+    if PACKED:
+        sums -= (EXCESS + ZERO) * total[None, :]
+    sums *= tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+    if HAS_MINIMUMS:
+        sums += tl.load(minimums + at, mask=there, other=0.0).to(tl.float32) * total[None, :]
+    return sums

@@ -29,7 +29,7 @@ ANGLES = 8192
 
 def items(context: Context) -> list[Item]:
     names = ["135M"] if context.interpreted else list(MODELS)
-    made = [Item(f"attention, {name}", partial(_attention, name=name), 5, 90) for name in names]
+    made = [Item(f"attention, {name}", partial(_attention, name=name), 5, 120) for name in names]
     made += [Item(f"rotation, {name}", partial(_rotation, name=name)) for name in names]
     made += [Item(f"attention of few rows, {name}", partial(_few, name=name)) for name in names]
     return made

@@ -103,7 +103,10 @@ def _check(case: str, rows: Sequence[Row], vocab_size: int, scale: float, filter
         race, floor, scaled = _race(logits[i], row, keys[i])
         best = int(race.argmax())
         unlike += ours != best
-        close = 0 <= ours < vocab_size and float(race[best] - race[ours]) < CLOSE and row.temperature > 0
+        if not 0 <= ours < vocab_size:
+            wrong += 1
+            continue
+        close = float(race[best] - race[ours]) < CLOSE and row.temperature > 0
         # Where rounding lets in or keeps out the one at the edge, whoever wins without it, or with it, is right too.
         edge = (scaled - floor).abs() < CLOSE
         without = int(race.masked_fill(edge, -torch.inf).argmax())

@@ -83,7 +83,7 @@ WAYS = (
 def items(context: Context) -> list[Item]:
     made: list[Item] = []
     for dtype in ("bfloat16", "float32") if not context.small else ("float32",):
-        made.append(Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 110))
+        made.append(Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 130))
     if context.task.model:
         made.append(Item("given model", _given, 10, 120))
     return made

@@ -15,7 +15,7 @@ from tools.gpu_check.speed import MODELS, Model, measure
 
 
 def items(context: Context) -> list[Item]:
-    return [Item(f"kernels of {model.name}", partial(_start, model=model), 1, 110) for model in MODELS]
+    return [Item(f"kernels of {model.name}", partial(_start, model=model), 1, 130) for model in MODELS]
 
 
 def _start(context: Context, model: Model) -> Iterator[Reading]:

@@ -5,6 +5,7 @@ asked for. It is there for tests, which so run the very code that launches on a 
 """
 
 import ctypes
+import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -128,13 +129,20 @@ class Gpu(Device):
 
     def graph(self, calls: Calls) -> Calls:
         calls()
-        # torch.cuda.graph() would wait for the whole device and collect garbage, in the middle of serving.
+        # torch.cuda.graph() would wait for the whole device and collect garbage, in the middle of serving. Garbage must
+        # not be collected meanwhile: a tensor or an event in it would be taken note of in the stream.
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        collects = gc.isenabled()
+        gc.disable()
         try:
-            calls()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                calls()
+            finally:
+                graph.capture_end()
         finally:
-            graph.capture_end()
+            if collects:
+                gc.enable()
         self._graphs.append(graph)
         return graph.replay
 
@@ -154,6 +162,9 @@ class Gpu(Device):
         return True
 
     def memory(self, reserved_bytes: int) -> DeviceMemory:
+        # What loading has left behind, as that of weights which were made smaller here, is nobody's.
+        self.synchronize()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.where)
         used = torch.cuda.memory_reserved(self.where) + CONTEXT_BYTES
         return DeviceMemory(total, free, used, reserved_bytes)
@@ -162,12 +173,14 @@ class Gpu(Device):
         torch.cuda.synchronize(self.where)
 
     def close(self) -> None:
-        self.synchronize()
-        self._graphs.clear()
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for address in self._locked:
-            cudart.cudaHostUnregister(address)
-        self._locked.clear()
+        try:
+            self.synchronize()
+        finally:
+            self._graphs.clear()
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            for address in self._locked:
+                cudart.cudaHostUnregister(address)
+            self._locked.clear()
 
 
 class Interpreted(Device):

@@ -23,7 +23,8 @@ from pipeline.stages.execute.runner import Sampled
 IDLE_S = 1.0
 """Longest wait before the loop turns."""
 PAUSE_S = 0.2
-"""As long as nothing has come for so long, graphs are recorded that no step has asked for yet."""
+"""When nothing has come, and nothing was over, for so long, graphs are recorded that no step has asked for yet, one
+after the other, until something comes. The pause between a result and the next step is none."""
 
 TIMES = struct.Struct("<dddd")
 """What a recording keeps of a step's times: when it was known to be over, computed, waited, copied; in seconds."""
@@ -53,16 +54,17 @@ class Loop:
         """By step: when it was launched, by the stage's clock, and the requests that begin with it."""
         self._ended_s = stage.tape.monotonic()
         if stage.inbox.is_replayed:
-            stage.tape.perform("complete", lambda key, data: self._collect_again())
+            stage.tape.perform("complete", lambda key, data: self._collect_again(key))
         else:
             stage.inbox.wake_by(completions.fd)
 
     def run(self) -> None:
         stage, runner = self._stage, self._runner
-        records_more = True
+        records_more = not stage.inbox.is_replayed
+        timeout_s, busy_s = PAUSE_S, time.monotonic()
         while True:
-            messages = stage.inbox.wait_all(PAUSE_S if records_more else IDLE_S)
-            self._collect()
+            messages = stage.inbox.wait_all(timeout_s if records_more else IDLE_S)
+            has_collected = self._collect()
             for message in messages:
                 match message:
                     case m.Step():
@@ -75,29 +77,34 @@ class Loop:
                     case m.Start():
                         pass
                     case m.Stop():
-                        runner.drain()
+                        self._collect(waits=True)
                         return
                     case _:
                         assert_never(message)
             stage.release()
-            if records_more and not messages and not runner.flights and not stage.inbox.is_replayed:
-                records_more = runner.record_more()
+            if messages or has_collected or runner.flights:
+                timeout_s, busy_s = PAUSE_S, time.monotonic()
+            elif records_more and time.monotonic() - busy_s >= PAUSE_S:
+                records_more, timeout_s = runner.record_more(), 0.0
 
     def _launch(self, step: m.Step) -> None:
         began_s = self._stage.tape.monotonic()
         self._launched[step.step_id] = began_s, [add.request_id for add in step.adds]
         self._completions.put(self._runner.launch(step, self._stage.arrays.take))
 
-    def _collect(self) -> None:
-        """Publish what is over; in a replay, what was then."""
+    def _collect(self, *, waits: bool = False) -> bool:
+        """Publish what is over, or all that was launched; in a replay, what was published then. Returns whether there
+        was anything."""
         if self._stage.inbox.is_replayed:
             self._stage.tape.catch_up()
-        else:
-            self._completions.clear()
-            self._runner.collect_done()
+            return False
+        self._completions.clear()
+        return bool(self._runner.drain() if waits else self._runner.collect_done())
 
-    def _collect_again(self) -> None:
-        if self._runner.flights:
+    def _collect_again(self, step_id: int) -> None:
+        # A recording that began later knows of the ends of steps that it does not know.
+        flights = self._runner.flights
+        if flights and flights[0].step_id == step_id:
             self._runner.collect()
 
     def _publish(self, flight: Flight, sampled: Sampled) -> None:
@@ -105,8 +112,7 @@ class Loop:
         launched_s, requests = self._launched.pop(flight.step_id)
         now_s = time.monotonic()
         if flight.end_ns:
-            compute_s = (flight.end_ns - flight.start_ns) / 1e9
-            wait_s = max(0, flight.start_ns - self._ended_ns) / 1e9 if self._ended_ns else 0.0
+            compute_s, wait_s = seconds_of(flight, self._ended_ns, sampled.copy_s)
             self._ended_ns = flight.end_ns
         else:
             # No clock of a GPU's, or nothing that it computed.
@@ -118,3 +124,12 @@ class Loop:
         self._publisher.publish(
             flight.incarnation, flight.step_id, sampled, Times(now_s - compute_s, now_s, wait_s), requests
         )
+
+
+def seconds_of(flight: Flight, ended_ns: int, copy_s: float) -> tuple[float, float]:
+    """How long a step took, and how long the GPU had nothing to do before it, by the GPU's clock, by which the step
+    before it ended at `ended_ns`; 0 where there was none. What its copies over the bus took is a part of the first, as
+    the scheduler has it, though the clock runs for kernels alone."""
+    compute_s = (flight.end_ns - flight.start_ns) / 1e9 + copy_s
+    wait_s = max(0.0, (flight.start_ns - ended_ns) / 1e9 - copy_s) if ended_ns else 0.0
+    return compute_s, wait_s

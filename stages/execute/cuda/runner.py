@@ -70,7 +70,9 @@ class CudaRunner:
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
         max_num_tokens = settings.schedule.max_num_batched_tokens
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
-        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
+        self.model = DeviceModel(
+            *(device, config, dtype, max_num_tokens, max_num_seqs, quantization), early=settings.execute.early_launch
+        )
         weights = Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
@@ -152,8 +154,10 @@ class CudaRunner:
 
     def close(self) -> None:
         """Give back what is the host's, and end the process that computes masks."""
-        self.device.close()
-        self.masks.close()
+        try:
+            self.device.close()  # raises the GPU's error, where there was one
+        finally:
+            self.masks.close()
 
     # ------------------------------------------------------------------------------------------------------ launching
 
@@ -351,6 +355,9 @@ class CudaRunner:
         stopped = result[STAMP_WORDS + num_samples : STAMP_WORDS + 2 * num_samples].astype(bool)
         sampled = self._sampled(flight, drawn, stopped)
         flight.is_collected = True
+        # The thread of completions may be the last to know the flight: what is pinned is let go of here, for that is
+        # noted in streams, and one of them may be recorded just then.
+        flight.records, flight.prompts, flight.sums = None, [], []
         self._staging.give(flight.slot)
         self.publish(flight, sampled)
         return sampled
@@ -412,7 +419,10 @@ class CudaRunner:
                     parts[place] = record
         for entry in flight.sums:
             if not self.rows.taken[entry.row] or self.rows.generations[entry.row] != entry.generation:
-                continue  # dropped since, and what was summed of it too
+                # Dropped since, and what was summed of it too. Nobody reads its record, which is awaited all the same.
+                if entry.place >= 0:
+                    parts[entry.place] = np.zeros(4 * self.facts.hidden_size, np.uint8)
+                continue
             tokens = entry.sums.numpy()
             self._pool.add(entry.row, entry.start, tokens)
             if entry.place >= 0:
@@ -428,7 +438,8 @@ def _still_to_take(settings: Settings, config: ModelConfig) -> int:
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
     # Logits as they were, and how often each id was said: for those who ask for the one, or wish for the other.
     wishes_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
-    return rows_bytes + wishes_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
+    angles_bytes = 4 * max_model_len * config.head_dim
+    return rows_bytes + wishes_bytes + angles_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:

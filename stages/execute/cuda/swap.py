@@ -70,6 +70,8 @@ class Copies:
         num = max(1, PACKED_BYTES // self._block_bytes)
         self._rooms = [_Room(device, num, pieces, words) for _ in range(NUM_ROOMS)]
         self._next = 0
+        self._begins: Crossing | None = None
+        """Of the step whose copies are given to the streams, until the first is."""
 
     def enqueue(self, sources: IntArray, targets: IntArray) -> Crossing | None:
         """Give copies, one after the other, to the streams; ids from the number of KV blocks on are of swap space.
@@ -77,9 +79,7 @@ class Copies:
         crossing: Crossing | None = None
         for kind, from_blocks, to_blocks in self._runs(sources, targets):
             if crossing is None and kind != (False, False):
-                crossing = Crossing(self._device.event(timed=True), self._device.event(timed=True))
-                with self._device.copying():
-                    crossing.began.record()
+                crossing = self._begins = Crossing(self._device.event(timed=True), self._device.event(timed=True))
             for begin in range(0, len(from_blocks), len(self._rooms[0].packed)):
                 part = slice(begin, begin + len(self._rooms[0].packed))
                 if kind == (False, False):
@@ -100,20 +100,30 @@ class Copies:
         most = self._num_blocks
         pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
         for kind, group in groupby(pairs, key=lambda pair: (pair[0] >= most, pair[1] >= most)):
+            # Of dictionaries, for a long sequence has thousands of blocks; a source may be there more than once.
             from_blocks: list[int] = []
-            to_blocks: list[int] = []
+            to_blocks: dict[int, None] = {}
+            read: set[int] = set()
             for source, target in group:
-                if source in to_blocks or target in to_blocks or target in from_blocks:
-                    yield kind, from_blocks, to_blocks
-                    from_blocks, to_blocks = [], []
+                if source in to_blocks or target in to_blocks or target in read:
+                    yield kind, from_blocks, list(to_blocks)
+                    from_blocks, to_blocks, read = [], {}, set()
                 from_blocks.append(source)
-                to_blocks.append(target)
-            yield kind, from_blocks, to_blocks
+                to_blocks[target] = None
+                read.add(source)
+            yield kind, from_blocks, list(to_blocks)
 
     def _room(self) -> _Room:
         room = self._rooms[self._next]
         self._next = (self._next + 1) % NUM_ROOMS
         return room
+
+    def _begin(self) -> None:
+        """Note when the first copy over the bus begins: behind what it waits for, which is all that the GPU was given
+        before."""
+        if self._begins is not None:
+            self._begins.began.record()
+            self._begins = None
 
     def _sent(self, blocks: list[int]) -> Tensor:
         return self._device.send(np.array(blocks, np.int32))
@@ -129,8 +139,10 @@ class Copies:
         room.computed.record()
         with self._device.copying():
             room.computed.wait()
-            for i, slot in enumerate(slots):
-                self._swap[slot - self._num_blocks].copy_(room.packed[i], non_blocking=True)
+            self._begin()
+            for begin, end, slot in _ranges(slots):
+                place = slot - self._num_blocks
+                self._swap[place : place + end - begin].copy_(room.packed[begin:end], non_blocking=True)
             room.copied.record()
 
     def _in(self, slots: list[int], blocks: list[int]) -> None:
@@ -138,9 +150,20 @@ class Copies:
         room = self._room()
         with self._device.copying():
             room.computed.wait()
-            for i, slot in enumerate(slots):
-                room.packed[i].copy_(self._swap[slot - self._num_blocks], non_blocking=True)
+            self._begin()
+            for begin, end, slot in _ranges(slots):
+                place = slot - self._num_blocks
+                room.packed[begin:end].copy_(self._swap[place : place + end - begin], non_blocking=True)
             room.copied.record()
         room.copied.wait()
         copy.scatter(self._memory, self._sent(blocks), room.packed)
         room.computed.record()
+
+
+def _ranges(slots: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Where slots follow each other: from which place in the list to which, and the first."""
+    begin = 0
+    for i in range(1, len(slots) + 1):
+        if i == len(slots) or slots[i] != slots[i - 1] + 1:
+            yield begin, i, slots[begin]
+            begin = i

@@ -30,6 +30,8 @@ from pipeline.stages.execute.prompts import prompt_places
 from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.wants import Want
 
+NOBODY = -1
+"""In the place of a row."""
 LOOK_S = 50e-6
 """Between two looks whether masks are complete."""
 
@@ -75,7 +77,8 @@ class Wishes:
     def mask(self, masks: Masks, rows: IntArray, table: RowTable, num_samples: int) -> tuple[Masked, dict[int, str]]:
         """The masks of a step that draws for `rows`, all of whose ids are known here; the GPU computes its logits
         meanwhile. With them, the rows that can have none, and why: those will draw nothing."""
-        places = masks.ask(rows, table.ids, table.num_ids)
+        # Nothing can follow in a row that has ended, and it may have ended because it can have no masks.
+        places = masks.ask(np.where(table.ended[rows], NOBODY, rows), table.ids, table.num_ids)
         end_s = time.monotonic() + LATE_MS / 1000
         while not masks.is_done():
             if time.monotonic() > end_s:

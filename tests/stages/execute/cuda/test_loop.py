@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from pipeline import messages as m
 from pipeline.recording.compare import compare
 from pipeline.recording.replaying import replay
+from pipeline.stages.execute.cuda.flight import Flight
+from pipeline.stages.execute.cuda.loop import seconds_of
 from tests.rig import Rig
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.driver import Driver, make_step, row_add
@@ -83,3 +86,17 @@ def test_blocks_go_out_to_the_segment_and_come_back(slight_dir: Path) -> None:
         del swap
     gc.unfreeze()
     assert made == [[expected[0]], [expected[1]] * 2, [expected[2]] * 2]
+
+
+def flight_of(start_ns: int, end_ns: int) -> Flight:
+    none: Any = None
+    return Flight(1, 1, none, 1, *(none,) * 4, num_rows=1, num_tokens=1, start_ns=start_ns, end_ns=end_ns)
+
+
+def test_copies_are_a_part_of_what_a_step_took_by_the_clock_of_a_gpu_as_well() -> None:
+    """The scheduler subtracts them, to learn what computing takes."""
+    step = flight_of(5_000_000_000, 5_020_000_000)
+    assert seconds_of(step, 0, 0.0) == pytest.approx((0.02, 0.0))
+    assert seconds_of(step, 4_990_000_000, 0.0) == pytest.approx((0.02, 0.01))
+    assert seconds_of(step, 4_990_000_000, 0.004) == pytest.approx((0.024, 0.006))
+    assert seconds_of(step, 4_990_000_000, 0.5) == pytest.approx((0.52, 0.0)), "they run beside the step before, too"

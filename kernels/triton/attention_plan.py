@@ -1,0 +1,152 @@
+"""Where the line of a step's attention is cut; what the line is, and why it is cut so, `attention_tasks.py` says.
+
+Each program of the launch sums over all entries for itself, and writes one cut: none reads what another has written.
+Numbers on the line are int64: a step of many long chunks has more keys x query blocks than an int32 counts.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _cost_before(block, start, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, OVERHEAD: tl.constexpr):
+    """Of the query blocks before `block` of an entry, if all are full: keys that a block sees grow by BLOCK_Q from one
+    to the next, until the window is full. int64."""
+    growing = block
+    if WINDOW > 0:
+        room = WINDOW - 1 - start
+        growing = tl.minimum(block, tl.where(room >= 0, tl.maximum(room, 0) // BLOCK_Q + 1, 0))
+    cost = growing * start + BLOCK_Q * (growing * (growing + 1) // 2) + block * OVERHEAD
+    if WINDOW > 0:
+        cost += (block - growing) * (BLOCK_Q + WINDOW - 1)
+    return cost
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def plan_kernel(
+    cuts,
+    list_entries,
+    arrivals,
+    rows,
+    starts,
+    counts,
+    offsets,
+    num_entries,
+    NUM_KV_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+    LEAST_PART: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CUT_FIELDS: tl.constexpr,
+    ENTRY_FIELDS: tl.constexpr,
+):
+    """Program i writes cut i, and entry i of the step into the list, if it belongs there."""
+    program = tl.program_id(0)
+    entries = tl.arange(0, ENTRIES)
+    present = entries < num_entries
+    all_starts = tl.load(starts + entries, mask=present, other=0).to(tl.int64)
+    all_counts = tl.load(counts + entries, mask=present, other=0).to(tl.int64)
+    listed = (all_counts >= LEAST) & (all_counts <= MOST)
+
+    if program < num_entries:
+        count = tl.load(counts + program)
+        if (count >= LEAST) & (count <= MOST):
+            to = list_entries + tl.sum((listed & (entries < program)).to(tl.int32)) * ENTRY_FIELDS
+            tl.store(to, tl.load(rows + program))
+            tl.store(to + 1, tl.load(starts + program))
+            tl.store(to + 2, count)
+            tl.store(to + 3, tl.load(offsets + program))
+
+    if program <= NUM_PROGRAMS:
+        tl.store(arrivals + program, 0)
+        num_blocks = tl.where(listed, (all_counts + BLOCK_Q - 1) // BLOCK_Q, 0)
+        work = _cost_before(num_blocks, all_starts, WINDOW, BLOCK_Q, OVERHEAD) - (num_blocks * BLOCK_Q - all_counts)
+        ends = tl.cumsum(tl.where(listed, work * NUM_KV_HEADS, 0))
+        total = tl.max(ends)
+        # A unit costs more than a tile's keys, so two cuts are never on one tile, however many there are.
+        num_units = tl.sum(num_blocks) * NUM_KV_HEADS
+        used = tl.minimum(tl.maximum(tl.maximum(total // MIN_KEYS, num_units), 1), NUM_PROGRAMS)
+        share, extra = total // used, total % used
+        cut = tl.minimum(program, used)
+        at = cut * share + tl.minimum(cut, extra)
+
+        # Where no unit is left.
+        rank = tl.sum(listed.to(tl.int32))
+        unit = num_units.to(tl.int32)
+        head, block, tile, first_inside, num_inside = 0, 0, 0, -1, 0
+        entry = num_entries
+        if at < total:
+            passed = ends <= at
+            entry = tl.sum(passed.to(tl.int32))
+            before = entries < entry
+            entry_at = tl.max(tl.where(passed, ends, 0))
+            rank = tl.sum((listed & before).to(tl.int32))
+            start, count = tl.load(starts + entry).to(tl.int64), tl.load(counts + entry).to(tl.int64)
+            blocks = (count + BLOCK_Q - 1) // BLOCK_Q
+            cost = _cost_before(blocks, start, WINDOW, BLOCK_Q, OVERHEAD) - (blocks * BLOCK_Q - count)
+            head_index = (at - entry_at) // cost
+            head_at = entry_at + head_index * cost
+
+            # The last block that begins at or before the cut.
+            low, high = blocks * 0, blocks - 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                begins = head_at + _cost_before(middle, start, WINDOW, BLOCK_Q, OVERHEAD) <= at
+                low = tl.where(begins, middle, low)
+                high = tl.where(begins, high, middle - 1)
+            unit_at = head_at + _cost_before(low, start, WINDOW, BLOCK_Q, OVERHEAD)
+            first_key = low * 0
+            if WINDOW > 0:
+                first_key = tl.maximum(start + low * BLOCK_Q - WINDOW + 1, 0)
+            end_key = start + tl.minimum((low + 1) * BLOCK_Q, count)
+            unit_end = unit_at + OVERHEAD + end_key - first_key
+            first_tile, end_tile = first_key // BLOCK_N, (end_key + BLOCK_N - 1) // BLOCK_N
+            keys_at = unit_at + OVERHEAD - first_key - BLOCK_N // 2
+            least = tl.maximum(share // (32 * BLOCK_N), LEAST_PART)
+
+            # All cuts of this unit, each by the same sum: the programs between them share it.
+            programs = tl.arange(0, PROGRAMS)
+            used_programs = tl.minimum(programs, used)
+            all_at = used_programs * share + tl.minimum(used_programs, extra)
+            all_tiles = tl.maximum(all_at - keys_at, 0) // BLOCK_N
+            inside = (all_at >= unit_at) & (all_at < unit_end)
+            inside = inside & (all_tiles - first_tile >= least) & (end_tile - all_tiles >= least)
+
+            cut_tile = tl.maximum(at - keys_at, 0) // BLOCK_N
+            unit = tl.sum(tl.where(before, num_blocks, 0)).to(tl.int32) * NUM_KV_HEADS
+            unit += (head_index * blocks + low).to(tl.int32)
+            head, block = head_index.to(tl.int32), low.to(tl.int32)
+            if (cut_tile - first_tile >= least) & (end_tile - cut_tile >= least):
+                tile = cut_tile.to(tl.int32)
+                first_inside = tl.min(tl.where(inside, programs, PROGRAMS))
+                num_inside = tl.sum(inside.to(tl.int32))
+            elif cut_tile - first_tile >= end_tile - cut_tile:
+                unit += 1
+                block += 1
+                if block == blocks:
+                    block = 0
+                    head += 1
+                    if head == NUM_KV_HEADS:
+                        head = 0
+                        rank += 1
+                        entry = tl.min(tl.where(listed & (entries > entry), entries, num_entries))
+        to = cuts + program * CUT_FIELDS
+        tl.store(to, rank)
+        tl.store(to + 1, head)
+        tl.store(to + 2, block)
+        tl.store(to + 3, tile)
+        tl.store(to + 4, unit)
+        tl.store(to + 5, first_inside)
+        tl.store(to + 6, num_inside)
+        if entry < num_entries:
+            tl.store(to + 8, tl.load(rows + entry))
+            tl.store(to + 9, tl.load(starts + entry))
+            tl.store(to + 10, tl.load(counts + entry))
+            tl.store(to + 11, tl.load(offsets + entry))

@@ -1,0 +1,76 @@
+"""What the scheduler does to rows while steps that compute them are in flight."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from tests.stages.execute.cuda.conftest import on_device
+from tests.stages.execute.cuda.driver import CudaDriver
+from tests.stages.execute.driver import i32, make_step, row_add, take
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
+
+
+@pytest.fixture(scope="module")
+def driver(slight_dir: Path) -> CudaDriver:
+    return CudaDriver(slight_dir, on_device())
+
+
+class AskedMasks:
+    """In the place of `Runner.masks`: allows everything, and notes for whom it was asked."""
+
+    def __init__(self, runner: Any) -> None:
+        self.words = np.full_like(runner.masks.words, 0xFFFF_FFFF)
+        self.asked: list[dict[int, list[int]]] = []
+        """Of each step: all ids of each row."""
+
+    def add(self, row: int, sampling: m.Sampling, num_prompt: int) -> None:
+        pass
+
+    def drop(self, rows: Any) -> None:
+        pass
+
+    def ask(self, rows: Any, ids: Any, num_ids: Any) -> Any:
+        self.asked.append({row: ids[row, : num_ids[row]].tolist() for row in rows.tolist() if row >= 0})
+        return np.flatnonzero(rows >= 0)
+
+    def is_done(self) -> bool:
+        return True
+
+    def take_failed(self) -> dict[int, str]:
+        return {}
+
+
+def test_a_row_that_is_pooled_and_dropped_still_has_the_record_that_is_awaited(driver: CudaDriver) -> None:
+    """The scheduler cuts the records of a step by what it planned."""
+    driver.clear()
+    runner = driver.runner
+    wishes = [m.Sampling(pooling=m.Pooling.MEAN), m.Sampling(pooling=m.Pooling.LAST)]
+    adds = [row_add(row, [5, 9, 7], [row], wish) for row, wish in enumerate(wishes)]
+    runner.launch(make_step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds), take)
+    runner.launch(make_step(drops=[0]), take)
+    first, _ = runner.drain()
+    records = first.records.reshape(2, 4 * runner.facts.hidden_size)
+    assert not records[0].any() and records[1].any()
+
+
+def test_masks_are_asked_for_rows_that_go_on_alone_with_all_of_their_ids(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that has ended in flight has none: its grammar is at its end, or was what ended it."""
+    driver.clear()
+    runner = driver.runner
+    masks = AskedMasks(runner)
+    monkeypatch.setattr(runner, "masks", masks)
+    ends = m.Sampling(grammar="a", allowed_ids=i32([9]), stop_token_ids=[9])
+    goes_on = m.Sampling(grammar="a", temperature=0.0, ignore_eos=True)
+    adds = [row_add(0, [5, 9, 7], [0], ends), row_add(1, [5, 9], [1], goes_on)]
+    runner.launch(make_step([(0, 0, 3, True), (1, 0, 2, True)], adds=adds), take)
+    runner.launch(make_step([(0, 3, 1, True), (1, 2, 1, True)]), take)
+    last = runner.drain()[-1]
+    assert masks.asked[0] == {0: [5, 9, 7], 1: [5, 9]}
+    assert list(masks.asked[1]) == [1] and len(masks.asked[1][1]) == 3
+    assert last.ids[0] == -1 and last.ids[1] >= 0 and last.errors == ()

@@ -1,0 +1,214 @@
+"""The executor's loop on a GPU without one: a runner that computes nothing, steps that are over when a test says so."""
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.config.settings import Settings
+from pipeline.recording import format as f
+from pipeline.recording.player import ReplayInbox, ReplayTape
+from pipeline.recording.tape import Tape
+from pipeline.stages.execute.cuda import loop as loops
+from pipeline.stages.execute.cuda.completions import Completions
+from pipeline.stages.execute.cuda.flight import Flight
+from pipeline.stages.execute.cuda.loop import PAUSE_S, TIMES, Loop
+from pipeline.stages.execute.runner import Sampled
+from tests.stages.execute.driver import make_step, row_add
+
+NONE: Any = None
+INTS = np.zeros(0, np.int32)
+
+
+class IdleRunner:
+    """In the place of `CudaRunner`."""
+
+    def __init__(self) -> None:
+        self.flights: deque[Flight] = deque()
+        self.rows = SimpleNamespace(num_live=0)
+        self.num_over = self.num_recorded = 0
+        self.publish: Callable[[Flight, Sampled], None] = lambda flight, sampled: None
+
+    def launch(self, step: m.Step, take: Any) -> Flight:
+        self.flights.append(Flight(1, step.step_id, NONE, 0, *(NONE,) * 4, num_rows=0, num_tokens=0))
+        self.flights[-1].is_collected = True  # nobody waits for it
+        return self.flights[-1]
+
+    def collect(self) -> Sampled:
+        sampled = Sampled(INTS, INTS.astype(np.uint32), INTS, INTS.astype(np.uint8))
+        self.publish(self.flights.popleft(), sampled)
+        return sampled
+
+    def collect_done(self) -> list[Sampled]:
+        num = min(self.num_over, len(self.flights))
+        self.num_over -= num
+        return [self.collect() for _ in range(num)]
+
+    def drain(self) -> list[Sampled]:
+        return [self.collect() for _ in range(len(self.flights))]
+
+    def record_more(self) -> bool:
+        self.num_recorded += 1
+        return True
+
+
+def stage_of(inbox: Any, tape: Tape) -> tuple[Any, list[m.StepResult]]:
+    """What the loop needs of a stage, and the results that it sends."""
+    sent: list[m.StepResult] = []
+    stage = SimpleNamespace(
+        inbox=inbox,
+        tape=tape,
+        asides=SimpleNamespace(),
+        arrays=SimpleNamespace(take=None, put=lambda array: array.tobytes()),
+        outbox=lambda peer: SimpleNamespace(send=lambda message: sent.append(message) or True),
+        trace=SimpleNamespace(on=False),
+        release=lambda: None,
+    )
+    return stage, sent
+
+
+def run(stage: Any, runner: Any) -> None:
+    completions = Completions()
+    try:
+        Loop(stage, runner, completions).run()
+    finally:
+        completions.close()
+
+
+class ScriptedInbox:
+    """Each wake is: seconds that it comes after the last at the latest, its messages, and how many steps are over."""
+
+    is_replayed = False
+
+    def __init__(self, runner: IdleRunner, wakes: list[tuple[float, list[Any], int]]) -> None:
+        self._runner, self._wakes = runner, iter(wakes)
+        self.now_s = 100.0
+        self.num_recorded: list[int] = []
+        """When each wake came."""
+
+    def wake_by(self, fd: int) -> None:
+        pass
+
+    def wait_all(self, timeout_s: float) -> list[Any]:
+        after_s, messages, self._runner.num_over = next(self._wakes)
+        self.now_s += min(after_s, timeout_s)
+        self.num_recorded.append(self._runner.num_recorded)
+        return messages
+
+
+def test_graphs_are_recorded_when_nothing_has_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between a result and the step that follows it."""
+    runner = IdleRunner()
+    step, late = make_step(step_id=1), 2 * PAUSE_S
+    wakes: list[tuple[float, list[Any], int]] = [
+        (0.001, [step], 0),
+        (0.001, [], 1),  # woken by its end
+        (0.0001, [], 0),  # and by the thread, which is late
+        (0.001, [step], 0),
+        (late, [], 0),  # a long step
+        (0.001, [], 1),
+        (late, [], 0),
+        (late, [], 0),
+        (0.001, [step], 1),
+        (0.001, [m.Stop()], 0),
+    ]
+    inbox = ScriptedInbox(runner, wakes)
+    monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
+    stage, sent = stage_of(inbox, Tape())
+    run(stage, runner)
+    assert inbox.num_recorded == [0, 0, 0, 0, 0, 0, 0, 1, 2, 2]
+    assert inbox.now_s == pytest.approx(100 + 0.0051 + 2 * PAUSE_S), "and one after the other, without another pause"
+    assert len(sent) == 3
+
+
+def recording(path: Path, entries: list[f.Entry], *, from_start: bool) -> ReplayTape:
+    settings = msgspec.Raw(msgspec.msgpack.encode(Settings()))
+    header = f.Header(f.FORMAT, "", "execute", 0, 0, 1, from_start, False, settings, "", [], [])
+    path.write_bytes(f.MAGIC + b"".join(map(f.frame, [header, *entries])))
+    return ReplayTape(m.Replay(str(path), str(path) + ".out", paced=False), m.ExecuteInbox)
+
+
+def wake(*messages: Any) -> f.Wake:
+    bodies = [msgspec.msgpack.encode(message) for message in messages]
+    num = len(bodies)
+    return f.Wake(0, ["schedule.0"] * num, [1] * num, bodies, [[] for _ in bodies])
+
+
+def complete(step_id: int) -> f.Event:
+    return f.Event("complete", step_id, TIMES.pack(step_id, 0.25, 0.125, 0.0))
+
+
+LAUNCHED = f.Value("monotonic", 1.0)
+
+
+def test_a_recording_that_began_in_the_middle_is_replayed_with_its_own_times(tmp_path: Path) -> None:
+    """Ends of steps that were launched before it, or are left out of it, are nobody's."""
+    entries = [
+        wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
+        LAUNCHED,
+        complete(10),
+        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row of before
+        LAUNCHED,
+        wake(),
+        complete(11),
+        wake(make_step([(0, 1, 1, True)], step_id=13)),
+        LAUNCHED,
+        complete(12),
+        complete(13),
+        f.End("its time was up"),
+    ]
+    tape = recording(tmp_path / "it.rec", entries, from_start=False)
+    stage, sent = stage_of(ReplayInbox(tape), tape)
+    run(stage, IdleRunner())
+    tape.close()
+    assert [(one.step_id, one.compute_s, one.wait_s) for one in sent] == [(11, 0.25, 0.125), (13, 0.25, 0.125)]
+
+
+class DrainingRunner(IdleRunner):
+    """Each step needs what those before it drew."""
+
+    def launch(self, step: m.Step, take: Any) -> Flight:
+        self.drain()
+        return super().launch(step, take)
+
+
+def test_so_are_results_that_a_later_step_waited_for(tmp_path: Path) -> None:
+    entries = [
+        wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
+        LAUNCHED,
+        complete(10),
+        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row of before
+        wake(make_step([(0, 1, 1, True)], step_id=13)),
+        LAUNCHED,
+        complete(11),
+        complete(12),
+        wake(make_step([(0, 2, 1, True)], step_id=14)),
+        LAUNCHED,
+        complete(13),
+        complete(14),
+        f.End("its time was up"),
+    ]
+    tape = recording(tmp_path / "it.rec", entries, from_start=False)
+    stage, sent = stage_of(ReplayInbox(tape), tape)
+    run(stage, DrainingRunner())
+    tape.close()
+    assert [(one.step_id, one.compute_s) for one in sent] == [(11, 0.25), (13, 0.25), (14, 0.25)]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_was_in_flight_when_a_recording_ended_is_not_told(tmp_path: Path, stops: bool) -> None:
+    """But what a stage waited for before it stopped is."""
+    steps = [make_step(step_id=1), make_step(step_id=2)]
+    entries = [LAUNCHED, wake(*steps), LAUNCHED, LAUNCHED, wake(), complete(1)]
+    entries += [wake(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it had reached its size")]
+    tape = recording(tmp_path / "it.rec", entries, from_start=True)
+    stage, sent = stage_of(ReplayInbox(tape), tape)
+    run(stage, IdleRunner())
+    tape.close()
+    assert [one.step_id for one in sent] == [1, 2][: 1 + stops]
