@@ -57,11 +57,17 @@ GRAPHS_BYTES = 512 * 1024**2
 
 
 class CudaRunner:
-    """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
-    words, where the model can't be run so. One thread makes it and calls it."""
+    """The model, its memory and its rows; `swap` is memory for blocks of swap space, `weights` are in place of those
+    that the folder names. Raises UserError, in the user's words, where the model can't be run so. One thread makes it
+    and calls it."""
 
     def __init__(
-        self, settings: Settings, model_dir: Path, swap: memoryview | None = None, device: Device | None = None
+        self,
+        settings: Settings,
+        model_dir: Path,
+        swap: memoryview | None = None,
+        device: Device | None = None,
+        weights: Weights | None = None,
     ) -> None:
         config = ModelConfig.load(model_dir)
         self._settings = settings
@@ -71,7 +77,7 @@ class CudaRunner:
         max_num_tokens = settings.schedule.max_num_batched_tokens
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
         self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
-        weights = Weights(model_dir, config, dtype)
+        weights = weights or Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
         kv = plan_device_kv(settings, config, device.memory(_still_to_take(settings, config)))
