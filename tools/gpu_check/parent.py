@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 0.1
 KILLED_S = 10.0
 """Longest wait for a process that was killed."""
+LEFT: list["subprocess.Popen[bytes]"] = []
+"""Those that had not ended by then."""
 NO_GPU = 2
 STOPPED = threading.Event()
 """Someone ends this program: nothing more is begun, and what there is is told."""
@@ -184,9 +186,11 @@ def _run_process(task: Task, end_s: float) -> int:
         return code
     finally:
         _kill_session(process.pid)
-        with suppress(subprocess.TimeoutExpired):
-            # One that is inside of the driver may take its time, or never end: what follows goes on beside it.
+        try:
             process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            # One that is inside of the driver may take its time, or never end: what follows goes on beside it.
+            LEFT.append(process)
 
 
 def _kill_session(leader: int) -> None:
