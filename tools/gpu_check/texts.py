@@ -85,19 +85,22 @@ def items(context: Context) -> list[Item]:
     made: list[Item] = []
     for dtype in ("bfloat16", "float32") if not context.small else ("float32",):
         made.append(Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 130))
+    if not context.small:
+        made.append(Item("small model, early launches", partial(_small, dtype="bfloat16", early=True), 10, 100))
     if context.task.model:
         made.append(Item("given model", _given, 10, 120))
     return made
 
 
-def _small(context: Context, dtype: str) -> Iterator[Reading]:
+def _small(context: Context, dtype: str, *, early: bool = False) -> Iterator[Reading]:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
         config = write_prepared(folder, TINY if context.interpreted else SMALL, seed=11)
         rng = np.random.default_rng(5)
         lengths = (61, 50, 17, 1) if context.interpreted else (211, 90, 130, 64, 49, 33, 17, 16, 1)
         prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in lengths]
-        yield from _compare(context, folder, config, dtype, prompts, num_new=2 if context.interpreted else 24)
+        num_new = 2 if context.interpreted else 24
+        yield from _compare(context, folder, config, dtype, prompts, num_new, early=early)
 
 
 def _given(context: Context) -> Iterator[Reading]:
@@ -112,24 +115,35 @@ def _given(context: Context) -> Iterator[Reading]:
 
 
 def _compare(
-    context: Context, folder: Path, config: ModelConfig, dtype: str, prompts: list[list[int]], num_new: int
+    context: Context,
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    prompts: list[list[int]],
+    num_new: int,
+    *,
+    early: bool = False,
 ) -> Iterator[Reading]:
-    """Every way and every kind of draw: on the GPU against the CPU with the same dtype."""
+    """Every way and every kind of draw: on the GPU against the CPU. With `early` its kernels don't wait for each other
+    to end, and the first way, which decodes few rows, is enough."""
     # The second prompt begins as the first does.
     prompts[1] = prompts[0][:PREFIX] + prompts[1][PREFIX:]
     plan = Plan(prompts, num_new)
     exact = Texts(make_cpu_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
-    ours = Texts(make_runner(_settings(config, plan, dtype, "cuda"), folder), plan)
+    settings = _settings(config, plan, dtype, "cuda")
+    execute = msgspec.structs.replace(settings.execute, early_launch=early)
+    ours = Texts(make_runner(msgspec.structs.replace(settings, execute=execute), folder), plan)
+    what = f"{config.name} {dtype}{', early' * early}"
     try:
         exact.keep_logits()
-        ways = WAYS if not context.interpreted else (WAYS[0], WAYS[4])
+        ways = WAYS[:1] if early else WAYS if not context.interpreted else (WAYS[0], WAYS[4])
         for draw, sampling in DRAWS.items():
             expected = exact.of(WAYS[0], sampling)
             for way in ways if draw == "greedy" else ways[-1:]:
                 found = ours.of(way, sampling)
-                yield _judge(f"{config.name} {dtype}, {draw}, {way.name}", exact, sampling, expected, found, dtype)
+                yield _judge(f"{what}, {draw}, {way.name}", exact, sampling, expected, found, dtype)
         if not context.small or context.interpreted:
-            yield _without_syncs(ours, f"{config.name} {dtype}")
+            yield _without_syncs(ours, what)
     finally:
         close(exact.runner)
         close(ours.runner)
