@@ -131,7 +131,7 @@ class CudaRunner:
 
     @cached_property
     def wishes(self) -> Wishes:
-        """Made, with its memory, when it is needed for the first time."""
+        """Made with its memory: before the server is ready, or when it is needed for the first time."""
         limits = self._settings.limits
         return Wishes(
             *(self.device, self.model, self.steps, self._device_rows, self._max_num_seqs, limits.max_logprobs)
@@ -143,6 +143,7 @@ class CudaRunner:
         prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
         for shape in (*self.shapes.first(), *prompts):
             self.steps.get(shape, Kind.DRAW)
+        _ = self.wishes  # whose memory would else be missed in the middle of a request, if somebody has taken it
         self.device.synchronize()
 
     def record_more(self) -> bool:
@@ -474,8 +475,17 @@ def _still_to_take(settings: Settings, config: ModelConfig) -> int:
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
     # Logits as they were, and how often each id was said: for those who ask for the one, or wish for the other.
     wishes_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
+    pooled_bytes = 4 * settings.schedule.max_num_batched_tokens * config.hidden_size
     angles_bytes = 4 * max_model_len * config.head_dim
-    return rows_bytes + wishes_bytes + angles_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
+    return (
+        rows_bytes
+        + wishes_bytes
+        + pooled_bytes
+        + angles_bytes
+        + 4 * HEAP_WORDS
+        + NUM_ROOMS * PACKED_BYTES
+        + GRAPHS_BYTES
+    )
 
 
 def require_places(max_num_seqs: int, max_model_len: int, max_num_stops: int) -> None:
