@@ -3,7 +3,6 @@
 import importlib
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 
@@ -49,10 +48,7 @@ def make_cpu_runner(settings: Settings, folder: Path) -> Any:
 def make_runner(settings: Settings, folder: Path, weights: Weights | None = None) -> Any:
     """The GPU's executor for a prepared folder; with `weights` in place of those that the folder names."""
     module: Any = importlib.import_module(CUDA_RUNNER)
-    if weights is None:
-        return module.CudaRunner(settings, folder)
-    with mock.patch.object(module, "Weights", lambda *_: weights):
-        return module.CudaRunner(settings, folder)
+    return module.CudaRunner(settings, folder, weights=weights)
 
 
 def close(runner: Any) -> None:

@@ -199,6 +199,22 @@ class DeviceModel(Recorder):
             self._layers.append((attention, mlp))
         self._attentions, self._mlps = [], []
 
+    @property
+    def matrices(self) -> list[DeviceMatrix]:
+        """Those that each token of a step is multiplied with."""
+        pairs = [(layer.qkv, layer.out, mlp.gate_up, mlp.down) for layer, mlp in self._layers]
+        return [product.matrix for products in pairs for product in products]
+
+    @property
+    def head(self) -> DeviceMatrix:
+        """What each sample of a step is multiplied with."""
+        return self._head
+
+    @property
+    def table(self) -> DeviceMatrix:
+        """The embedding, of which a step reads a row a token; it may be the head too."""
+        return self._table
+
     def _tasks_of(self, window: int | None) -> AttentionTasks:
         if window not in self._tasks:
             config = self._config
