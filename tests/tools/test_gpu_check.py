@@ -12,10 +12,10 @@ import torch
 
 from pipeline.stages.execute.cuda import launches
 from tests.tools import gpu_check_fakes as fakes
-from tools.gpu_check import breakdown, child, gpu, kernels_ends, parent, report, runners, speed, texts
+from tools.gpu_check import breakdown, child, gpu, kernels_ends, machine, parent, report, runners, speed, texts
 from tools.gpu_check.child import Context, Task
 from tools.gpu_check.kernels_dense import items as dense_items
-from tools.gpu_check.models import made_up_tokenizer
+from tools.gpu_check.models import WeightsOnDevice, made_up_tokenizer
 from tools.gpu_check.readings import Failed, Line, Reading, check, read, write
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY, bits_in_groups, step_bytes
 
@@ -82,6 +82,33 @@ class TestSections:
         lines = _run(tmp_path, "raises", inline=True)
         assert _cases(lines) == ["before the error", "fine"]
         assert len(_failures(lines)) == 1 and "ValueError: so it is" in _failures(lines)[0]
+
+    def test_an_error_that_the_gpu_tells_late_is_its_items(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        errors = iter([RuntimeError("an illegal memory access was encountered")])
+
+        def synchronize() -> None:
+            for error in errors:
+                raise error
+
+        monkeypatch.setattr(gpu, "synchronize", synchronize)
+        lines = _run(tmp_path, "late", inline=True)
+        assert _cases(lines) == ["never", "fine"]
+        assert len(_failures(lines)) == 1 and "illegal memory access" in _failures(lines)[0]
+
+    def test_a_process_that_does_not_die_holds_nobody_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        kill = parent._kill_session
+        monkeypatch.setattr(parent, "_kill_session", lambda leader: None)
+        monkeypatch.setattr(parent, "KILLED_S", 0.1)
+        monkeypatch.setattr(parent, "LEFT", left := [])
+        try:
+            lines = _run(tmp_path, "hangs")
+        finally:
+            for process in left:
+                kill(process.pid)
+                process.wait(10)
+        assert _cases(lines) == ["before the hang", "fine"] and len(left) == 1
 
     def test_what_there_is_no_time_for_is_not_begun(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "late", inline=True)
@@ -234,6 +261,24 @@ def test_a_kernel_that_leaves_an_element_out_fails() -> None:
     turns = iter((right, right + 1e-7, right))
     reading = checked("never the same", lambda: out.copy_(next(turns)), out, right, 1e-3)
     assert reading.result == "FAIL" and "race" in reading.note
+
+
+def test_a_runner_takes_the_weights_that_it_is_given(tmp_path: Path) -> None:
+    TINY.save(tmp_path)
+    settings = runners.settings_for(
+        "cuda", max_model_len=64, kv_cache_bytes=1 << 20, max_num_seqs=2, max_num_batched_tokens=32
+    )
+    weights = WeightsOnDevice(TINY, torch.bfloat16)
+    runner = runners.make_runner(settings, tmp_path, weights)
+    try:
+        assert runner.weight_formats == "bf16" and weights.taken
+    finally:
+        runners.close(runner)
+
+
+def test_the_time_of_a_step_is_bound_by_a_copy_where_nothing_else_was_measured(tmp_path: Path) -> None:
+    rates = {"copy, read + written": 3000.0}
+    assert machine.bandwidth(Context(Task("any", str(tmp_path / "lines"), 60.0, rates=rates))) == 3e12
 
 
 def test_the_cpu_stands_for_the_gpu_where_kernels_are_interpreted() -> None:

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,39 +89,46 @@ def run(task: Task) -> int:
             continue
         write(path, Begun(item.name, item.limit_s))
         began_s = time.monotonic()
-        try:
-            for reading in item.run(context):
-                write(path, replace(reading, section=task.section))
-                context.say(line_of(reading))
-        except Exception:
-            text = traceback.format_exc()
-            print(text, flush=True)
-            write(path, Failed(item.name, text))
+        problem = _tried(partial(_run_item, item, context, path))
+        if "torch" in sys.modules and not task.interpreted:
+            # What went wrong in its last launches, which nobody has waited for, is its own too.
+            problem = problem or _tried(_settle)
+        if problem:
+            print(problem, flush=True)
+            write(path, Failed(item.name, problem))
             if not _works():
                 return BROKEN
         write(path, Ended(item.name, time.monotonic() - began_s))
-        if "torch" in sys.modules and not task.interpreted:
-            _free_memory()
     return 0
 
 
-def _free_memory() -> None:
-    """What this process keeps of the GPU's memory may be another's."""
+def _run_item(item: Item, context: Context, path: Path) -> None:
+    for reading in item.run(context):
+        write(path, replace(reading, section=context.task.section))
+        context.say(line_of(reading))
+
+
+def _tried(run: Callable[[], None]) -> str:
+    """The traceback of what went wrong; nothing where nothing did. What the error held is free then."""
+    try:
+        run()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def _settle() -> None:
+    """Wait for the GPU, and give back what this process keeps of its memory: it may be another's."""
     from tools.gpu_check import gpu
 
+    gpu.synchronize()
     gc.collect()
     gpu.free_memory()
 
 
 def _works() -> bool:
     """Whether the GPU still does what it is told in this process: after some errors it never does again."""
-    from tools.gpu_check import gpu
-
-    try:
-        gpu.synchronize()
-    except RuntimeError:
-        return False
-    return True
+    return not _tried(_settle)
 
 
 def line_of(reading: Reading) -> str:

@@ -23,13 +23,19 @@ from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
 
 MODELS = {"8B": LLAMA_8B, "1B": LLAMA_1B, "135M": SMOLLM2_135M}
 DTYPE = torch.bfloat16
+KINDS = ("chunk", "decode", "drafts")
 ANGLES = 8192
 """Positions that there are angles for."""
 
 
 def items(context: Context) -> list[Item]:
     names = ["135M"] if context.interpreted else list(MODELS)
-    made = [Item(f"attention, {name}", partial(_attention, name=name), 5, 120) for name in names]
+    # Each kind by itself, so that a kernel which can't be compiled takes no other's cases along.
+    made = [
+        Item(f"attention, {name}: {kind}", partial(_attention, name=name, kind=kind), 5, 120)
+        for kind in KINDS
+        for name in names
+    ]
     made += [Item(f"rotation, {name}", partial(_rotation, name=name)) for name in names]
     made += [Item(f"attention of few rows, {name}", partial(_few, name=name)) for name in names]
     return made
@@ -40,7 +46,7 @@ def _config(context: Context, name: str) -> ModelConfig:
 
 
 def cases(context: Context) -> dict[str, tuple[list[Entry], int | None]]:
-    """Entries and window, by what they are."""
+    """Entries and window, by what they are; each begins with one of KINDS."""
     if context.interpreted:
         return {"decode 3, window 7": ([(5, 1), (20, 1), (0, 0)], 7), "chunk and decode": ([(3, 9), (11, 1)], None)}
     draw = random.Random(1)
@@ -62,12 +68,14 @@ def cases(context: Context) -> dict[str, tuple[list[Entry], int | None]]:
     }
 
 
-def _attention(context: Context, name: str) -> Iterator[Reading]:
+def _attention(context: Context, name: str, kind: str) -> Iterator[Reading]:
     from pipeline.kernels.triton.attention import attend
 
     config = _config(context, name)
     heads, head_dim = config.num_heads, config.head_dim
     for case, (entries, window) in cases(context).items():
+        if not case.startswith(kind):
+            continue
         made = made_steps.make(entries, config.num_kv_heads, head_dim, DTYPE, padding=3)
         tasks = _tasks(config, made, window)
         num = len(made.live)

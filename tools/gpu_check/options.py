@@ -45,11 +45,11 @@ SECTIONS = {
     "texts": Section("texts", 130, "a small model's texts against the CPU executor", 2, False),
     "machine": Section("machine", 40, "rates and latencies of the machine itself"),
     "speed": Section("speed", 150, "steps of the executor at the shapes of 8B, 1B and 135M"),
-    "http": Section("over_http", 70, "a server of the 135M shape and 256 clients"),
+    "http": Section("over_http", 80, "a server of the 135M shape and 256 clients"),
     "peers": Section("peers", 70, "transformers on the same shapes"),
     "breakdown": Section("breakdown", 45, "the kernels of a step, each with its time"),
 }
-WARM_UP = Section("warm_up", 130, "what the next sections compile", 4, False)
+WARM_UP = Section("warm_up", 130, "what the next sections compile", 5, False)
 """Goes before `speed`, beside the checks."""
 TUNE_COMPILE = Section("tune_compile", 180, "what tune times, compiled", 14, False)
 TUNE = Section("tune", 200, "times of kernels' candidates; only with --tune")

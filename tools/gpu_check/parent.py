@@ -21,6 +21,10 @@ from tools.gpu_check.readings import Begun, Ended, Failed, Line, Reading, read, 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 0.1
+KILLED_S = 10.0
+"""Longest wait for a process that was killed."""
+LEFT: list["subprocess.Popen[bytes]"] = []
+"""Those that had not ended by then."""
 NO_GPU = 2
 STOPPED = threading.Event()
 """Someone ends this program: nothing more is begun, and what there is is told."""
@@ -154,7 +158,13 @@ def _run_section(task: Task, inline: bool) -> list[Line]:
 
 def _run_process(task: Task, end_s: float) -> int:
     """Run a section's process until it ends or has to be ended. Returns its exit code, as subprocess has it."""
-    process = subprocess.Popen(command_of(task), cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+    environ = dict(os.environ)
+    if not ALL[task.section].is_alone:
+        # Beside as many processes as there are cores, threads of one would wait for cores, and spin.
+        environ["OMP_NUM_THREADS"] = "1"
+    process = subprocess.Popen(
+        command_of(task), cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+    )
     path = Path(task.lines)
     seen, item_end_s, item = 0, end_s, task.section
     try:
@@ -176,7 +186,11 @@ def _run_process(task: Task, end_s: float) -> int:
         return code
     finally:
         _kill_session(process.pid)
-        process.wait()
+        try:
+            process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            # One that is inside of the driver may take its time, or never end: what follows goes on beside it.
+            LEFT.append(process)
 
 
 def _kill_session(leader: int) -> None:
