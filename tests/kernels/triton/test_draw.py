@@ -174,3 +174,11 @@ def test_blocks_without_likely_ids_do_not_count_in_a_nucleus() -> None:
     logits = torch.full((1, 2 * BLOCK), -20.0)
     logits[0, BLOCK + 5], logits[0, BLOCK + 6] = 10.0, 9.9
     assert drawn(logits.expand(6, -1), [Row(1.0, top_p=0.5, num_ids=i) for i in range(6)]) == [BLOCK + 5] * 6
+
+
+def test_a_nucleus_is_a_share_of_what_top_k_has_left() -> None:
+    """The first of two has 0.62 of their weight, and hardly any of all."""
+    logits = torch.full((1, 3000), 9.0)
+    logits[0, 7], logits[0, 2500] = 9.5, 10.0
+    assert drawn(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.6, num_ids=i) for i in range(8)]) == [2500] * 8
+    assert set(drawn(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.7, num_ids=i) for i in range(8)])) == {7, 2500}
