@@ -30,10 +30,12 @@ def make_step(
     *,
     num_entries: int | None = None,
     num_tokens: int | None = None,
+    window: int | None = None,
     seed: int = 0,
 ) -> MadeStep:
     """One of `entries` (start, count), padded to `num_entries` and `num_tokens`. A count of 0 is a row that has ended:
-    as such rows do, it still has a start and tokens of its own, one, that are computed for nobody."""
+    as such rows do, it still has a start and tokens of its own, one, that are computed for nobody. What lies before the
+    `window` of an entry's first token is no key of its any more."""
     generator = torch.Generator().manual_seed(seed)
     spans = [max(count, 1) for _, count in entries]
     num_entries = len(entries) if num_entries is None else num_entries
@@ -67,7 +69,8 @@ def make_step(
         row = int(rows[index])
         step.rows[index], step.starts[index], step.counts[index] = row, start, count
         step.offsets[index] = offset
-        for place in range(start + count):
+        first_key = 0 if window is None else max(0, start - window + 1)
+        for place in range(first_key, start + count):
             block = int(blocks[row, place // BLOCK_SIZE])
             shape = (2, num_kv_heads, head_dim)
             keys[block, :, place % BLOCK_SIZE], values[block, :, place % BLOCK_SIZE] = torch.randn(

@@ -28,7 +28,7 @@ def check(
     """Returns the number of cuts inside of units."""
     num_heads, num_kv_heads, head_dim = heads
     num = len(entries) + padding
-    made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=num, num_tokens=num, seed=seed)
+    made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=num, num_tokens=num, window=window, seed=seed)
     step, live = made.step, made.live
     frequencies, cos, sin = angles(head_dim, 2000)
     parts = torch.randn(num_parts, num, (num_heads + 2 * num_kv_heads) * head_dim)

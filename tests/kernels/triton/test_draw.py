@@ -167,3 +167,18 @@ def test_filtered_draws_are_of_what_is_left_alone() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.5, 2.5, 2.5, 0.9, 2.6]]).expand(6, -1)
     ids = drawn(logits, [Row(20.0, top_k=3, num_ids=i) for i in range(6)])
     assert set(ids) <= {1, 2, 3, 4, 6} and len(set(ids)) > 2
+
+
+def test_blocks_without_likely_ids_do_not_count_in_a_nucleus() -> None:
+    """Each block weighs its own ids by its own largest, 2048 of which here have no probability to speak of."""
+    logits = torch.full((1, 2 * BLOCK), -20.0)
+    logits[0, BLOCK + 5], logits[0, BLOCK + 6] = 10.0, 9.9
+    assert drawn(logits.expand(6, -1), [Row(1.0, top_p=0.5, num_ids=i) for i in range(6)]) == [BLOCK + 5] * 6
+
+
+def test_a_nucleus_is_a_share_of_what_top_k_has_left() -> None:
+    """The first of two has 0.62 of their weight, and hardly any of all."""
+    logits = torch.full((1, 3000), 9.0)
+    logits[0, 7], logits[0, 2500] = 9.5, 10.0
+    assert drawn(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.6, num_ids=i) for i in range(8)]) == [2500] * 8
+    assert set(drawn(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.7, num_ids=i) for i in range(8)])) == {7, 2500}
