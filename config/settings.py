@@ -205,6 +205,13 @@ class Execute(Frozen, frozen=True):
             "execute.gpu_memory_fraction leaves.",
         ),
     ] = 0
+    early_launch: Annotated[
+        bool,
+        Meta(
+            description="On a GPU, let the kernels of a step of few rows begin while the one before ends (programmatic "
+            "dependent launch). Off: it has not been measured yet."
+        ),
+    ] = False
     gpu_memory_fraction: Annotated[
         float,
         Meta(

@@ -70,14 +70,16 @@ def plan_kernel(
         work = _cost_before(num_blocks, all_starts, WINDOW, BLOCK_Q, OVERHEAD) - (num_blocks * BLOCK_Q - all_counts)
         ends = tl.cumsum(tl.where(listed, work * NUM_KV_HEADS, 0))
         total = tl.max(ends)
-        used = tl.minimum(tl.maximum(total // MIN_KEYS, 1), NUM_PROGRAMS)
+        # A unit costs more than a tile's keys, so two cuts are never on one tile, however many there are.
+        num_units = tl.sum(num_blocks) * NUM_KV_HEADS
+        used = tl.minimum(tl.maximum(tl.maximum(total // MIN_KEYS, num_units), 1), NUM_PROGRAMS)
         share, extra = total // used, total % used
         cut = tl.minimum(program, used)
         at = cut * share + tl.minimum(cut, extra)
 
         # Where no unit is left.
         rank = tl.sum(listed.to(tl.int32))
-        unit = tl.sum(num_blocks).to(tl.int32) * NUM_KV_HEADS
+        unit = num_units.to(tl.int32)
         head, block, tile, first_inside, num_inside = 0, 0, 0, -1, 0
         entry = num_entries
         if at < total:

@@ -15,7 +15,8 @@ most two units of a program are shared, whatever the step, so memory for two par
 
 - A cut that falls near the boundary of two units is moved there (`Tile.least_part`): a part costs more than a slightly
   longer piece. Units that are short beside a share are never cut.
-- A program's share is not less than `Tile.min_tiles`: what is short is not worth sharing.
+- A program's share is not less than `Tile.min_tiles`, for what is short is not worth sharing. But as long as there are
+  programs, each unit has one: short units are done beside each other, not one after the other.
 - A query block costs its keys and a tile besides, so many short rows are divided evenly too. Keys outside the window
   cost nothing.
 
@@ -59,7 +60,7 @@ class Tile:
     programs: int
     """On one multiprocessor at a time; registers and shared memory have to allow it."""
     min_tiles: int
-    """The least share of a program."""
+    """The least share of a program, where there are no more units than such shares."""
     least_part: int
     """Tiles on both sides of a cut inside of a unit: fewer are not worth a part. They are not less than a 32nd of a
     share either."""

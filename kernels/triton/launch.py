@@ -21,8 +21,8 @@ NUM_MULTIPROCESSORS_COMPILED = 132
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a small number where kernels are interpreted, or only compiled."""
-    if INTERPRETED or device.type == "cpu":
+    """Of a GPU; a small number where kernels are interpreted, an H100's where they are only compiled."""
+    if INTERPRETED:
         return NUM_PROGRAMS_INTERPRETED
     if device.type != "cuda":
         return NUM_MULTIPROCESSORS_COMPILED

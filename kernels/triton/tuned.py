@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from pipeline.kernels.triton.launch import INTERPRETED, num_multiprocessors
+from pipeline.kernels.triton.launch import num_multiprocessors
 
 Op = Literal["linear", "gate", "logits"]
 """`gate`: two halves of rows in one program, never shared out. `logits`: float32, never shared out."""
@@ -28,8 +28,6 @@ SKINNY_TOKENS = 16
 """Up to here our own product of floats is used (skinny.py), beyond it cuBLAS."""
 CODE_TOKENS = 128
 """Up to here our own product of codes; beyond it they are widened for cuBLAS."""
-COMPILED_FOR = 132
-"""Multiprocessors of an H100: what kernels are compiled for where there is no GPU to ask."""
 VECTOR_TILE_BYTES = 128 * 128
 """128 bytes a thread of four warps."""
 SHORT_ROW = 1024
@@ -82,8 +80,6 @@ def choose(op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: 
 
 @lru_cache(maxsize=8)
 def _num_programs(device: torch.device) -> int:
-    if device.type == "cpu" and not INTERPRETED:
-        return COMPILED_FOR
     return num_multiprocessors(device)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from pipeline import topology
+from pipeline import gpu, topology
 from pipeline.check.judge import Finding, judge
 from pipeline.check.options import MAX_TOKENS, MIN_TOKENS
 from pipeline.config.load import ConfigError
@@ -42,6 +42,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         raise ConfigError([f"--tokens {args.tokens}: needs a number from {MIN_TOKENS} to {MAX_TOKENS}"])
     open_log("check-model", settings.log_level)
     try:
+        if (problem := gpu.why_none(settings)) is not None:
+            raise UserError(problem)
         importlib.import_module(EXECUTE).set_up(settings)
         with _checkpoint(args, settings) as (for_prepare, for_execute):
             model, windows, findings = _check(for_prepare, for_execute, args.tokens)

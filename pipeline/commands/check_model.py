@@ -12,7 +12,9 @@ def add(commands: Commands) -> None:
         "check-model",
         help="compare a checkpoint's logits and greedy texts with transformers'",
         description="Compute a checkpoint with this server's programs (whole prompts, chunks, batches, behind a cached "
-        "prefix), and compare logits and greedy texts with transformers'. Exit code 0 where all checks pass, else 1.",
+        "prefix), and compare logits and greedy texts with transformers'. With --set execute.device=cuda a GPU's steps "
+        "are compared, in float32 and in bfloat16, beside torch's on a CPU. Exit code 0 where all checks pass, else "
+        "1.",
         allow_abbrev=False,
     )
     add_settings(parser)

@@ -12,6 +12,8 @@ measured on this machine, before the steps and after them, and of each the bette
 - all overlapped: all its bytes against all its operations, as if they overlapped over the whole step. Never larger, and
   the one that no program can beat.
 
+On a GPU bytes a second are those of copies in its memory, and ops are `products`, `attention` and the `rest`.
+
 The share of a floor is floor / time. An op whose data lie in a cache may be above 100 %, for its bytes are counted as
 if they came from memory.
 """

@@ -9,7 +9,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from pipeline import topology
+from pipeline import gpu, topology
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -29,10 +29,16 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     plan = plan_of(args)
     if not plan.cases():
         raise ConfigError(["--batch none --prefill none: there is nothing to measure"])
+    if plan.against and settings.execute.device == "cuda":
+        raise ConfigError(
+            [f"--against {plan.against}: it computes on a CPU, and execute.device is 'cuda': leave it out"]
+        )
     if args.json and args.json != "-":
         require_writable(Path(args.json), "--json")
     open_log("profile", settings.log_level)
     try:
+        if (problem := gpu.why_none(settings)) is not None:
+            raise UserError(problem)
         profile: Profile = importlib.import_module(EXECUTE).profile(settings, plan, lambda: prepare(settings))
     except UserError as error:
         print(f"pipeline profile: error: {error}", file=sys.stderr)

@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often each step has its turn; medians are told. By default %(default)s",
     )
-    steps.add_argument("--against", choices=("torch",), help="the same steps with these kernels, in turns")
+    steps.add_argument("--against", choices=("torch",), help="the same steps with these kernels, in turns; on a CPU")
     parser.add_argument(
         "--json", metavar="FILE", help="write all numbers there; - is standard output, without the table"
     )

@@ -49,7 +49,7 @@ def _title(profile: Profile) -> str:
     random = ", random weights" if profile.plan.shape else ""
     return (
         f"{profile.model}{random}: {weights}; keys and values {profile.kv_dtype}\n"
-        f"{profile.cpu}, {profile.num_threads} threads; kernels: {profile.kernels}"
+        f"{profile.gpu or f'{profile.cpu}, {profile.num_threads} threads'}; kernels: {profile.kernels}"
     )
 
 
@@ -69,6 +69,9 @@ def _ops(steps: Sequence[StepTime]) -> Table:
                 _rate(op.gflop_per_s) + (" int8" if op.is_integer else ""),
                 *_floor(op.floor),
             )
+            for kernel in step.kernels:
+                if kernel.op == op.name:
+                    table.add_row(f"    {kernel.name}", f"{kernel.count:g}", _ms(kernel.ms), *(NOTHING,) * 4)
         table.add_row("  whole step", str(sum(op.count for op in step.ops)), _ms(step.ms), *_step_rates(step))
     return table
 
@@ -76,13 +79,16 @@ def _ops(steps: Sequence[StepTime]) -> Table:
 def _steps(profile: Profile) -> Table:
     table = Table()
     against = (f"{profile.plan.against}\nms", "times\nas fast") if profile.against else ()
-    for heading in (*STEP_HEADINGS, *against):
+    launch = ("launch\nms",) if profile.gpu else ()
+    for heading in (*STEP_HEADINGS, *against, *launch):
         table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
     for step in profile.steps:
         cells = [_name(step.case), _ms(step.ms), f"{step.tokens_per_s:,.1f}", *_step_rates(step)]
         cells += [*_floor(step.overlapped), str(step.num_samples)]
         if step.against_ms is not None and step.speedup is not None:
             cells += [_ms(step.against_ms), f"{step.speedup:.2f}"]
+        if step.launch_ms is not None:
+            cells.append(_ms(step.launch_ms))
         table.add_row(*cells)
     return table
 
@@ -91,11 +97,21 @@ def _footnotes(profile: Profile) -> str:
     lines = [
         "`decode 8 at 256` computes the 256th token of 8 sequences, `prefill 128` a prompt of 128. Times are medians."
     ]
+    if profile.gpu:
+        lines.append(
+            "Steps are timed by the GPU's clock; `launch` is the host's time for one. Times of kernels are means, and "
+            "kernels may overlap."
+        )
     if profile.before and profile.after:
         lines.append(
-            "Floors are told by `pipeline profile execute --help`. Operations of integers are counted as FLOP."
+            "Floors are told by `pipeline profile execute --help`."
+            + ("" if profile.gpu else " Operations of integers are counted as FLOP.")
         )
-        lines += [f"This machine before: {_rates(profile.before)}", f"and after:           {_rates(profile.after)}"]
+        verb = "copies" if profile.gpu else "reads"
+        lines += [
+            f"This machine before: {verb} {_rates(profile.before)}",
+            f"and after:           {verb} {_rates(profile.after)}",
+        ]
         drift = _drift(profile.before, profile.after)
         if drift > MOST_DRIFT:
             lines.append(
@@ -118,7 +134,7 @@ def _name(case: Case) -> str:
 def _step_rates(step: StepTime) -> tuple[str, ...]:
     """GB/s, GFLOP/s, floor and share of a step as a whole."""
     if not step.ops:
-        return (NOTHING,) * 4
+        return (NOTHING, NOTHING, *_floor(step.in_turn))
     num_bytes, operations = sum(op.bytes for op in step.ops), sum(op.operations for op in step.ops)
     return (_rate(num_bytes / step.ms / 1e6), _rate(operations / step.ms / 1e6), *_floor(step.in_turn))
 
@@ -127,13 +143,14 @@ def _drift(before: Rates, after: Rates) -> float:
     """By how much the better reading is above the other, at most."""
     pairs: Iterable[tuple[float, float]]
     pairs = zip(msgspec.structs.astuple(before), msgspec.structs.astuple(after), strict=True)
-    return max(max(pair) / min(pair) for pair in pairs) - 1
+    return max(max(pair) / min(pair) for pair in pairs if None not in pair) - 1
 
 
 def _rates(rates: Rates) -> str:
+    int8 = "" if rates.int8_ops is None else f", {rates.int8_ops / 1e9:,.0f} int8"
     return (
-        f"reads {rates.read_bytes / 1e9:.1f} GB/s; GFLOP/s: {rates.float32_flops / 1e9:,.0f} float32, "
-        f"{rates.bf16_flops / 1e9:,.0f} bfloat16, {rates.int8_ops / 1e9:,.0f} int8"
+        f"{rates.read_bytes / 1e9:.1f} GB/s; GFLOP/s: {rates.float32_flops / 1e9:,.0f} float32, "
+        f"{rates.bf16_flops / 1e9:,.0f} bfloat16{int8}"
     )
 
 

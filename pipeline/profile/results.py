@@ -41,16 +41,24 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What the threads of a step reach together on this machine, a second."""
+    """What the threads of a step reach together on this machine, a second; or what a GPU does."""
 
     read_bytes: float
+    """On a GPU those that a copy reads and writes."""
     float32_flops: float
     bf16_flops: float
-    int8_ops: float
+    int8_ops: float | None
+    """None of a GPU, whose products are all of floats."""
 
     def best(self, other: "Rates") -> "Rates":
         """The better of the two for each."""
-        return Rates(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+        int8_ops = None if self.int8_ops is None or other.int8_ops is None else max(self.int8_ops, other.int8_ops)
+        return Rates(
+            max(self.read_bytes, other.read_bytes),
+            max(self.float32_flops, other.float32_flops),
+            max(self.bf16_flops, other.bf16_flops),
+            int8_ops,
+        )
 
 
 class Floor(msgspec.Struct, frozen=True):
@@ -76,8 +84,19 @@ class OpTime(msgspec.Struct, frozen=True):
     """The sum of the ops' floors; None of ops that have none."""
 
 
+class KernelTime(msgspec.Struct, frozen=True):
+    """All launches of a GPU's kernel in a step; means over the steps that were looked at."""
+
+    name: str
+    op: str
+    """Of `StepTime.ops`, whose part it is."""
+    count: float
+    ms: float
+
+
 class StepTime(msgspec.Struct, frozen=True):
-    """A step as a whole. `ms` is the median over `num_samples` steps, none of which was timed op by op."""
+    """A step as a whole. `ms` is the median over `num_samples` steps, none of which was timed op by op; on a GPU it is
+    by the GPU's clock."""
 
     case: Case
     ms: float
@@ -90,6 +109,10 @@ class StepTime(msgspec.Struct, frozen=True):
     against_ms: float | None = None
     speedup: float | None = None
     """against_ms / ms"""
+    launch_ms: float | None = None
+    """The median of what a launch took of the host's time, where a GPU computes."""
+    kernels: list[KernelTime] = []
+    """Of a GPU, the longest first."""
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -111,3 +134,5 @@ class Profile(msgspec.Struct, frozen=True):
     steps: list[StepTime]
     against: str | None = None
     """Name of the other kernels."""
+    gpu: str | None = None
+    """Its name, where one computes."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from pipeline import messages as m
 from pipeline.check.cases import NUM_GREEDY, PREFIX, Made, Ours, Plan
 from pipeline.config.settings import Settings
 from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute.planned import Entry, row_add, step, take
 from pipeline.stages.execute.stage import SPIN_COUNT
 
 CHUNKS = (33, 7)
@@ -24,11 +24,6 @@ MAX_TOKENS = 2**31 - 1
 
 BATCH_TOKENS = 48
 """Of a step in which prompts and texts are mixed."""
-
-GREEDY = msgspec.Raw(msgspec.msgpack.encode(m.Sampling(temperature=0.0, ignore_eos=True)))
-
-Entry = tuple[int, int, int, bool]
-"""Row, start, count, whether it is sampled."""
 
 
 def set_up(settings: Settings) -> None:
@@ -82,6 +77,9 @@ def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels:
 def _ours(settings: Settings, folder: Path, plan: Plan) -> Ours:
     runner: Any
     if settings.execute.device == "cuda":
+        from pipeline.stages.execute.cuda.available import require
+
+        require(settings, ModelConfig.load(folder), folder)
         from pipeline.stages.execute.cuda.runner import CudaRunner
 
         runner = CudaRunner(settings, folder)
@@ -148,14 +146,14 @@ class _Ways:
         common = list(range(max(computed) // BLOCK_SIZE))
         next_block = len(common)
         if common:
-            add = _row_add(0, prompts[0][: max(computed)], common)
+            add = row_add(0, prompts[0][: max(computed)], common)
             self._step([add], [(0, 0, max(computed), False)])
             self._drop([0])
         adds = []
         for row, prompt in enumerate(prompts):
             own = math.ceil((len(prompt) + NUM_GREEDY) / BLOCK_SIZE) - computed[row] // BLOCK_SIZE
             adds.append(
-                _row_add(row, prompt, [*common[: computed[row] // BLOCK_SIZE], *range(next_block, next_block + own)])
+                row_add(row, prompt, [*common[: computed[row] // BLOCK_SIZE], *range(next_block, next_block + own)])
             )
             next_block += own
         known = [list(prompt) for prompt in prompts]
@@ -177,39 +175,9 @@ class _Ways:
 
     def _step(self, adds: list[m.RowAdd], entries: Sequence[Entry]) -> list[tuple[int, int, Any]]:
         """Compute entries. Returns row, id and logits of those that are sampled."""
-        sampled = self._runner.step(_step(adds=adds, entries=entries), _take)
+        sampled = self._runner.step(step(entries, adds), take)
         logits = self._runner.logits().copy() if len(sampled.rows) else []
         return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), logits[: len(sampled.rows)], strict=True))
 
     def _drop(self, rows: list[int]) -> None:
-        self._runner.step(_step(drops=rows), _take)
-
-
-def _row_add(row: int, ids: list[int], blocks: list[int]) -> m.RowAdd:
-    return m.RowAdd(
-        row=row, generation=1, index=0, ids=_i32(ids), num_prompt=len(ids), blocks=_i32(blocks), sampling=GREEDY
-    )
-
-
-def _step(*, adds: Sequence[m.RowAdd] = (), entries: Sequence[Entry] = (), drops: Sequence[int] = ()) -> m.Step:
-    return m.Step(
-        incarnation=1,
-        step_id=0,
-        drops=_i32(drops),
-        adds=list(adds),
-        block_rows=b"",
-        block_ids=b"",
-        rows=_i32([entry[0] for entry in entries]),
-        starts=_i32([entry[1] for entry in entries]),
-        counts=_i32([entry[2] for entry in entries]),
-        samples=np.array([entry[3] for entry in entries], np.uint8).tobytes(),
-    )
-
-
-def _i32(values: Sequence[int]) -> bytes:
-    return np.array(values, np.int32).tobytes()
-
-
-def _take(array: Any, dtype: Any) -> "np.ndarray[Any, Any]":
-    assert isinstance(array, bytes)
-    return np.frombuffer(array, dtype).copy()
+        self._runner.step(step(drops=rows), take)

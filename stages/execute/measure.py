@@ -63,11 +63,11 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pla
     """Measure the steps of a plan. Raises UserError where the model can't be run so, or the plan does not fit it."""
     log = logging.getLogger("pipeline")
     cases = plan.cases()
-    _check(cases, config)
+    check_positions(cases, config, config.max_position)
     inputs = StepInputs(
         max(case.num_tokens for case in cases),
         max(case.num_seqs for case in cases),
-        max(_num_blocks(case) // case.num_seqs for case in cases),
+        max(num_blocks_of(case) // case.num_seqs for case in cases),
     )
     draws, scores = DrawInputs(inputs.max_num_rows, config.vocab_size), ScoreInputs(inputs.max_num_rows)
     chosen = [settings]
@@ -148,7 +148,7 @@ def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray) -> Non
     own, and the last token of each is sampled."""
     starts = np.full(case.num_seqs, case.context - case.num_new, np.int32)
     counts = np.full(case.num_seqs, case.num_new, np.int32)
-    tables = blocks[: _num_blocks(case)].reshape(case.num_seqs, -1)
+    tables = blocks[: num_blocks_of(case)].reshape(case.num_seqs, -1)
     inputs.fill(ids[: case.num_tokens], starts, counts, tables, np.ones(case.num_seqs, np.bool_))
 
 
@@ -203,8 +203,8 @@ def summarize(case: Case, samples: Samples, rates: Rates | None) -> StepTime:
     if rates is not None:
         floors_s = [floor_s(cost, rates) for cost in samples.op_costs]
         ops = _op_times(samples, floors_s)
-        in_turn = _floor(sum(floors_s), step_s)
-        overlapped = _floor(overlapped_s(samples.op_costs, rates), step_s)
+        in_turn = floor_of(sum(floors_s), step_s)
+        overlapped = floor_of(overlapped_s(samples.op_costs, rates), step_s)
     against_s = median(samples.against_s) if samples.against_s else None
     return StepTime(
         case=case,
@@ -222,7 +222,9 @@ def summarize(case: Case, samples: Samples, rates: Rates | None) -> StepTime:
 def floor_s(cost: OpCost, rates: Rates) -> float:
     """The least seconds of one op: of its bytes or of its operations, whichever takes longer."""
     num_bytes, operations, is_integer = cost
-    return max(num_bytes / rates.read_bytes, operations / (rates.int8_ops if is_integer else rates.bf16_flops))
+    rate = rates.int8_ops if is_integer else rates.bf16_flops
+    assert rate is not None, "these rates are of a machine that has no integers' products"
+    return max(num_bytes / rates.read_bytes, operations / rate)
 
 
 def overlapped_s(costs: Sequence[OpCost], rates: Rates) -> float:
@@ -252,13 +254,14 @@ def _op_times(samples: Samples, floors_s: Sequence[float]) -> list[OpTime]:
                 operations=operations,
                 gb_per_s=num_bytes * per_s / 1e9,
                 gflop_per_s=operations * per_s / 1e9,
-                floor=_floor(sum(floors_s[i] for i in members), seconds),
+                floor=floor_of(sum(floors_s[i] for i in members), seconds),
             )
         )
     return times
 
 
-def _floor(least_s: float, seconds: float) -> Floor | None:
+def floor_of(least_s: float, seconds: float) -> Floor | None:
+    """A least time, and its share of a time; None where either is zero."""
     return Floor(least_s * 1e3, least_s / seconds) if least_s and seconds else None
 
 
@@ -296,20 +299,18 @@ class CountedWeights:
         return self._weights.join_vectors(names, sizes)
 
 
-def _check(cases: Sequence[Case], config: ModelConfig) -> None:
-    """Raise UserError where the model has not so many positions."""
+def check_positions(cases: Sequence[Case], config: ModelConfig, most: int) -> None:
+    """Raise UserError where a case's sequences have more than `most` tokens."""
     for case in cases:
-        if case.context > config.max_position:
+        if case.context > most:
             option = "--prefill" if case.phase == "prefill" else "--context"
-            raise UserError(
-                f"{option} {case.context}: the sequences of {config.name} have {config.max_position} tokens at most"
-            )
+            raise UserError(f"{option} {case.context}: the sequences of {config.name} have {most} tokens at most")
 
 
 def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num_programs: int) -> KVPlan:
     """As much KV memory as the largest case needs. Raises UserError where the machine hasn't got it."""
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
-    num_blocks = max(_num_blocks(case) for case in cases)
+    num_blocks = max(num_blocks_of(case) for case in cases)
     wanted = num_blocks * block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype) * num_programs
     free = available_bytes()
     if wanted > free:
@@ -320,6 +321,6 @@ def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num
     return KVPlan(num_blocks, max(case.context for case in cases))
 
 
-def _num_blocks(case: Case) -> int:
+def num_blocks_of(case: Case) -> int:
     """Of all its sequences."""
     return case.num_seqs * -(-case.context // BLOCK_SIZE)

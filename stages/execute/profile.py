@@ -1,6 +1,7 @@
 """What a step of the executor costs, measured: the same programs that the stage runs, without messages or rows."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,11 +26,13 @@ def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Prof
 
     import torch
 
+    torch.set_num_threads(num_threads)
+    if settings.execute.device == "cuda":
+        return _on_gpu(settings, plan, folder, num_threads)
     from pipeline.stages.execute.measure import measure
     from pipeline.stages.execute.random_weights import RandomWeights
     from pipeline.stages.execute.weights import Weights
 
-    torch.set_num_threads(num_threads)
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     weights: Weights
     if folder is None:
@@ -40,3 +43,23 @@ def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Prof
         config = ModelConfig.load(folder)
         weights = Weights(folder, config, dtype)
     return measure(settings, config, weights, plan, num_threads)
+
+
+def _on_gpu(settings: Settings, plan: Plan, folder: Path | None, num_threads: int) -> Profile:
+    import torch
+
+    from pipeline.stages.execute.cuda.available import require
+    from pipeline.stages.execute.random_weights import RandomWeights
+
+    weights = None
+    with tempfile.TemporaryDirectory(prefix="pipeline-profile-") as name:
+        if folder is None:
+            assert plan.shape is not None
+            config, folder = SHAPES[plan.shape], Path(name)
+            config.save(folder)
+            weights = RandomWeights(config, getattr(torch, settings.execute.dtype), settings.quantization)
+        require(settings, ModelConfig.load(folder), folder)
+        # It imports triton, without which there is a better error.
+        from pipeline.stages.execute.cuda.measure import measure
+
+        return measure(settings, folder, plan, num_threads, weights)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, assert_never, cast
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.errors import UserError
 from pipeline.model_folder import ModelConfig
 from pipeline.stage import Stage
 from pipeline.stages.execute.counting import Counting
@@ -77,8 +78,15 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
         require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir))
         from pipeline.stages.execute.cuda import runner as cuda
 
-        runner = cuda.CudaRunner(settings, Path(launch.model_dir), swap)
-        runner.record()
+        try:
+            runner = cuda.CudaRunner(settings, Path(launch.model_dir), swap)
+            runner.record()
+        except torch.OutOfMemoryError as error:
+            what = str(error).partition(". ")[0]
+            raise UserError(
+                f"the GPU's memory does not hold the model and what its steps need ({what}): lower "
+                "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_fraction"
+            ) from error
     else:
         from pipeline.stages.execute import runner as cpu
 

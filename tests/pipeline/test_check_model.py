@@ -264,6 +264,18 @@ def test_prompts_of_impossible_lengths_are_refused(checkpoint: Path, capsys: pyt
     assert code == 1 and "the model's context is 256 tokens" in err
 
 
+def test_a_gpu_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("pipeline.gpu.DRIVER", "libthere-is-none.so.1")
+    code, out, err = check("/no/such/folder", "--set", "execute.device=cuda", capsys=capsys)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(
+        "pipeline check-model: error: execute.device is 'cuda', but this machine has no NVIDIA driver"
+    )
+
+
 def test_it_runs_as_a_command(tmp_path: Path) -> None:
     model = config_file(tmp_path, CONFIGS["Qwen2.5"])
     result = subprocess.run(

@@ -222,6 +222,16 @@ def test_a_model_that_is_not_there_is_one_line(
     assert "none.gguf" in err
 
 
+def test_a_gpu_that_is_not_there_is_one_line_before_a_model_is_fetched(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("pipeline.gpu.DRIVER", "libthere-is-none.so.1")
+    code, out, err = run("execute", "--set", "execute.device=cuda", capsys=capsys)
+    assert (code, out, err.count("\n"), asked) == (1, "", 1, [])
+    assert err.startswith("pipeline profile: error: execute.device is 'cuda', but this machine has no NVIDIA driver")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -234,6 +244,8 @@ def test_a_model_that_is_not_there_is_one_line(
         (["execute", "--prefill", "1,"], "--prefill: needs a whole number from 1 to 1048576, got ''"),
         (["execute", "--rounds", "none"], "--rounds: needs a whole number from 1 to 1000, got 'none'"),
         (["execute", "--against", "onnx"], "--against: invalid choice: 'onnx'"),
+        (["execute", "--against=torch", "--set", "execute.device=cuda"], "--against torch: it computes on a CPU"),
+        (["execute", "--kernels=torch", "--set", "execute.device=cuda"], "execute.kernels: 'torch' computes on a CPU"),
         (["execute", "--shape", "gpt-5"], "--shape: invalid choice: 'gpt-5' (choose from "),
         (["execute", "--batch=none", "--prefill=none"], "there is nothing to measure"),
         (["execute", "--quantization=q2"], "quantization: needs "),

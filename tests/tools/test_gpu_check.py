@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from pipeline.stages.execute.cuda import launches
 from tests.tools import gpu_check_fakes as fakes
 from tools.gpu_check import breakdown, child, gpu, kernels_ends, machine, parent, report, runners, speed, texts
 from tools.gpu_check.child import Context, Task
@@ -234,8 +235,8 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
         return {"cat": kind, "name": name, "dur": us, "args": {"grid": [grid, 1, 1]}}
 
     events = [event("mul", 8, 3.0), event("mul", 8, 5.0), event("mul", 2, 1.0), event("op", 1, 99.0, "cpu_op")]
-    found = breakdown.launches_of([*events, {"ph": "M"}], num_steps=2)
-    assert found == [breakdown.Launches("mul", (8, 1, 1), 1.0, 4.0), breakdown.Launches("mul", (2, 1, 1), 0.5, 0.5)]
+    found = launches.launches_of([*events, {"ph": "M"}], num_steps=2)
+    assert found == [launches.Launches("mul", (8, 1, 1), 1.0, 4.0), launches.Launches("mul", (2, 1, 1), 0.5, 0.5)]
     monkeypatch.setattr(speed, "make_runner", fakes.make_runner)
     # torch's profiler takes seconds to begin.
     monkeypatch.setattr(breakdown, "_profile", lambda rows: (rows.decode(2, 2), found)[1])

@@ -23,7 +23,8 @@ from pipeline import messages as m
 from pipeline.config.settings import Quantization
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.model_folder import ModelConfig
-from tools.gpu_check import gpu, machine, steps
+from pipeline.stages.execute import planned as steps
+from tools.gpu_check import gpu, machine
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import WeightsOnDevice
 from tools.gpu_check.readings import Reading

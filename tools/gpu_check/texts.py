@@ -22,8 +22,9 @@ from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
 from pipeline.kernels.sample import thresholds
 from pipeline.kernels.shaping import shape
 from pipeline.model_folder import ModelConfig
+from pipeline.stages.execute import planned as steps
 from pipeline.stages.execute.wants import shaping_of
-from tools.gpu_check import gpu, steps
+from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_prepared
 from tools.gpu_check.readings import Reading

@@ -62,6 +62,8 @@ class Flight:
     pooled: BoolArray | None
     num_rows: int
     num_tokens: int
+    is_plain: bool = False
+    """Nobody wished for more than an id."""
     launch_s: float = 0.0
     """The host's time for the launch."""
     crossing: Crossing | None = None

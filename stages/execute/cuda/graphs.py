@@ -37,6 +37,8 @@ class Recorded:
     launch: Calls
     step: StepArrays
     shape: Shape
+    result: Tensor
+    """Where `finish` leaves what came of it."""
 
 
 class Steps:
@@ -80,9 +82,9 @@ class Steps:
         step = self._step(shape)
         calls = self._calls(step, shape, kind)
         if not shape.is_recorded:
-            return Recorded(calls, step, shape)
+            return Recorded(calls, step, shape, self._result_of(step))
         self._words[: ends.words_of(self._max_num_rows)].zero_()
-        recorded = Recorded(self._device.graph(calls), step, shape)
+        recorded = Recorded(self._device.graph(calls), step, shape, self._result_of(step))
         self._recorded[shape, kind] = recorded
         self.record_s += time.perf_counter() - began_s
         return recorded
@@ -91,14 +93,13 @@ class Steps:
         """Where a step of this shape, which is the last that was launched, leaves what its tokens came to."""
         return self._model.sums(shape.num_tokens, decodes=shape.one_each)
 
-    def result(self, num_samples: int) -> Tensor:
-        """Where `finish` leaves what came of so many samples."""
-        return self._result[: ends.STAMP_WORDS + 2 * num_samples]
+    def _result_of(self, step: StepArrays) -> Tensor:
+        return self._result[: ends.STAMP_WORDS + 2 * step.num_samples]
 
     def finish(self, step: StepArrays) -> None:
-        """Write what was drawn to the rows, and to `result`."""
+        """Write what was drawn to the rows, and to the result."""
         ends.finish(
-            self.result(step.num_samples),
+            self._result_of(step),
             self.drawn[: step.num_samples],
             step,
             self._rows,

@@ -25,6 +25,9 @@ IDLE_S = 1.0
 PAUSE_S = 0.2
 """When nothing has come, and nothing was over, for so long, graphs are recorded that no step has asked for yet, one
 after the other, until something comes. The pause between a result and the next step is none."""
+STUCK_S = 60.0
+"""With a step in flight for so long a ping is not answered: this loop still turns where the GPU hangs, and `/health` is
+to tell of it."""
 
 TIMES = struct.Struct("<dddd")
 """What a recording keeps of a step's times: when it was known to be over, computed, waited, copied; in seconds."""
@@ -73,7 +76,8 @@ class Loop:
                     case m.Release():
                         stage.arrays.released(message)
                     case m.Ping():
-                        stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
+                        if not self._is_stuck():
+                            stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
                     case m.Start():
                         pass
                     case m.Stop():
@@ -91,6 +95,12 @@ class Loop:
         began_s = self._stage.tape.monotonic()
         self._launched[step.step_id] = began_s, [add.request_id for add in step.adds]
         self._completions.put(self._runner.launch(step, self._stage.arrays.take))
+
+    def _is_stuck(self) -> bool:
+        if self._stage.inbox.is_replayed or not self._runner.flights:
+            return False
+        launched_s, _ = self._launched[self._runner.flights[0].step_id]
+        return time.monotonic() - launched_s > STUCK_S
 
     def _collect(self, *, waits: bool = False) -> bool:
         """Publish what is over, or all that was launched; in a replay, what was published then. Returns whether there
@@ -120,7 +130,8 @@ class Loop:
         times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s)
         now_s, compute_s, wait_s, copy_s = TIMES.unpack(stage.tape.happened("complete", flight.step_id, times))
         self._ended_s = now_s
-        sampled = replace(sampled, copy_s=copy_s)
+        if copy_s != sampled.copy_s:
+            sampled = replace(sampled, copy_s=copy_s)
         self._publisher.publish(
             flight.incarnation, flight.step_id, sampled, Times(now_s - compute_s, now_s, wait_s), requests
         )

@@ -28,6 +28,7 @@ from pipeline.kernels.triton.attention_decode import attend_decode
 from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
 from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
 from pipeline.kernels.triton.fused import norm_gate_up, norm_linear
+from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
@@ -121,8 +122,12 @@ class DeviceModel(Recorder):
         max_num_tokens: int,
         max_num_samples: int,
         quantization: Quantization | None = None,
+        *,
+        early: bool = False,
     ) -> None:
-        """`quantization` is what the matrices of layers become where they are floats."""
+        """`quantization` is what the matrices of layers become where they are floats. With `early`, launches of a step
+        of few tokens may begin while the one before ends: they load weights before they wait for it."""
+        self._early = early and not INTERPRETED
         self._quantization = quantization
         self._scratch: Scratch | None = None
         self._device, self._config, self._dtype = device, config, dtype
@@ -193,6 +198,22 @@ class DeviceModel(Recorder):
             )
             self._layers.append((attention, mlp))
         self._attentions, self._mlps = [], []
+
+    @property
+    def matrices(self) -> list[DeviceMatrix]:
+        """Those that each token of a step is multiplied with."""
+        pairs = [(layer.qkv, layer.out, mlp.gate_up, mlp.down) for layer, mlp in self._layers]
+        return [product.matrix for products in pairs for product in products]
+
+    @property
+    def head(self) -> DeviceMatrix:
+        """What each sample of a step is multiplied with."""
+        return self._head
+
+    @property
+    def table(self) -> DeviceMatrix:
+        """The embedding, of which a step reads a row a token; it may be the head too."""
+        return self._table
 
     def _tasks_of(self, window: int | None) -> AttentionTasks:
         if window not in self._tasks:
@@ -271,27 +292,31 @@ class DeviceModel(Recorder):
         for layer, mlp in self._layers:
             qkv = layer.qkv.parts(self._wide, num)
             if self._fuses("linear", layer.qkv, num, parts):
-                norm_linear(qkv, other, residual, parts, layer.norm, eps, layer.qkv.matrix, layer.qkv.bias)
+                norm_linear(
+                    *(qkv, other, residual, parts, layer.norm, eps, layer.qkv.matrix, layer.qkv.bias), pdl=self._early
+                )
                 residual, other = (residual, other) if parts is None else (other, residual)
             else:
                 norm.add_norm(normed, residual, parts, layer.norm, eps)
-                linear.linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias)
+                linear.linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias, pdl=self._early)
             self._attend_decode(attended, qkv, step, layer)
             parts = self._linear(self._narrow, attended, layer.out)
             gate_up = mlp.gate_up
             if self._fuses("gate", gate_up, num, parts):
-                norm_gate_up(gated, other, residual, parts, mlp.norm, eps, gate_up.matrix, gate_up.bias)
+                norm_gate_up(
+                    *(gated, other, residual, parts, mlp.norm, eps, gate_up.matrix, gate_up.bias), pdl=self._early
+                )
                 residual, other = other, residual
             else:
                 norm.add_norm(normed, residual, parts, mlp.norm, eps)
-                fused.gate_up(gated, normed, gate_up.matrix, gate_up.bias)
+                fused.gate_up(gated, normed, gate_up.matrix, gate_up.bias, pdl=self._early)
             parts = self._linear(self._narrow, gated, mlp.down)
         self._last_residuals[num] = residual
 
     def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
-        attend_decode(
-            attended, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.tasks, layer.head_norms
-        )
+        cache = layer.keys, layer.values, layer.tasks, layer.head_norms
+        early = self._early and step.num_tokens <= SKINNY_TOKENS
+        attend_decode(attended, qkv, self._cos, self._sin, step, *cache, pdl=early)
 
     @staticmethod
     def _fuses(op: Op, product: _Product, num: int, parts: Tensor | None) -> bool:
@@ -311,7 +336,8 @@ class DeviceModel(Recorder):
 
     def _linear(self, memory: _Memory, x: Tensor, product: _Product) -> Tensor:
         parts = product.parts(memory, len(x))
-        linear.linear(parts, x, product.matrix, product.bias, self._widened)
+        early = self._early and len(x) <= SKINNY_TOKENS
+        linear.linear(parts, x, product.matrix, product.bias, self._widened, pdl=early)
         return parts
 
 

@@ -10,7 +10,7 @@ takes the ids of the step before, the draw.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
+from pipeline.errors import UserError
 from pipeline.kernels.draw_inputs import NO_ID
 from pipeline.kernels.record_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS
-from pipeline.kernels.triton.step import DEAD, STAMP_WORDS, times_of
+from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device, make_device
@@ -52,14 +53,23 @@ OPEN = Want.SHAPE | Want.MASK | Want.RECORD | Want.PROMPT_RECORDS | Want.EMBEDDI
 """What makes a step one that no graph holds whole."""
 
 
+NOBODYS = -2
+"""`num_computed` of a row that has been dropped: no step goes on from there."""
+
 GRAPHS_BYTES = 512 * 1024**2
 """For what graphs and libraries take while steps are recorded; by the rules of CUDA's own allocator, hardly a tenth."""
 
 
 class CudaRunner:
+<<<<<<< HEAD
     """The model, its memory and its rows; `swap` is memory for blocks of swap space, `weights` are in place of those
     that the folder names. Raises UserError, in the user's words, where the model can't be run so. One thread makes it
     and calls it."""
+=======
+    """The model, its memory and its rows; `swap` is memory for blocks of swap space, and `weights` are taken in place
+    of those that the folder names. Raises UserError, in the user's words, where the model can't be run so. One thread
+    makes it and calls it."""
+>>>>>>> main
 
     def __init__(
         self,
@@ -76,7 +86,13 @@ class CudaRunner:
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
         max_num_tokens = settings.schedule.max_num_batched_tokens
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
+<<<<<<< HEAD
         self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
+=======
+        self.model = DeviceModel(
+            *(device, config, dtype, max_num_tokens, max_num_seqs, quantization), early=settings.execute.early_launch
+        )
+>>>>>>> main
         weights = weights or Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
@@ -89,9 +105,10 @@ class CudaRunner:
         self.facts = ExecuteFacts(
             kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
         )
+        max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
+        require_places(max_num_seqs, kv.max_model_len, max_num_stops)
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
         self._eos_ids = config.eos_ids
-        max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
         self._staging = Staging(device, max_num_seqs, max_num_tokens)
         self.shapes = Shapes(max_num_seqs, max_num_tokens)
@@ -110,8 +127,9 @@ class CudaRunner:
             *((shape, Kind.FILTER) for shape in (*first, *others)),
             *((shape, Kind.OPEN) for shape in first),
         ]
-        self._is_warm = False
-        """Whether the kernels of wishes have been compiled."""
+        self._warming: Iterator[None] | None = None
+        """Of wishes, once begun."""
+        self._places = np.arange(max_num_seqs, dtype=np.int32)
         self.flights: deque[Flight] = deque()
         """Oldest first."""
         self.publish: Publish = lambda flight, sampled: None
@@ -130,8 +148,10 @@ class CudaRunner:
         )
 
     def record(self) -> None:
-        """Record the first shapes, so that the first requests find them."""
-        for shape in self.shapes.first():
+        """Record the first shapes, so that the first requests find them: of steps that decode, and of prompts the
+        smallest and the largest, between which hardly a kernel is compiled for one and not for the others."""
+        prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
+        for shape in (*self.shapes.first(), *prompts):
             self.steps.get(shape, Kind.DRAW)
         self.device.synchronize()
 
@@ -144,11 +164,9 @@ class CudaRunner:
             if not self.steps.has(shape, kind):
                 self.steps.get(shape, kind)
                 return True
-        if not self._is_warm:
-            self._is_warm = True
-            self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
-            return True
-        return False
+        if self._warming is None:
+            self._warming = self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
+        return next(self._warming, self) is None
 
     def logits(self) -> LogitArray:
         """Those of the samples of the last step that was launched, [most samples, V] float32; waits for it."""
@@ -172,7 +190,7 @@ class CudaRunner:
         self._change_rows(step, take)
         num_copies, crossing = self._copy(step, take)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
-        samples = take(step.samples, np.uint8).astype(bool)
+        samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
         self._check(rows, starts, counts, samples)
         flight = self._launch(step, rows, starts, counts, samples)
@@ -187,13 +205,14 @@ class CudaRunner:
         return self.drain()[-1]
 
     def _change_rows(self, step: Step, take: Take) -> None:
-        drops = take(step.drops, np.int32)
-        self.rows.drop(drops)
-        self._device_rows.drop(drops)
-        self.masks.drop(drops)
-        for row in drops.tolist():
-            self.failed.pop(row, None)
-            self._pool.drop(row)
+        if len(drops := take(step.drops, np.int32)):
+            self.rows.drop(drops)
+            self.rows.num_computed[drops] = NOBODYS
+            self._device_rows.drop(drops)
+            self.masks.drop(drops)
+            for row in drops.tolist():
+                self.failed.pop(row, None)
+                self._pool.drop(row)
         for add in step.adds:
             sampling = self._samplings.decode(add.sampling)
             self.rows.add(
@@ -229,33 +248,43 @@ class CudaRunner:
         """What can be checked of a plan without the ids that are still on the GPU."""
         table = self.rows
         assert len(rows) <= self._max_num_seqs, f"{len(rows)} entries in a step, {self._max_num_seqs} at most"
-        assert table.taken[rows].all(), f"rows computed that are not taken: {rows[~table.taken[rows]]}"
-        ends = starts + counts
-        assert (counts > 0).all() and (starts >= 0).all(), f"entries at {starts} compute {counts}"
-        expected = table.num_computed[rows]
-        wrong = (expected != NOT_YET) & (expected != starts)
-        assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
-        assert (ends <= table.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
-        assert (ends[samples] < table.max_model_len).all(), "sampled beyond max_model_len"
+        ends, expected = starts + counts, table.num_computed[rows]
+        # All at once, for this is done for every step; what is wrong, or new, is looked at where something is. As
+        # unsigned numbers, those below 0 are too large.
+        fine = (expected == starts) & (starts.view(np.uint32) < ends.view(np.uint32))
+        fine &= ends <= table.num_blocks[rows] * BLOCK_SIZE
+        fine &= ends <= table.max_model_len - samples
+        if not fine.all():
+            assert table.taken[rows].all(), f"rows computed that are not taken: {rows[~table.taken[rows]]}"
+            assert (counts > 0).all() and (starts >= 0).all(), f"entries at {starts} compute {counts}"
+            wrong = (expected != NOT_YET) & (expected != starts)
+            assert not wrong.any(), f"rows {rows[wrong]} start at {starts[wrong]}, computed are {expected[wrong]}"
+            assert (ends <= table.num_blocks[rows] * BLOCK_SIZE).all(), "tokens computed without a block for them"
+            assert (ends <= table.max_model_len - samples).all(), "computed or sampled beyond max_model_len"
         table.num_computed[rows] = ends
 
     def _launch(self, step: Step, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Flight:
         wanted = self.rows.wanted
         pooled = self.rows.wants[rows] & Want.EMBEDDING != 0 if wanted & Want.EMBEDDING else None
-        # The head computes nothing for a row that is pooled.
-        sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
-        offsets = np.cumsum(counts, dtype=np.int32) - counts
-        batch = Batch(rows, starts, counts, offsets, sampled, int(counts.sum()))
+        num, num_tokens = len(rows), int(np.add.reduce(counts))
+        offsets = self._places[:num] if num == num_tokens else np.cumsum(counts, dtype=np.int32) - counts
+        chosen, known = rows, starts + counts
+        if pooled is None and np.count_nonzero(samples) == num:
+            sampled = self._places[:num]
+        else:
+            # The head computes nothing for a row that is pooled.
+            sampled = np.flatnonzero(samples if pooled is None else samples & ~pooled).astype(np.int32)
+            chosen, known = rows[samples], known[samples]
+        batch = Batch(rows, starts, counts, offsets, sampled, num_tokens)
         if not self._staging.has_free:  # nobody plans so far ahead, but it would be no error
             self.collect()
         slot = self._staging.take()
-        chosen = rows[samples]
         flight = Flight(
-            *(step.incarnation, step.step_id, slot, 0, chosen, self.rows.generations[chosen]),
-            known=(starts + counts)[samples],
+            *(step.incarnation, step.step_id, slot, 0, chosen, self.rows.generations[chosen], known),
             pooled=None if pooled is None else pooled[samples],
-            num_rows=len(rows),
-            num_tokens=batch.num_tokens,
+            num_rows=num,
+            num_tokens=num_tokens,
+            is_plain=not wanted & OPEN,
         )
         runs = self._send_ahead(batch)
         if not len(rows):
@@ -297,8 +326,7 @@ class CudaRunner:
     def _fetch(self, flight: Flight, recorded: Recorded) -> None:
         """Send the result on its way."""
         flight.num_samples = recorded.step.num_samples
-        result = self.steps.result(flight.num_samples)
-        flight.slot.result[: len(result)].copy_(result, non_blocking=True)
+        flight.slot.result_of(flight.num_samples).copy_(recorded.result, non_blocking=True)
 
     def _launch_open(self, flight: Flight, batch: Batch, runs: list[Run], pooled: BoolArray | None) -> None:
         """A step in which somebody wants more than an id."""
@@ -352,12 +380,17 @@ class CudaRunner:
 
     def _collect(self) -> Sampled:
         flight = self.flights.popleft()
-        num_samples, result = flight.num_samples, flight.slot.result_array
+        num_samples, slot = flight.num_samples, flight.slot
         if num_samples:
-            flight.start_ns, flight.end_ns = times_of(flight.slot.result)
-        drawn = result[STAMP_WORDS : STAMP_WORDS + num_samples].copy()
-        stopped = result[STAMP_WORDS + num_samples : STAMP_WORDS + 2 * num_samples].astype(bool)
-        sampled = self._sampled(flight, drawn, stopped)
+            flight.start_ns, flight.end_ns = slot.times.tolist()
+        num_drawn = len(flight.rows) if flight.pooled is None else int(np.count_nonzero(~flight.pooled))
+        begin = STAMP_WORDS + num_samples
+        drawn = slot.result_array[STAMP_WORDS : STAMP_WORDS + num_drawn].copy()
+        stopped = slot.result_array[begin : begin + num_drawn]
+        if flight.is_plain and not np.count_nonzero(stopped) and not np.count_nonzero(drawn < 0):
+            sampled = self._going_on(flight, drawn)
+        else:
+            sampled = self._sampled(flight, drawn, stopped.astype(np.bool_))
         flight.is_collected = True
         # The thread of completions may be the last to know the flight: what is pinned is let go of here, for that is
         # noted in streams, and one of them may be recorded just then.
@@ -366,15 +399,24 @@ class CudaRunner:
         self.publish(flight, sampled)
         return sampled
 
+    def _going_on(self, flight: Flight, drawn: IntArray) -> Sampled:
+        """What came of a step in which nobody wished for anything and nobody ended: most are so."""
+        return Sampled(
+            *(flight.rows, flight.generations, drawn, np.zeros(len(drawn), np.uint8)),
+            num_rows=flight.num_rows,
+            num_tokens=flight.num_tokens,
+            num_copies=flight.num_copies,
+            copy_s=0.0 if flight.crossing is None else flight.crossing.seconds,
+        )
+
     def _sampled(self, flight: Flight, drawn: IntArray, stopped: BoolArray) -> Sampled:
-        """What came of a step, of which `drawn` and `stopped` [num_samples] are the ids that were drawn."""
+        """What came of a step, of which `drawn` and `stopped` are the ids that were drawn."""
         rows, num = flight.rows, len(flight.rows)
         ids = np.zeros(num, np.int32)
         finishes = np.full(num, Finish.NONE, np.uint8)
         is_drawn = np.ones(num, np.bool_) if flight.pooled is None else ~flight.pooled
-        num_drawn = int(np.count_nonzero(is_drawn))
-        ids[is_drawn] = drawn[:num_drawn]
-        finishes[is_drawn] = np.where(stopped[:num_drawn], Finish.STOP, Finish.NONE)
+        ids[is_drawn] = drawn
+        finishes[is_drawn] = np.where(stopped, Finish.STOP, Finish.NONE)
         is_mine = self.rows.taken[rows] & (self.rows.generations[rows] == flight.generations)
         failing = ids == NO_ID
         errors: tuple[str, ...] = ()
@@ -444,6 +486,17 @@ def _still_to_take(settings: Settings, config: ModelConfig) -> int:
     wishes_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
     angles_bytes = 4 * max_model_len * config.head_dim
     return rows_bytes + wishes_bytes + angles_bytes + 4 * HEAP_WORDS + NUM_ROOMS * PACKED_BYTES + GRAPHS_BYTES
+
+
+def require_places(max_num_seqs: int, max_model_len: int, max_num_stops: int) -> None:
+    """Places in the memory of rows are int32. Raises UserError where that has more."""
+    row_words = max_model_len - (-max_model_len // BLOCK_SIZE) + NUM_FIELDS + max_num_stops
+    most = (2**31 - 1 - HEAP_WORDS) // row_words - 1  # and one that stands for padding
+    if max_num_seqs > most:
+        raise UserError(
+            f"schedule.max_num_seqs is {max_num_seqs}, but of sequences of {max_model_len} tokens a GPU keeps {most} "
+            "at most: lower schedule.max_num_seqs or max_model_len"
+        )
 
 
 def joined(parts: Sequence[ByteArray]) -> ByteArray:

@@ -36,12 +36,12 @@ class Shapes:
         self._max_num_rows = max_num_rows
         most = min(max_num_rows, max_num_tokens)
         self.decodes = decode_sizes(most)
+        self._decodes = [Shape(size, size, size, one_each=True) for size in self.decodes]
         self.mixed = mixed_sizes(min(max_num_tokens, MAX_TOKENS))
 
     def decode(self, num_rows: int) -> Shape:
         """Of a step in which `num_rows` rows decode."""
-        size = self.decodes[bisect_left(self.decodes, num_rows)]
-        return Shape(size, size, size, one_each=True)
+        return self._decodes[bisect_left(self.decodes, num_rows)]
 
     def mix(self, num_tokens: int, num_entries: int, num_samples: int) -> Shape:
         """Of any other step."""

@@ -7,7 +7,7 @@ then too.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ class Batch:
     num_tokens: int
 
 
+_HEAD = slice(Head.NUM_TOKENS, Head.RUNS_AT + 1)
+_TOKENS_AT = int(Head.TOKENS_AT)
+
 NO_INTS: IntArray = np.zeros(0, np.int32)
 EMPTY = Batch(NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, 0)
 
@@ -50,7 +53,20 @@ class Slot:
     words_array: IntArray
     result: Tensor
     result_array: IntArray
+    times: "np.ndarray[Any, np.dtype[np.int64]]"
+    """When the step of the result began and ended, by the GPU's clock; 0 where kernels are interpreted."""
     done: Event
+    fixed: Tensor
+    """The words that a step has in any case."""
+    _results: dict[int, Tensor] = field(default_factory=dict)
+    """Views take as long to make as copies to begin, and there are few sizes: they are kept."""
+
+    def result_of(self, num_samples: int) -> Tensor:
+        """The part of `result` for so many samples, with padding."""
+        view = self._results.get(num_samples)
+        if view is None:
+            view = self._results[num_samples] = self.result[: STAMP_WORDS + 2 * num_samples]
+        return view
 
 
 class Staging:
@@ -62,12 +78,14 @@ class Staging:
         # Room for the tokens of the largest step, and as much for changes; what is more goes ahead of the step.
         self.capacity = 1 << (self._fixed + 2 * max_num_tokens + 4096 - 1).bit_length()
         self.words = torch.zeros(self.capacity, dtype=torch.int32, device=device.where)
+        self._fixed_words = self.words[: self._fixed]
         self._free = deque(self._slot(device) for _ in range(NUM_SLOTS))
 
     def _slot(self, device: Device) -> Slot:
         words = device.pinned(self.capacity, torch.int32)
         result = device.pinned(STAMP_WORDS + 2 * self._max_num_rows, torch.int32)
-        return Slot(words, words.numpy(), result, result.numpy(), device.event())
+        times = result.numpy()[:STAMP_WORDS].view(np.int64)
+        return Slot(words, words.numpy(), result, result.numpy(), times, device.event(), words[: self._fixed])
 
     @property
     def has_free(self) -> bool:
@@ -92,18 +110,14 @@ class Staging:
         tokens."""
         words, most = slot.words_array, self._max_num_rows
         num, at = len(batch.rows), self._fixed
-        words[Head.NUM_TOKENS] = batch.num_tokens
-        words[Head.NUM_ENTRIES] = num
-        words[Head.NUM_SAMPLES] = len(batch.sampled)
-        words[Head.NUM_RUNS] = len(runs)
-        words[Head.RUNS_AT] = at
+        words[_HEAD] = batch.num_tokens, num, len(batch.sampled), len(runs), at
         for i, array in enumerate((batch.rows, batch.starts, batch.counts, batch.offsets, batch.sampled)):
             begin = HEADER + i * most
             words[begin : begin + len(array)] = array
         if runs:
             at = self._write_runs(words, at, runs)
         if not one_each:
-            words[Head.TOKENS_AT] = at
+            words[_TOKENS_AT] = at
             words[at : at + batch.num_tokens] = np.repeat(np.arange(num, dtype=np.int32), batch.counts)
             at += batch.num_tokens
         self._copy(slot, at)
@@ -119,7 +133,10 @@ class Staging:
         return at
 
     def _copy(self, slot: Slot, num: int) -> None:
-        self.words[:num].copy_(slot.words[:num], non_blocking=True)
+        if num == self._fixed:
+            self._fixed_words.copy_(slot.fixed, non_blocking=True)
+        else:
+            self.words[:num].copy_(slot.words[:num], non_blocking=True)
 
 
 def num_words(runs: list[Run]) -> int:

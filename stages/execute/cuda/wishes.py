@@ -7,6 +7,7 @@ No graph holds these launches, for which of them there are differs from step to 
 
 import time
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,19 +61,22 @@ class Wishes:
         self._sizes = sorted({0, min(5, max_num_top), min(20, max_num_top), max_num_top})
         """How many of the likeliest a record has room for: for each of these kernels are compiled, not for others."""
 
-    def warm(self, step: StepArrays) -> None:
-        """Compile everything, by samples of nobody; `step` is what the last step has left."""
-        samples = step.sample_rows[:1].fill_(len(self._rows.on_device.params) - 1)
+    def warm(self, step: StepArrays) -> Iterator[None]:
+        """Compile everything, a little at each turn, by samples of nobody; `step` is where steps leave what they are,
+        and none is in flight at any turn."""
         logits, on_device = self._model.logits[:1], self._rows.on_device
         num_words = -(-logits.shape[1] // 32)
         masks = self._device.send(np.zeros((1, num_words), np.int32)), self._device.send(np.zeros(1, np.int32))
         for words, flags in ((None, None), masks):
+            samples = step.sample_rows[:1].fill_(len(on_device.params) - 1)
             shape(logits, on_device.params, self._rows.heap, on_device.ids, samples, words, flags, self._shaping)
+            yield
         for size in self._sizes:
             for keep in (False, True):
                 records = _Records(self._device, np.array([size], np.int32), size, self._recording)
                 records.note(logits, keep=keep)
                 records.complete(self._recording.kept if keep else logits, self._steps.drawn[:1], 1)
+                yield
 
     def mask(self, masks: Masks, rows: IntArray, table: RowTable, num_samples: int) -> tuple[Masked, dict[int, str]]:
         """The masks of a step that draws for `rows`, all of whose ids are known here; the GPU computes its logits

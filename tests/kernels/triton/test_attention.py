@@ -110,6 +110,14 @@ def test_many_even_rows_are_not_shared() -> None:
     assert units.diff().max() == 2, "12 units, 6 programs"
 
 
+def test_short_units_have_a_program_each() -> None:
+    """One short row of a small model: its heads one after the other would take as many times as long."""
+    tasks = tasks_for((6, 3, 16), None, None)
+    check(make_step([(40, 1)], 3, 16, torch.float32), tasks, num_launches=1)
+    assert tasks.narrow.cuts[:5, 4].tolist() == [0, 1, 2, 3, 3]
+    check(make_step([(2, 1), (0, 1), (30, 1)], 1, 16, torch.float32), tasks_for((2, 1, 16), None, None), num_launches=1)
+
+
 def test_a_plan_is_made_anew_for_every_step() -> None:
     """Arrivals of a shared unit count on from layer to layer, and begin again with the next plan."""
     tasks = tasks_for((2, 1, 16), None)

@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile whole steps for a Hopper GPU.")
     parser.add_argument("shapes", nargs="*", default=["smollm2-135m"], help=", ".join(SHAPES))
     parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--early", action="store_true", help="as with execute.early_launch")
     args = parser.parse_args()
     driver = pretend()
     launches: Counter[str] = Counter()
@@ -73,7 +74,7 @@ def main() -> None:
     device_matrix._half = lambda numbers: numbers.half()
     for name in args.shapes:
         config, device = SHAPES[name], Nowhere()
-        model = DeviceModel(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization)
+        model = DeviceModel(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization, early=args.early)
         weights: Any = NoWeights()
         record_model(config, weights, model)
         model.use(allocate_kv(config, NUM_BLOCKS, torch.bfloat16, device.where), MAX_LEN)

@@ -17,10 +17,12 @@ def slight_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def on_device(*, dtype: str = "float32", max_num_seqs: int = 4, tokens: int = 16, swap_bytes: int = 0) -> Settings:
+def on_device(
+    *, dtype: str = "float32", max_num_seqs: int = 4, tokens: int = 16, swap_bytes: int = 0, kv_bytes: int = 1024**2
+) -> Settings:
     """Settings of a GPU; small, for kernels are interpreted."""
     return Settings(
-        execute=Execute(device="cuda", dtype=dtype, kv_cache_bytes=1024**2, threads=1, swap_bytes=swap_bytes),
+        execute=Execute(device="cuda", dtype=dtype, kv_cache_bytes=kv_bytes, threads=1, swap_bytes=swap_bytes),
         schedule=Schedule(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 

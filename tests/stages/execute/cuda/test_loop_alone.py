@@ -127,6 +127,27 @@ def test_graphs_are_recorded_when_nothing_has_come_for_a_while(monkeypatch: pyte
     assert len(sent) == 3
 
 
+def test_pings_are_answered_beside_a_step_but_not_beside_one_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = IdleRunner()
+    wakes: list[tuple[float, list[Any], int]] = [
+        (0.0, [make_step(step_id=1), m.Ping(1)], 0),
+        *((1.0, [m.Ping(2)], 0) for _ in range(59)),
+        *((1.0, [], 0) for _ in range(700)),
+        (0.0, [m.Ping(3)], 0),
+        (0.0, [], 1),
+        (0.0, [m.Ping(4), m.Stop()], 0),
+    ]
+    inbox = ScriptedInbox(runner, wakes)
+    tape = Tape()
+    monkeypatch.setattr(tape, "monotonic", lambda: inbox.now_s)
+    monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
+    stage, _ = stage_of(inbox, tape)
+    pongs: list[int] = []
+    stage.supervisor = SimpleNamespace(send=lambda pong: pongs.append(pong.nonce))
+    run(stage, runner)
+    assert pongs == [1, *[2] * 59, 4]
+
+
 def recording(path: Path, entries: list[f.Entry], *, from_start: bool) -> ReplayTape:
     settings = msgspec.Raw(msgspec.msgpack.encode(Settings()))
     header = f.Header(f.FORMAT, "", "execute", 0, 0, 1, from_start, False, settings, "", [], [])

@@ -1,4 +1,7 @@
-"""Steps planned by hand, for the CPU executor and for the GPU's: what the scheduler would send, without one."""
+"""Steps planned by hand, for the CPU executor and for the GPU's: what the scheduler would send, without one.
+
+For those who check or measure. It imports no torch, for some of them have yet to tell it of its threads.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +11,6 @@ import msgspec
 import numpy as np
 
 from pipeline import messages as m
-from pipeline.kernels.step_inputs import BLOCK_SIZE
 
 Entry = tuple[int, int, int, bool]
 """Row, start, count, whether it is sampled."""
@@ -57,4 +59,6 @@ def i32(values: Sequence[int]) -> bytes:
 
 def num_blocks(num_tokens: int) -> int:
     """That so many tokens of one row take."""
+    from pipeline.kernels.step_inputs import BLOCK_SIZE
+
     return math.ceil(num_tokens / BLOCK_SIZE)

@@ -1,0 +1,129 @@
+"""What a step on a GPU has to do at least, and what measuring it has come to. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from pipeline.model_folder import ModelConfig
+from pipeline.profile.results import Case, KernelTime, OpTime, Rates, StepTime
+from pipeline.stages.execute.cuda.launches import Launches
+from pipeline.stages.execute.cuda.model import DeviceModel
+from pipeline.stages.execute.measure import floor_of
+
+PRODUCTS, ATTENTION, REST = "products", "attention", "rest"
+"""What the kernels of a step are parts of."""
+OPS_OF_KERNELS = {
+    **dict.fromkeys(("vector_product", "skinny_product", "_widen"), PRODUCTS),
+    **dict.fromkeys(("_decode_kernel", "_attend_kernel"), ATTENTION),
+}
+LIBRARIES = ("gemm", "nvjet", "cutlass", "cublas")
+"""What names of cuBLAS's kernels have in them."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """What was measured of one case."""
+
+    steps_ms: list[float] = field(default_factory=list)
+    launches_ms: list[float] = field(default_factory=list)
+    launched: list[Launches] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an op of a step has to do at least."""
+
+    num_bytes: float = 0.0
+    operations: float = 0.0
+
+    def floor_s(self, rates: Rates, dtype: torch.dtype) -> float:
+        """Seconds, of its bytes or of its operations, whichever takes longer."""
+        flops = rates.float32_flops if dtype == torch.float32 else rates.bf16_flops
+        return max(self.num_bytes / rates.read_bytes, self.operations / flops)
+
+
+def weight_bytes(model: DeviceModel) -> dict[str, int]:
+    """Of the matrices on the GPU, by format; an embedding that is the head too counts once."""
+    counted: Counter[str] = Counter()
+    for matrix in (*model.matrices, model.head, *(() if model.table is model.head else (model.table,))):
+        counted[matrix.format] += matrix.num_bytes
+    return dict(counted)
+
+
+def costs_of(case: Case, config: ModelConfig, model: DeviceModel, dtype: torch.dtype) -> dict[str, Cost]:
+    """What a step has to do at least, by op: to read each matrix, key and value once, and to write the new ones; to
+    multiply and add. What activations take to be moved is little, and left out."""
+    layers = sum(matrix.num_rows * matrix.num_columns for matrix in model.matrices)
+    head = model.head.num_rows * model.head.num_columns
+    num_bytes = sum(matrix.num_bytes for matrix in (*model.matrices, model.head))
+    products = Cost(num_bytes, 2 * (case.num_tokens * layers + case.num_seqs * head))
+    moved = seen = 0
+    positions = range(case.context - case.num_new, case.context)
+    for layer in range(config.num_layers):
+        window = config.window_of(layer) or case.context
+        moved += max(case.num_new, min(case.context, window))
+        seen += sum(min(position + 1, window) for position in positions)
+    width = config.num_kv_heads * config.head_dim
+    attention = Cost(
+        case.num_seqs * moved * 2 * width * dtype.itemsize,
+        case.num_seqs * seen * 4 * config.num_heads * config.head_dim,
+    )
+    return {PRODUCTS: products, ATTENTION: attention, REST: Cost()}
+
+
+def op_of(kernel: str) -> str:
+    """What a kernel is part of, by its name."""
+    if any(part in kernel.lower() for part in LIBRARIES):
+        return PRODUCTS
+    return OPS_OF_KERNELS.get(kernel, REST)
+
+
+def summarize(case: Case, samples: Samples, costs: dict[str, Cost], rates: Rates, dtype: torch.dtype) -> StepTime:
+    """Medians of a case's samples, what its kernels took, and its floors."""
+    step_s = median(samples.steps_ms) / 1e3
+    kernels = _kernel_times(samples.launched)
+    total = Cost(sum(cost.num_bytes for cost in costs.values()), sum(cost.operations for cost in costs.values()))
+    ops = [_op_time(op, kernels, cost, cost.floor_s(rates, dtype)) for op, cost in costs.items()] if kernels else []
+    return StepTime(
+        case=case,
+        ms=step_s * 1e3,
+        num_samples=len(samples.steps_ms),
+        tokens_per_s=case.num_tokens / step_s,
+        ops=ops,
+        in_turn=floor_of(sum(cost.floor_s(rates, dtype) for cost in costs.values()), step_s),
+        overlapped=floor_of(total.floor_s(rates, dtype), step_s),
+        launch_ms=median(samples.launches_ms),
+        kernels=kernels,
+    )
+
+
+def _kernel_times(launched: Iterable[Launches]) -> list[KernelTime]:
+    """Of launches with different grids together, the longest first."""
+    found: dict[str, list[Launches]] = {}
+    for each in launched:
+        found.setdefault(each.kernel, []).append(each)
+    times = [
+        KernelTime(name, op_of(name), sum(each.num for each in some), sum(each.total_us for each in some) / 1e3)
+        for name, some in found.items()
+    ]
+    return sorted(times, key=lambda kernel: -kernel.ms)
+
+
+def _op_time(op: str, kernels: Sequence[KernelTime], cost: Cost, least_s: float) -> OpTime:
+    members = [kernel for kernel in kernels if kernel.op == op]
+    seconds = sum(kernel.ms for kernel in members) / 1e3
+    per_s = 1 / seconds if seconds else 0.0
+    return OpTime(
+        name=op,
+        is_integer=False,
+        count=round(sum(kernel.count for kernel in members)),
+        ms=seconds * 1e3,
+        bytes=cost.num_bytes,
+        operations=cost.operations,
+        gb_per_s=cost.num_bytes * per_s / 1e9,
+        gflop_per_s=cost.operations * per_s / 1e9,
+        floor=floor_of(least_s, seconds),
+    )

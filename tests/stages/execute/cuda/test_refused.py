@@ -1,0 +1,34 @@
+"""What a GPU has no room for is said in the user's words."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.stages.execute import stage
+from pipeline.stages.execute.cuda import runner
+from pipeline.stages.execute.cuda.runner import require_places
+from tests.stages.execute.cuda.conftest import on_device
+
+
+def test_rows_that_numbers_cannot_name_are_refused_in_the_users_words() -> None:
+    require_places(4096, 131072, 129)
+    with pytest.raises(
+        UserError, match=r"schedule\.max_num_seqs is 4096, but .* of 1048576 tokens a GPU keeps 19\d\d "
+    ):
+        require_places(4096, 1048576, 129)
+
+
+def test_memory_that_ends_while_a_model_is_loaded(slight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
+        )
+
+    monkeypatch.setattr(runner, "CudaRunner", full)
+    launch: Any = SimpleNamespace(settings=on_device(), model_dir=str(slight_dir))
+    with pytest.raises(UserError, match=r"steps need \(CUDA out of memory\): lower schedule\.max_num_batched_tokens"):
+        stage._load(launch, None)

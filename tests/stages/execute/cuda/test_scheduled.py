@@ -1,0 +1,189 @@
+"""The scheduler and a GPU's runner together, steps in flight and all; kernels are interpreted.
+
+In the place of the model stands a function that is exact, as tests/fakes.py has one: its KV blocks store the ids, and
+the next id is a hash of the ids that are read back through the row's blocks. So what is checked is rows, blocks and
+copies, on both sides.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import messages as m
+from pipeline.kernels.triton.rows import Field, StepArrays
+from pipeline.messages import Finish
+from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.schedule.limits import Limits
+from tests.fakes import EMPTY
+from tests.fakes import next_id as hash_of
+from tests.rig import raw
+from tests.stages.execute.checkpoints import VOCAB_SIZE
+from tests.stages.execute.cuda.conftest import on_device
+from tests.stages.execute.driver import take
+from tests.stages.schedule.test_scheduler import Bench
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+FIRST_ID = 3
+"""Below it are the model's own ends."""
+
+
+def next_id(ids: list[int]) -> int:
+    return FIRST_ID + hash_of(ids, 0, 0) % (VOCAB_SIZE - FIRST_ID)
+
+
+def outputs(prompt: list[int], sampling: m.Sampling, max_tokens: int) -> tuple[list[int], Finish]:
+    """What a sequence generates, whatever happens around it."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + max_tokens:
+        ids.append(next_id(ids))
+        if ids[-1] in sampling.stop_token_ids:
+            return ids[len(prompt) :], Finish.STOP
+    return ids[len(prompt) :], Finish.LENGTH
+
+
+class ExactModel:
+    """In the place of `DeviceModel.forward`."""
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self._rows, self._logits = runner._device_rows.on_device, runner.model.logits
+        self._kv = runner.kv[0, 0, :, 0, :, 0]
+        self._kv.fill_(EMPTY)
+
+    def forward(self, step: StepArrays, *, decodes: bool) -> None:
+        slots, kv = step.slots.numpy(), self._kv
+        written = slots[slots >= 0]
+        assert len(set(written.tolist())) == len(written), "a slot is written twice"
+        for place in np.flatnonzero(slots >= 0).tolist():
+            kv[int(slots[place]) // 16, int(slots[place]) % 16] = float(step.ids[place])
+        logits = self._logits[: step.num_samples].zero_()
+        for i, row in enumerate(step.sample_rows.tolist()):
+            if self._rows.params[row, Field.ENDED]:
+                continue
+            num = int(step.positions[int(step.sampled[i])]) + 1
+            ids = kv[self._rows.blocks[row, : -(-num // 16)].long()].reshape(-1)[:num].int().tolist()
+            assert EMPTY not in ids, f"row {row} reads KV that nobody has written"
+            logits[i, next_id(ids)] = 1e4
+
+
+class ExactMasks:
+    """In the place of `Masks`: a mask allows the right id alone, by the ids that the host knows."""
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self.words = np.zeros_like(runner.masks.words)
+        self._rows: set[int] = set()
+
+    def add(self, row: int, sampling: m.Sampling, num_prompt: int) -> None:
+        self._rows.add(row)
+
+    def drop(self, rows: Any) -> None:
+        self._rows -= set(rows.tolist())
+
+    def ask(self, rows: Any, ids: Any, num_ids: Any) -> Any:
+        places = [place for place, row in enumerate(rows.tolist()) if row in self._rows]
+        for place in places:
+            row = rows[place]
+            token = next_id(ids[row, : num_ids[row]].tolist())
+            self.words[place] = 0
+            self.words[place, token // 32] = 1 << token % 32
+        return np.array(places, np.int64)
+
+    def is_done(self) -> bool:
+        return True
+
+    def take_failed(self) -> dict[int, str]:
+        return {}
+
+
+class CudaBench(Bench):
+    """Steps are launched as they are planned, and collected as they are answered."""
+
+    def __init__(self, runner: CudaRunner, limits: Limits, depth: int) -> None:
+        super().__init__(limits, depth)
+        self._runner = runner
+        self._published: list[tuple[int, Any]] = []
+        runner.publish = lambda flight, sampled: self._published.append((flight.step_id, sampled))
+
+    def fill(self) -> None:
+        num = len(self.steps)
+        super().fill()
+        for step in list(self.steps)[num:]:
+            self._runner.launch(step, take)
+
+    def answer(self) -> None:
+        self.tables.popleft()
+        planned = self.steps.popleft()
+        if not self._published:
+            self._runner.collect()
+        step_id, made = self._published.pop(0)
+        assert step_id == planned.step_id
+        parts = [part.tobytes() for part in (made.rows, made.generations, made.ids, made.finishes)]
+        result = m.StepResult(1, step_id, *parts, compute_s=0.01, wait_s=0.0, copy_s=0.0, errors=list(made.errors))
+        self.scheduler.settle(result)
+
+    def begin(self, prompt: list[int], sampling: m.Sampling, max_tokens: int, n: int = 1) -> int:
+        number = next(self._ids)
+        message = m.Admit(
+            request_id=number,
+            attempt=1,
+            gateway=0,
+            arrival_s=float(number),
+            prompt_ids=np.array(prompt, np.int32).tobytes(),
+            n=n,
+            max_tokens=max_tokens,
+            sampling=raw(sampling),
+            text=raw(m.TextOptions()),
+        )
+        for told in self.scheduler.admit(message):
+            assert isinstance(told, m.Open)
+            self.opened[told.seq], self.received[told.seq] = told, []
+            self.records[told.seq] = self.prompts[told.seq] = b""
+            self.wanted[told.seq] = message, sampling
+        return number
+
+    def check_outputs(self) -> None:
+        for seq, finish in self.finished.items():
+            message, sampling = self.wanted[seq]
+            prompt = np.frombuffer(message.prompt_ids, np.int32).tolist()  # type: ignore[arg-type]
+            ids, natural = outputs(prompt, sampling, message.max_tokens)
+            if finish == Finish.ABORT:
+                assert self.received[seq] == ids[: len(self.received[seq])]
+            else:
+                assert (self.received[seq], finish) == (ids, natural)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
+def test_rows_come_and_go_while_steps_are_in_flight(slight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps in flight: siblings that fork, a stop id, an abort, a grammar, and too few blocks for all of them."""
+    config = on_device(kv_bytes=5 * BLOCK_BYTES, max_num_seqs=4, tokens=64, swap_bytes=12 * BLOCK_BYTES)
+    runner = CudaRunner(config, slight_dir, memoryview(bytearray(12 * BLOCK_BYTES)))
+    monkeypatch.setattr(runner.model, "forward", ExactModel(runner).forward)
+    monkeypatch.setattr(runner, "masks", ExactMasks(runner))
+    assert (runner.facts.num_blocks, runner.facts.num_swap_blocks) == (5, 12)
+    bench = CudaBench(runner, Limits(5, 80, 4, 64, num_swap_blocks=12, preemption="swap"), depth=3)
+    plain = m.Sampling(temperature=0.0, ignore_eos=True)
+    shared = list(range(20, 38))
+    stop = outputs(shared, plain, 9)[0][-1]
+    for begin in (100, 130):
+        bench.begin(list(range(begin, begin + 28)), plain, 8)
+    aborted = bench.begin(list(range(200, 211)), plain, 30)
+    bench.begin(shared, m.Sampling(temperature=0.0, ignore_eos=True, stop_token_ids=[stop]), 30, n=2)
+    bench.begin(list(range(240, 250)), m.Sampling(temperature=0.0, grammar="g", ignore_eos=True), 5)
+    bench.fill()
+    for i in range(200):
+        if i == 12:
+            bench.abort(aborted)
+        if not bench.steps:
+            break
+        bench.answer()
+        bench.check()
+        bench.fill()
+        bench.report()
+    bench.report()
+    bench.check_outputs()
+    finishes = list(bench.finished.values())
+    assert (finishes.count(Finish.STOP), finishes.count(Finish.LENGTH), finishes.count(Finish.ABORT)) == (2, 3, 1)
+    load = bench.scheduler.load()
+    assert load.num_preemptions > 0 and load.num_blocks_swapped_in > 0
+    assert not runner.flights and not runner._pool._sums and not runner.failed
