@@ -61,15 +61,9 @@ GRAPHS_BYTES = 512 * 1024**2
 
 
 class CudaRunner:
-<<<<<<< HEAD
-    """The model, its memory and its rows; `swap` is memory for blocks of swap space, `weights` are in place of those
-    that the folder names. Raises UserError, in the user's words, where the model can't be run so. One thread makes it
-    and calls it."""
-=======
     """The model, its memory and its rows; `swap` is memory for blocks of swap space, and `weights` are taken in place
     of those that the folder names. Raises UserError, in the user's words, where the model can't be run so. One thread
     makes it and calls it."""
->>>>>>> main
 
     def __init__(
         self,
@@ -86,13 +80,9 @@ class CudaRunner:
         self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
         max_num_tokens = settings.schedule.max_num_batched_tokens
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
-<<<<<<< HEAD
-        self.model = DeviceModel(device, config, dtype, max_num_tokens, max_num_seqs, quantization)
-=======
         self.model = DeviceModel(
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization), early=settings.execute.early_launch
         )
->>>>>>> main
         weights = weights or Weights(model_dir, config, dtype)
         record_model(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
