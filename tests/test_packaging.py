@@ -142,7 +142,9 @@ CLIENTS = ROOT / "tests" / "e2e" / "clients"
 
 
 @pytest.mark.parametrize(
-    ("folders", "extras"), [(("pipeline", *LINKED), ("cuda",)), (("tests", "tools"), ("dev", "cuda"))], ids=["package", "tests"]
+    ("folders", "extras"),
+    [(("pipeline", *LINKED), ("cuda",)), (("tests", "tools"), ("dev", "cuda"))],
+    ids=["package", "tests"],
 )
 def test_every_import_is_declared(folders: tuple[str, ...], extras: tuple[str, ...]) -> None:
     declared = {canonicalize_name(requirement.name) for requirement in requirements(*extras)}

@@ -1,6 +1,5 @@
 """Executors of either device, made without a server around them."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import msgspec
 from pipeline.config.settings import Quantization, Settings
 from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.stages.execute.weights import Weights
-
-CUDA_RUNNER = "pipeline.stages.execute.cuda.runner"
 
 
 def settings_for(
@@ -47,8 +44,9 @@ def make_cpu_runner(settings: Settings, folder: Path) -> Any:
 
 def make_runner(settings: Settings, folder: Path, weights: Weights | None = None) -> Any:
     """The GPU's executor for a prepared folder; with `weights` in place of those that the folder names."""
-    module: Any = importlib.import_module(CUDA_RUNNER)
-    return module.CudaRunner(settings, folder, weights=weights)
+    from pipeline.stages.execute.cuda.runner import CudaRunner
+
+    return CudaRunner(settings, folder, weights=weights)
 
 
 def close(runner: Any) -> None:
