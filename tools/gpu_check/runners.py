@@ -19,6 +19,7 @@ def settings_for(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     quantization: Quantization = "none",
+    early_launch: bool = False,
 ) -> Settings:
     """On a CPU torch computes, whose ops are the plain references. Where kernels are interpreted, a GPU's memory is the
     machine's."""
@@ -30,7 +31,14 @@ def settings_for(
         plain,
         max_model_len=max_model_len,
         quantization=quantization,
-        execute=replace(plain.execute, device=device, dtype=dtype, kernels=kernels, kv_cache_bytes=kv_cache_bytes),
+        execute=replace(
+            plain.execute,
+            device=device,
+            dtype=dtype,
+            kernels=kernels,
+            kv_cache_bytes=kv_cache_bytes,
+            early_launch=early_launch,
+        ),
         schedule=replace(plain.schedule, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
     )
 

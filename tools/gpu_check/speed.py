@@ -72,6 +72,7 @@ class Model:
     """Tokens that each sequence has when it begins to decode."""
     targets: tuple[Target, ...]
     quantization: Quantization = "none"
+    early_launch: bool = False
     depths: tuple[int, ...] = (2,)
     needs_s: float = 15.0
     limit_s: float = 80.0
@@ -99,6 +100,8 @@ MODELS = (
     ),
     Model("8B int4", LLAMA_8B, 1024, (Target(1, 260, 400),), quantization="int4", needs_s=20),
     Model("1B", LLAMA_1B, 1024, (Target(1, 700, 1000), Target(32)), needs_s=10),
+    # Whether launches that begin early are worth it, where the time is that of launches.
+    Model("135M, early launch", SMOLLM2_135M, 512, (Target(1), Target(32)), early_launch=True, needs_s=10),
 )
 """The figures that matter most come first."""
 
@@ -167,6 +170,7 @@ def _make(model: Model, folder: Path, num_steps: int, max_model_len: int) -> Any
         max_num_seqs=max(model.max_batch, 8),
         max_num_batched_tokens=BATCH_TOKENS if model.config is not TINY else 64,
         quantization=model.quantization,
+        early_launch=model.early_launch,
     )
     return make_runner(settings, folder, WeightsOnDevice(config, torch.bfloat16))
 
