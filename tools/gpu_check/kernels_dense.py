@@ -29,7 +29,7 @@ NUM_PARTS = 3
 def items(context: Context) -> list[Item]:
     made = [Item(f"products of floats, {name}", partial(_floats, name=name), limit_s=100) for name in _names(context)]
     made += [
-        Item(f"products of {format}, {name}", partial(_codes, name=name, format=format))
+        Item(f"products of {format}, {name}", partial(_codes, name=name, format=format), limit_s=110)
         for format, name in CODES
         if not context.interpreted or format in ("int4", "q8_0")
     ]

@@ -49,7 +49,7 @@ SECTIONS = {
     "peers": Section("peers", 70, "transformers on the same shapes"),
     "breakdown": Section("breakdown", 45, "the kernels of a step, each with its time"),
 }
-WARM_UP = Section("warm_up", 130, "what the next sections compile", 5, False)
+WARM_UP = Section("warm_up", 130, "what the next sections compile", 6, False)
 """Goes before `speed`, beside the checks."""
 TUNE_COMPILE = Section("tune_compile", 180, "what tune times, compiled", 14, False)
 TUNE = Section("tune", 200, "times of kernels' candidates; only with --tune")
