@@ -1,0 +1,71 @@
+"""What a step that decodes costs the host on a GPU, without the GPU: graphs do nothing, and copies are memory's own.
+
+    TRITON_INTERPRET=1 python -m tests.stages.execute.cuda.host_cost
+
+Medians of 300 steps. What CUDA's own calls take (a graph's launch, two copies, an event) is not in them.
+"""
+
+import gc
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from pipeline import messages as m
+from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.stages.execute.cuda.device import Calls, Interpreted
+from pipeline.stages.execute.cuda.runner import CudaRunner
+from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import make_step, row_add, take
+
+NUM_STEPS = 300
+PROMPT = [5] * 8
+BLOCKS_PER_ROW = -(-(len(PROMPT) + NUM_STEPS) // BLOCK_SIZE) + 1
+MODEL = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "max_position": 2048}
+
+
+class Idle(Interpreted):
+    """A device whose graphs do nothing."""
+
+    def graph(self, calls: Calls) -> Calls:
+        return lambda: None
+
+
+def main() -> None:
+    execute = Execute(device="cuda", dtype="float32", kv_cache_bytes=256 * 1024**2, threads=1)
+    settings = Settings(execute=execute, schedule=Schedule(max_num_seqs=256, max_num_batched_tokens=512))
+    with tempfile.TemporaryDirectory() as name:
+        checkpoints.write(Path(name), checkpoints.config_of(**MODEL))
+        for num_rows in (1, 32, 256):
+            runner: Any = CudaRunner(settings, Path(name), device=Idle())
+            adds = [row_add(row, PROMPT, [row * BLOCKS_PER_ROW]) for row in range(num_rows)]
+            runner.step(make_step(adds=adds), take)
+            steps = [_step(num_rows, len(PROMPT) - 1 + i) for i in range(NUM_STEPS)]
+            gc.collect()
+            gc.freeze()
+            launch_s, collect_s = [], []
+            for step in steps:
+                began_s = time.perf_counter()
+                runner.launch(step, take)
+                launched_s = time.perf_counter()
+                runner.collect()
+                launch_s.append(launched_s - began_s)
+                collect_s.append(time.perf_counter() - launched_s)
+            print(f"{num_rows} rows: launch {median(launch_s) * 1e6:.0f} µs, collect {median(collect_s) * 1e6:.0f} µs")
+            runner.close()
+
+
+def _step(num_rows: int, position: int) -> m.Step:
+    rows = np.arange(num_rows)
+    # All rows are as long as each other, so all of them get a block in one step of sixteen.
+    place, is_first = position // BLOCK_SIZE, position % BLOCK_SIZE == 0
+    blocks = [(row, row * BLOCKS_PER_ROW + place) for row in rows.tolist()] if is_first and place else []
+    return make_step([(row, position, 1, True) for row in rows.tolist()], blocks=blocks, step_id=position)
+
+
+if __name__ == "__main__":
+    main()
