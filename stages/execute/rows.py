@@ -9,7 +9,7 @@ it, so that a step planned before that was known neither computes nor emits for 
 Shapes: R max_num_seqs, L max_model_len, B blocks of the longest row.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,12 @@ from pipeline.kernels.noise import draw_keys, sequence_key
 from pipeline.kernels.record_inputs import NO_RECORD
 from pipeline.kernels.shaping import SHAPING, Shaping
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
-from pipeline.messages import Finish, Pooling, Sampling
+from pipeline.messages import Finish, Pooling, RowAdd, Sampling
+from pipeline.shm.arrays import Array
 from pipeline.stages.execute.wants import NOT_GREEDY, Want, shaping_of, single
+
+Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
+"""Copies an array out of a message: (array, dtype) → one-dimensional."""
 
 NOT_YET = -1
 """`num_computed` of a row that no step has named: it may begin behind a cached prefix of any length."""
@@ -110,6 +114,11 @@ class RowTable:
         self.append_blocks(np.full(len(blocks), row, np.int32), blocks)
         self.num_prompt[row] = num_prompt
         self._set_sampling(row, index, sampling, eos_ids)
+
+    def take_in(self, add: RowAdd, sampling: Sampling, eos_ids: Collection[int], take: Take) -> None:
+        """`add`, as a step's message has it; `sampling` is what it holds, decoded."""
+        ids, blocks = take(add.ids, np.int32), take(add.blocks, np.int32)
+        self.add(add.row, add.generation, add.index, ids, blocks, sampling, eos_ids, add.fork_of, add.num_prompt)
 
     def _set_sampling(self, row: int, index: int, sampling: Sampling, eos_ids: Collection[int]) -> None:
         self.temperature[row] = single(sampling.temperature)

@@ -17,7 +17,6 @@ from pipeline.kernels.record_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.model_folder import ModelConfig
-from pipeline.shm.arrays import Array
 from pipeline.stages.execute.backend import make_program
 from pipeline.stages.execute.kv import divide_swap, plan_kv
 from pipeline.stages.execute.masks import LATE_MS, Masks
@@ -25,12 +24,9 @@ from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import LogitArray, MasksLate
 from pipeline.stages.execute.prompts import NO_BYTES, score_prompts
-from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.rows import RowTable, Take
 from pipeline.stages.execute.wants import Want, why_nothing_is_left
 from pipeline.stages.execute.weights import Weights
-
-Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
-"""Copies an array out of a message: (array, dtype) → one-dimensional."""
 
 Clock = Callable[[], float]
 
@@ -151,17 +147,7 @@ class Runner:
             self._pool.drop(row)
         for add in step.adds:
             sampling = self._samplings.decode(add.sampling)
-            self.rows.add(
-                add.row,
-                add.generation,
-                add.index,
-                take(add.ids, np.int32),
-                take(add.blocks, np.int32),
-                sampling,
-                self._eos_ids,
-                add.fork_of,
-                add.num_prompt,
-            )
+            self.rows.take_in(add, sampling, self._eos_ids, take)
             if self.rows.wants[add.row] & Want.MASK:
                 self.masks.add(add.row, sampling, add.num_prompt)
         self.rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.profile.shapes import SHAPES
 
 LLAMA_8B = ModelConfig(
     name="llama-8b",
@@ -40,23 +41,7 @@ LLAMA_1B = ModelConfig(
     eos_ids=[2],
     weight_files=[],
 )
-SMOLLM2_135M = ModelConfig(
-    name="smollm2-135m",
-    architecture="llama",
-    num_layers=30,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    vocab_size=49152,
-    max_position=8192,
-    rms_norm_eps=1e-5,
-    rope_theta=100000.0,
-    tie_embeddings=True,
-    eos_ids=[2],
-    weight_files=[],
-)
+SMOLLM2_135M = SHAPES["smollm2-135m"]
 SMALL = ModelConfig(
     name="small",
     architecture="llama",

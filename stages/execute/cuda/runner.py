@@ -42,8 +42,8 @@ from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompts import NO_BYTES
-from pipeline.stages.execute.rows import NOT_YET, RowTable
-from pipeline.stages.execute.runner import Sampled, Take
+from pipeline.stages.execute.rows import NOT_YET, RowTable, Take
+from pipeline.stages.execute.runner import Sampled
 from pipeline.stages.execute.wants import Want, why_nothing_is_left
 from pipeline.stages.execute.weights import Weights
 
@@ -206,17 +206,7 @@ class CudaRunner:
                 self._pool.drop(row)
         for add in step.adds:
             sampling = self._samplings.decode(add.sampling)
-            self.rows.add(
-                add.row,
-                add.generation,
-                add.index,
-                take(add.ids, np.int32),
-                take(add.blocks, np.int32),
-                sampling,
-                self._eos_ids,
-                add.fork_of,
-                add.num_prompt,
-            )
+            self.rows.take_in(add, sampling, self._eos_ids, take)
             if (problem := self._device_rows.add(add.row)) is not None:
                 self.failed[add.row] = problem
             if self.rows.wants[add.row] & Want.MASK:
