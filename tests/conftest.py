@@ -18,9 +18,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that spin while they wait starve each other where a server runs beside a test; execute does the same.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# Without a GPU, Triton's kernels run in its interpreter; it is asked for before the first of them is imported.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton's kernels run in its interpreter, which is asked for before the first of them is imported: tests give them
+# tensors of the CPU, on a machine with a GPU too. What only a GPU can show, tools/gpu_check looks at.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell has jobs in the background ignore Ctrl-C, and children inherit that: tests that interrupt one would wait for
 # ever.

@@ -4,7 +4,6 @@ What is recorded reads its step from memory that stays where it is: words that t
 graph is replayed for any step of its shape.
 """
 
-import time
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,8 +61,6 @@ class Steps:
         self._result = ints(ends.STAMP_WORDS + 2 * max_num_rows)
         self.scratch = draw.DrawScratch(max_num_rows, model.logits.shape[1], where)
         self._recorded: dict[tuple[Shape, Kind], Recorded] = {}
-        self.record_s = 0.0
-        """Spent on recording."""
 
     @property
     def num_recorded(self) -> int:
@@ -78,7 +75,6 @@ class Steps:
         recorded = self._recorded.get((shape, kind))
         if recorded is not None:
             return recorded
-        began_s = time.perf_counter()
         step = self._step(shape)
         calls = self._calls(step, shape, kind)
         if not shape.is_recorded:
@@ -86,7 +82,6 @@ class Steps:
         self._words[: ends.words_of(self._max_num_rows)].zero_()
         recorded = Recorded(self._device.graph(calls), step, shape, self._result_of(step))
         self._recorded[shape, kind] = recorded
-        self.record_s += time.perf_counter() - began_s
         return recorded
 
     def sums(self, shape: Shape) -> Sums:

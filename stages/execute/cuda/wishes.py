@@ -6,7 +6,6 @@ No graph holds these launches, for which of them there are differs from step to 
 """
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -58,8 +57,7 @@ class Wishes:
         vocab_size = model.logits.shape[1]
         self._shaping = ShapeScratch(max_num_rows, vocab_size, device.where)
         self._recording = RecordScratch(max_num_rows, vocab_size, max_num_top, device.where)
-        self._sizes = sorted({0, min(5, max_num_top), min(20, max_num_top), max_num_top})
-        """How many of the likeliest a record has room for: for each of these kernels are compiled, not for others."""
+        self._max_num_top = max_num_top
 
     def warm(self, step: StepArrays) -> Iterator[None]:
         """Compile everything, a little at each turn, by samples of nobody; `step` is where steps leave what they are,
@@ -71,9 +69,10 @@ class Wishes:
             samples = step.sample_rows[:1].fill_(len(on_device.params) - 1)
             shape(logits, on_device.params, self._rows.heap, on_device.ids, samples, words, flags, self._shaping)
             yield
-        for size in self._sizes:
+        # Kernels are compiled for few of the likeliest, and for as many as there can be.
+        for num_top in sorted({0, self._max_num_top}):
             for keep in (False, True):
-                records = _Records(self._device, np.array([size], np.int32), size, self._recording)
+                records = _Records(self._device, np.array([num_top], np.int32), self._recording)
                 records.note(logits, keep=keep)
                 records.complete(self._recording.kept if keep else logits, self._steps.drawn[:1], 1)
                 yield
@@ -108,7 +107,7 @@ class Wishes:
         num_top[: len(rows)] = table.num_top[rows]
         records: _Records | None = None
         if wanted & Want.RECORD and (num_top >= 0).any():
-            records = _Records(self._device, num_top, self._size_for(num_top), self._recording)
+            records = _Records(self._device, num_top, self._recording)
             records.note(logits, keep=shapes)
         if shapes:
             on_device = self._rows.on_device
@@ -132,23 +131,21 @@ class Wishes:
         for begin in range(0, len(places), self._max_num_rows):
             part = slice(begin, begin + self._max_num_rows)
             logits = self._model.score(sums, self._device.send(places[part].astype(np.int32)))
-            records = _Records(self._device, num_top[part], self._size_for(num_top[part]), self._recording)
+            records = _Records(self._device, num_top[part], self._recording)
             records.note(logits, keep=False)
             made.append(records.complete(logits, self._device.send(ids[part]), len(ids[part])))
         return made
-
-    def _size_for(self, num_top: IntArray) -> int:
-        return self._sizes[bisect_left(self._sizes, int(num_top.max()))]
 
 
 class _Records:
     """Records that are being made on the device."""
 
-    def __init__(self, device: Device, num_top: IntArray, size: int, scratch: RecordScratch) -> None:
-        """`num_top` [M] are at most `size`."""
+    def __init__(self, device: Device, num_top: IntArray, scratch: RecordScratch) -> None:
+        """`num_top` [M] are how many of the likeliest each has, -1 where it is none."""
         self._device, self._scratch, self._num_top = device, scratch, num_top
         self._num_top_there = device.send(num_top)
-        self._words = torch.zeros((len(num_top), 1 + 2 * size), dtype=torch.int32, device=device.where)
+        width = 1 + 2 * max(0, int(num_top.max()))
+        self._words = torch.zeros((len(num_top), width), dtype=torch.int32, device=device.where)
 
     def note(self, logits: Tensor, *, keep: bool) -> None:
         """Take down what is said of the likeliest; with `keep` the logits too, for they will be changed."""
