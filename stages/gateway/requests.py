@@ -387,8 +387,10 @@ class Requests:
         self.admission.admit(len(ask.prompts) * ask.num_sequences, sum(estimates), now_s)
         call = Call(ask, self._stage, self.num_opened, self.formats)
         self._name(call)
-        seed = tape.randbits(64) if ask.seed is None else ask.seed
         for i, prompt in enumerate(ask.prompts):
+            # The client's seed holds for each prompt, so that a list gives what each prompt gives alone. Without one,
+            # equal prompts get different outputs.
+            seed = tape.randbits(64) if ask.seed is None else ask.seed
             submit = m.Submit(
                 request_id=tape.randbits(63),
                 attempt=FIRST_ATTEMPT,
@@ -397,7 +399,7 @@ class Requests:
                 prompt=prompt,
                 n=ask.num_sequences,
                 max_tokens=ask.max_tokens,
-                sampling=msgspec.structs.replace(ask.sampling, seed=seed_of(seed, i)),
+                sampling=msgspec.structs.replace(ask.sampling, seed=seed),
                 text=ask.text,
                 outputs=list(ask.outputs),
                 prompt_options=ask.prompt_options,
@@ -750,18 +752,6 @@ def _sequences(ask: Ask) -> list[Sequence]:
     if not ask.outputs:
         return [Sequence() for _ in range(ask.num_sequences)]
     return [Sequence(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in ask.outputs]
-
-
-def seed_of(seed: int, prompt: int) -> int:
-    """The seed (u64) of a call's prompt number `prompt`: the client's own for the first, and for each further one
-    an output of the splitmix64 generator (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
-    if prompt == 0:
-        return seed
-    mask = 2**64 - 1
-    z = (seed + prompt * 0x9E3779B97F4A7C15) & mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    return z ^ (z >> 31)
 
 
 def _failed(request: Request, error: str) -> ApiError:

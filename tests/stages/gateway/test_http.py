@@ -108,7 +108,7 @@ class TestACompletion:
         response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "n": 2, "seed": 5})
         first, second = gate.submit(), gate.submit()
         assert [s.prompt for s in (first, second)] == [m.TextPrompt("a"), m.TextPrompt("b")]
-        assert first.sampling.seed == 5 != second.sampling.seed
+        assert first.sampling.seed == second.sampling.seed == 5
         gate.accept(first, 2)
         gate.accept(second, 3)
         for submit, name in ((second, "b"), (first, "a")):
@@ -120,6 +120,11 @@ class TestACompletion:
         assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
         assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9, **NONE_CACHED}
         assert {gate.closed()[0], gate.closed()[0]} == {first.request_id, second.request_id}
+
+    def test_without_a_seed_draws_one_for_each_prompt(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"prompt": ["a", "a", "a"]})
+        assert len({gate.serve().sampling.seed for _ in range(3)}) == 3
+        assert response.result().status_code == 200
 
     def test_of_which_one_prompt_is_rejected_ends_the_others(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": ["a", "b"]})

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.gateway.requests import Sequence, seed_of
+from pipeline.stages.gateway.requests import Sequence
 
 
 def packed(begin: int, end: int) -> bytes:
@@ -32,12 +32,3 @@ def test_text_that_is_missing_is_a_broken_invariant() -> None:
         sequence.extend("b", 1, packed(0, 1), 0)
     with pytest.raises(AssertionError):
         sequence.extend("a", 0, packed(1, 2), 1)
-
-
-def test_the_first_prompt_keeps_the_clients_seed_and_others_get_their_own() -> None:
-    seeds = [seed_of(7, i) for i in range(100)]
-    assert seeds[0] == 7
-    assert len(set(seeds)) == 100
-    assert all(0 <= seed < 2**64 for seed in seeds)
-    # splitmix64's published first outputs for the state 0.
-    assert [seed_of(0, i) for i in (1, 2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
