@@ -1,7 +1,7 @@
 # make serve            install what serving needs into .venv, then serve the default model on 127.0.0.1:8000
 # make serve ARGS="…"   the same with options of `pipeline serve`, as ARGS="--config throughput --port 9000"
-# make test             install, then check everything: format, lint, types, imports, tests
-# make check            the same, going on after a failure
+# make test             install, then check everything: format, lint, types, imports, tests; goes on after a failure
+# make test ARGS="…"    the same with options of `tools/check`, as ARGS="--isa avx2"
 # make clean            remove .venv
 #
 # Installing is skipped while pyproject.toml and constraints.txt are as they were.
@@ -14,7 +14,7 @@ RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check clean
+.PHONY: serve test clean
 .DELETE_ON_ERROR:
 
 serve: $(RUN_STAMP)
@@ -22,9 +22,6 @@ serve: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	tools/check $(ARGS)
-
-check: $(DEV_STAMP)
-	tools/check --keep-going $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -21,6 +21,7 @@ import pytest
 
 from pipeline.version import VERSION
 from tests import pythons
+from tests.guardian import guard
 from tests.test_packaging import LINKED, PATIENCE_S, ROOT, project, run, wheel
 from tools.arrows import arrows
 
@@ -153,6 +154,7 @@ def test_a_wheel_serves_from_a_folder_full_of_traps(python: str, wheel: Path, tm
         stderr=subprocess.PIPE,
         text=True,
     ) as server:
+        guard(server)
         watchdog = threading.Timer(PATIENCE_S, server.kill)
         watchdog.start()
         try:

@@ -1,12 +1,17 @@
 """What instructions the kernels may use: the levels, and which of them a CPU can run."""
 
+import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 Level = Literal["avx512_bf16", "avx512", "avx2", "portable"]
 
 CPUINFO = Path("/proc/cpuinfo")
+
+MAX_ISA = "PIPELINE_MAX_ISA"
+"""Environment variable that names a level: better ones are not used, as if the CPU did not have them."""
 
 _AVX2 = frozenset({"avx2", "f16c", "fma"})
 _X86_64_V3 = _AVX2 | {"abm", "bmi1", "bmi2", "movbe", "xsave"}
@@ -21,9 +26,20 @@ NEEDED: dict[Level, frozenset[str]] = {
 """Best first. For each level every flag, as Linux names it, that the compiler is allowed to count on."""
 
 
-def available() -> list[Level]:
-    """The levels that this CPU and this system can run, best first."""
-    return runnable(platform.machine(), cpuinfo())
+def available(environ: Mapping[str, str] = os.environ) -> list[Level]:
+    """The levels that this CPU and this system can run, best first, none better than PIPELINE_MAX_ISA.
+
+    Raises ValueError if that variable does not name a level.
+    """
+    levels = runnable(platform.machine(), cpuinfo())
+    name = environ.get(MAX_ISA, "")
+    if not name:
+        return levels
+    best_first = list(NEEDED)
+    if name not in best_first:
+        raise ValueError(f"{MAX_ISA} is {name!r}; it must be one of {', '.join(best_first)}")
+    allowed = best_first[best_first.index(name) :]
+    return [level for level in levels if level in allowed]
 
 
 def runnable(machine: str, cpuinfo: str) -> list[Level]:

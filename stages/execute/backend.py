@@ -46,7 +46,10 @@ def _library(settings: Settings, config: ModelConfig) -> tuple[Level, Path] | No
     wanted = settings.execute.kernels
     if wanted == "torch" or (wanted == "auto" and settings.execute.dtype != "bfloat16"):
         return None
-    levels = available()
+    try:
+        levels = available()
+    except ValueError as error:
+        raise UserError(str(error)) from error
     level = levels[0] if wanted == "auto" else wanted
     if level not in levels:
         raise UserError(f"execute.kernels is {level!r}, but this CPU runs {', '.join(levels)} and torch")

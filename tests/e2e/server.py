@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from tests.guardian import guard
+
 START_S = 180.0
 """The first start on a machine fetches and converts the model."""
 STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
@@ -23,7 +25,7 @@ STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 class Server:
     """`pipeline serve` on a free port. Use as a context manager: leaving it stops the server, and fails if any of its
-    processes is left."""
+    processes is left. If the test's process is killed, the server ends too."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class Server:
             text=True,
             env=os.environ | (environ or {}),
         )
+        guard(self.process)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = ""

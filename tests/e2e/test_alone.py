@@ -17,7 +17,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +98,14 @@ def test_a_stage_of_a_real_server_is_replayed_bit_for_bit(
         assert outs[0].read_bytes() == outs[1].read_bytes()
 
 
+def begin_recording(stage: str, path: Path, pid: str) -> "subprocess.Popen[str]":
+    """`pipeline record` without an end; returns once the stage records."""
+    command = [sys.executable, "-m", "pipeline", "record", stage, "--out", str(path), "--pid", pid]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: path.exists() and path.stat().st_size > 0, "the recording to begin")
+    return process
+
+
 def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
     smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,12 +114,12 @@ def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
         pid = str(server.process.pid)
         for stage in STAGES:
             path = tmp_path / f"{stage}.rec"
-            with ThreadPoolExecutor(1) as beside:
-                recording = beside.submit(main, ["record", stage, "--out", str(path), "--seconds", "0.5", "--pid", pid])
-                while not recording.done():
-                    complete(server.url)
-                assert recording.result() == 0
-            out = capsys.readouterr().out
+            process = begin_recording(stage, path, pid)
+            for _ in range(4):
+                complete(server.url)
+            process.terminate()
+            out, err = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, err
             size = re.search(r": ([\d,]+) bytes of", out)
             assert size and int(size[1].replace(",", "")) == path.stat().st_size > 500
             assert main(["replay", stage, str(path), "--out", str(tmp_path / "a"), "--inline"]) == 0
@@ -120,6 +127,8 @@ def test_a_live_stage_is_recorded_and_what_came_before_is_left_out(
             assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
             assert "recorded from the middle" in capsys.readouterr().out
             assert sum(compare(tmp_path / "a", None).sent.values()) > 3
+        last = ["record", "schedule", "--out", str(tmp_path / "timed.rec"), "--seconds", "0.2", "--pid", pid]
+        assert main(last) == 0, "it ends by itself"
         assert main(["record", "kitchen", "--out", str(tmp_path / "x"), "--pid", pid]) == 1
         assert "no stage 'kitchen'" in capsys.readouterr().err
 
@@ -130,14 +139,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
     first, second, third = (tmp_path / f"{end}.rec" for end in ("killed", "ended", "left"))
     with Server(options=("--instant",)) as server:
         pid = str(server.process.pid)
-
-        def begin(path: Path) -> "subprocess.Popen[bytes]":
-            command = [sys.executable, "-m", "pipeline", "record", "schedule", "--out", str(path), "--pid", pid]
-            process = subprocess.Popen(command, stderr=subprocess.PIPE)
-            until(lambda: path.exists() and path.stat().st_size > 0, "the recording to begin")
-            return process
-
-        process = begin(first)
+        process = begin_recording("schedule", first, pid)
         complete(server.url)
         process.kill()
         process.communicate(timeout=20)
@@ -148,7 +150,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
         with f.Reader(first) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("who began it was not heard of for 6 s")
-        process = begin(second)
+        process = begin_recording("schedule", second, pid)
         complete(server.url)
         process.terminate()
         process.communicate(timeout=20)
@@ -156,12 +158,12 @@ def test_a_recording_ends_with_the_command_that_began_it(
         with f.Reader(second) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("who began it ended it")
-        process = begin(third)
+        process = begin_recording("schedule", third, pid)
         complete(server.url)
         assert server.stop() == 0
         _, said = process.communicate(timeout=30)
         assert process.returncode == 1
-        assert b"the server has ended" in said
+        assert "the server has ended" in said
         with f.Reader(third) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("the stage ended")

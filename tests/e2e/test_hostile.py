@@ -23,6 +23,8 @@ DEAREST = ("140,000 messages", "a schema 5,000 levels deep")
 SOON_S = 2.0
 """What somebody else waits at most. Alone on this test's machine it is a fifth of it."""
 DEADLINE_S = 120.0
+REFUSED = {400, 413, 422}
+"""What a bad request is answered with, once the server has looked at it."""
 
 BODIES = hostile.bodies(MODEL)
 RAW = hostile.raw(MODEL)
@@ -119,10 +121,14 @@ def error_of(reply: bytes) -> dict[str, object]:
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies(server: Server, name: str) -> None:
     path, make = BODIES[name]
-    replies = at_once(server, hostile.request(path, make()), MANY if name in DEAREST else NUM_AT_ONCE)
-    found = {next(hostile.statuses(reply), 0) for reply in replies}
-    # 503: of large bodies, sixteen may be on their way.
-    assert found <= {400, 413, 422, 503} and found & {400, 413, 422}, found
+    data = hostile.request(path, make())
+    replies = at_once(server, data, MANY if name in DEAREST else NUM_AT_ONCE)
+    # 503: of large bodies, sixteen may be on their way; and a busy machine may have no time left to check a grammar.
+    # Then the request is refused for what it is when it comes alone.
+    end_s = time.monotonic() + DEADLINE_S
+    while (found := {next(hostile.statuses(reply), 0) for reply in replies}) == {503} and time.monotonic() < end_s:
+        replies.append(say(server, data))
+    assert found <= {*REFUSED, 503} and found & REFUSED, found
     for reply in replies:
         error_of(reply)
 

@@ -60,11 +60,12 @@ def shape(value: Any) -> Any:
 
 
 FIXED = ("object", "model", "owned_by", "role", "param", "code", "type", "message", "tokens", "token_strs", "prompt")
-FIXED_TOO = ("num_aborted", "num_unknown", "server_load", "max_model_len", "total_tokens", "text", "status")
+FIXED_TOO = ("num_aborted", "num_unknown", "server_load", "max_model_len", "status")
 
 
 def fixed(value: Any) -> Iterator[Any]:
-    """What an example says that must be so on every machine."""
+    """What an example says that must be so on every machine. Generated text is not: instruction sets round differently,
+    and a model of 135M parameters is often undecided."""
     match value:
         case dict():
             for key, item in value.items():
@@ -103,6 +104,10 @@ def test_an_example_is_what_the_server_answers(server: Server, command: str, kin
         assert list(example) == list(answer)
     assert shape(answer) == shape(example)
     assert list(fixed(answer)) == list(fixed(example))
+    if "usage" in example:
+        assert answer["usage"]["prompt_tokens"] == example["usage"]["prompt_tokens"]
+        for usage in (answer["usage"], example["usage"]):
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage.get("completion_tokens", 0)
     assert (response.status_code >= 400) == ("error" in example)
 
 

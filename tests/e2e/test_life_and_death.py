@@ -1,6 +1,7 @@
 """How a server starts, ends, and dies."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from tests.e2e.server import STAGES, Server
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "SmolLM2-135M-Instruct"
 MAX_START_CPU_S = 10.0
 """Processor time of a whole start, of all processes: unlike its duration it does not grow with what else runs here."""
@@ -268,3 +270,24 @@ def test_it_starts_fast_and_is_quiet_when_idle() -> None:
         threading.Event().wait(5.0)  # what is measured is how little happens meanwhile
         share = (cpu_s() - before) / (time.monotonic() - begun)
         assert share < 0.02, f"an idle server takes {share:.1%} of a core"
+
+
+def test_a_server_of_tests_that_are_killed_is_killed_too(tmp_path: Path) -> None:
+    script = tmp_path / "tests_that_hang.py"
+    script.write_text(
+        "import signal\n"
+        "from tests.e2e.server import Server\n"
+        "with Server('gateway.zmq=off', options=('--instant',)) as server:\n"
+        "    print(server.process.pid, *server.seen, flush=True)\n"
+        "    signal.pause()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        pids = [int(pid) for pid in tests.stdout.readline().split()]
+        processes = [psutil.Process(pid) for pid in pids]
+        assert len(processes) > len(STAGES)
+        tests.kill()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []

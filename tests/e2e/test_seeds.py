@@ -1,4 +1,4 @@
-"""A seed draws the same output for a prompt, whether it is asked for alone or in a list, and through every interface."""
+"""A seed draws the same output for a prompt, whether it is asked for alone or in a list, and over every interface."""
 
 from typing import Any
 

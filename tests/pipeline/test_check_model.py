@@ -138,9 +138,17 @@ def check(model: str, *more: str, capsys: pytest.CaptureFixture[str]) -> tuple[i
 
 
 def results(out: str) -> list[tuple[str, str]]:
-    """Program and result of each row of the table."""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
-    return [(row[0], row[-1]) for row in rows]
+    """Program and result of each row of the table. A cell that is too long for its column goes on in further lines,
+    whose last cell is empty."""
+    rows: list[tuple[str, str]] = []
+    for line in out.splitlines():
+        if line.startswith("│"):
+            program, *_, result = [cell.strip() for cell in line.split("│")[1:-1]]
+            if result:
+                rows.append((program, result))
+            else:
+                rows[-1] = (f"{rows[-1][0]} {program}", rows[-1][1])
+    return rows
 
 
 @pytest.mark.parametrize("name", CONFIGS)

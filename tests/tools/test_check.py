@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from pipeline.kernels.cpu.levels import MAX_ISA, NEEDED
 from tests.conftest import ALONE, LONGEST, SERVERS
 
 ROOT = Path(__file__).parents[2]
@@ -58,8 +59,11 @@ class Run:
 
     def __init__(self, check: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str, **codes: int) -> None:
         self.commands: list[str] = []
+        self.isas: list[str | None] = []
+        monkeypatch.delenv(MAX_ISA, raising=False)
 
-        def run(command: list[str], **_: object) -> SimpleNamespace:
+        def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+            self.isas.append(env.get(MAX_ISA))
             step = next(name for name, own in check.STEPS.items() if command[1 : 1 + len(own)] == own)
             more = command[1 + len(check.STEPS[step]) :]
             self.commands.append(" ".join([step, *(more if more != check.PLACES.get(step) else [])]))
@@ -75,11 +79,26 @@ def test_all_steps_run_in_their_order(check: ModuleType, monkeypatch: pytest.Mon
     assert (run.code, run.commands) == (0, ["format", "lint", "types", "arrows", "shared", "servers", "alone"])
 
 
-def test_it_stops_at_a_failure_or_goes_on(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_after_a_failure_or_stops_at_it(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch, "lint", "tests", shared=1)
-    assert (run.code, run.commands) == (1, ["lint", "shared"])
-    run = Run(check, monkeypatch, "--keep-going", "lint", "tests", shared=1)
     assert (run.code, run.commands) == (1, ["lint", "shared", "servers", "alone"])
+    run = Run(check, monkeypatch, "--fail-fast", "lint", "tests", shared=1)
+    assert (run.code, run.commands) == (1, ["lint", "shared"])
+
+
+def test_tests_run_once_for_each_instruction_set(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(check, monkeypatch, "--isa", "avx2", "lint", "servers")
+    assert run.commands == ["lint", "servers"]
+    assert run.isas == [None, "avx2"]
+    monkeypatch.setattr(check, "isas_here", lambda: ["avx512", "avx2", "portable"])
+    run = Run(check, monkeypatch, "--isa", "all", "lint", "servers", "alone")
+    assert run.commands == ["lint", *["servers", "alone"] * 3]
+    assert run.isas == [None, "avx512", "avx512", "avx2", "avx2", "portable", "portable"]
+
+
+def test_every_instruction_set_can_be_named(check: ModuleType) -> None:
+    assert list(check.ISA_ENVIRON) == list(NEEDED)
+    assert set(check.isas_here()) <= set(NEEDED)
 
 
 def test_what_goes_to_pytest_goes_to_all_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

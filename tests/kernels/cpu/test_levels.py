@@ -72,7 +72,26 @@ def test_a_system_that_says_nothing_has_the_portable_level() -> None:
 
 def test_this_machine_has_the_portable_level_last() -> None:
     assert available()[-1] == "portable"
-    assert available() == runnable(platform.machine(), levels.cpuinfo())
+    assert available({}) == runnable(platform.machine(), levels.cpuinfo())
+
+
+@pytest.mark.parametrize("max_isa", levels.NEEDED)
+def test_the_environment_limits_the_level(max_isa: levels.Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(levels, "cpuinfo", lambda: cpuinfo(ZEN_4))
+    found = available({levels.MAX_ISA: max_isa})
+    assert found[0] == max_isa and found[-1] == "portable"
+
+
+def test_a_limit_above_the_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(levels, "cpuinfo", lambda: cpuinfo(CASCADE_LAKE))
+    assert available({levels.MAX_ISA: "avx512_bf16"})[0] == "avx512"
+
+
+def test_a_limit_that_is_no_level_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"PIPELINE_MAX_ISA is 'sse2'; it must be one of avx512_bf16, avx512, avx2"):
+        available({levels.MAX_ISA: "sse2"})
 
 
 def test_cpus_of_one_kind_are_the_same_and_others_are_not() -> None:
