@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from pipeline.rust_panics import panics_as_errors
+
 MAX_CHARS = 65_536
 """Of all of them: each is looked for behind every id."""
 
@@ -28,7 +30,8 @@ def as_ids(tokenizer: Tokenizer, words: Sequence[str], vocab_size: int) -> list[
         raise BadWord(f"'bad_words[{words.index('')}]' is empty: it would be in every text")
     texts = bare + [" " + word for word in bare] + list(words)
     try:
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with panics_as_errors():
+            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     except Exception as error:  # the library raises nothing more precise
         raise BadWord(f"'bad_words' can't be tokenized: {error}") from error
     runs: list[list[int]] = []

@@ -28,6 +28,7 @@ from pipeline.messages import (
     TextPrompt,
 )
 from pipeline.model_folder import ModelConfig
+from pipeline.rust_panics import panics_as_errors
 from pipeline.stages.ingest import bad_words, chats, conversation
 from pipeline.stages.ingest.bad_words import BadWord
 from pipeline.stages.ingest.budget import OutOfTime
@@ -98,10 +99,15 @@ class Prompts:
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
         try:
             # Unlike `encode`, the batch call lets other threads run; "fast" leaves out the offsets that nobody reads.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            with panics_as_errors():
+                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises nothing more precise
             raise _refusal(f"the prompt cannot be tokenized: {error}", prompt) from error
-        return np.array(encoding.ids, dtype=np.int32)
+        try:
+            return np.array(encoding.ids, dtype=np.int32)
+        except OverflowError as error:
+            message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
+            raise _refusal(message, prompt) from error
 
     def cut(self, ids: Ids, submit: Submit) -> Ids:
         """The last ids of a prompt, as many as its `truncate` says. Raises Refusal."""

@@ -6,7 +6,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pipeline.formats.chat_formats import ChatFormats
-from pipeline.messages import ChatPrompt, Grammar, Sampling, Submit
+from pipeline.messages import ChatPrompt, Failure, Grammar, Sampling, Submit
+from pipeline.rust_panics import panics_as_errors
+from pipeline.stages.ingest.prompt import Refusal
 
 TAIL_IDS = 48
 """A prompt's last ids, whose text has the marks that say whether it opens the reasoning: a mark is one id, or is
@@ -24,12 +26,17 @@ def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
 
 
 def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", tokenizer: Tokenizer) -> str | None:
-    """The end of a chat's text; None where nobody needs it."""
+    """The end of a chat's text; None where nobody needs it. Raises Refusal."""
     if not isinstance(submit.prompt, ChatPrompt):
         return None
     if not (submit.prompt_options.with_tail or submit.sampling.grammar):
         return None
-    return str(tokenizer.decode(ids[-TAIL_IDS:].tolist(), skip_special_tokens=False))
+    try:
+        with panics_as_errors():
+            return str(tokenizer.decode(ids[-TAIL_IDS:].tolist(), skip_special_tokens=False))
+    except Exception as error:  # the library raises nothing more precise
+        message = f"the prompt's token ids cannot be decoded: {error}"
+        raise Refusal(Failure(400, message, "messages")) from error
 
 
 def behind_reasoning(sampling: Sampling, tail: str | None, formats: ChatFormats) -> Sampling:

@@ -2,10 +2,12 @@
 
 import http.client
 import json
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from tests.e2e.server import Server
 
@@ -106,3 +108,38 @@ def test_after_all_that_the_server_is_well(server: Server) -> None:
     health = server.until_idle()
     assert health["status"] == "ok"
     assert all(process.is_running() for process in server.seen.values())
+
+
+def test_a_prompt_that_the_tokenizer_panics_at_is_told(tmp_path: Path) -> None:
+    """Of a checkpoint whose split gives up on 35 bytes. The processes go on."""
+    from tests.stages.ingest.models import PANICS
+    from tests.stages.prepare.checkpoints import save_folder, tiny_llama
+
+    folder = save_folder(
+        tmp_path / "tiny", tiny_llama(), tokenizer_config={"chat_template": "{{ messages[0].content }}"}
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    split = pre_tokenizers.Split(Regex("(a+)+$"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    sets = (f"model={folder}", f"cache_dir={tmp_path / 'cache'}", "served_model_name=tiny", "gateway.zmq=off")
+    small = ("execute.kv_cache_bytes=16MiB", "execute.threads=1", "execute.kernels=torch")
+    text: dict[str, Any] = {"model": "tiny", "prompt": PANICS, "max_tokens": 2}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("/tokenize", text, "prompt"),
+        ("/v1/completions", text, "prompt"),
+        ("/v1/completions", text | {"prompt": "b" * 100_000 + PANICS, "truncate_prompt_tokens": 4}, "prompt"),
+        ("/v1/completions", text | {"prompt": "Hi", "bad_words": [PANICS]}, "bad_words"),
+        ("/v1/embeddings", {"model": "tiny", "input": PANICS}, "input"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": PANICS}]}, "messages"),
+    ]
+    with Server(*sets, *small) as server:
+        for path, body, param in cases:
+            status, reply = post(server, path, body)
+            assert status == 400, reply
+            assert reply["error"]["param"] == param
+            assert "tokenized: Onig: Regex search error: retry-limit-in-match over" in reply["error"]["message"]
+            status, reply = post(server, "/v1/completions", text | {"prompt": "Hi"})
+            assert (status, reply["usage"]["completion_tokens"]) == (200, 2)
+        assert server.until_idle()["status"] == "ok"
+        assert all(process.is_running() for process in server.seen.values())

@@ -1,8 +1,9 @@
 """Tiny prepared folders: a byte-level vocabulary, or whatever tokenizer and template a test wants."""
 
+import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline import messages as m
 from pipeline.config.settings import Limits
@@ -86,3 +87,28 @@ def submit(
 
 def chat(*contents: str, role: str = "user") -> m.ChatPrompt:
     return m.ChatPrompt([m.ChatMessage(role, content) for content in contents])
+
+
+PANICS = "a" * 34 + "!"
+"""35 bytes that `panicking_tokenizer` cannot split."""
+
+
+def panicking_tokenizer() -> Tokenizer:
+    """`byte_tokenizer` behind a split that backtracks without end: the library panics when it gives up."""
+    tokenizer = byte_tokenizer()
+    split = pre_tokenizers.Split(Regex("(a+)+$"), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    return tokenizer
+
+
+def panic() -> None:
+    """Panics in tokenizers."""
+    panicking_tokenizer().encode_batch_fast([PANICS])
+
+
+def with_id(tokenizer: Tokenizer, token: str, token_id: int) -> str:
+    """The text of its tokenizer.json, in which one token has another id."""
+    state = json.loads(tokenizer.to_str())
+    state["model"]["vocab"][token] = token_id
+    return json.dumps(state)
