@@ -27,6 +27,7 @@ from pipeline.grammars.entry import end_with
 from pipeline.grammars.source import Unusable, to_llguidance
 from pipeline.grammars.worker import Gone, receive, send
 from pipeline.proc import usage_of
+from pipeline.rust_panics import RustPanic, panics_as_errors
 
 MAX_CHECKS = 8
 """At once; the others wait."""
@@ -160,6 +161,14 @@ class Checker:
 
 def checked(check: Check, engine: Engine) -> Checked:
     """What becomes of it. Where it is calls, the tool whose schema is to blame is looked for."""
+    try:
+        with panics_as_errors():
+            return _checked_all(check, engine)
+    except RustPanic as panic:
+        return Checked(check.number, error=f"it makes the library fail: {words_of(str(panic))}")
+
+
+def _checked_all(check: Check, engine: Engine) -> Checked:
     answer = _checked(check, engine)
     if answer.error and check.kind == "calls":
         for place, schema in enumerate(msgspec.json.decode(check.source, type=Written).schemas.values()):

@@ -6,6 +6,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pipeline.model_folder import ModelConfig
+from pipeline.rust_panics import panics_as_errors
 
 LIMITS = LLParserLimits(verbose_errors=False)
 """The library's own: fuel for each mask, items of a row, states of a lexer. Its errors then show no schema."""
@@ -29,12 +30,16 @@ class Engine:
         self.vocab_size = config.vocab_size
         self.eos_ids = list(config.eos_ids)
         try:
-            try:
-                self.tokenizer = LLTokenizer(source, n_vocab=config.vocab_size, eos_token=self.eos_ids)
-            except ValueError:  # it has ids that the model has not, which are cut off from each mask
-                self.tokenizer = LLTokenizer(source, eos_token=self.eos_ids)
+            with panics_as_errors():
+                self.tokenizer = self._tokenizer(source)
         except Exception as error:  # the library raises nothing more precise
             raise NoEngine(f"this model's tokenizer can't be used with grammars: {words_of(str(error))}") from error
+
+    def _tokenizer(self, source: str) -> LLTokenizer:
+        try:
+            return LLTokenizer(source, n_vocab=self.vocab_size, eos_token=self.eos_ids)
+        except ValueError:  # it has ids that the model has not, which are cut off from each mask
+            return LLTokenizer(source, eos_token=self.eos_ids)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Of a text in llguidance's own form; look at `get_error`, for this raises nothing."""

@@ -21,6 +21,7 @@ from llguidance import LLMatcher
 from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.worker import receive, send
 from pipeline.messages import NOTHING_LEFT
+from pipeline.rust_panics import RustPanic, panics_as_errors
 from pipeline.stages.execute.mask_memory import Begin, Fill, MaskMemory, Order, Report, State, WordArray
 
 MAX_GRAMMARS = 64
@@ -130,11 +131,12 @@ class MaskWorker:
         states = self._memory.states
         states[fill.place] = State.WORKING
         try:
-            self._write(fill)
-        except Failed as error:
+            with panics_as_errors():
+                self._write(fill)
+        except (Failed, RustPanic) as error:
             self._rows.pop(fill.row, None)
             states[fill.place] = State.FAILED
-            return str(error)
+            return str(error) if isinstance(error, Failed) else f"the grammar can't be used: {words_of(str(error))}"
         states[fill.place] = State.DONE
         return ""
 

@@ -1,0 +1,35 @@
+"""A panic of the library that works on grammars is an answer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.grammars import checker
+from pipeline.grammars.checks import Check
+from pipeline.grammars.engine import Engine, NoEngine
+from tests.stages.ingest import models as tiny
+
+
+def test_a_tokenizer_that_the_library_panics_at_makes_no_engine(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path)
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(NoEngine, match="can't be used with grammars: Precompiled"):
+        Engine(folder)
+
+
+def test_a_split_that_panics_does_not_touch_grammars(tmp_path: Path) -> None:
+    engine = Engine(tiny.folder(tmp_path, tokenizer=tiny.panicking_tokenizer()))
+    tag = {"structures": [{"begin": tiny.PANICS}], "triggers": [tiny.PANICS]}
+    for kind, source in (("choice", [tiny.PANICS]), ("json_schema", {"const": tiny.PANICS}), ("structural_tag", tag)):
+        checked = checker.checked(Check(1, kind, json.dumps(source), 0.0), engine)
+        assert checked.grammar and not checked.error, kind
+
+
+def test_a_check_that_panics_is_an_error(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_engine, "matcher", lambda grammar: tiny.panic())
+    answer = checker.checked(Check(7, "regex", "a+", 0.0), tiny_engine)
+    assert (answer.number, answer.grammar, answer.is_final) == (7, "", True)
+    assert answer.error == "it makes the library fail: Onig: Regex search error: retry-limit-in-match over"

@@ -1,0 +1,58 @@
+"""The process that computes masks, its parts driven by hand."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.grammars.engine import Engine
+from pipeline.grammars.worker import receive
+from pipeline.stages.execute.mask_memory import Begin, Fill, MaskMemory, Order, Report, State
+from pipeline.stages.execute.mask_worker import MaskWorker
+from tests.stages.execute.structured import lark
+from tests.stages.ingest import models as tiny
+
+
+class PanickingEngine(Engine):
+    """Panics at one grammar."""
+
+    panics_at = ""
+
+    def matcher(self, grammar: str) -> Any:
+        if grammar == self.panics_at:
+            tiny.panic()
+        return super().matcher(grammar)
+
+
+@pytest.fixture
+def thread_stacks() -> Iterator[None]:
+    """The worker sets the size of its threads' stacks, for a process of its own."""
+    before = threading.stack_size()
+    yield
+    threading.stack_size(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_panic_fails_the_row_that_it_comes_from(tmp_path: Path, num_threads: int, thread_stacks: None) -> None:
+    engine = PanickingEngine(tiny.folder(tmp_path))
+    engine.panics_at = lark("b")
+    memory = MaskMemory(2, engine.vocab_size)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = MaskWorker(theirs, engine, memory, num_threads)
+        fills = [Fill(row, row, b"", Begin(lark(text), [], False)) for row, text in enumerate("ab")]
+        for ticket in (1, 2):
+            worker._do(Order([], [], ticket, fills))
+            assert msgspec.msgpack.decode(receive(ours), type=Report) == Report(
+                ticket, [1], ["the grammar can't be used: Onig: Regex search error: retry-limit-in-match over"]
+            )
+            assert memory.word[0] == ticket
+            assert memory.states.tolist() == [State.DONE, State.FAILED]
+            allowed = np.flatnonzero(np.unpackbits(memory.words[0].view(np.uint8), bitorder="little")).tolist()
+            assert allowed == [tiny.byte_tokenizer().token_to_id("a")]
+    memory.close()
