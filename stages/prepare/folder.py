@@ -11,11 +11,13 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
+from pipeline.rust_panics import panics_as_errors
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, ConfigFault, flags_of
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import MAX_LAYERS, check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError, is_file
 from pipeline.stages.prepare.tensors import check_tensors
+from pipeline.stages.prepare.tokenizer_check import begun_ids, check_token_ids
 
 READ_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
 """Of the files whose change makes what was prepared stale. Not a list of names: which ones a tokenizer of an older form
@@ -280,9 +282,12 @@ def _tokenizer(source: Path, target: Path) -> Tokenizer:
     else:
         _convert_tokenizer(source, path)
     try:
-        return Tokenizer.from_file(str(path))
+        with panics_as_errors():
+            tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise ModelError(f"{source / 'tokenizer.json'} cannot be read: {error}") from error
+    check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
+    return tokenizer
 
 
 def _convert_tokenizer(source: Path, path: Path) -> None:
@@ -293,9 +298,10 @@ def _convert_tokenizer(source: Path, path: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-        tokenizer.backend_tokenizer.save(str(path))
-    except (OSError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
+        with panics_as_errors():
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+            tokenizer.backend_tokenizer.save(str(path))
+    except Exception as error:  # tokenizers raises nothing more precise
         raise ModelError(
             f"{source} has no tokenizer.json, and transformers could not make one ({error}); "
             "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...) and give that folder"
@@ -313,7 +319,7 @@ def _with_ends(
             check_ids([token_id], config.vocab_size, source / "tokenizer_config.json", f"the id of {key}")
     bos_id = config.bos_id if bos_id is None else bos_id
     eos_ids = list(dict.fromkeys([*([eos_id] if eos_id is not None else []), *config.eos_ids]))
-    begun = tokenizer.encode("a", add_special_tokens=True).ids
+    begun = begun_ids(tokenizer, str(source / "tokenizer.json"))
     changed = {"eos_ids": eos_ids, "bos_id": bos_id, "add_bos": bos_id is not None and begun[:1] == [bos_id]}
     return msgspec.structs.replace(config, **changed)
 

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from pipeline.rust_panics import panics_as_errors
 from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.tokenizer_check import begun_ids
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -77,17 +79,19 @@ def build(vocabulary: Vocabulary, where: str) -> Tokenizer:
             )
     _add_marked(tokenizer, vocabulary)
     _add_ends(tokenizer, vocabulary)
+    begun_ids(tokenizer, where)
     return tokenizer
 
 
 def _byte_level(vocabulary: Vocabulary, where: str) -> Tokenizer:
     pairs = (merge.partition(" ") for merge in vocabulary.merges)
     try:
-        model = models.BPE(
-            vocab={token: i for i, token in enumerate(vocabulary.tokens)},
-            merges=[(left, right) for left, _, right in pairs],
-            ignore_merges=vocabulary.pre in WHOLE_WORDS,
-        )
+        with panics_as_errors():
+            model = models.BPE(
+                vocab={token: i for i, token in enumerate(vocabulary.tokens)},
+                merges=[(left, right) for left, _, right in pairs],
+                ignore_merges=vocabulary.pre in WHOLE_WORDS,
+            )
     except Exception as error:  # the library raises nothing more precise
         raise ModelError(f"{where}: tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
     tokenizer = Tokenizer(model)
@@ -172,8 +176,8 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     behind = [vocabulary.eos_id] if vocabulary.add_eos and vocabulary.eos_id is not None else []
     if not before and not behind:
         return
-    names = {i: vocabulary.tokens[i] for i in (*before, *behind)}
-    single = [names[i] for i in before] + ["$A"] + [names[i] for i in behind]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(name, i) for i, name in names.items()]
-    )
+    # The library reads what stands in a template ("$B", "a:1"), so the tokens have names of ours in it.
+    names = {f"id{i}": i for i in (*before, *behind)}
+    single = [f"id{i}" for i in before] + ["$A"] + [f"id{i}" for i in behind]
+    specials = [{"id": name, "ids": [i], "tokens": [vocabulary.tokens[i]]} for name, i in names.items()]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from pipeline.check.cases import NUM_GREEDY, PREFIX, Ids, Logits, Ours, Plan, Theirs
 from pipeline.config.settings import Settings
 from pipeline.model_folder import ModelConfig
+from pipeline.rust_panics import panics_as_errors
 from pipeline.stages.prepare.progress import Silence
 from pipeline.stages.prepare.source import FolderSource, HubSource, ModelError, parse
 
@@ -52,7 +53,11 @@ def plan_of(folder: Path, num_tokens: int) -> Plan:
             f"the model's context is {config.max_position} tokens, and --tokens {num_tokens} with {NUM_GREEDY} "
             f"generated ones is more: lower --tokens"
         )
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    try:
+        with panics_as_errors():
+            ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    except Exception as error:  # the library raises nothing more precise
+        raise ModelError(f"the model's tokenizer cannot encode the text of the check: {error}") from error
     ids = [token for token in ids if token < config.vocab_size] or [0]
     text = (ids * (num_tokens // len(ids) + 1))[:num_tokens]
     random = np.random.default_rng(0).integers(0, config.vocab_size, num_tokens).tolist()

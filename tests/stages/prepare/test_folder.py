@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,94 @@ def test_a_tokenizer_in_an_older_form_is_converted(source: Path) -> None:
     original = checkpoints.byte_level()
     for text in checkpoints.TEXTS:
         assert converted.encode(text).ids == original.encode(text).ids
+
+
+def edit_tokenizer(source: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change what is in a folder's tokenizer.json."""
+    path = source / "tokenizer.json"
+    state = json.loads(path.read_text())
+    edit(state)
+    path.write_text(json.dumps(state))
+
+
+def template_with(token_id: int) -> dict[str, Any]:
+    """A post-processor that puts an id before each text."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"x": {"id": "x", "ids": [token_id], "tokens": ["x"]}},
+    }
+
+
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+GIVES_ID: dict[str, tuple[Callable[[dict[str, Any], int], Any], str]] = {
+    "the vocabulary": (lambda state, i: state["model"]["vocab"].update(a=i), r"its vocabulary gives 'a'"),
+    "an added token": (
+        lambda state, i: state["added_tokens"].append({"id": i, "content": "<x>"} | ADDED),
+        r"added_tokens gives '<x>'",
+    ),
+    "a template": (lambda state, i: state.update(post_processor=template_with(i)), r"post_processor has"),
+    "an end": (
+        lambda state, i: state.update(post_processor={"type": "BertProcessing", "sep": ["x", i], "cls": ["<s>", 1]}),
+        r"post_processor has",
+    ),
+    "a template among others": (
+        lambda state, i: state.update(post_processor={"type": "Sequence", "processors": [template_with(i)]}),
+        r"post_processor has",
+    ),
+}
+
+
+@pytest.mark.parametrize("token_id", [2**31, 2**32 - 1])
+@pytest.mark.parametrize("place", GIVES_ID)
+def test_token_ids_beyond_int32_are_told(source: Path, place: str, token_id: int) -> None:
+    edit, words = GIVES_ID[place]
+    edit_tokenizer(source, lambda state: edit(state, token_id))
+    message = rf"tokenizer\.json: {words} the token id {token_id}; the largest that can be served is 2147483647"
+    with pytest.raises(ModelError, match=message):
+        prepared(source)
+
+
+@pytest.mark.parametrize("place", GIVES_ID)
+def test_the_largest_int32_is_a_token_id(source: Path, place: str) -> None:
+    edit, _ = GIVES_ID[place]
+    edit_tokenizer(source, lambda state: edit(state, 2**31 - 1))
+    assert prepared(source)
+
+
+def test_token_ids_of_a_tokenizer_in_an_older_form_are_looked_at(source: Path) -> None:
+    tokenizer = json.loads((source / "tokenizer.json").read_text())["model"]
+    (source / "tokenizer.json").unlink()
+    (source / "vocab.json").write_text(json.dumps(tokenizer["vocab"] | {"a": 2**31}))
+    (source / "merges.txt").write_text("")
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "unk_token": "<unk>"}')
+    with pytest.raises(ModelError, match=r"its vocabulary gives 'a' the token id 2147483648"):
+        prepared(source)
+
+
+def test_a_tokenizer_in_an_older_form_that_fits_nothing_is_told(source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    (source / "vocab.json").write_text('{"a": 0}')
+    (source / "merges.txt").write_text("x y")
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json, and transformers could not make one"):
+        prepared(source)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        # The library panics at the first as it reads it, and at the second with each text.
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, r"tokenizer\.json cannot be read: "),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, r"its tokenizer cannot encode a text: chunk size"),
+        ("model", {"type": "WordLevel", "vocab": {}, "unk_token": "x"}, r"its tokenizer cannot encode a text: "),
+    ],
+)
+def test_a_tokenizer_that_can_not_be_used_is_told(source: Path, part: str, value: Any, message: str) -> None:
+    edit_tokenizer(source, lambda state: state.update({part: value}))
+    with pytest.raises(ModelError, match=message):
+        prepared(source)
 
 
 @pytest.mark.parametrize(

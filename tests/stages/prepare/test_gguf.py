@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -303,3 +303,22 @@ def test_ends_and_space_are_added_only_where_the_file_says_so() -> None:
     assert both.encode("the", add_special_tokens=False).tokens == ["▁the"]
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.model is 't5'"):
         gguf_tokenizer.build(pieces_vocabulary(model="t5"), "a test")
+
+
+@pytest.mark.parametrize("name", ["$B", "$A", "a:b", "$A:zz", "$5000000000", ""])
+def test_ends_may_have_any_name(name: str) -> None:
+    """The library reads `$A`, `$B` and `a:1` in a template as something else, and panics at each text with `$B`."""
+    tokens = pieces_vocabulary().tokens
+    named = pieces_vocabulary(tokens=["<unk>", name, *tokens[2:]], add_eos=True)
+    ids = gguf_tokenizer.build(named, "a test").encode("the").ids
+    assert ids == [1, tokens.index("▁the"), 2]
+
+
+def test_a_vocabulary_that_no_text_can_be_encoded_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_tokenizer, "_add_ends", break_template)
+    with pytest.raises(ModelError, match="a test: its tokenizer cannot encode a text: index out of bounds"):
+        gguf_tokenizer.build(pieces_vocabulary(), "a test")
+
+
+def break_template(tokenizer: Tokenizer, _: Vocabulary) -> None:
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A $B")

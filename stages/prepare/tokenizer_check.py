@@ -1,0 +1,68 @@
+"""Whether a model's tokenizer can be served: its token ids fit int32, and it encodes a text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from pipeline.rust_panics import panics_as_errors
+from pipeline.stages.prepare.shape import MAX_COUNT
+from pipeline.stages.prepare.source import ModelError
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _File(msgspec.Struct):
+    """The parts of a tokenizer.json that give ids of their own, beside the model's vocabulary."""
+
+    added_tokens: list[_AddedToken] = []
+    post_processor: Any = None
+
+
+def check_token_ids(tokenizer: Tokenizer, path: Path, where: str) -> None:
+    """Raises ModelError, naming `where`, unless every id of a tokenizer and of its file at `path` fits int32. The
+    library takes any uint32."""
+    for token, token_id in tokenizer.get_vocab().items():
+        _check(token_id, f"its vocabulary gives {token!r}", where)
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where} cannot be read: {error}") from error
+    for added in file.added_tokens:
+        _check(added.id, f"added_tokens gives {added.content!r}", where)
+    for number in _integers(file.post_processor):
+        _check(number, "post_processor has", where)
+
+
+def begun_ids(tokenizer: Tokenizer, where: str) -> list[int]:
+    """The ids of a short text, special tokens with it. Raises ModelError, naming `where`, if the tokenizer can't encode
+    it: it could then encode no prompt either."""
+    try:
+        with panics_as_errors():
+            return list(tokenizer.encode("a", add_special_tokens=True).ids)
+    except Exception as error:  # the library raises nothing more precise
+        raise ModelError(f"{where}: its tokenizer cannot encode a text: {error}") from error
+
+
+def _check(token_id: int, what: str, where: str) -> None:
+    if token_id > MAX_COUNT:
+        raise ModelError(f"{where}: {what} the token id {token_id}; the largest that can be served is {MAX_COUNT}")
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in a JSON value. Those of post-processors are ids of tokens and of types."""
+    match value:
+        case bool():
+            return
+        case int():
+            yield value
+        case list():
+            for item in value:
+                yield from _integers(item)
+        case dict():
+            yield from _integers(list(value.values()))
