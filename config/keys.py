@@ -96,7 +96,7 @@ def _words(kind: inspect.Type) -> str:
             return "a text" + (" that is not empty" if kind.min_length else "")
         case inspect.LiteralType():
             return _either([_literal(value) for value in kind.values])
-        case inspect.ListType():
+        case inspect.ListType() | inspect.VarTupleType():
             return f"a list, each entry {_words(kind.item_type)}"
         case inspect.DictType():
             return f"a table, each value {_words(kind.value_type)}"

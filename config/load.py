@@ -197,11 +197,13 @@ def _converted(value: Any, key: Key) -> Any:
 
 
 def _from_text(text: str, key: Key) -> Any:
-    """A value from the command line: TOML where it is that, else the text itself. Keys that take a text need no quotes,
-    even where the text would be a number in TOML."""
+    """A value from the command line: TOML where it is that, else the text itself, or for a list the texts between its
+    commas. Keys that take a text need no quotes, even where the text would be a number in TOML."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
+        if isinstance(key.type, inspect.ListType | inspect.VarTupleType) and not text.startswith("["):
+            return [entry.strip() for entry in text.split(",")]
         return text
     kinds = key.type.types if isinstance(key.type, inspect.UnionType) else (key.type,)
     if not isinstance(value, str) and any(isinstance(kind, inspect.StrType) for kind in kinds) and len(kinds) == 1:

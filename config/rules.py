@@ -2,7 +2,7 @@
 
 import os
 
-from pipeline.config import door
+from pipeline.config import browsers, door
 from pipeline.config.settings import Execute, Settings
 
 BYTES_PER_ID = 4
@@ -34,6 +34,7 @@ def contradictions(settings: Settings) -> list[str]:
         )
     if problem := door.problem_of(settings.gateway.zmq):
         problems.append(problem)
+    problems += browsers.problems_of(gateway.allowed_hosts, gateway.allowed_origins)
     execute = settings.execute
     if execute.device == "cuda" and execute.kernels != "auto":
         problems.append(
@@ -83,6 +84,8 @@ def remarks(settings: Settings) -> list[str]:
         found.append(f"execute.threads: {execute.threads} threads would share {num_cores} cores; 0 takes one per core")
     if settings.gateway.allow_open and settings.gateway.api_keys_file:
         found.append("gateway.allow_open: has no effect, as gateway.api_keys_file has API keys")
+    if settings.gateway.allowed_hosts and settings.gateway.api_keys_file:
+        found.append("gateway.allowed_hosts: has no effect, as gateway.api_keys_file has API keys")
     if settings.supervisor.health_timeout_s > settings.supervisor.start_timeout_s:
         found.append("supervisor.health_timeout_s: is longer than supervisor.start_timeout_s")
     return found

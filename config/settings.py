@@ -92,6 +92,29 @@ class Gateway(Frozen, frozen=True):
             "not start."
         ),
     ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Host names by which a server without API keys may be asked (the Host header), besides IP "
+            "addresses, localhost, gateway.host and gateway.admin_host; requests by any other name are answered 403. "
+            '"*.example.com" is every name below example.com, "*" any name. Ports do not matter.'
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins whose web pages may send requests to a server without API keys, besides its own, as "
+            '"https://chat.example.com"; requests of other pages (the Origin header) are answered 403. "*" is any '
+            "origin."
+        ),
+    ] = ()
+    share_prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="With API keys, let requests of different keys share the prefix cache. Off: a key finds only "
+            "what its own requests computed, so that timing tells it nothing about the prompts of others."
+        ),
+    ] = False
     admin_host: Annotated[str, Meta(min_length=1, description="Address of the admin listener.")] = "127.0.0.1"
     admin_port: Annotated[
         int,

@@ -32,6 +32,9 @@ SHORT_CHARS = 16
 """Keys shorter than this can be guessed, sooner or later."""
 MAX_FILE_BYTES = 1024**2
 DIGEST_BYTES = 32
+SCOPE_BYTES = 32
+NO_SCOPE = ""
+"""Of requests that come without an API key."""
 
 _KEY = re.compile(rf"[!-+\--~]{{1,{MAX_KEY_CHARS}}}")
 _BEARER = re.compile(rf"bearer +([!-~]{{1,{MAX_KEY_CHARS}}})", re.IGNORECASE | re.ASCII)
@@ -56,13 +59,21 @@ class Keys:
         return f"Keys(<{len(self)}>)"
 
     def admits(self, shown: str | None) -> bool:
-        """Whether a client's key is one of these. Takes as long for any key of a length, right or wrong: digests are
-        compared, in constant time, and always with all of them."""
+        """Whether a client's key is one of these."""
+        return self.scope_of(shown) is not None
+
+    def scope_of(self, shown: str | None) -> str | None:
+        """The scope of a client's key: a name for the key that all gateways of this start agree on and that nobody can
+        compute who does not have the secret. None if the key is not one of these.
+
+        Takes as long for any key of a length, right or wrong: digests are compared, in constant time, and always with
+        all of them."""
         digest = _digest(self._secret, shown or "")
         found = False
         for one in self._digests:
             found |= hmac.compare_digest(one, digest)
-        return found and bool(shown)
+        scope = hashlib.blake2b(digest, key=self._secret, digest_size=SCOPE_BYTES, person=b"pipeline scope").hexdigest()
+        return scope if found and shown else None
 
     def share(self) -> int:
         """A descriptor, the caller's, from which `inherited` makes the same again."""
@@ -152,6 +163,15 @@ def _of_lines(lines: list[str], origin: str, place: str) -> list[str]:
     if not keys:  # an empty secret must not open the server
         raise ConfigError([f"{origin}: holds no key"])
     return keys
+
+
+def scoped_salt(scope: str, salt: str) -> str:
+    """The salt of a request's prefix-cache blocks: its own `cache_salt` within its key's scope. Whatever a client gives
+    as its own, it stays in its scope: scope and salt are separate inputs, and the scope is secret. Without a scope the
+    client's own, unchanged."""
+    if scope == NO_SCOPE:
+        return salt
+    return hmac.digest(bytes.fromhex(scope), b"prefix cache\0" + salt.encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
 def _digest(secret: bytes, key: str) -> bytes:

@@ -23,6 +23,17 @@ def check(settings: Settings, has_keys: bool) -> None:
         raise ConfigError(problems)
 
 
+def hint(settings: Settings, has_keys: bool) -> str | None:
+    """What to know of a server that others can reach without keys: by which names they can."""
+    gateway = settings.gateway
+    if has_keys or gateway.allowed_hosts or is_loopback(gateway.host, gateway.port):
+        return None
+    return (
+        "without API keys, requests that use a host name are answered 403 unless gateway.allowed_hosts lists the name; "
+        "requests that use an IP address are served"
+    )
+
+
 def _refusal(where: str) -> str:
     return (
         f"{where} can be reached from beyond this machine, and the server has no API keys: give it some "

@@ -575,6 +575,8 @@ class AbortCalls(Message, frozen=True, tag="abort_calls"):
     nonce: int
     names: list[str]
     """Ids of responses, or clients' own ids of their requests."""
+    scope: str = ""
+    """Of the API key that asks (see pipeline.api_keys): calls of other scopes are not touched. Empty: without a key."""
 
 
 class CallsAborted(Message, frozen=True, tag="calls_aborted"):
@@ -638,7 +640,8 @@ class Submit(Message, frozen=True, tag="submit"):
     priority: int = 0
     """Lower goes first, where the scheduler's policy is `priority`."""
     cache_salt: str = ""
-    """Only prompts with the same salt share KV blocks."""
+    """Only prompts with the same salt share KV blocks. With API keys the client's own within the scope of its key
+    (`api_keys.scoped_salt`)."""
     grammar: Grammar | None = None
     bad_words: list[str] = []
     """Texts that the output never has; ingest makes ids of them."""

@@ -69,6 +69,8 @@ def serve(settings: Settings, manner: Manner | None = None) -> int:
     exposure.check(settings, keys is not None)
     for warning in warnings:
         log.warning(warning)
+    if (hint := exposure.hint(settings, keys is not None)) is not None:
+        log.info(hint)
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
     admins: list[socket.socket] = []
     try:

@@ -167,7 +167,8 @@ def test_a_wheel_serves_from_a_folder_full_of_traps(python: str, wheel: Path, tm
             else:
                 raise AssertionError("it did not start:\n" + "".join(lines))
             body = {"model": "SmolLM2-135M-Instruct", "prompt": "One, two, three,", "max_tokens": 2, "temperature": 0}
-            request = urllib.request.Request(f"{match[1]}/v1/completions", json.dumps(body).encode())
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{match[1]}/v1/completions", json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 assert json.loads(response.read())["choices"][0]["text"] == " four,"
             server.terminate()

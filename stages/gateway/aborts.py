@@ -4,6 +4,9 @@
                    ▲                              │
                    └─────────CallsAborted─────────┘     which of the names were open there
 
+A client ends calls of its own scope alone, that is, those that were opened with the same API key. Names of other
+clients' calls are answered like names that were never heard of.
+
 The kernel deals connections out, so the gateway that is asked is often not the one that holds the stream. A gateway
 that does not answer in time is left out of the count: what it was told it does all the same.
 """
@@ -43,6 +46,13 @@ class Aborted(msgspec.Struct):
     """Never heard of, or over already."""
 
 
+class AbortEvent(msgspec.Struct):
+    """What a recording has of it."""
+
+    names: list[str]
+    scope: str
+
+
 class Question:
     """What the other gateways have still to answer."""
 
@@ -67,12 +77,13 @@ class AbortDesk:
         self._nonces = itertools.count()
         self._questions: dict[int, Question] = {}
 
-    async def abort(self, names: list[str]) -> Aborted:
-        """End all calls of these names. Raises ApiError, 503, where another gateway takes no more messages."""
+    async def abort(self, names: list[str], scope: str) -> Aborted:
+        """End all calls of these names in a scope. Raises ApiError, 503, where another gateway takes no more
+        messages."""
         names = list(dict.fromkeys(names))
         if self._stage.tape.is_recording:
-            self._stage.tape.event("abort", 0, msgspec.msgpack.encode(names))
-        places, question = self.begin(names)
+            self._stage.tape.event("abort", 0, msgspec.msgpack.encode(AbortEvent(names, scope)))
+        places, question = self.begin(names, scope)
         if question is not None:
             try:
                 async with asyncio.timeout(ANSWER_S):
@@ -85,21 +96,22 @@ class AbortDesk:
             places |= question.places
         return Aborted(len(places), len(names) - len(places))
 
-    def begin(self, names: list[str]) -> tuple[set[int], Question | None]:
+    def begin(self, names: list[str], scope: str) -> tuple[set[int], Question | None]:
         """End those calls that are here, and ask the other gateways. Raises ApiError as `abort`."""
-        places = set(self._requests.call_off(names))
+        places = set(self._requests.call_off(names, scope))
         if not names or not self._others:
             return places, None
         nonce = next(self._nonces)
         for replica in self._others:
-            if not self._stage.outbox("gateway", replica).send(m.AbortCalls(self._stage.replica, nonce, names)):
+            message = m.AbortCalls(self._stage.replica, nonce, names, scope)
+            if not self._stage.outbox("gateway", replica).send(message):
                 raise overloaded("its gateways take no more messages")
         question = self._questions[nonce] = Question(nonce, set(self._others))
         return places, question
 
     def asked(self, message: m.AbortCalls) -> None:
         """Another gateway asks. What can't be answered now is counted there as unknown, and aborted all the same."""
-        places = self._requests.call_off(message.names)
+        places = self._requests.call_off(message.names, message.scope)
         self._stage.outbox("gateway", message.gateway).send(m.CallsAborted(self._stage.replica, message.nonce, places))
 
     def answered(self, message: m.CallsAborted) -> None:

@@ -25,6 +25,7 @@ from pipeline.stages.gateway.depth import check_depth
 from pipeline.stages.gateway.description import Description, address_of
 from pipeline.stages.gateway.embeddings import parse_embeddings
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
+from pipeline.stages.gateway.guard import current_scope
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
 from pipeline.stages.gateway.rendering import Rendering
@@ -182,7 +183,8 @@ class Api:
         self._requests.check_room()
         name = names.of_headers(request.headers)
         ask = await self._ask_of(request, parser, received_s)
-        ask = msgspec.structs.replace(ask, received_s=received_s, request_id=name or ask.request_id)
+        request_id = name or ask.request_id
+        ask = msgspec.structs.replace(ask, received_s=received_s, request_id=request_id, scope=current_scope())
         self._doors.enter()
         call = self._requests.open(ask)
         try:
@@ -311,7 +313,7 @@ class Api:
 
     async def abort_requests(self, request: web.Request) -> web.StreamResponse:
         asked = await self._parsed(request, lambda body: parse.decode(_aborts, body, {}))
-        return _json(await self._aborts.abort(asked.request_ids))
+        return _json(await self._aborts.abort(asked.request_ids, current_scope()))
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         self._doors.enter()

@@ -18,7 +18,7 @@ from typing import assert_never
 import msgspec
 
 from pipeline import protocol as p
-from pipeline.api_keys import Keys
+from pipeline.api_keys import NO_SCOPE, Keys
 from pipeline.channels import MessageDecoder
 from pipeline.stages.gateway import door_errors, parse
 from pipeline.stages.gateway.app import Doors
@@ -53,6 +53,8 @@ class Peer:
         self.connection = connection
         self.heard_s = now_s
         self.is_welcome = False
+        self.scope = NO_SCOPE
+        """Of the API key that it has shown."""
         self.streams: dict[int, tuple[DoorStream, asyncio.Task[None]]] = {}
         self.letters: deque[bytes] = deque()
         """What the connection did not take, but deltas, which their streams keep."""
@@ -96,15 +98,17 @@ class Door:
         max_message_bytes: int,
         tasks: asyncio.TaskGroup,
         keys: Keys | None = None,
+        needs_key: bool = True,
     ) -> None:
-        """Listen; with `keys`, for clients that show one of them. Raises UserError where the address can't be listened
-        on."""
+        """Listen; with `keys`, for clients that show one of them, unless they don't need to. Raises UserError where the
+        address can't be listened on."""
         self._doors = doors
         self._requests = requests
         self._limits = limits
         self._max_message_bytes = max_message_bytes
         self._tasks = tasks
         self._keys = keys
+        self._needs_key = needs_key
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("pipeline")
         self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
@@ -176,8 +180,11 @@ class Door:
                 f"{hello.min_version} to {hello.max_version}",
                 "unsupported_version",
             )
-        if self._keys is not None and not self._keys.admits(hello.api_key):
-            raise unauthorized(bool(hello.api_key))
+        if self._keys is not None:
+            scope = self._keys.scope_of(hello.api_key)
+            if scope is None and self._needs_key:
+                raise unauthorized(bool(hello.api_key))
+            peer.scope = scope or NO_SCOPE
         facts = self._doors.enter()
         peer.is_welcome = True
         client = hello.client[: p.MAX_CLIENT_CHARS]
@@ -204,7 +211,8 @@ class Door:
             raise door_errors.of_peer(f"request_id {request_id} is open already on this connection", "duplicate_id")
         try:
             self._doors.enter()
-            call = self._requests.open(parse.parse_generate(message, self._limits))
+            ask = parse.parse_generate(message, self._limits)
+            call = self._requests.open(msgspec.structs.replace(ask, scope=peer.scope))
         except ApiError as error:
             self.post(peer, p.Failed(request_id, door_errors.on_the_wire(error)))
             return

@@ -40,17 +40,18 @@ _TAG_OF = {
 ERRORS: dict[int, str] = {
     400: "What is asked for can't be read, or can't be done: `param` names the field.",
     401: "No API key, or none of this server's.",
+    403: "Without API keys: the `Host` or `Origin` header is not one that this server allows.",
     404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body is larger than `gateway.max_body_bytes`.",
-    415: "The body is packed otherwise than by gzip or deflate.",
+    415: "The body's `Content-Type` is not JSON, or it is packed otherwise than by gzip or deflate.",
     417: "An Expect other than 100-continue.",
     431: "A header, or the address, is too large.",
     500: "The server failed on this request.",
     503: "As much is open as may be, or the server takes no requests: `Retry-After` says when to try again.",
     504: "The request's time was up, and it had no token yet.",
 }
-_ALWAYS = (400, 401, 417, 431, 500, 503)
+_ALWAYS = (400, 401, 403, 417, 431, 500, 503)
 _WITH_BODY = (408, 413, 415)
 _OF_CALLS = (404, 504)
 _HEADERS: dict[int, dict[str, Schema]] = {

@@ -129,6 +129,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The reply has the prompts' embeddings."""
     reply: ReplyForm | None = None
     """What is looked for in the output; None where that is nothing."""
+    scope: str = ""
+    """Of the API key that its client has shown (`Keys.scope_of`): requests of other scopes neither abort it nor find
+    its prefix-cache blocks. Empty where there is no key."""
 
     @property
     def num_sequences(self) -> int:

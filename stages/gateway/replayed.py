@@ -10,9 +10,10 @@ from http import HTTPStatus
 
 import msgspec
 
+from pipeline.api_keys import NO_SCOPE
 from pipeline.recording.tape import Tape
 from pipeline.stages.gateway import shapes
-from pipeline.stages.gateway.aborts import AbortDesk
+from pipeline.stages.gateway.aborts import AbortDesk, AbortEvent
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask
 from pipeline.stages.gateway.requests import Call, Requests
@@ -46,8 +47,11 @@ class ReplayedClients:
             return  # as it was then: it was overloaded
         self._calls[number] = call, shapes.events(call)
 
-    def _abort(self, _: int, names: bytes) -> None:
-        self._aborts.begin(msgspec.msgpack.decode(names, type=list[str]))
+    def _abort(self, _: int, data: bytes) -> None:
+        event = msgspec.msgpack.decode(data, type=AbortEvent | list[str])
+        if isinstance(event, list):  # of before there were scopes
+            event = AbortEvent(event, NO_SCOPE)
+        self._aborts.begin(event.names, event.scope)
 
     def _expire(self, number: int, _: bytes) -> None:
         if number in self._calls:

@@ -24,6 +24,7 @@ import numpy as np
 
 from pipeline import messages as m
 from pipeline import topology
+from pipeline.api_keys import scoped_salt
 from pipeline.formats.chat_formats import ChatFormats
 from pipeline.records import logprob_bytes
 from pipeline.stage import Stage
@@ -314,8 +315,9 @@ class Requests:
         self.num_opened = 0
         """Calls that anybody has tried to open."""
         self._table: dict[int, Request] = {}
-        self._names: dict[str, list[Call]] = {}
-        """Calls whose responses are not over, by their names. Clients may give two calls one name."""
+        self._names: dict[tuple[str, str], list[Call]] = {}
+        """Calls whose responses are not over, by their scopes and names. Clients may give two calls one name."""
+        self._shares_cache = stage.settings.gateway.share_prefix_cache
         self.num_calls = 0
         """Calls for output whose responses are not over."""
         self._owed: deque[tuple[Any, m.Abort | m.Closed]] = deque()
@@ -387,6 +389,7 @@ class Requests:
         self.admission.admit(len(ask.prompts) * ask.num_sequences, sum(estimates), now_s)
         call = Call(ask, self._stage, self.num_opened, self.formats)
         self._name(call)
+        cache_salt = ask.cache_salt if self._shares_cache else scoped_salt(ask.scope, ask.cache_salt)
         for i, prompt in enumerate(ask.prompts):
             # The client's seed holds for each prompt, so that a list gives what each prompt gives alone. Without one,
             # equal prompts get different outputs.
@@ -404,7 +407,7 @@ class Requests:
                 outputs=list(ask.outputs),
                 prompt_options=ask.prompt_options,
                 priority=ask.priority,
-                cache_salt=ask.cache_salt,
+                cache_salt=cache_salt,
                 grammar=ask.grammar,
                 bad_words=ask.bad_words,
             )
@@ -451,12 +454,12 @@ class Requests:
             else:
                 self._abort(request)
 
-    def call_off(self, names: list[str]) -> list[int]:
-        """End the calls of these names; their clients are told by a finish reason. Returns the places of the names
-        that were known. Idempotent."""
+    def call_off(self, names: list[str], scope: str) -> list[int]:
+        """End the calls of these names in a scope; their clients are told by a finish reason. Returns the places of
+        the names that were known there. Idempotent."""
         places = []
         for place, name in enumerate(names):
-            if calls := self._names.get(name):
+            if calls := self._names.get((scope, name)):
                 places.append(place)
             for call in calls or ():
                 self._call_off(call, "called off")
@@ -486,15 +489,16 @@ class Requests:
         if not call.ask.is_lookup:
             self.num_calls += 1
             for name in call.names:
-                self._names.setdefault(name, []).append(call)
+                self._names.setdefault((call.ask.scope, name), []).append(call)
 
     def _unname(self, call: Call) -> None:
         if not call.ask.is_lookup:
             self.num_calls -= 1
             for name in call.names:
-                self._names[name].remove(call)
-                if not self._names[name]:
-                    del self._names[name]
+                calls = self._names[call.ask.scope, name]
+                calls.remove(call)
+                if not calls:
+                    del self._names[call.ask.scope, name]
 
     # ------------------------------------------------------------------------------------------ the stages' side
 

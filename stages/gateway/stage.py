@@ -29,9 +29,10 @@ from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors
 from pipeline.stages.gateway.door import Door
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.guard import OPEN_PATHS, guarded
+from pipeline.stages.gateway.guard import OPEN_PATHS, guarded, guarded_by_origin
 from pipeline.stages.gateway.health import HealthDesk
 from pipeline.stages.gateway.metrics import StatsDesk
+from pipeline.stages.gateway.origins import OriginPolicy
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
 from pipeline.stages.gateway.resets import ResetDesk
@@ -106,6 +107,11 @@ class Gateway:
             assert runner.server is not None
             handle = runner.server.request_handler
             runner.server.request_handler = guarded(handle, self._keys, () if has_admin else OPEN_PATHS)
+        else:
+            policy = OriginPolicy(self._stage.settings.gateway)
+            for one in (runner, admin):
+                assert one.server is not None
+                one.server.request_handler = guarded_by_origin(one.server.request_handler, policy)
         if self._stage.tape.is_replaying:
             ReplayedClients(self._stage.tape, self._requests, self._aborts, self._resets)
         else:
@@ -146,8 +152,10 @@ class Gateway:
         address = address_of(self._stage.settings.gateway.zmq, http_port, self._stage.replica)
         if address is not None:
             max_bytes = self._stage.settings.gateway.max_body_bytes
-            keys = self._keys if address.startswith("tcp://") else None  # ipc is for processes of this user
-            self._door = Door(address, self._doors, self._requests, self._limits, max_bytes, self._tasks, keys)
+            needs_key = address.startswith("tcp://")  # ipc is for processes of this user
+            self._door = Door(
+                address, self._doors, self._requests, self._limits, max_bytes, self._tasks, self._keys, needs_key
+            )
 
     def _fail_door(self, error: ApiError) -> None:
         """Streams of the door may be open though their requests have ended: they wait for their clients' credit."""

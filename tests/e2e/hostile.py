@@ -84,7 +84,7 @@ def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
 
 
 def request(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", "Connection: close", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -96,13 +96,13 @@ def bomb(num_bytes: int) -> bytes:
 
 def raw(model: str) -> dict[str, Callable[[], bytes]]:
     """By name: everything that a client sends, so that the connection ends with a 4xx at last."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     chunked = head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     small = gzip.compress(b'{"model":"' + model.encode() + b'","prompt":""}')
     return {
         "a header of 1 MB": lambda: b"GET /version HTTP/1.1\r\nX-A: " + b"a" * 1024**2 + b"\r\n\r\n",
-        "an address of 1 MB": lambda: b"GET /" + b"a" * 1024**2 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        "a query of 1 MB": lambda: b"GET /version?" + b"a=1&" * 2**18 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        "an address of 1 MB": lambda: b"GET /" + b"a" * 1024**2 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "a query of 1 MB": lambda: b"GET /version?" + b"a=1&" * 2**18 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "100,000 headers": lambda: (
             b"GET /version HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(100_000)) + b"\r\n"
         ),
@@ -115,7 +115,7 @@ def raw(model: str) -> dict[str, Callable[[], bytes]]:
         "a trailer of 1 MB": lambda: chunked + b"1\r\n[\r\n0\r\nX-A: " + b"a" * 1024**2 + b"\r\n\r\n",
         "garbage": lambda: bytes(range(256)) * 4096,
         "10,000 requests at once, then garbage": lambda: (
-            b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000 + b"\x00\x01garbage\r\n\r\n"
+            b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000 + b"\x00\x01garbage\r\n\r\n"
         ),
         "a body behind a body": lambda: head + b"Content-Length: 2\r\n\r\n{}" + b"garbage\r\n\r\n",
     }

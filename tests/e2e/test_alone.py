@@ -50,7 +50,8 @@ def log() -> Iterator[None]:
 
 def complete(url: str, **body: Any) -> Any:
     data = json.dumps({"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8} | body).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", data), timeout=PATIENCE_S) as reply:
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         return reply.read() if body.get("stream") else json.loads(reply.read())
 
 

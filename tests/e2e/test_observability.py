@@ -158,7 +158,7 @@ def _leave_in_the_middle(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True})
     with socket.create_connection((host, int(port)), timeout=30) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall((head + body).encode())
         data = b""
         while b'"text":' not in data:

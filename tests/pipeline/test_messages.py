@@ -117,6 +117,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "accepted with text": m.Accepted(REQUEST_ID, 1, IDS, "hi", ["h", "Ġi"]),
     "accepted with times": m.Accepted(REQUEST_ID, 1, IDS, None, None, 1.5, 2.5),
     "abort_calls": m.AbortCalls(1, 5, ["chatcmpl-1", "mine"]),
+    "abort_calls of a scope": m.AbortCalls(1, 5, ["mine"], "5c0be"),
     "calls_aborted": m.CallsAborted(1, 5, [0]),
     "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
     "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),

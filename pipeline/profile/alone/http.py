@@ -39,7 +39,7 @@ class Sink:
             "temperature": 0,
         }
         data = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         self._request = head.encode() + data
         self._mark = mark
         self._buffer = bytearray(READ_BYTES)

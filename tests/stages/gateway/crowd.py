@@ -176,7 +176,7 @@ class _Clients:
         if receive_buffer_bytes:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
         content = json.dumps(CHAT | {"stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         await self._loop.sock_connect(connection, self._address)
         await self._loop.sock_sendall(connection, head.encode() + content)
         return connection

@@ -108,7 +108,7 @@ class Gate:
         """A connection of one's own that has sent a request."""
         connection = socket.create_connection(self.address, timeout=PATIENCE_S)
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         return connection
 

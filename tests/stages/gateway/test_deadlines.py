@@ -223,7 +223,7 @@ class TestWhoseDeadline:
         content = json.dumps(CHAT | {"timeout_s": 0.2}).encode()
         with gate.raw({}, "/version") as connection:
             read_until(connection, b"}")
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
             connection.sendall(head.encode() + content[:-1])
             time.sleep(0.3)
             connection.sendall(content[-1:])
@@ -238,7 +238,7 @@ class TestWhoseDeadline:
     def test_the_servers_holds_while_the_body_comes(self, tmp_path: Path, path: str) -> None:
         with Gate(tmp_path, request_timeout_s=0.3) as gate, gate.raw({}, "/version") as connection:
             read_until(connection, b"}")
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
             begin_s = time.monotonic()
             connection.sendall(head.encode() + b"{")
             answer = read_until(connection, b"}")

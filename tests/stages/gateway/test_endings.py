@@ -77,7 +77,7 @@ class TestHealth:
         others = [gate.do(gate.client.get, "/health") for _ in range(4)]
         # A client that leaves does not take the question with it.
         with socket.create_connection(gate.address, timeout=30) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         gate.rig.load()
         gate.rig.send(m.Health(question.nonce, "ok", [], LOAD))
         assert first.result().status_code == 200

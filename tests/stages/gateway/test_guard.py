@@ -142,7 +142,7 @@ def raw(gate: Gate, head: str, body: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/abort_requests", "/nothing", "/health"])
 def test_no_body_is_asked_for(gate: Gate, path: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(head.encode())
         reply = connection.recv(65536)
@@ -153,21 +153,22 @@ def test_no_body_is_asked_for(gate: Gate, path: str) -> None:
 
 def test_no_body_is_waited_for(gate: Gate) -> None:
     """The answer is there though the body is not, and whatever it says it is."""
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\nContent-Encoding: x-none\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n"
+    head += "Content-Encoding: x-none\r\n\r\n"
     with socket.create_connection(gate.address, timeout=5) as connection:
         connection.sendall(head.encode())
         assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
 def test_what_follows_a_refusal_on_its_connection_is_not_served(gate: Gate) -> None:
-    first = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-    second = f"GET /version HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+    first = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    second = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
     reply = raw(gate, first + second)
     assert reply.count(b"HTTP/1.1") == 1 and b"Connection: close" in reply
 
 
 def test_two_headers_are_none(gate: Gate) -> None:
-    head = f"GET /version HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nAuthorization: Bearer x\r\n\r\n"
+    head = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nAuthorization: Bearer x\r\n\r\n"
     assert raw(gate, head).startswith(b"HTTP/1.1 401 ")
 
 
@@ -179,7 +180,7 @@ def test_no_key_is_logged_or_repeated(gate: Gate, caplog: pytest.LogCaptureFixtu
         headers = {"Authorization": f"Bearer {shown}"}
         texts = [gate.client.post("/v1/completions", content=b"{", headers=headers).text]
         texts.append(gate.client.get(f"/nothing?api_key={shown}", headers=headers).text)
-        broken = f"GET /version HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shown}\r\nbad header\r\n\r\n"
+        broken = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {shown}\r\nbad header\r\n\r\n"
         texts.append(raw(gate, broken).decode())
         assert not [text for text in texts if KEY in text]
     assert KEY not in caplog.text

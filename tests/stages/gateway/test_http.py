@@ -95,10 +95,12 @@ class TestAChat:
         gate.delta(gate.submit(), num_ids=0, finish=m.Finish.ERROR, error="the grammar took longer than 1 s")
         assert response.result().status_code == 500
 
-    def test_takes_any_content_type(self, gate: Gate) -> None:
-        response = gate.do(
-            gate.client.post, "/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": "text/plain"}
-        )
+    @pytest.mark.parametrize(
+        "given", [None, "application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
+    )
+    def test_takes_json_by_its_types(self, gate: Gate, given: str | None) -> None:
+        headers = {} if given is None else {"Content-Type": given}
+        response = gate.do(gate.client.post, "/v1/chat/completions", content=json.dumps(CHAT), headers=headers)
         gate.serve()
         assert response.result().status_code == 200
 
@@ -353,7 +355,7 @@ class TestModels:
 def test_a_client_that_asks_first_is_told_to_go_on(gate: Gate) -> None:
     with socket.create_connection(gate.address, timeout=30) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
         )
         assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(b"{}")

@@ -39,7 +39,7 @@ def test_those_who_leave_do_not_pile_questions_up(gate: Gate) -> None:
     nonces = []
     for _ in range(resets.MAX_ASKED):
         with socket.create_connection(gate.address, timeout=30) as connection:
-            connection.sendall(b"POST /reset_prefix_cache HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            connection.sendall(b"POST /reset_prefix_cache HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
             nonces.append(gate.rig.receive("schedule", m.ResetPrefixCache).nonce)
     result = gate.client.post("/reset_prefix_cache")
     assert (result.status_code, result.json()["error"]["code"]) == (503, "overloaded")

@@ -11,7 +11,7 @@ import pytest
 from pipeline.stages.gateway.app import Api
 from tests.stages.gateway.gate import Gate
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 CASES: dict[str, tuple[bytes, int, str]] = {
     "a header over 8 kB": (b"GET /version HTTP/1.1\r\nX-A: " + b"a" * 9000 + b"\r\n\r\n", 431, "too long"),
@@ -21,7 +21,7 @@ CASES: dict[str, tuple[bytes, int, str]] = {
     "a chunk without a length": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n", 400, "chunk"),
     "a length and chunks": (HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Length"),
     "a negative length": (HEAD + b"Content-Length: -3\r\n\r\nabc", 400, "Content-Length"),
-    "an invented method": (b"G@T / HTTP/1.1\r\nHost: x\r\n\r\n", 400, "method"),
+    "an invented method": (b"G@T / HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "method"),
     "an invented version": (b"GET / HTTP/9.1\r\n\r\n", 400, ""),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\r\n\r\n", 400, ""),
     "bytes beyond ASCII in the path": (b"GET /\xff\xfe HTTP/1.1\r\n\r\n", 400, "path"),
@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_answered_in_shape_and_is_no_news(
 @pytest.mark.parametrize("begin", [b"", b"5\r\nhello\r\n"])
 def test_a_body_that_breaks_off_is_answered_at_once_and_once(gate: Gate, path: bytes, begin: bytes) -> None:
     """Not after the time that a body may take."""
-    head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(gate.address, timeout=10) as connection:
         connection.sendall(head + begin)
         assert gate.client.get("/load").status_code == 200  # the head has been read by now
@@ -92,7 +92,7 @@ def test_a_crowd_that_connects_at_once_waits_for_no_timer(gate: Gate) -> None:
     connections = [socket.create_connection(gate.address, timeout=30) for _ in range(400)]
     try:
         for connection in connections:
-            connection.sendall(b"GET /load HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /load HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert all(b'{"server_load":0,' in connection.recv(4096) for connection in connections)
     finally:
         for connection in connections:
@@ -109,13 +109,13 @@ def test_a_body_of_crumbs_is_refused_before_it_costs_anything(gate: Gate) -> Non
     assert time.monotonic() - begin_s < 5
 
 
-@pytest.mark.parametrize("begin", [b"", b"G", b"GET /version HTTP/1.1\r\nHost: x\r\nX-A: "])
+@pytest.mark.parametrize("begin", [b"", b"G", b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-A: "])
 def test_a_head_that_does_not_come_ends_its_connection(
     tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.stages.gateway.site.HEAD_S", 0.2)
     with Gate(tmp_path) as gate, socket.create_connection(gate.address, timeout=10) as connection:
-        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" if begin else b"")
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" if begin else b"")
         if begin:
             assert b"200 OK" in connection.recv(65536)
             connection.sendall(begin)

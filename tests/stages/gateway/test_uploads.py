@@ -31,7 +31,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 def asked(gate: Gate, num_bytes: int = MAX_BODY, path: str = "/v1/completions") -> socket.socket:
     """A connection that asks whether it may send a body."""
     connection = socket.create_connection(gate.address, timeout=PATIENCE_S)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {num_bytes}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: {num_bytes}\r\n\r\n"
     connection.sendall(head.encode())
     return connection
 

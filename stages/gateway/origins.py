@@ -1,0 +1,116 @@
+"""What a server without API keys refuses: requests that a web page of another site can have a browser send.
+
+A page may send requests to any address that its reader's browser reaches, a server on loopback included. Two headers,
+which a page can't forge, tell:
+
+- `Host`. By DNS rebinding a site makes its own name stand for 127.0.0.1, and the browser then takes the server for that
+  site, whose replies the page may read. So the host must be an address, localhost or a configured name.
+- `Origin`. Browsers name the page's site with every POST, and with every request whose reply the page wants to read. So
+  the origin must be the server's own or a configured one. Programs other than browsers send none.
+
+Besides, on every server, a body whose declared type is not JSON is refused: HTML forms, and scripts without the
+server's consent, can only send others.
+"""
+
+import re
+from http import HTTPStatus
+
+from aiohttp import HttpVersion11, web
+
+from pipeline.config.browsers import (
+    ANY,
+    Authority,
+    Origin,
+    is_listed,
+    normalized_host,
+    parse_authority,
+    parse_origin,
+)
+from pipeline.config.settings import Gateway as GatewaySettings
+from pipeline.stages.gateway.errors import ApiError, shown
+
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
+_JSON = re.compile(r"application/(?:json|[!#$&^_.+a-z0-9-]+\+json)", re.ASCII)
+_OTHER_SITES = ("cross-site", "same-site")
+"""Of `Sec-Fetch-Site`: the page is of another origin."""
+_READING = ("GET", "HEAD")
+
+
+class OriginPolicy:
+    """Which hosts and origins are allowed."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        own = [found.host for name in (settings.host, settings.admin_host) if (found := parse_authority(name))]
+        listed = [host for entry in settings.allowed_hosts if (host := normalized_host(entry)) is not None]
+        self._hosts = frozenset((*own, *listed))
+        self._origins = frozenset(found for one in settings.allowed_origins if (found := parse_origin(one)) is not None)
+        self._allows_any_origin = ANY in settings.allowed_origins
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Raises ApiError, 403."""
+        self._check_origin(request, self._checked_hosts(request))
+
+    def _checked_hosts(self, request: web.BaseRequest) -> list[Authority]:
+        """Where the request says that it goes: its Host header and, if its target is absolute, that too."""
+        names = request.headers.getall("Host", [])
+        if not names and request.version < HttpVersion11:
+            return []  # no browser leaves it out
+        if len(names) != 1:
+            raise _forbidden("host_not_allowed", f"a request must have one Host header, not {len(names)}")
+        if match := _ABSOLUTE.match(request.raw_path):
+            names.append(match[1])
+        return [self._checked_host(name) for name in names]
+
+    def _checked_host(self, name: str) -> Authority:
+        authority = parse_authority(name)
+        if authority is None:
+            raise _forbidden("host_not_allowed", f"the Host '{shown(name)}' is not HOST or HOST:PORT")
+        host = authority.host
+        is_local = host == "localhost" or host.endswith(".localhost")
+        if not (authority.is_ip or is_local or is_listed(host, self._hosts)):
+            message = (
+                f"the Host '{shown(host)}' is not an allowed name of this server, which has no API keys: add it to "
+                f"the server's gateway.allowed_hosts, as by --set gateway.allowed_hosts={shown(host)}, or use the "
+                "server's IP address, or give the server API keys"
+            )
+            raise _forbidden("host_not_allowed", message)
+        return authority
+
+    def _check_origin(self, request: web.BaseRequest, hosts: list[Authority]) -> None:
+        if self._allows_any_origin:
+            return
+        origins = request.headers.getall("Origin", [])
+        if not origins and request.method not in _READING:
+            if request.headers.get("Sec-Fetch-Site", "").lower() in _OTHER_SITES:
+                raise _forbidden("origin_not_allowed", f"a page of another site sent this request: {_ORIGIN_HINT}")
+            return
+        own = {Origin("http", host.host, host.port or 80) for host in hosts}
+        for text in origins:
+            origin = parse_origin(text)
+            if origin is None or not (origin in self._origins or own == {origin}):
+                message = f"the Origin '{shown(text)}' is not an allowed origin of this server, which has no API keys: "
+                raise _forbidden("origin_not_allowed", message + _ORIGIN_HINT)
+
+
+_ORIGIN_HINT = (
+    "add it to the server's gateway.allowed_origins, as by --set gateway.allowed_origins=https://chat.example.com, or "
+    "give the server API keys"
+)
+
+
+def check_content_type(request: web.BaseRequest) -> None:
+    """Raises ApiError, 415, for a POST whose body is declared as something other than JSON. A request that declares
+    none is taken: those who write HTTP by hand leave it out, and of a browser's the Origin is known."""
+    types = request.headers.getall("Content-Type", []) if request.method == "POST" else []
+    for given in types:
+        kind = given.partition(";")[0].strip().lower()
+        if not _JSON.fullmatch(kind):
+            message = (
+                f"Unsupported Media Type: a body must be 'application/json', not '{shown(kind)}'; "
+                "with curl: -H 'Content-Type: application/json'"
+            )
+            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
+
+
+def _forbidden(code: str, message: str) -> ApiError:
+    return ApiError(HTTPStatus.FORBIDDEN, message, code=code)
