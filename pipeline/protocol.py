@@ -239,8 +239,8 @@ class Hello(Message, frozen=True, tag="hello"):
     api_key: Annotated[
         str | None,
         Meta(
-            description="One of the server's API keys. Asked for at tcp:// addresses of servers that have any; else it "
-            "is not looked at."
+            description="One of the server's API keys. Required at tcp:// addresses of servers that have any. Requests "
+            "are scoped to it: those of other keys do not abort them, nor share the prefix cache."
         ),
     ] = None
 
@@ -279,7 +279,10 @@ class Generate(Message, frozen=True, tag="generate"):
     ] = 0
     cache_salt: Annotated[
         str | None,
-        Meta(description="1 to 1,024 characters: only prompts with the same salt share what is computed of them."),
+        Meta(
+            description="1 to 1,024 characters: only prompts with the same salt, and the same API key, share what is "
+            "computed of them."
+        ),
     ] = None
     timeout_s: Annotated[
         float | None,

@@ -3,7 +3,7 @@
 It stands before the routes, so that it holds for whatever is asked, paths that lead nowhere and methods that nobody
 knows among them; and before the body, of which no byte is read or asked for until the request is known to be allowed.
 A server with API keys asks for one of them. A server without keys refuses what a web page of another site may have
-sent (see origins.py). Both refuse a body that is not declared as JSON.
+sent (see origins.py). Both refuse a body that is declared as something other than JSON.
 """
 
 from collections.abc import Awaitable, Callable, Collection

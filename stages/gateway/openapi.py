@@ -156,6 +156,8 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
 
 def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
     statuses: list[int] = [*_ALWAYS, *(_WITH_BODY if route.body is not None else ())]
+    if route.method == "POST" and route.body is None:
+        statuses.append(415)
     if route.is_call or "{model}" in route.path:
         statuses += _OF_CALLS
     if not has_keys or route.is_admin:
