@@ -43,7 +43,8 @@ class OriginPolicy:
         own = [found.host for name in (settings.host, settings.admin_host) if (found := parse_authority(name))]
         listed = [host for entry in settings.allowed_hosts if (host := normalized_host(entry)) is not None]
         self._hosts = frozenset((*own, *listed))
-        self._origins = frozenset(found for one in settings.allowed_origins if (found := parse_origin(one)) is not None)
+        origins = map(parse_origin, settings.allowed_origins)
+        self._origins = frozenset(origin for origin in origins if origin is not None)
         self._allows_any_origin = ANY in settings.allowed_origins
 
     def check(self, request: web.BaseRequest) -> None:

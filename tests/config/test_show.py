@@ -86,6 +86,7 @@ def test_presets_begin_with_what_they_are_for() -> None:
         (["execute.threads=4096"], "execute.threads"),
         (["supervisor.health_timeout_s=500"], "supervisor.health_timeout_s"),
         (["execute.gpu_memory_fraction=0.5"], "execute.gpu_memory_fraction"),
+        (["gateway.api_keys_file=keys", "gateway.allowed_hosts=a.example"], "gateway.allowed_hosts"),
         (
             ["execute.device=cuda", "execute.gpu_memory_fraction=0.5", "execute.kv_cache_bytes=1GiB"],
             "execute.gpu_memory_fraction",

@@ -202,3 +202,14 @@ def test_the_zeromq_door_is_held_to_the_same(zmq: str, is_open: bool) -> None:
         with pytest.raises(ConfigError, match=r"gateway\.zmq: .*api_keys_file"):
             exposure.check(settings, has_keys=False)
     exposure.check(settings, has_keys=is_open)
+
+
+def test_a_server_open_to_others_says_by_which_names() -> None:
+    def hint(*sets: str, has_keys: bool = False) -> str | None:
+        return exposure.hint(load(sets=["gateway.allow_open=true", *sets]), has_keys)
+
+    found = hint("gateway.host=0.0.0.0")
+    assert found is not None and "gateway.allowed_hosts" in found
+    assert hint("gateway.host=0.0.0.0", has_keys=True) is None
+    assert hint("gateway.host=0.0.0.0", "gateway.allowed_hosts=a.example") is None
+    assert hint() is None
