@@ -7,6 +7,7 @@ are put back. Others it leaves as they are.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,16 @@ from pipeline.config.settings import PreparedFormat
 from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
 from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
-from pipeline.stages.prepare.gguf_tokenizer import ADDS_BOS, Vocabulary
+from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
+from pipeline.stages.prepare.gguf_file import GgufFile, GgufTensor
+from pipeline.stages.prepare.gguf_tokenizer import (
+    ADDS_BOS,
+    MAX_MERGES,
+    MAX_TOKEN_BYTES,
+    MAX_TOKENS,
+    MAX_VOCABULARY_BYTES,
+    Vocabulary,
+)
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError
@@ -69,6 +79,11 @@ EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "token
 """The id that ends a sequence, then those that end a turn or a message."""
 BOS_KEY = "tokenizer.ggml.bos_token_id"
 
+TEMPLATES = {
+    "tokenizer.chat_template": "chat_template.jinja",
+    "tokenizer.chat_template.tool_use": "chat_template.tool_use.jinja",
+}
+
 FORMATS = {kind: format for format, kind in BLOCKS.items()}
 """The formats that can stay as they are."""
 
@@ -78,21 +93,17 @@ _QUANTISATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.I
 class Metadata:
     """A GGUF file's keys, read with errors that name file and key."""
 
-    def __init__(self, path: Path, reader: gguf.GGUFReader) -> None:
-        self.path = path
-        self._fields = reader.fields
+    def __init__(self, file: GgufFile) -> None:
+        self.path = file.path
+        self._file = file
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """The value of a key, `default` where the file has none."""
-        field = self._fields.get(key)
-        if field is None:
+        value = self._file.get(key)
+        if value is None:
             return default
-        try:
-            value = field.contents()
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path}: {key} is not UTF-8 text: {error}") from error
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise ModelError(f"{self.path}: {key} is {value!r}, not of type {kind}")
+            raise ModelError(f"{self.path}: {key} is {shown(value)}, not of type {kind}")
         return value
 
     def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
@@ -116,59 +127,49 @@ class Metadata:
         """Raises ModelError where the key is there with another value than the one that changes nothing."""
         value = self.get(key, object, expected)
         if value != expected:
-            raise ModelError(f"{self.path}: {key} is {value!r}: {what} is not supported")
+            raise ModelError(f"{self.path}: {key} is {shown(value)}: {what} is not supported")
 
 
 def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
     """Leave the model of a .gguf file in `folder`. Raises ModelError where the file isn't one that we can serve."""
-    reader = _read(path)
-    metadata = Metadata(path, reader)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    file = GgufFile(path)
+    metadata = Metadata(file)
+    tensors = dict(file.tensors)
     rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
     config = _config(metadata, tensors)
     turns_neighbours = _architecture(metadata)[1].turns_neighbours
     if rope_frequencies is not None:
-        config = _with_rope_scaling(config, np.asarray(rope_frequencies.data, dtype=np.float32), path)
+        config = _with_rope_scaling(config, rope_frequencies, path)
     shapes = _checked_shapes(path, tensors, config)
-    formats = {name: FORMATS.get(tensors[_gguf_name(name)].tensor_type) for name in shapes}
+    formats = {name: FORMATS.get(tensors[gguf_name(name)].kind) for name in shapes}
     targets = {name: stored(name, shape, formats[name], quantization) for name, shape in shapes.items()}
 
     def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
-        tensor = tensors[_gguf_name(name)]
+        tensor = tensors[gguf_name(name)]
         as_they_are = targets[name].format == formats[name]
         order = _row_order(name, tensor, config) if turns_neighbours else None
         return _pieces(tensor, order, as_they_are, path)
 
     vocabulary = _vocabulary(metadata, config.vocab_size)
     gguf_tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
-    template = metadata.get("tokenizer.chat_template", str)
-    if template:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    template = metadata.get("tokenizer.chat_template.tool_use", str)
-    if template:
-        (folder / "chat_template.tool_use.jinja").write_text(template, encoding="utf-8")
+    for key, name in TEMPLATES.items():
+        if template := metadata.get(key, str):
+            if len(template.encode()) > MAX_TEMPLATE_BYTES:
+                raise ModelError(f"{path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes that a template may have")
+            (folder / name).write_text(template, encoding="utf-8")
     with progress.measure(f"converting {path.name}") as report:
         write_weights(folder, targets, pieces, path, report)
     config.save(folder)
 
 
-def _read(path: Path) -> gguf.GGUFReader:
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
-        raise ModelError(
-            f"{path} is not a GGUF file that can be read, or only the beginning of one: {error}"
-        ) from error
-
-
-def _config(metadata: Metadata, tensors: dict[str, gguf.ReaderTensor]) -> ModelConfig:
+def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     path = metadata.path
     name, architecture = _architecture(metadata)
     keys = keys_of(name)
     metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
     scaling = metadata.get(f"{name}.rope.scaling.type", str, "none")
     if scaling not in ("none", "linear") or metadata.get(f"{name}.rope.scaling.factor", float, 1.0) != 1.0:
-        raise ModelError(f"{path}: {name}.rope.scaling.type is {scaling!r}: this rope scaling is not supported")
+        raise ModelError(f"{path}: {name}.rope.scaling.type is {shown(scaling)}: this rope scaling is not supported")
     metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
     heads, hidden = metadata.need(keys["num_heads"], int), metadata.need(keys["hidden_size"], int)
     head_dim = metadata.get(keys["head_dim"], int)
@@ -181,7 +182,7 @@ def _config(metadata: Metadata, tensors: dict[str, gguf.ReaderTensor]) -> ModelC
     if not architecture.has_windows:
         metadata.refuse_unless(keys["sliding_window"], 0, "a sliding window of layers that the file doesn't name")
     sliding_window = metadata.get(keys["sliding_window"], int) or None
-    vocab_size = int(tensors["token_embd.weight"].shape[-1])
+    vocab_size = tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
         name=_QUANTISATION.sub("", path.stem),
         # llama.cpp calls both by one name; what tells a Mistral is its window.
@@ -218,11 +219,12 @@ def _architecture(metadata: Metadata) -> tuple[Architecture, GgufArchitecture]:
         if found == name:
             return name, architecture
     known = ", ".join(f"{name!r} ({architecture.models})" for name, architecture in GGUF_ARCHITECTURES.items())
-    raise ModelError(f"{metadata.path}: general.architecture is {found!r}; supported are {known}")
+    raise ModelError(f"{metadata.path}: general.architecture is {shown(found)}; supported are {known}")
 
 
 def _shortest(value: float) -> float:
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, which is refused
+        return float(str(np.float32(value)))
 
 
 def _token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:
@@ -240,13 +242,21 @@ def _adds_bos(metadata: Metadata) -> bool:
     return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
 
 
-def _with_rope_scaling(config: ModelConfig, factors: "np.ndarray[Any, Any]", path: Path) -> ModelConfig:
+def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> ModelConfig:
     """GGUF keeps only the divisors of the frequencies. Llama 3's are told from others by making them again."""
+    shape = (config.head_dim // 2,)
+    if tensor.kind != gguf.GGMLQuantizationType.F32 or tensor.shape != shape:
+        raise ModelError(
+            f"{path}: tensor {ROPE_FREQUENCIES} is {tensor.kind.name} of shape {tensor.shape}; it must be F32 {shape}"
+        )
+    factors = tensor.data.view("<f4")
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise ModelError(f"{path}: tensor {ROPE_FREQUENCIES} has numbers that are not positive")
     factor = float(factors.max())
     if np.allclose(factors, 1.0):
         return config
     rope = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
-    if factors.shape != (config.head_dim // 2,) or not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
+    if not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
         raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling: no other is supported")
     return msgspec.structs.replace(config, rope_scaling=rope)
 
@@ -268,9 +278,24 @@ def _vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
     if tokens is None:
         raise ModelError(f"{metadata.path}: the key tokenizer.ggml.tokens is missing")
     count = len(tokens)
+    if count > MAX_TOKENS:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens; at most {MAX_TOKENS} are supported"
+        )
+    sizes = [len(token.encode()) for token in tokens]
+    if max(sizes, default=0) > MAX_TOKEN_BYTES or sum(sizes) > MAX_VOCABULARY_BYTES:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {sum(sizes)} bytes in all and {max(sizes)} in one token; at "
+            f"most {MAX_VOCABULARY_BYTES} and {MAX_TOKEN_BYTES} are supported"
+        )
     if count > vocab_size:
         raise ModelError(
             f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens, and token_embd.weight rows for {vocab_size}"
+        )
+    merges = metadata.list_of("tokenizer.ggml.merges", str) or []
+    if len(merges) > MAX_MERGES:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} may be"
         )
     return Vocabulary(
         model=metadata.need("tokenizer.ggml.model", str),
@@ -278,7 +303,7 @@ def _vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
         tokens=tokens,
         types=metadata.list_of("tokenizer.ggml.token_type", int, count) or [1] * count,
         scores=metadata.list_of("tokenizer.ggml.scores", float, count) or [0.0] * count,
-        merges=metadata.list_of("tokenizer.ggml.merges", str) or [],
+        merges=merges,
         bos_id=_token_id(metadata, BOS_KEY, count),
         eos_id=_token_id(metadata, EOS_KEYS[0], count),
         unknown_id=_token_id(metadata, "tokenizer.ggml.unknown_token_id", count),
@@ -288,7 +313,7 @@ def _vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
     )
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
     """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`"""
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
@@ -301,51 +326,53 @@ _NAMES_BACK = {theirs: ours for ours, theirs in NAMES.items()}
 _LAYER_NAMES_BACK = {theirs: ours for ours, theirs in LAYER_NAMES.items()}
 
 
-def _checked_shapes(path: Path, tensors: dict[str, gguf.ReaderTensor], config: ModelConfig) -> dict[str, Shape]:
+def _checked_shapes(path: Path, tensors: dict[str, GgufTensor], config: ModelConfig) -> dict[str, Shape]:
     """The tensors to write. Raises ModelError where the file lacks one, has another shape, or has more than that."""
     shapes = expected_shapes(config)
     for name, shape in shapes.items():
-        tensor = tensors.get(_gguf_name(name))
+        tensor = tensors.get(gguf_name(name))
         if tensor is None:
-            raise ModelError(f"{path}: the tensor {_gguf_name(name)} is missing")
-        # GGUF counts dimensions from the fastest.
-        found = tuple(int(n) for n in reversed(tensor.shape))
-        if found != shape:
-            raise ModelError(f"{path}: tensor {tensor.name} has shape {found}, the metadata says {shape}")
-    unknown = set(tensors) - {_gguf_name(name) for name in shapes}
+            raise ModelError(f"{path}: the tensor {gguf_name(name)} is missing")
+        if tensor.shape != shape:
+            raise ModelError(f"{path}: tensor {tensor.name} has shape {tensor.shape}, the metadata says {shape}")
+    unknown = set(tensors) - {gguf_name(name) for name in shapes}
     if unknown:
         raise ModelError(
-            f"{path}: tensor {min(unknown)} is not part of a model as the metadata describe it: not supported"
+            f"{path}: tensor {min(unknown)[:200]} is not part of a model as the metadata describe it: not supported"
         )
     return shapes
 
 
-def _row_order(name: str, tensor: gguf.ReaderTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":
+def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":
     """Which row of a file that turns neighbours is row i here; None where rows keep their places.
 
     In a head of size 6 the file's rows are, in our numbers, 0 3 1 4 2 5.
     """
     if "q_proj" not in name and "k_proj" not in name:
         return None
-    rows = np.arange(int(tensor.shape[-1]))
+    rows = np.arange(tensor.shape[0])
     return rows.reshape(-1, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _pieces(
-    tensor: gguf.ReaderTensor, order: "np.ndarray[Any, Any] | None", as_they_are: bool, path: Path
+    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", as_they_are: bool, path: Path
 ) -> Iterator["np.ndarray[Any, Any]"]:
     """A tensor a few rows at a time: its blocks as they are, or its numbers as float32.
 
     A row is whole blocks in every format, so rows in another order are blocks in another order.
     """
-    data = tensor.data
-    if data.ndim == 1:
-        data = data.reshape(-1, 1) if order is not None else data.reshape(1, -1)
-    step = rows_at_once(int(tensor.shape[0]))
+    block, _ = gguf.GGML_QUANT_SIZES[tensor.kind]
+    if len(tensor.shape) == 1 and block > 1:
+        raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}; a vector must be F32, F16 or BF16")
+    rows = tensor.shape[0] if len(tensor.shape) > 1 or order is not None else 1
+    data = tensor.data.reshape(rows, -1)
+    step = rows_at_once(math.prod(tensor.shape) // rows)
     for start in range(0, data.shape[0], step):
         stop = start + step
         piece = np.ascontiguousarray(data[start:stop] if order is None else data[order[start:stop]])
         try:
-            yield piece if as_they_are else gguf.dequantize(piece, tensor.tensor_type)
+            with np.errstate(all="ignore"):  # blocks may hold any bits, and scales that are infinite or no numbers
+                numbers = piece if as_they_are else gguf.dequantize(piece, tensor.kind)
         except NotImplementedError as error:
-            raise ModelError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}: {error}") from error
+            raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
+        yield numbers

@@ -11,6 +11,7 @@ import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pipeline.rust_panics import panics_as_errors
+from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.source import ModelError
 from pipeline.stages.prepare.tokenizer_check import begun_ids
 
@@ -47,6 +48,12 @@ ADDS_BOS = WHOLE_WORDS
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "▁"
 
+MAX_TOKENS = 2**20
+MAX_TOKEN_BYTES = 1024
+MAX_VOCABULARY_BYTES = 16 * 1024**2
+"""Of all tokens together: SentencePiece's merges are looked for at every place of every token."""
+MAX_MERGES = 2**21
+
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """The `tokenizer.ggml.*` keys of a GGUF file."""
@@ -71,10 +78,10 @@ def build(vocabulary: Vocabulary, where: str) -> Tokenizer:
         case "gpt2":
             tokenizer = _byte_level(vocabulary, where)
         case "llama":
-            tokenizer = _sentencepiece(vocabulary)
+            tokenizer = _sentencepiece(vocabulary, where)
         case other:
             raise ModelError(
-                f"{where}: tokenizer.ggml.model is {other!r}; known are 'gpt2' and 'llama'. "
+                f"{where}: tokenizer.ggml.model is {shown(other)}; known are 'gpt2' and 'llama'. "
                 "Give the model as a Hugging Face folder with its tokenizer.json"
             )
     _add_marked(tokenizer, vocabulary)
@@ -117,18 +124,18 @@ def _split(pre: str, where: str) -> Any:
         )
     known = ", ".join(sorted((*GPT2_LIKE, *DIGITS_FIRST, *SPLITS)))
     raise ModelError(
-        f"{where}: tokenizer.ggml.pre is {pre!r}; known are {known}. "
+        f"{where}: tokenizer.ggml.pre is {shown(pre)}; known are {known}. "
         "Give the model as a Hugging Face folder with its tokenizer.json"
     )
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: Vocabulary, where: str) -> Tokenizer:
     tokens = vocabulary.tokens
     unknown = tokens[vocabulary.unknown_id] if vocabulary.unknown_id is not None else None
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=_merges_by_score(vocabulary),
+            merges=_merges_by_score(vocabulary, where),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -145,7 +152,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best; as merges: every split of a token into two, the best
     token first."""
     ids = {
@@ -158,6 +165,8 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
         whole = sorted((ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids)
         merges += [(-vocabulary.scores[i], i, place, a, b) for place, (_, _, a, b) in enumerate(whole)]
+        if len(merges) > MAX_MERGES:
+            raise ModelError(f"{where}: tokenizer.ggml.tokens can be merged in more than {MAX_MERGES} ways")
     return [(a, b) for *_, a, b in sorted(merges)]
 
 

@@ -13,8 +13,20 @@ FORMS = (
 )
 
 
+MAX_ERROR_CHARS = 8000
+"""Of a ModelError; two paths fit."""
+
+
 class ModelError(UserError):
-    """The model can't be served as it is. The message is for the user: what is wrong, where, what would be right."""
+    """The model can't be served as it is. The message is for the user: what is wrong, where, what would be right.
+
+    It is one line of printable characters, whatever a file or a library put into it.
+    """
+
+    def __init__(self, message: str) -> None:
+        if not message.isprintable():
+            message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        super().__init__(message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + "…")
 
 
 class Pin(msgspec.Struct, frozen=True):
@@ -93,6 +105,8 @@ def parse(model: str) -> Source:
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"model {shown} is a file but not a .gguf; give {FORMS}")
         return GgufSource(path.resolve())
+    if _exists(path):
+        raise ModelError(f"model {shown} is neither a folder nor a regular file; give {FORMS}")
     if (match := _HUB.fullmatch(model)) and not match["repo"].lower().endswith(".gguf"):
         if match["revision"] == "":
             raise ModelError(f"model {shown} has no revision behind '@': a branch, a tag or a commit")
@@ -120,6 +134,14 @@ def is_folder(path: Path) -> bool:
     """As `Path.is_dir`, and False where nothing can have that name."""
     try:
         return path.is_dir()
+    except OSError:
+        return False
+
+
+def _exists(path: Path) -> bool:
+    """As `Path.exists`, and False if nothing can have that name."""
+    try:
+        return path.exists()
     except OSError:
         return False
 

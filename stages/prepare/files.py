@@ -1,0 +1,99 @@
+"""Reading the files of a model, which may come from anyone: only regular files inside the model's folder are read, and
+only up to a size.
+
+A link is followed if it stays inside the folder. The Hugging Face cache's own links are the one exception:
+
+    models--ORG--NAME/snapshots/COMMIT/config.json  ->  ../../blobs/HASH
+"""
+
+import errno
+import os
+import reprlib
+import stat
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from pipeline.stages.prepare.source import ModelError
+
+MAX_JSON_BYTES = 16 * 1024**2
+"""config.json, generation_config.json, tokenizer_config.json."""
+MAX_INDEX_BYTES = 64 * 1024**2
+"""model.safetensors.index.json, which has a line per tensor."""
+MAX_TOKENIZER_BYTES = 256 * 1024**2
+"""tokenizer.json, and the files that transformers makes one of. A vocabulary of 262,144 tokens takes 33 MB."""
+MAX_TEMPLATE_BYTES = 1024**2
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 200
+_repr.maxlist = _repr.maxdict = _repr.maxtuple = 10
+
+
+def shown(value: Any) -> str:
+    """A value of a file as an error message shows it: its repr, shortened."""
+    return _repr.repr(value)
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """A model's file by the name that it has in the folder, None if it is missing.
+
+    Raises ModelError if the name or a link leads out of the folder, or if it is not a regular file.
+    """
+    require_inside(name, str(folder))
+    path = folder / name
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+        mode = real.stat().st_mode
+    except OSError as error:
+        if error.errno in _MISSING:
+            return None
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    if not _is_inside(real, folder.resolve()):
+        raise ModelError(f"{path} is a link to {real}, outside the model folder: put the file itself there")
+    _require_regular(path, mode)
+    return path
+
+
+def require_inside(name: str, model: str) -> None:
+    """Raises ModelError unless a relative path stays below the folder that it is relative to."""
+    if not name or "\0" in name or name.startswith("/") or ".." in PurePosixPath(name).parts:
+        raise ModelError(f"{model}: {shown(name)} is not the name of a file inside the model folder")
+
+
+def _is_inside(real: Path, folder: Path) -> bool:
+    snapshots = folder.parent
+    repo = snapshots.parent
+    is_snapshot = snapshots.name == "snapshots" and repo.name.startswith("models--")
+    return real.is_relative_to(folder) or (is_snapshot and real.parent == repo / "blobs")
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a regular file")
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read. Raises ModelError if it is not a regular file: opening a FIFO would wait for a writer."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    except IsADirectoryError as error:
+        raise ModelError(f"{path} is a folder, not a regular file") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        _require_regular(path, os.fstat(file.fileno()).st_mode)
+    except ModelError:
+        file.close()
+        raise
+    return file
+
+
+def read(path: Path, max_bytes: int) -> bytes:
+    """A whole file. Raises ModelError if it is larger than `max_bytes`, or not a regular file."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ModelError(f"{path} has {size} bytes; it may have {max_bytes} at most")
+        return file.read(max_bytes)
