@@ -35,7 +35,10 @@ class Weights:
         self.taken: dict[str, None] = {}
         """Formats of the matrices that were asked for, in the order of the first of each."""
         for path in config.weight_paths(folder):
-            file: Any = safe_open(path, framework="pt")
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except Exception as error:  # the library raises nothing more precise; prepare has read the file before
+                raise UserError(f"{path} can't be read any more: {error}") from error
             metadata = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118 - the file is no dict
                 self._files[name] = file

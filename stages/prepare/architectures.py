@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pipeline.model_folder import Architecture
+from pipeline.stages.prepare.files import shown
 
 Window = tuple[int | None, list[int] | None]
 """`sliding_window` and `sliding_layers` of ModelConfig."""
@@ -35,7 +36,7 @@ def windows_by_layer(config: Mapping[str, Any], num_layers: int) -> Window:
     from `max_window_layers` on."""
     uses = config.get("use_sliding_window")
     if not isinstance(uses, bool | None):
-        raise ConfigFault(f"use_sliding_window is {uses!r}; it must be true or false")
+        raise ConfigFault(f"use_sliding_window is {shown(uses)}; it must be true or false")
     window = _count(config, "sliding_window", 4096) if uses else None
     kinds = config.get("layer_types")
     if kinds is None:
@@ -44,8 +45,8 @@ def windows_by_layer(config: Mapping[str, Any], num_layers: int) -> Window:
     else:
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_KINDS for kind in kinds):
             raise ConfigFault(
-                f"layer_types is {kinds!r}; it must be a list of num_hidden_layers = {num_layers} kinds, each one of "
-                f"{', '.join(LAYER_KINDS)}"
+                f"layer_types is {shown(kinds)}; it must be a list of num_hidden_layers = {num_layers} kinds, each one "
+                f"of {', '.join(LAYER_KINDS)}"
             )
         layers = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
         if layers and window is None:
@@ -64,7 +65,7 @@ def _count(config: Mapping[str, Any], key: str, default: int, least: int = 1) ->
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigFault(f"{key} is {value!r}; it must be a whole number from {least}")
+        raise ConfigFault(f"{key} is {shown(value)}; it must be a whole number from {least}")
     return value
 
 
@@ -138,5 +139,5 @@ def flags_of(architecture: HfArchitecture, config: Mapping[str, Any]) -> dict[st
             try:
                 flags[flag] = bool(msgspec.convert(config.get(key), bool | None))
             except msgspec.ValidationError:
-                raise ConfigFault(f"{key} is {config[key]!r}; it must be true or false") from None
+                raise ConfigFault(f"{key} is {shown(config[key])}; it must be true or false") from None
     return flags

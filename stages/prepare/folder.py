@@ -1,10 +1,10 @@
 """A folder in Hugging Face layout as ours: its config in our words, its tokenizer and template beside it, and its
 weights read where they are, or quantised."""
 
-import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -13,11 +13,23 @@ from pipeline.config.settings import PreparedFormat
 from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.rust_panics import panics_as_errors
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, ConfigFault, flags_of
+from pipeline.stages.prepare.files import (
+    MAX_INDEX_BYTES,
+    MAX_JSON_BYTES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    find,
+    read,
+    shown,
+)
 from pipeline.stages.prepare.progress import Progress
-from pipeline.stages.prepare.shape import MAX_LAYERS, check_ids, check_shape, derived_head_dim
+from pipeline.stages.prepare.shape import MAX_LAYERS, as_float, check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError, is_file
 from pipeline.stages.prepare.tensors import check_tensors
-from pipeline.stages.prepare.tokenizer_check import begun_ids, check_token_ids
+from pipeline.stages.prepare.tokenizer_check import check_token_ids
+from pipeline.stages.prepare.tokenizer_probe import first_id
+
+T = TypeVar("T")
 
 READ_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
 """Of the files whose change makes what was prepared stale. Not a list of names: which ones a tokenizer of an older form
@@ -43,8 +55,13 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
     Raises ModelError where the index of the weights can't be read.
     """
-    beside = [path.name for path in folder.iterdir() if path.suffix in READ_SUFFIXES]
-    named = _named_in(folder / INDEX) if (folder / INDEX).is_file() else []
+    try:
+        beside = [path.name for path in folder.iterdir() if path.suffix in READ_SUFFIXES]
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
+    named = [] if (index := find(folder, INDEX)) is None else shards_of(index)
+    for name in named:
+        find(folder, name)
     stats = [
         (name, (folder / name).stat()) for name in sorted({*beside, *named, TOOL_TEMPLATE}) if is_file(folder / name)
     ]
@@ -59,18 +76,26 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
     Raises ModelError, naming file and key, where it isn't complete or is of a kind that isn't supported.
     """
     config_path = source / "config.json"
-    config = _json(config_path)
-    generation = _json(source / "generation_config.json", {})
-    tokenizer_config = _json(source / "tokenizer_config.json", {})
+    config = _json(source, "config.json")
+    generation = _json(source, "generation_config.json", {})
+    tokenizer_config = _json(source, "tokenizer_config.json", {})
     weight_files = _weight_files(source)
-    tokenizer = _tokenizer(source, target)
+    tokenizer, first = _tokenizer(source, target)
     model = Reader(config_path, config).model(name, weight_files, generation)
-    model = _with_ends(model, tokenizer, tokenizer_config, source)
+    model = _with_ends(model, tokenizer, first, tokenizer_config, source)
     places = check_tensors(model, weight_files)
-    if (template := _chat_template(source, tokenizer_config)) is not None:
-        (target / "chat_template.jinja").write_text(template, encoding="utf-8")
-    if (template := _tool_template(source, tokenizer_config)) is not None:
-        (target / "chat_template.tool_use.jinja").write_text(template, encoding="utf-8")
+    templates = {
+        "chat_template.jinja": _chat_template(source, tokenizer_config),
+        "chat_template.tool_use.jinja": _tool_template(source, tokenizer_config),
+    }
+    for file, template in templates.items():
+        if template is not None:
+            data = template.encode()
+            if len(data) > MAX_TEMPLATE_BYTES:
+                raise ModelError(
+                    f"{source}: the chat template has {len(data)} bytes; at most {MAX_TEMPLATE_BYTES} may be"
+                )
+            (target / file).write_bytes(data)
     if quantization != "none":
         # Imported here: it loads numpy's and gguf's quantizers, and most models stay as they are.
         from pipeline.stages.prepare.weight_file import WEIGHTS, quantise
@@ -96,7 +121,7 @@ class Reader:
         self._refuse_quantised()
         activation = self._get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
-            raise ModelError(f"{self.path}: hidden_act is {activation!r}; 'silu' is supported")
+            raise ModelError(f"{self.path}: hidden_act is {shown(activation)}; 'silu' is supported")
         heads = self._need("num_attention_heads")
         hidden = self._need("hidden_size")
         vocab_size = self._need("vocab_size")
@@ -121,7 +146,7 @@ class Reader:
             head_dim=derived_head_dim(hidden, heads, self.path, KEYS) if head_dim is None else head_dim,
             vocab_size=vocab_size,
             max_position=self._get("max_position_embeddings", int, 2048),
-            rms_norm_eps=float(self._get("rms_norm_eps", (int, float), 1e-6)),
+            rms_norm_eps=as_float(self._get("rms_norm_eps", (int, float), 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             sliding_window=window,
@@ -142,17 +167,17 @@ class Reader:
         kind = self._config.get("model_type")
         classes = self._config.get("architectures") or []
         if not isinstance(classes, list):
-            raise ModelError(f"{self.path}: architectures is {classes!r}; it must be a list of names")
+            raise ModelError(f"{self.path}: architectures is {shown(classes)}; it must be a list of names")
         for name, architecture in HF_ARCHITECTURES.items():
             if kind == name:
                 if classes and classes[0] != architecture.class_name:
                     raise ModelError(
-                        f"{self.path}: architectures is {classes}; of model_type {kind!r}, {architecture.class_name} "
-                        "is supported"
+                        f"{self.path}: architectures is {shown(classes)}; of model_type {kind!r}, "
+                        f"{architecture.class_name} is supported"
                     )
                 return name
         known = ", ".join(map(repr, HF_ARCHITECTURES))
-        raise ModelError(f"{self.path}: model_type is {kind!r}; supported are {known}")
+        raise ModelError(f"{self.path}: model_type is {shown(kind)}; supported are {known}")
 
     def _num_kv_heads(self, num_heads: int) -> int:
         """As many as queries where the file says null; where it says nothing, what the architecture takes for it."""
@@ -166,7 +191,7 @@ class Reader:
             return
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
         raise ModelError(
-            f"{self.path}: quantization_config says {method!r}: quantised checkpoints are not supported; "
+            f"{self.path}: quantization_config says {shown(method)}: quantised checkpoints are not supported; "
             "give the unquantised one, or a .gguf file"
         )
 
@@ -176,22 +201,22 @@ class Reader:
         key = "rope_scaling" if self._config.get("rope_scaling") else "rope_parameters"
         rope = self._config.get(key) or {}
         if not isinstance(rope, dict):
-            raise ModelError(f"{self.path}: {key} is {rope!r}, not an object")
+            raise ModelError(f"{self.path}: {key} is {shown(rope)}, not an object")
         if by_layer := next((name for name, value in rope.items() if isinstance(value, dict)), None):
-            raise ModelError(f"{self.path}: {key} has parameters of its own for {by_layer!r}: not supported")
+            raise ModelError(f"{self.path}: {key} has parameters of its own for {shown(by_layer)}: not supported")
         part = rope.get("partial_rotary_factor", self._config.get("partial_rotary_factor"))
         if part not in (None, 1):
             raise ModelError(
-                f"{self.path}: partial_rotary_factor is {part!r}: rotating a part of each head is not supported"
+                f"{self.path}: partial_rotary_factor is {shown(part)}: rotating a part of each head is not supported"
             )
         theta = rope.get("rope_theta", self._config.get("rope_theta", 10000.0))
         if not isinstance(theta, int | float) or isinstance(theta, bool):
-            raise ModelError(f"{self.path}: rope_theta is {theta!r}, not a number")
+            raise ModelError(f"{self.path}: rope_theta is {shown(theta)}, not a number")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
-            return float(theta), None
+            return as_float(theta), None
         if kind != "llama3":
-            raise ModelError(f"{self.path}: {key} has rope_type {kind!r}; supported are 'default' and 'llama3'")
+            raise ModelError(f"{self.path}: {key} has rope_type {shown(kind)}; supported are 'default' and 'llama3'")
         names = {
             "factor": "factor",
             "low_freq_factor": "low_freq_factor",
@@ -204,14 +229,14 @@ class Reader:
         if missing:
             raise ModelError(f"{self.path}: {key} of type 'llama3' lacks {missing[0]!r}")
         try:
-            return float(theta), msgspec.convert({ours: rope[theirs] for ours, theirs in names.items()}, Llama3Rope)
+            return as_float(theta), msgspec.convert({ours: rope[theirs] for ours, theirs in names.items()}, Llama3Rope)
         except msgspec.ValidationError as error:
             raise ModelError(f"{self.path}: {key}: {error}") from error
 
     def _need(self, key: str) -> int:
         value = self._get(key, int, None)
         if value is None or value < 1:
-            raise ModelError(f"{self.path}: {key} is {value!r}; it must be a positive integer")
+            raise ModelError(f"{self.path}: {key} is {shown(value)}; it must be a positive integer")
         return int(value)
 
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
@@ -219,7 +244,7 @@ class Reader:
         if value is None:
             return self._defaults.get(key, default)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ModelError(f"{self.path}: {key} is {value!r}, not of type {kind}")
+            raise ModelError(f"{self.path}: {key} is {shown(value)}, not of type {kind}")
         return value
 
 
@@ -228,42 +253,54 @@ def _ids(key: str, where: dict[str, Any], vocab_size: int, path: Path) -> list[i
     value = where.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ModelError(f"{path}: {key} is {value!r}; it must be an id or a list of ids")
+        raise ModelError(f"{path}: {key} is {shown(value)}; it must be an id or a list of ids")
     check_ids(ids, vocab_size, path, key)
     return list(ids)
 
 
-def _json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    if not path.is_file():
+def _json(source: Path, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    path = find(source, name)
+    if path is None:
         if default is not None:
             return default
-        raise ModelError(f"{path} is missing: a model folder needs config.json, a tokenizer and *.safetensors")
+        raise ModelError(f"{source / name} is missing: a model folder needs config.json, a tokenizer and *.safetensors")
+    return _decode(path, MAX_JSON_BYTES, dict[str, Any])
+
+
+def _decode(path: Path, max_bytes: int, type: type[T]) -> T:
+    data = read(path, max_bytes)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(data, type=type)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not a JSON object: {error}") from error
 
 
-def _named_in(index: Path) -> list[str]:
+def shards_of(index: Path) -> list[str]:
     """The files that the index of a sharded model names. Raises ModelError where it isn't an index."""
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    places = _decode(index, MAX_INDEX_BYTES, dict[str, msgspec.Raw]).get("weight_map", msgspec.Raw(b"null"))
+    try:
+        files = msgspec.json.decode(places, type=dict[str, str])
+    except ValueError:
+        files = {}
+    if not files:
         raise ModelError(f"{index}: weight_map must be an object that gives the file of each tensor")
-    return sorted(set(places.values()))
+    return sorted(set(files.values()))
 
 
 def _weight_files(source: Path) -> list[Path]:
     """Absolute paths of the safetensors files: those the index names, or all there are."""
-    index = source / INDEX
-    if index.is_file():
-        names = _named_in(index)
-        missing = [name for name in names if not is_file(source / name)]
-        if missing:
-            raise ModelError(f"{index} names {missing[0]}, which is missing ({len(missing)} of {len(names)} files are)")
-        return [(source / name).absolute() for name in names]
-    files = [source / "model.safetensors"]
-    if not files[0].is_file():
-        files = sorted(source.glob("*.safetensors"))
+    if (index := find(source, INDEX)) is not None:
+        names = shards_of(index)
+        paths = [find(source, name) for name in names]
+        if missing := [name for name, path in zip(names, paths, strict=True) if path is None]:
+            raise ModelError(
+                f"{index} names {missing[0][:200]}, which is missing ({len(missing)} of {len(names)} files are)"
+            )
+        return [path.absolute() for path in paths if path is not None]
+    names = ["model.safetensors"]
+    if find(source, names[0]) is None:
+        names = sorted(path.name for path in source.glob("*.safetensors"))
+    files = [path.absolute() for name in names if (path := find(source, name)) is not None]
     if not files:
         if others := [*source.glob("*.bin"), *source.glob("*.pth"), *source.glob("*.pt")]:
             raise ModelError(
@@ -271,47 +308,68 @@ def _weight_files(source: Path) -> list[Path]:
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
         raise ModelError(f"{source} has no weights: *.safetensors files are missing")
-    return [path.absolute() for path in files]
+    return files
 
 
-def _tokenizer(source: Path, target: Path) -> Tokenizer:
-    """Leave tokenizer.json in `target`, and read it."""
+def _tokenizer(source: Path, target: Path) -> tuple[Tokenizer, int | None]:
+    """Leave tokenizer.json in `target`, and read it; with it the id that its texts begin with.
+
+    Padding and truncation are left out. They are for batches of a trainer, and would apply to every prompt: a padding
+    to a fixed length of 10^9 takes all memory there is, and a truncation would cut prompts silently.
+    """
     path = target / "tokenizer.json"
-    if (source / "tokenizer.json").is_file():
-        shutil.copyfile(source / "tokenizer.json", path)
-    else:
-        _convert_tokenizer(source, path)
-    try:
-        with panics_as_errors():
-            tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise ModelError(f"{source / 'tokenizer.json'} cannot be read: {error}") from error
+    found = find(source, "tokenizer.json")
+    if found is None:
+        _convert_tokenizer(source, target)
+    parts = _decode(found or path, MAX_TOKENIZER_BYTES, dict[str, msgspec.Raw])
+    parts = {key: part for key, part in parts.items() if key not in ("padding", "truncation")}
+    path.write_bytes(msgspec.json.encode(parts))
+    first = first_id(path, source / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(path))
     check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
-    return tokenizer
+    return tokenizer, first
 
 
-def _convert_tokenizer(source: Path, path: Path) -> None:
+def _convert_tokenizer(source: Path, target: Path) -> None:
+    """Have transformers make tokenizer.json in `target` of a copy of the files that a tokenizer may be made from."""
     vocabularies = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    if not any((source / name).is_file() for name in vocabularies):
+    if not any(find(source, name) for name in vocabularies):
         raise ModelError(f"{source} has no tokenizer: tokenizer.json (or tokenizer.model) is missing")
     # Imported here: it takes seconds, and most folders have a tokenizer.json.
     from transformers import AutoTokenizer
 
+    with tempfile.TemporaryDirectory(dir=target, prefix=".tokenizer-") as copy:
+        for name in sorted(path.name for path in source.iterdir() if path.suffix in READ_SUFFIXES):
+            if not name.endswith(".safetensors") and name != INDEX and (path := find(source, name)) is not None:
+                data = read(path, MAX_TOKENIZER_BYTES)
+                if name.endswith(".json"):
+                    _check_json(path, data)
+                (Path(copy) / name).write_bytes(data)
+        try:
+            with panics_as_errors():
+                tokenizer = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+                tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
+        except Exception as error:  # it passes on what any of its parts raises
+            words = str(error).replace(copy, str(source))
+            raise ModelError(
+                f"{source} has no tokenizer.json, and transformers could not make one ({words}); "
+                "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...) and give that folder"
+            ) from error
+
+
+def _check_json(path: Path, data: bytes) -> None:
+    """Raises ModelError unless it is JSON whose depth a reader without a limit of its own can take."""
     try:
-        with panics_as_errors():
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-            tokenizer.backend_tokenizer.save(str(path))
-    except Exception as error:  # tokenizers raises nothing more precise
-        raise ModelError(
-            f"{source} has no tokenizer.json, and transformers could not make one ({error}); "
-            "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...) and give that folder"
-        ) from error
+        msgspec.json.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
 
 
 def _with_ends(
-    config: ModelConfig, tokenizer: Tokenizer, tokenizer_config: dict[str, Any], source: Path
+    config: ModelConfig, tokenizer: Tokenizer, first: int | None, tokenizer_config: dict[str, Any], source: Path
 ) -> ModelConfig:
-    """The tokenizer's own words for beginning and end come first: templates are written for them."""
+    """The tokenizer's own words for beginning and end come first: templates are written for them. `first` is the id
+    that its texts begin with."""
     eos_id = _token_id(tokenizer, tokenizer_config.get("eos_token"))
     bos_id = _token_id(tokenizer, tokenizer_config.get("bos_token"))
     for key, token_id in (("eos_token", eos_id), ("bos_token", bos_id)):
@@ -319,8 +377,7 @@ def _with_ends(
             check_ids([token_id], config.vocab_size, source / "tokenizer_config.json", f"the id of {key}")
     bos_id = config.bos_id if bos_id is None else bos_id
     eos_ids = list(dict.fromkeys([*([eos_id] if eos_id is not None else []), *config.eos_ids]))
-    begun = begun_ids(tokenizer, str(source / "tokenizer.json"))
-    changed = {"eos_ids": eos_ids, "bos_id": bos_id, "add_bos": bos_id is not None and begun[:1] == [bos_id]}
+    changed = {"eos_ids": eos_ids, "bos_id": bos_id, "add_bos": bos_id is not None and first == bos_id}
     return msgspec.structs.replace(config, **changed)
 
 
@@ -332,8 +389,7 @@ def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
 
 def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """The file chat_template.jinja, or tokenizer_config's: a template, or a list of which the default is taken."""
-    path = source / "chat_template.jinja"
-    if path.is_file():
+    if (path := find(source, "chat_template.jinja")) is not None:
         return _text(path)
     match tokenizer_config.get("chat_template"):
         case None:
@@ -354,10 +410,10 @@ def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None
 def _tool_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """The template for chats with tools, where the model has one of its own: a file beside chat_template.jinja, or in
     the list that tokenizer_config has where there is no such file."""
-    if (path := source / TOOL_TEMPLATE).is_file():
+    if (path := find(source, TOOL_TEMPLATE)) is not None:
         return _text(path)
     named = tokenizer_config.get("chat_template")
-    if (source / "chat_template.jinja").is_file() or not isinstance(named, list):
+    if find(source, "chat_template.jinja") is not None or not isinstance(named, list):
         return None
     for entry in named:
         match entry:
@@ -368,6 +424,6 @@ def _tool_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read(path, MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not UTF-8 text: {error}") from error

@@ -29,7 +29,8 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
-from pipeline.stages.prepare.folder import INDEX, READ_SUFFIXES, TOOL_TEMPLATE
+from pipeline.stages.prepare.files import require_inside, shown
+from pipeline.stages.prepare.folder import INDEX, READ_SUFFIXES, TOOL_TEMPLATE, shards_of
 from pipeline.stages.prepare.progress import Progress, Report
 from pipeline.stages.prepare.source import COMMIT, HubSource, ModelError
 
@@ -92,7 +93,8 @@ def fetch(source: HubSource, progress: Progress) -> Snapshot:
 
 def _fetch(source: HubSource, progress: Progress) -> Snapshot:
     info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True, timeout=INFO_TIMEOUT_S)
-    assert info.sha is not None
+    if info.sha is None or not COMMIT.fullmatch(info.sha):
+        raise ModelError(f"{constants.ENDPOINT} names no commit for {source}, but {shown(info.sha)}")
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
     names = _wanted(source, info.sha, sizes)
     missing = [name for name in names if not isinstance(_in_cache(source, name, info.sha), str)]
@@ -111,6 +113,8 @@ def _fetch(source: HubSource, progress: Progress) -> Snapshot:
 def _wanted(source: HubSource, commit: str, names: Iterable[str]) -> list[str]:
     """Which files to fetch: configs and tokenizer, and one set of weights. Raises ModelError where it is no model."""
     names = list(names)
+    for name in names:
+        require_inside(name, str(source))
     top = [name for name in names if "/" not in name]
     if CONFIG not in top:
         raise ModelError(f"{source} has no {CONFIG}: it is not a model in Hugging Face layout{_others(top)}")
@@ -126,13 +130,9 @@ def _wanted(source: HubSource, commit: str, names: Iterable[str]) -> list[str]:
 def _weights(source: HubSource, commit: str, names: list[str], top: list[str]) -> list[str]:
     if INDEX in top:
         path = Path(hf_hub_download(source.repo, INDEX, revision=commit))
-        try:
-            places = msgspec.convert(msgspec.json.decode(path.read_bytes()), dict[str, Any])["weight_map"]
-            shards = sorted(set(msgspec.convert(places, dict[str, str]).values()))
-        except (msgspec.DecodeError, KeyError) as error:
-            raise ModelError(f"{source}: {INDEX} doesn't say in which file each tensor is: {error}") from error
+        shards = shards_of(path)
         if lost := [name for name in shards if name not in names]:
-            raise ModelError(f"{source}: {INDEX} names {lost[0]}, which the repository doesn't have")
+            raise ModelError(f"{source}: {INDEX} names {lost[0][:200]}, which the repository doesn't have")
         return shards
     if SINGLE in top:
         return [SINGLE]
@@ -179,18 +179,13 @@ def _is_complete(folder: Path) -> bool:
     index = folder / INDEX
     if index.is_file():
         try:
-            named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
-        except msgspec.DecodeError:
+            weights = [folder / name for name in shards_of(index)]
+        except ModelError:
             return False
-        weights = [folder / name for name in named]
     else:
         weights = list(folder.glob("*.safetensors")) or [folder / SINGLE]
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
     return has_tokenizer and all(path.is_file() for path in weights)
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 def _words(error: Exception, source: HubSource) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pipeline.stages.prepare.files import MAX_JSON_BYTES, read
 from pipeline.stages.prepare.source import ModelError
 
 MAX_LAYERS = 4
@@ -31,9 +32,10 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    data = read(config_path, MAX_JSON_BYTES)
     try:
-        config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+        config = msgspec.json.decode(data, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{config_path} is not a JSON object: {error}") from error
     kind = config.pop("model_type", None)
     if not isinstance(kind, str):

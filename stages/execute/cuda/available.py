@@ -120,7 +120,7 @@ def weight_bytes(settings: Settings, config: ModelConfig, folder: Path) -> int:
     for path in config.weight_paths(folder):
         try:
             file: Any = safe_open(path, framework="pt")
-        except OSError as error:
+        except Exception as error:  # the library raises nothing more precise
             raise UserError(f"{path}: can't be read: {error}") from error
         formats = file.metadata() or {}
         for name in file.keys():  # noqa: SIM118 - the file is no dict

@@ -1,0 +1,57 @@
+"""A tokenizer.json tried in a process of its own, with bounded memory and time.
+
+The library runs what the file says: regular expressions, and chains of replacements that make a text of one letter
+terabytes long. It aborts the process when memory runs out, and panics on some files.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from pipeline.stages.prepare.source import ModelError
+
+MAX_BYTES = 4 * 1024**3
+"""Address space of the process; a vocabulary of 262,144 tokens takes an eighth of it."""
+TIMEOUT_S = 60.0
+MAX_WORDS = 300
+
+PROGRAM = """
+import resource, sys
+from pathlib import Path
+
+def limit(what, most):
+    hard = resource.getrlimit(what)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+
+limit(resource.RLIMIT_AS, int(sys.argv[2]))
+limit(resource.RLIMIT_CPU, int(sys.argv[3]))
+limit(resource.RLIMIT_CORE, 0)
+from tokenizers import Tokenizer
+
+print(Tokenizer.from_file(sys.argv[1]).encode("a", add_special_tokens=True).ids[:1])
+"""
+
+
+def first_id(path: Path, what: Path) -> int | None:
+    """The id that a text with special tokens begins with; None if nothing is left of it.
+
+    Raises ModelError, naming the file as `what`, if the library can't read the tokenizer or encode with it.
+    """
+    command = [sys.executable, "-P", "-c", PROGRAM, str(path), str(MAX_BYTES), str(int(TIMEOUT_S))]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"{what} cannot be read: encoding one letter took more than {TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        words = lines[-1].removeprefix("Exception: ")[:MAX_WORDS] if lines else f"exit code {done.returncode}"
+        raise ModelError(f"{what} cannot be read: {words}")
+    ids = msgspec.json.decode(done.stdout, type=list[int])
+    return ids[0] if ids else None
