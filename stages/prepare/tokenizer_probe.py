@@ -51,7 +51,8 @@ def first_id(path: Path, what: Path) -> int | None:
         raise ModelError(f"{what} cannot be read: encoding one letter took more than {TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        words = lines[-1].removeprefix("Exception: ")[:MAX_WORDS] if lines else f"exit code {done.returncode}"
+        words = lines[-1] if lines else f"exit code {done.returncode}"
+        words = words.removeprefix("Exception: ").removeprefix("pyo3_runtime.PanicException: ")[:MAX_WORDS]
         raise ModelError(f"{what} cannot be read: {words}")
     ids = msgspec.json.decode(done.stdout, type=list[int])
     return ids[0] if ids else None

@@ -262,8 +262,12 @@ def test_a_tokenizer_in_an_older_form_that_fits_nothing_is_told(source: Path) ->
     [
         # The library panics at the first as it reads it, and at the second with each text.
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, r"tokenizer\.json cannot be read: "),
-        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, r"its tokenizer cannot encode a text: chunk size"),
-        ("model", {"type": "WordLevel", "vocab": {}, "unk_token": "x"}, r"its tokenizer cannot encode a text: "),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, r"tokenizer.json cannot be read: chunk size"),
+        (
+            "model",
+            {"type": "WordLevel", "vocab": {}, "unk_token": "x"},
+            r"tokenizer.json cannot be read: WordLevel error",
+        ),
     ],
 )
 def test_a_tokenizer_that_can_not_be_used_is_told(source: Path, part: str, value: Any, message: str) -> None:
