@@ -42,7 +42,7 @@ class MessageDecoder(Generic[T]):
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
-    def decode(self, data: bytes) -> T:
+    def decode(self, data: bytes | bytearray) -> T:
         try:
             return self._decoder.decode(data)
         except UnicodeDecodeError as error:

@@ -4,9 +4,9 @@ same table, by the same rules.
     client ──Hello, Generate, Abort, Credit, Ping──► Door ──► Requests.open ──► the stages
     client ◄──Accepted, Delta, Finished, Failed──── DoorStream ◄──wake── Requests
 
-Everything that a client can make us keep is bounded: messages (their size, and how many wait), connections (a hello in
-time, then a sign of life), requests (credits of the gateway's own), and what is to be sent (deltas merge, letters have
-a bound). Whoever does not keep to the protocol is told so once and loses the connection, and nobody else notices.
+Everything that a client can make us keep is bounded: messages (their size, and how many are on their way), connections
+(a hello in time, then a sign of life), requests (credits of the gateway's own), and what is to be sent (deltas merge,
+letters have a bound). Whoever does not keep to the protocol is told so once and loses the connection, and nobody else notices.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import msgspec
 from pipeline import protocol as p
 from pipeline.api_keys import NO_SCOPE, Keys
 from pipeline.channels import MessageDecoder
-from pipeline.stages.gateway import door_errors, parse
+from pipeline.stages.gateway import door_errors, parse, zmtp
 from pipeline.stages.gateway.app import Doors
 from pipeline.stages.gateway.door_socket import Connection, DoorSocket
 from pipeline.stages.gateway.door_stream import STALL_S, DoorStream
@@ -35,6 +35,8 @@ MAX_HELLO_BYTES = 16384
 HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
 """Longest that a client may say nothing."""
+MESSAGE_S = 60.0
+"""Longest that a message may take to come whole, as a body over HTTP."""
 SWEEP_S = 0.5
 """How often is looked for those who said nothing."""
 RETRY_S = 0.02
@@ -115,38 +117,52 @@ class Door:
         self._encoder = msgspec.msgpack.Encoder()
         self._peers: dict[Connection, Peer] = {}
         self._is_closed = False
-        self._socket = DoorSocket(address, max_message_bytes, self._receive, self._ended)
+        self._socket = DoorSocket(
+            address,
+            max_message_bytes,
+            min(MAX_HELLO_BYTES, max_message_bytes),
+            on_open=self._opened,
+            on_message=self._receive,
+            on_refusal=self._refuse,
+            on_end=self._ended,
+        )
         self._sweeper: asyncio.TimerHandle | None = None
         """Runs while there are connections."""
 
+    async def start(self) -> None:
+        """Let clients in."""
+        await self._socket.start()
+
     # ---------------------------------------------------------------------------------------------- what clients say
 
-    def _receive(self) -> None:
-        self._handle_all()
-        if self._sweeper is None and self._socket.num_connections and not self._is_closed:
-            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+    def _opened(self, connection: Connection) -> None:
+        self._peers[connection] = Peer(connection, self._loop.time())
+        self._sweep_soon()
 
-    def _handle_all(self) -> None:
-        now_s = self._loop.time()
-        for connection, frames in self._socket.receive():
-            peer = self._peers.get(connection)
-            if peer is None:
-                peer = self._peers[connection] = Peer(connection, now_s)
-            peer.heard_s = now_s
-            try:
-                self._handle(peer, self._decode(peer, frames))
-            except ApiError as error:
-                self._drop(peer, error)
-
-    def _decode(self, peer: Peer, frames: list[bytes]) -> p.ClientMessage:
-        if len(frames) != 1:
-            raise door_errors.of_peer(f"a message is one frame, not {len(frames)}: use a DEALER socket", "malformed")
-        if not peer.is_welcome and len(frames[0]) > MAX_HELLO_BYTES:  # of a stranger, not even looked at
-            raise door_errors.of_peer("the first message of a connection must be hello", "no_hello")
+    def _receive(self, connection: Connection, data: bytes | bytearray) -> None:
+        peer = self._peers[connection]
+        peer.heard_s = self._loop.time()
         try:
-            return self._decoder.decode(frames[0])
+            self._handle(peer, self._decode(data))
+        except ApiError as error:
+            self._drop(peer, error)
+
+    def _decode(self, data: bytes | bytearray) -> p.ClientMessage:
+        try:
+            return self._decoder.decode(data)
         except msgspec.DecodeError as error:
-            raise door_errors.of_malformed(frames[0], error) from error
+            raise door_errors.of_malformed(data, error) from error
+
+    def _refuse(self, connection: Connection, refusal: zmtp.Refusal) -> None:
+        """A message is not read."""
+        peer = self._peers[connection]
+        if refusal.reason == "more frames":
+            problem = "a message is one frame, and this one has more: use a DEALER socket"
+            self._drop(peer, door_errors.of_peer(problem, "malformed"))
+        elif not peer.is_welcome:
+            self._drop(peer, door_errors.of_peer("the first message of a connection must be hello", "no_hello"))
+        else:
+            self._leave(peer)
 
     def _handle(self, peer: Peer, message: p.ClientMessage) -> None:
         """Raises ApiError where the client does not keep to the protocol."""
@@ -187,6 +203,7 @@ class Door:
             peer.scope = scope or NO_SCOPE
         facts = self._doors.enter()
         peer.is_welcome = True
+        self._socket.welcome(peer.connection)
         client = hello.client[: p.MAX_CLIENT_CHARS]
         self._log.debug("a client has come", extra={"fields": {"client": client, "clients": len(self._peers)}})
         self.post(
@@ -301,21 +318,37 @@ class Door:
         if (peer := self._peers.get(connection)) is not None:
             self._abandon(peer)
 
+    def _sweep_soon(self) -> None:
+        if self._sweeper is None and self._socket.num_connections and not self._is_closed:
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
     def _sweep(self) -> None:
         """End connections that have been silent, or have taken nothing, for too long."""
-        self._sweeper = None
-        self._receive()  # what has come counts
         now_s = self._loop.time()
-        for connection in self._socket.connections:
-            peer = self._peers.get(connection)
-            if peer is None or not peer.is_welcome:
-                if now_s - connection.opened_s > HELLO_S:
-                    self._socket.end(connection)
-            elif now_s - peer.heard_s > SILENCE_S:
+        assert self._sweeper is not None
+        is_late = now_s - self._sweeper.when() > max(SWEEP_S, 1.0)
+        self._sweeper = None
+        if not is_late:  # else the loop was held up, and has not read yet what clients have said
+            for peer in list(self._peers.values()):
+                self._look_at(peer, now_s)
+        self._sweep_soon()
+
+    def _look_at(self, peer: Peer, now_s: float) -> None:
+        connection = peer.connection
+        if not peer.is_welcome:
+            if now_s - connection.opened_s > HELLO_S:
+                self._leave(peer)
+        elif peer.full_s is not None and now_s - peer.full_s > STALL_S:
+            self._leave(peer)
+        elif connection.is_waiting:
+            peer.heard_s = now_s  # it has said something that we have not read yet
+        elif connection.begun_s is None:
+            if now_s - peer.heard_s > SILENCE_S:
                 message = f"the client has said nothing for {SILENCE_S:g} s"
                 self._drop(peer, ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
-            elif peer.full_s is not None and now_s - peer.full_s > STALL_S:
-                self._leave(peer)
+        elif now_s - connection.begun_s > MESSAGE_S:
+            message = f"a message took more than {MESSAGE_S:g} s to arrive"
+            self._drop(peer, ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
 
     # -------------------------------------------------------------------------------------------------------- the end
 
@@ -336,6 +369,6 @@ class Door:
                 self._abandon(peer)
             self._socket.close(LINGER_S)
 
-    def wait_closed(self) -> None:
-        """Wait, blocking, until what was said last has left or its time is up."""
-        self._socket.wait_closed()
+    async def wait_closed(self) -> None:
+        """Wait until what was said last has left or its time is up."""
+        await self._socket.wait_closed()

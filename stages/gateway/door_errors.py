@@ -23,7 +23,7 @@ def of_peer(message: str, code: str) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, code=code)
 
 
-def of_malformed(data: bytes, error: Exception) -> ApiError:
+def of_malformed(data: bytes | bytearray, error: Exception) -> ApiError:
     """Bytes that are no message of a client. msgspec counts the places of an array; say which fields they are."""
     complaint, _, path = str(error).partition(" - at `$")
     field = _field(data, _INDEX.findall(path))
@@ -31,7 +31,7 @@ def of_malformed(data: bytes, error: Exception) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, shown(f"malformed message: {where}{complaint}"), field or None, "malformed")
 
 
-def _field(data: bytes, places: list[str]) -> str:
+def _field(data: bytes | bytearray, places: list[str]) -> str:
     """The name of the field at a path of array places, as far down as types are certain."""
     try:
         tag = msgspec.msgpack.decode(data, type=tuple[str, ...] if len(places) == 0 else list[Any])[0]

@@ -1,257 +1,362 @@
-"""The door's socket: a ROUTER that knows its connections one by one, can end them, and sees them end.
+"""The door's socket: the server's end of ZMTP, with a bound on what clients can make it hold.
 
-libzmq shows a ROUTER's user only routing ids, and only of those who have sent something. Its monitor tells of each
-connection that opens and closes, by descriptor, and every message says by which descriptor it came. Together they give
-what a server needs: connections that say nothing are found and closed, a client that vanishes is known at once, and
-what a hostile one sends costs it its connection.
+    accepted ──greeting, READY──► messages, one frame each ──► ended
+        └──────── no hello in time, or no ZMTP ───────────────►┘
 
-    accepted ──first message──► bound to a routing id ──► ended
-        └──────────── no hello in time ────────────────────►┘
-
-The socket has a context, and so an I/O thread, of its own: clients do not slow down the messages between stages.
+What is read is taken apart and handled in the same turn of the loop, so nothing queues here. A connection holds two
+reads' worth of bytes and at most one frame; frames above `SMALL_BYTES` share `NUM_LARGE` messages' worth of room, and a
+connection that finds none is not read until there is. All else waits in the kernel, and then at the client.
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
-import stat
 import struct
-from collections.abc import Callable, Iterator
-from typing import Literal
-
-import zmq
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, cast
 
 from pipeline.door_address import check_free, refusal
 from pipeline.errors import UserError
+from pipeline.stages.gateway import zmtp
 
 MAX_CONNECTIONS = 1024
 """At most; fewer where the process may have few descriptors."""
 RECEIVE_BOUND = 16
-"""Messages of one connection that wait to be read."""
-SEND_BOUND = 256
-"""Messages that wait to be sent to one connection; what is more waits in its requests, merged."""
-HANDSHAKE_MS = 5_000
-"""Longest that the handshake of ZMTP may take."""
-MAX_WAKE_MESSAGES = 64
-"""Messages taken in one turn of the loop, so that others have theirs."""
+"""Messages of one connection that are handled in a row, before others have their turn."""
+MAX_TURN_MESSAGES = 64
+"""Messages of all connections that are handled in one turn of the loop, so that others than clients have theirs."""
+SMALL_BYTES = 65536
+"""Messages up to this size need no room."""
+NUM_LARGE = 8
+"""Messages of the largest size for which there is room at once."""
+SEND_BOUND_BYTES = 256 * 1024
+"""A connection for which more than this waits takes nothing; what is more waits in its requests, merged."""
 GRACE_S = 0.1
 """How long last words may take to leave before their connection is ended."""
+LISTEN_BACKLOG = 1024
 
-_EVENT = struct.Struct("=HI")
+_CREDENTIALS = struct.Struct("=iII")
+"""SO_PEERCRED: pid, uid, gid."""
 Sent = Literal["sent", "full", "gone"]
 
 
-class Connection:
-    """One client's connection, as the socket knows it."""
+class Connection(asyncio.BufferedProtocol):
+    """One client's connection."""
 
-    def __init__(self, fd: int, now_s: float) -> None:
-        self.fd = fd
-        self.inode = _inode(fd)
-        """Tells this connection from another one that gets the same descriptor later."""
-        self.opened_s = now_s
-        self.routing_id = b""
-        """Empty until it has said something."""
+    def __init__(self, owner: "DoorSocket", max_first_bytes: int) -> None:
+        self.opened_s = 0.0
         self.is_ending = False
         """What it still says is not heard."""
+        self.begun_s: float | None = None
+        """Since when a message is on its way of which a part has come; None where none is, or where we do not read."""
+        self.decoder = zmtp.Decoder(max_first_bytes)
+        self.room_bytes = 0
+        """What its large message takes of the room."""
+        self.is_waiting = False
+        """For room, or for its next turn; it is not read until then."""
+        self.transport: asyncio.Transport | None = None
+        self._owner = owner
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._owner.opened(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        missing = self.decoder.missing
+        return self._owner.scratch if missing is None else missing
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.is_ending:
+            return
+        if self.decoder.missing is None:
+            self.decoder.feed(self._owner.scratch[:nbytes])
+        else:
+            self.decoder.fill(nbytes)
+        self._owner.read(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.lost(self)
+        self.transport = None
 
 
 class DoorSocket:
-    """Owns the ROUTER, its context and its connections. `on_wake` is called when there may be messages to receive,
-    `on_end` with each connection that has ended."""
+    """Owns the listening socket and its connections. `on_open` is called with each connection, `on_message` with each
+    message, `on_refusal` where one is not read, after which none of its connection is, and `on_end` with each
+    connection that has ended."""
 
     def __init__(
         self,
         address: str,
         max_message_bytes: int,
-        on_wake: Callable[[], None],
+        max_first_bytes: int,
+        *,
+        on_open: Callable[[Connection], None],
+        on_message: Callable[[Connection, bytes | bytearray], None],
+        on_refusal: Callable[[Connection, zmtp.Refusal], None],
         on_end: Callable[[Connection], None],
     ) -> None:
-        """Listen. Raises UserError where the address can't be listened on."""
-        self._on_wake = on_wake
-        self._on_end = on_end
+        """Bind; `start` accepts. `max_first_bytes` bounds a connection's messages until `welcome`. Raises UserError
+        where the address can't be listened on."""
+        self._on_open, self._on_message, self._on_refusal, self._on_end = on_open, on_message, on_refusal, on_end
+        self._max_message_bytes = max_message_bytes
+        self._max_first_bytes = max_first_bytes
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_BOUND)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_BOUND)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        # A send to a client that is gone or takes nothing says so, rather than dropping the message.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Nobody can take over a connection by calling himself like another one: who comes second is never heard.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        # The kernel reports the effective user of who connects by a Unix socket; others are refused.
-        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-        if address.startswith("tcp://["):
-            self._socket.setsockopt(zmq.IPV6, 1)
-        monitor = f"inproc://{id(self)}"
-        self._socket.monitor(monitor, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._monitor = self._context.socket(zmq.PAIR)
-        self._monitor.set_hwm(0)  # else the I/O thread would wait for us
-        self._monitor.setsockopt(zmq.LINGER, 0)
-        self._monitor.connect(monitor)
-        self._by_fd: dict[int, Connection] = {}
-        self._by_id: dict[bytes, Connection] = {}
-        self._is_wake_due = False
+        self.scratch = memoryview(bytearray(zmtp.READ_BYTES))
+        """What every connection is read into: each read is taken over before the next one begins."""
+        self._room_bytes = NUM_LARGE * max_message_bytes
+        self._room_queue: deque[Connection] = deque()
+        self._turn_queue: deque[Connection] = deque()
+        self._num_left = MAX_TURN_MESSAGES
+        self._is_turn_due = False
+        self._connections: dict[Connection, None] = {}
         self._is_closed = False
+        self._all_lost = asyncio.Event()
         self._max_connections = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        try:
-            self._bind(address)
-        except UserError:
-            self._socket.monitor(None, 0)
-            self._monitor.close()
-            self._socket.close()
-            self._context.term()
-            raise
-        self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
-        self._loop.add_reader(int(self._monitor.get(zmq.FD)), self._wake)
-        self._loop.call_soon(self._wake)  # what came before is no news to a descriptor
+        self._is_ipc = address.startswith("ipc://")
+        self._path = address.removeprefix("ipc://") if self._is_ipc else ""
+        self._listener = _listen(address)
+        self._server: asyncio.Server | None = None
 
-    def _bind(self, address: str) -> None:
-        try:
-            check_free(address)
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise UserError(refusal(address, error.strerror)) from error
-        except OSError as error:
-            raise UserError(str(error)) from error
+    async def start(self) -> None:
+        """Accept connections."""
+        create = self._loop.create_unix_server if self._is_ipc else self._loop.create_server
+        make = lambda: Connection(self, self._max_first_bytes)  # noqa: E731
+        self._server = await create(make, sock=self._listener, backlog=LISTEN_BACKLOG)
 
     @property
     def num_connections(self) -> int:
-        return len(self._by_fd)
+        return len(self._connections)
 
     @property
     def connections(self) -> list[Connection]:
-        return list(self._by_fd.values())
+        return list(self._connections)
 
     # ------------------------------------------------------------------------------------------------------ receive
 
-    def receive(self) -> Iterator[tuple[Connection, list[bytes]]]:
-        """What has come, a turn's worth: connections and the frames of a message. The rest follows in later turns."""
-        self._is_wake_due = False
-        for _ in range(MAX_WAKE_MESSAGES):
-            if self._is_closed:
+    def opened(self, connection: Connection) -> None:
+        assert connection.transport is not None
+        is_foreign = self._is_ipc and _uid_of(connection.transport) != os.geteuid()
+        if is_foreign or self._is_closed or len(self._connections) >= self._max_connections:
+            connection.is_ending = True
+            connection.transport.abort()
+            return
+        connection.opened_s = self._loop.time()
+        self._connections[connection] = None
+        connection.transport.write(zmtp.GREETING)
+        self._on_open(connection)
+
+    def welcome(self, connection: Connection) -> None:
+        """Its messages may be as large as any from now on."""
+        connection.decoder.max_frame_bytes = self._max_message_bytes
+
+    def read(self, connection: Connection) -> None:
+        """Handle what a connection has said: all of it, or what may be handled in a row."""
+        self._have_turn()
+        for _ in range(RECEIVE_BOUND):
+            if connection.is_ending or connection.transport is None:
                 return
-            try:
-                routing_id, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if self._num_left == 0:
                 break
-            connection = self._find(routing_id.bytes, frames)
-            if connection is not None and not connection.is_ending:
-                yield connection, [frame.bytes for frame in frames]
-        else:
-            self.wake_soon()
-        self._watch()
-
-    def _find(self, routing_id: bytes, frames: list[zmq.Frame]) -> Connection | None:
-        """The connection that a message came by; None where it has ended since."""
-        connection = self._by_id.get(routing_id)
-        if connection is not None or not frames:
-            return connection
-        fd = int(frames[0].get(zmq.SRCFD))
-        # Its opening may still be waiting in the monitor, and before that the end of another with the same descriptor.
-        while (connection := self._by_fd.get(fd)) is None or connection.routing_id:
-            if not self._watch_one():
-                if connection is not None:
-                    self.end(connection)  # two ids by one descriptor: one of them is of the past
-                return None
-        connection.routing_id = routing_id
-        self._by_id[routing_id] = connection
-        return connection
-
-    def _wake(self) -> None:
-        # Asking is also what makes the descriptors unreadable.
-        self._monitor.get(zmq.EVENTS)
-        self._socket.get(zmq.EVENTS)
-        self._on_wake()
-
-    def wake_soon(self) -> None:
-        """See in the loop's next turn what has come: every use of the socket takes away the news of its descriptor."""
-        if not self._is_wake_due and not self._is_closed:
-            self._is_wake_due = True
-            self._loop.call_soon(self._on_wake)
-
-    def _watch(self) -> None:
-        while not self._is_closed and self._watch_one():
-            pass
-
-    def _watch_one(self) -> bool:
-        """Take one of the monitor's events. Returns whether there was one."""
-        try:
-            data, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        event, fd = _EVENT.unpack(data)
-        before = self._by_fd.pop(fd, None)
-        if before is not None:
-            self._by_id.pop(before.routing_id, None)
-            self._on_end(before)
-        if event == zmq.EVENT_ACCEPTED:
-            connection = self._by_fd[fd] = Connection(fd, self._loop.time())
-            if len(self._by_fd) > self._max_connections:
+            try:
+                event = connection.decoder.next()
+            except zmtp.ProtocolError:
                 self._shut(connection)
+                return
+            if event is None:
+                self._resume(connection)
+                return
+            self._num_left -= 1
+            if isinstance(event, zmtp.Large):
+                if not self._admit(connection, event.num_bytes):
+                    return
+                continue
+            self._free_room(connection)
+            self._handle(connection, event)
+        self._pause(connection)
+        self._turn_queue.append(connection)
+
+    def _handle(self, connection: Connection, event: zmtp.Message | zmtp.Command | zmtp.Refusal) -> None:
+        connection.begun_s = None
+        match event:
+            case zmtp.Message(data):
+                self._on_message(connection, data)
+            case zmtp.Refusal():
+                self._on_refusal(connection, event)
+            case zmtp.Command(b"greeting"):
+                self._write(connection, zmtp.ready(b"ROUTER"))
+            case zmtp.Command(b"PING", data):
+                if not self._is_full(connection):  # else what waits is a sign of life
+                    self._write(connection, zmtp.pong(data))
+            case zmtp.Command():
+                pass
+
+    def _have_turn(self) -> None:
+        """Have the next turn of the loop begin a count of its own."""
+        if not self._is_turn_due and not self._is_closed:
+            self._is_turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        self._num_left = MAX_TURN_MESSAGES
+        for _ in range(len(self._turn_queue)):
+            if self._num_left == 0:
+                break
+            self.read(self._turn_queue.popleft())
+        if self._turn_queue:
+            self._have_turn()
+
+    def _pause(self, connection: Connection) -> None:
+        """Read nothing more of it for now."""
+        connection.begun_s = None
+        if not connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
+            connection.is_waiting = True
+            connection.transport.pause_reading()
+
+    def _resume(self, connection: Connection) -> None:
+        """All that has come is handled: read on."""
+        if connection.begun_s is None and connection.decoder.is_inside:
+            connection.begun_s = self._loop.time()
+        if connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
+            connection.is_waiting = False
+            connection.transport.resume_reading()
+
+    # --------------------------------------------------------------------------------------------------------- room
+
+    def _admit(self, connection: Connection, num_bytes: int) -> bool:
+        """Begin a large frame, or have it wait until there is room. Returns whether it has begun."""
+        if num_bytes > SMALL_BYTES:
+            if num_bytes > self._room_bytes or (self._room_queue and self._room_queue[0] is not connection):
+                self._pause(connection)
+                self._room_queue.append(connection)
+                return False
+            self._room_bytes -= num_bytes
+            connection.room_bytes = num_bytes
+        connection.decoder.admit()
         return True
+
+    def _free_room(self, connection: Connection) -> None:
+        if connection.room_bytes:
+            self._room_bytes += connection.room_bytes
+            connection.room_bytes = 0
+            self._turn_queue.extend(self._room_queue)
+            self._room_queue.clear()
+            self._have_turn()
 
     # --------------------------------------------------------------------------------------------------------- send
 
     def send(self, connection: Connection, data: bytes) -> Sent:
         """Send one message. Never blocks: says where the client takes nothing, or is gone."""
-        if self._is_closed or self._by_id.get(connection.routing_id) is not connection:
+        if connection.transport is None or connection.transport.is_closing():
             return "gone"
-        self.wake_soon()
-        try:
-            self._socket.send_multipart((connection.routing_id, data), zmq.NOBLOCK)
-        except zmq.Again:
+        if self._is_full(connection):
             return "full"
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return "gone"
+        self._write(connection, zmtp.message(data))
         return "sent"
+
+    def _is_full(self, connection: Connection) -> bool:
+        return connection.transport is not None and connection.transport.get_write_buffer_size() > SEND_BOUND_BYTES
+
+    def _write(self, connection: Connection, data: bytes) -> None:
+        if connection.transport is not None and not connection.transport.is_closing():
+            connection.transport.write(data)
+
+    # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, connection: Connection) -> None:
         """End a connection; what was sent to it has a moment to leave. `on_end` follows."""
         if not connection.is_ending:
             connection.is_ending = True
+            self._pause(connection)
+            self._free_room(connection)
             self._loop.call_later(GRACE_S, self._shut, connection)
 
     def _shut(self, connection: Connection) -> None:
-        """Let libzmq find that this client has nothing more to say. There is no other way to end one connection."""
         connection.is_ending = True
-        if self._is_closed:
-            return
-        self._watch()
-        if self._by_fd.get(connection.fd) is not connection or _inode(connection.fd) != connection.inode:
-            return
-        with socket.socket(fileno=os.dup(connection.fd)) as same:
-            try:
-                same.shutdown(socket.SHUT_RD)
-            except OSError:
-                return  # the client was quicker
+        if connection.transport is not None:
+            connection.transport.abort()
+
+    def lost(self, connection: Connection) -> None:
+        """It is no more."""
+        connection.is_ending = True
+        self._free_room(connection)
+        if connection in self._connections:
+            del self._connections[connection]
+            self._on_end(connection)
+        if self._is_closed and not self._connections:
+            self._all_lost.set()
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close all; what is queued has `linger_s` to leave, for which `wait_closed` waits."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._loop.remove_reader(int(self._socket.get(zmq.FD)))
-        self._loop.remove_reader(int(self._monitor.get(zmq.FD)))
-        self._socket.monitor(None, 0)
-        self._monitor.close()
-        self._socket.close(linger=round(linger_s * 1000))
+        if self._server is not None:
+            self._server.close()
+        self._listener.close()
+        if self._path and not self._path.startswith("@"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+        for connection in self.connections:
+            connection.is_ending = True
+            if connection.transport is not None:
+                connection.transport.close()
+            self._loop.call_later(linger_s, self._shut, connection)
+        if not self._connections:
+            self._all_lost.set()
 
-    def wait_closed(self) -> None:
-        """Wait, blocking, until what was queued has left or its time is up."""
-        self._context.term()
+    async def wait_closed(self) -> None:
+        """Wait until what was queued has left or its time is up."""
+        await self._all_lost.wait()
 
 
-def _inode(fd: int) -> int:
-    """Which socket a descriptor stands for; 0 where it is none any more."""
+def _listen(address: str) -> socket.socket:
+    """A bound socket. Raises UserError."""
     try:
-        facts = os.fstat(fd)
-    except OSError:
-        return 0
-    return facts.st_ino if stat.S_ISSOCK(facts.st_mode) else 0
+        check_free(address)
+        if address.startswith("ipc://"):
+            return _listen_ipc(address.removeprefix("ipc://"))
+        return _listen_tcp(address.removeprefix("tcp://"))
+    except OSError as error:
+        words = str(error)  # of check_free, which has no number
+        why = error.strerror or words
+        raise UserError(refusal(address, why) if error.errno else words) from error
+
+
+def _listen_ipc(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if name.startswith("@"):
+            listener.bind("\0" + name[1:])
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)  # nobody listens there: it was left behind
+            listener.bind(name)
+        listener.listen(LISTEN_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen_tcp(place: str) -> socket.socket:
+    host, _, port = place.rpartition(":")
+    is_v6 = host.startswith("[")
+    host = "" if host == "*" else host.strip("[]")
+    listener = socket.create_server(
+        (host, int(port)),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=LISTEN_BACKLOG,
+        dualstack_ipv6=is_v6 and host == "::",
+    )
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
+    return listener
+
+
+def _uid_of(transport: asyncio.Transport) -> int:
+    """The effective user of who connected by a Unix socket, as the kernel says."""
+    peer: socket.socket = transport.get_extra_info("socket")
+    return int(_CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1])

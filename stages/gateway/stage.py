@@ -125,7 +125,7 @@ class Gateway:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 if not self._stage.tape.is_replaying:
-                    self._open_door(http_port)
+                    await self._open_door(http_port)
                 self._stage.ready()
                 await self._loop(inbox)
                 self._fail_door(SHUTTING_DOWN)
@@ -139,7 +139,7 @@ class Gateway:
             await runner.cleanup()
             await admin.cleanup()
             if self._door is not None:
-                self._door.wait_closed()
+                await self._door.wait_closed()
             inbox.close()
 
     async def _runner(self, app: web.Application, options: dict[str, Any]) -> web.AppRunner:
@@ -147,7 +147,7 @@ class Gateway:
         await runner.setup()
         return runner
 
-    def _open_door(self, http_port: int) -> None:
+    async def _open_door(self, http_port: int) -> None:
         """Listen for clients of ZeroMQ. Raises UserError where the address can't be listened on."""
         address = address_of(self._stage.settings.gateway.zmq, http_port, self._stage.replica)
         if address is not None:
@@ -156,6 +156,7 @@ class Gateway:
             self._door = Door(
                 address, self._doors, self._requests, self._limits, max_bytes, self._tasks, self._keys, needs_key
             )
+            await self._door.start()
 
     def _fail_door(self, error: ApiError) -> None:
         """Streams of the door may be open though their requests have ended: they wait for their clients' credit."""

@@ -80,8 +80,11 @@ def test_the_page_names_the_limits_that_are() -> None:
         f" characters; {caps.max_stop_token_ids} |",
         f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_logprobs} |",
-        f"| {door_socket.HANDSHAKE_MS / 1000:g} s; {door.HELLO_S:g} s, of at most {door.MAX_HELLO_BYTES // 1024} KiB |",
+        f"| within {door.HELLO_S:g} s of connecting; at most {door.MAX_HELLO_BYTES // 1024} KiB |",
+        f"not come whole {door.MESSAGE_S:g} s after",
         f"| {door_socket.RECEIVE_BOUND}, then",
+        f"| messages above {door_socket.SMALL_BYTES // 1024} KiB that",
+        f"room for {door_socket.NUM_LARGE} × `max_message_bytes`",
     ):
         assert words in page, words
 

@@ -745,8 +745,10 @@ class TestHostilePeers:
             one.recv()
             with named_dealer(gate) as thief:
                 thief.send(msgspec.msgpack.encode(HELLO))
+                assert thief.poll(PATIENCE_S * 1000)
+                thief.send(msgspec.msgpack.encode(p.Ping(4)))
                 thief.send(msgspec.msgpack.encode(p.Bye()))
-                assert not thief.poll(200)
+                assert not one.poll(200)
                 one.send(msgspec.msgpack.encode(p.Ping(3)))
                 assert one.poll(PATIENCE_S * 1000)
                 assert msgspec.msgpack.decode(one.recv()) == ["pong", 3]

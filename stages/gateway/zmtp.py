@@ -1,0 +1,211 @@
+"""ZMTP 3, the wire of ZeroMQ, as a server speaks it: greeting, READY, then frames (https://rfc.zeromq.org/spec/37/).
+
+libzmq can't be used for clients that may be hostile. It bounds the bytes of a frame and the number of messages, and
+collects the frames of a message until its last one: a message that never ends takes all memory. Here a message is one
+frame, and one that says that more follow is refused when its header is read.
+
+    bytes ──feed──► Decoder ──next──► Message, Command, Large, Refusal, or None: more bytes are needed
+"""
+
+import struct
+from typing import Literal, NamedTuple
+
+MAX_COMMAND_BYTES = 4096
+"""READY with all its properties, or any other command."""
+MAX_PING_CONTEXT_BYTES = 16
+READ_BYTES = 16384
+"""Frames up to this size are collected in the buffer that is read into; a larger one has a buffer of its own."""
+
+_MECHANISM = b"NULL".ljust(20, b"\0")
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + _MECHANISM + bytes(32)
+"""Version 3.1, no security, and not the server of a mechanism that has one."""
+PEER_TYPES = (b"DEALER", b"REQ", b"ROUTER")
+"""Socket types that may speak to a ROUTER."""
+
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_LENGTH = struct.Struct(">Q")
+
+
+class ProtocolError(Exception):
+    """The bytes are not ZMTP 3 with the mechanism NULL, or of a socket that can't speak to this one."""
+
+
+class Message(NamedTuple):
+    data: bytes | bytearray
+
+
+class Command(NamedTuple):
+    name: bytes
+    data: bytes
+
+
+class Large(NamedTuple):
+    """A frame that is larger than a read begins: `admit` has it read."""
+
+    num_bytes: int
+
+
+class Refusal(NamedTuple):
+    """A message that is not read. Nothing that follows it can be."""
+
+    reason: Literal["more frames", "too large"]
+
+
+Event = Message | Command | Large | Refusal
+
+
+class Decoder:
+    """Takes one peer's bytes apart. Holds two reads' worth of them at most, and the large frame that was admitted."""
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        """Of a message; may be changed between two of them."""
+        self._state: Literal["greeting", "ready", "frames"] = "greeting"
+        self._bytes = bytearray()
+        """Read and not taken apart."""
+        self._large: bytearray | None = None
+        """The large frame that is being read."""
+        self._filled = 0
+        """Its bytes that have come."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a part of something has come, and the rest of it has not been taken."""
+        return self._large is not None or bool(self._bytes)
+
+    @property
+    def missing(self) -> memoryview | None:
+        """Where to read the rest of a large frame to; None where none is being read."""
+        return None if self._large is None else memoryview(self._large)[self._filled :]
+
+    def fill(self, num_bytes: int) -> None:
+        """So much was read to `missing`."""
+        self._filled += num_bytes
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """These bytes were read, while there was no `missing`."""
+        self._bytes += data
+
+    def admit(self) -> None:
+        """Read the large frame whose header has come."""
+        header = self._header()
+        assert header is not None and self._large is None
+        _, begin, size = header
+        here = self._bytes[begin : begin + size]
+        del self._bytes[: begin + len(here)]
+        self._large, self._filled = bytearray(size), len(here)
+        self._large[: len(here)] = here
+
+    def next(self) -> Event | None:
+        """What comes next; None where it has not come whole. Raises ProtocolError."""
+        if self._state == "greeting":
+            return self._greeting()
+        event = self._frame()
+        if self._state == "ready" and event is not None:
+            if not isinstance(event, Command) or event.name != b"READY":
+                raise ProtocolError("a greeting is followed by READY")
+            if (kind := _properties(event.data).get(b"socket-type")) not in PEER_TYPES:
+                raise ProtocolError(f"a socket of type {kind!r} can't speak to a ROUTER")
+            self._state = "frames"
+        return event
+
+    def _greeting(self) -> Command | None:
+        data = self._bytes
+        # Bytes 1 to 8 of the signature are the length of an old version's identity, and mean nothing here.
+        if (data and data[0] != 0xFF) or (len(data) > 9 and data[9] != 0x7F):
+            raise ProtocolError("this is no greeting")
+        if len(data) > 10 and data[10] < 3:
+            raise ProtocolError(f"version {data[10]} of ZMTP is not spoken here")
+        if len(data) < len(GREETING):
+            return None
+        if data[12:32] != _MECHANISM:
+            raise ProtocolError("the mechanism is not NULL")
+        del data[: len(GREETING)]
+        self._state = "ready"
+        return Command(b"greeting", b"")
+
+    def _header(self) -> tuple[int, int, int] | None:
+        """Flags, the header's length, and the body's; None where it has not come whole."""
+        data = self._bytes
+        if len(data) < 2:
+            return None
+        flags = data[0]
+        if not flags & _LONG:
+            return flags, 2, data[1]
+        return (flags, 9, _LENGTH.unpack_from(data, 1)[0]) if len(data) >= 9 else None
+
+    def _frame(self) -> Event | None:
+        if self._large is not None:
+            if self._filled < len(self._large):
+                return None
+            whole, self._large = self._large, None
+            return Message(whole)
+        if (header := self._header()) is None:
+            return None
+        flags, begin, size = header
+        if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and flags & _MORE):
+            raise ProtocolError(f"flags {flags:#x} mean nothing")
+        if flags & _COMMAND:
+            if size > MAX_COMMAND_BYTES:
+                raise ProtocolError(f"a command has {size} bytes")
+        elif flags & _MORE:
+            return Refusal("more frames")
+        elif size > self.max_frame_bytes:
+            return Refusal("too large")
+        elif size > READ_BYTES:
+            return Large(size)
+        end = begin + size
+        if len(self._bytes) < end:
+            return None
+        with memoryview(self._bytes) as view:
+            body = bytes(view[begin:end])
+        del self._bytes[:end]
+        return _command(body) if flags & _COMMAND else Message(body)
+
+
+def message(data: bytes) -> bytes:
+    """A message of one frame."""
+    return _header(0, len(data)) + data
+
+
+def command(name: bytes, data: bytes = b"") -> bytes:
+    body = bytes([len(name)]) + name + data
+    return _header(_COMMAND, len(body)) + body
+
+
+def ready(socket_type: bytes) -> bytes:
+    return command(b"READY", _property(b"Socket-Type", socket_type) + _property(b"Identity", b""))
+
+
+def pong(ping: bytes) -> bytes:
+    """The answer to PING: its context, which follows two bytes of how long the peer will wait."""
+    return command(b"PONG", ping[2 : 2 + MAX_PING_CONTEXT_BYTES])
+
+
+def _header(flags: int, size: int) -> bytes:
+    return bytes((flags, size)) if size < 256 else bytes([flags | _LONG]) + _LENGTH.pack(size)
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+
+
+def _command(body: bytes) -> Command:
+    length = body[0] if body else 0
+    if not 0 < length < len(body):
+        raise ProtocolError("a command has no name")
+    return Command(body[1 : 1 + length], body[1 + length :])
+
+
+def _properties(data: bytes) -> dict[bytes, bytes]:
+    """The properties of READY; names in lower case, since case does not count."""
+    found: dict[bytes, bytes] = {}
+    while data:
+        name_end = 1 + data[0]
+        value_begin = name_end + 4
+        value_end = value_begin + int.from_bytes(data[name_end:value_begin], "big")
+        if len(data) < value_begin or len(data) < value_end or name_end == 1:
+            raise ProtocolError("READY has properties that are cut off")
+        found[data[1:name_end].lower()] = data[value_begin:value_end]
+        data = data[value_end:]
+    return found
