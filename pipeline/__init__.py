@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.async_llm import AsyncLLM
-    from pipeline.client import AsyncClient, Client, ConnectionLost, RequestError
+    from pipeline.client import AsyncClient, Client, ConnectionLost, ForeignServer, RequestError
     from pipeline.llm import LLM
     from pipeline.logprobs import Logprob
     from pipeline.outputs import CompletionOutput, RequestOutput
@@ -17,6 +17,7 @@ _HOMES = {
     "Client": "pipeline.client",
     "CompletionOutput": "pipeline.outputs",
     "ConnectionLost": "pipeline.client",
+    "ForeignServer": "pipeline.client",
     "LLM": "pipeline.llm",
     "Logprob": "pipeline.logprobs",
     "RequestError": "pipeline.client",
@@ -32,6 +33,7 @@ __all__ = [
     "Client",
     "CompletionOutput",
     "ConnectionLost",
+    "ForeignServer",
     "Logprob",
     "RequestError",
     "RequestOutput",

@@ -13,11 +13,14 @@ from pipeline import admin
 from pipeline import messages as m
 from pipeline.channels import MessageDecoder
 from pipeline.errors import UserError
+from pipeline.server_user import NEVER_MS, Monitor, connect_again, problem_of
 from pipeline.stats import ServerStats
 from pipeline.version import VERSION
 
 ANSWER_S = 5.0
 """Besides the time that the stages have: what the supervisor may take to answer."""
+RETRY_S = 0.005
+"""How soon a door that is not there is tried again."""
 STAGES_S = 3.0
 """What the stages have to be counted."""
 
@@ -61,8 +64,11 @@ class Admin:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)
-        self._socket.connect(admin.address_of(server))
+        self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)  # the server's user is looked at first, at each connection
+        self._monitor = Monitor(self._context, self._socket)
+        self._address = admin.address_of(server)
+        self._is_connected = False
+        self._socket.connect(self._address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: MessageDecoder[admin.AdminReply] = MessageDecoder(admin.AdminReply)
         self._nonce = 0
@@ -80,7 +86,8 @@ class Admin:
 
     def _ask(self, question: admin.AdminInbox, kind: type[R], timeout_s: float) -> R:
         end = time.monotonic() + timeout_s
-        self._socket.send(self._encoder.encode(question))
+        if not self._connect(end) or not self._send(self._encoder.encode(question)):
+            raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
         while self._socket.poll(max(0, round((end - time.monotonic()) * 1000))):
             try:
                 reply = self._decoder.decode(self._socket.recv())
@@ -97,9 +104,41 @@ class Admin:
             return reply
         raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
 
+    def _connect(self, end: float) -> bool:
+        """Wait for a connection to a server of our own user. Returns whether there is one. Raises UserError where it is
+        of another."""
+        while True:
+            for event, fd in self._monitor.take():
+                self._is_connected = event == zmq.EVENT_CONNECTED
+                if not self._is_connected:
+                    time.sleep(RETRY_S)
+                    connect_again(self._socket, self._address)
+                else:
+                    self._check_user(fd)
+            left_s = end - time.monotonic()
+            if self._is_connected or not self._monitor.socket.poll(max(0, round(left_s * 1000))):
+                return self._is_connected
+
+    def _check_user(self, fd: int) -> None:
+        try:
+            problem = problem_of(fd, self._address)
+        except OSError:
+            self._is_connected = False  # it has ended, which is the next event
+            return
+        if problem:
+            raise UserError(problem)
+
+    def _send(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:  # the connection has ended just now
+            return False
+        return True
+
     def __enter__(self) -> "Admin":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._monitor.close()
         self._socket.close()
         self._context.term()

@@ -35,6 +35,7 @@ from pipeline.chats import reasoning_of, tool_calls_of, unknown_keys
 from pipeline.logprobs import Logprob, logprobs_of
 from pipeline.loop_thread import LoopThread
 from pipeline.sampling_params import SamplingParams
+from pipeline.server_user import NEVER_MS, Monitor, connect_again, problem_of
 from pipeline.version import VERSION
 
 T = TypeVar("T")
@@ -49,6 +50,8 @@ WINDOW = 32
 """Deltas that a stream holds at most; more are granted when half of them have been read."""
 LINGER_MS = 200
 """How long the last words of a client may take to leave."""
+RETRY_S = 0.05
+"""How soon a Unix socket at which no server listens yet is tried again."""
 MAX_WAKE_MESSAGES = 256
 """Messages taken in one turn of the loop, so that others have theirs."""
 
@@ -84,6 +87,10 @@ class TooLarge(ValueError):
 
 class ConnectionLost(ConnectionError):
     """The server is gone, or says nothing any more. What was open can be resumed elsewhere, with the ids received."""
+
+
+class ForeignServer(ConnectionLost):
+    """Another user's process serves at this Unix socket. It was sent nothing."""
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -282,7 +289,10 @@ class AsyncClient:
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         # What waits here is what the caller has opened, and bounded by that.
         self._socket.set_hwm(0)
-        self._monitor = _Monitor(self._context, self._socket)
+        self._is_ipc = address.startswith("ipc://")
+        if self._is_ipc:  # the server's user is looked at first, at each connection
+            self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        self._monitor = Monitor(self._context, self._socket)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[p.ServerMessage] = msgspec.msgpack.Decoder(p.ServerMessage)
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
@@ -300,8 +310,8 @@ class AsyncClient:
         """Connect to the server whose door is at `address`, as `ipc://@pipeline/8000/door` or `tcp://host:port`. At
         `tcp://` a server may ask for an API key: by default that of the environment, PIPELINE_API_KEY.
 
-        Raises ConnectionLost where none answers within `timeout_s`, RequestError where the server can't take this
-        client, ValueError where `address` is none.
+        Raises ConnectionLost where none answers within `timeout_s`, ForeignServer where one of another user listens at
+        a Unix socket, RequestError where the server can't take this client, ValueError where `address` is none.
         """
         client = cls(address, api_keys.of_client(api_key) if address.startswith("tcp://") else None)
         try:
@@ -319,7 +329,8 @@ class AsyncClient:
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self._wake)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._watch()  # what came before is no news to a descriptor
-        self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}", self._api_key))
+        if not self._is_ipc:
+            self._say_hello()
         try:
             async with asyncio.timeout(timeout_s):
                 welcome = await self._welcome
@@ -431,6 +442,9 @@ class AsyncClient:
 
     # ------------------------------------------------------------------------------------------------------ inside
 
+    def _say_hello(self) -> None:
+        self._send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}", self._api_key))
+
     def _send(self, message: p.ClientMessage) -> None:
         self._send_bytes(self._encoder.encode(message))
 
@@ -481,9 +495,34 @@ class AsyncClient:
 
     def _watch(self) -> None:
         """A connection that ends is seen at once; libzmq would connect again, to a server that knows nothing of us."""
-        if self._monitor.has_ended() and self._welcome.done():
-            self._wake()  # what came before
-            self._lose(ConnectionLost(f"the server at {self.address} closed the connection"))
+        for event, fd in list(self._monitor.take()):
+            if event == zmq.EVENT_CONNECTED:
+                if self._is_ipc and not self._welcome.done():
+                    self._check_user(fd)
+            elif self._welcome.done():
+                if event == zmq.EVENT_DISCONNECTED:
+                    self._wake()  # what came before
+                    self._lose(ConnectionLost(f"the server at {self.address} closed the connection"))
+            elif self._is_ipc:
+                self._loop.call_later(RETRY_S, self._connect_again)
+
+    def _check_user(self, fd: int) -> None:
+        """Say hello to a server of our own user, and nothing to any other."""
+        try:
+            problem = problem_of(fd, self.address)
+        except OSError:
+            return  # it has ended, which is the next event
+        if not problem:
+            self._say_hello()
+            return
+        error = ForeignServer(problem)
+        self._welcome.set_exception(error)
+        self._lose(error)
+
+    def _connect_again(self) -> None:
+        if not self._socket.closed and not self._welcome.done():
+            connect_again(self._socket, self.address)
+            self._loop.call_soon(self._watch)
 
     async def _beat(self, heartbeat_s: float, silence_s: float) -> None:
         """Say often enough that this client lives, and see whether the server does."""
@@ -511,35 +550,6 @@ class AsyncClient:
             for stream in list(self._streams.values()):
                 if not stream.is_closed:
                     stream._fail(error)
-
-
-class _Monitor:
-    """Events of a client's one connection."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
-        address = f"inproc://monitor-{id(socket)}"
-        self._watched = socket
-        socket.monitor(address, zmq.EVENT_DISCONNECTED)
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
-
-    def fileno(self) -> int:
-        return int(self._socket.get(zmq.FD))
-
-    def has_ended(self) -> bool:
-        """Whether the connection has ended since the last time."""
-        ended = False
-        while True:
-            try:
-                self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return ended
-            ended = True
-
-    def close(self) -> None:
-        self._watched.monitor(None, 0)
-        self._socket.close()
 
 
 class Client:

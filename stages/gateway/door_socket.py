@@ -13,13 +13,13 @@ import contextlib
 import os
 import resource
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Literal, cast
 
 from pipeline.door_address import check_free, refusal
 from pipeline.errors import UserError
+from pipeline.server_user import uid_of_peer
 from pipeline.stages.gateway import zmtp
 
 MAX_CONNECTIONS = 1024
@@ -38,8 +38,6 @@ GRACE_S = 0.1
 """How long last words may take to leave before their connection is ended."""
 LISTEN_BACKLOG = 1024
 
-_CREDENTIALS = struct.Struct("=iII")
-"""SO_PEERCRED: pid, uid, gid."""
 Sent = Literal["sent", "full", "gone"]
 
 
@@ -138,7 +136,8 @@ class DoorSocket:
 
     def opened(self, connection: Connection) -> None:
         assert connection.transport is not None
-        is_foreign = self._is_ipc and _uid_of(connection.transport) != os.geteuid()
+        fd = connection.transport.get_extra_info("socket").fileno()
+        is_foreign = self._is_ipc and uid_of_peer(fd) != os.geteuid()
         if is_foreign or self._is_closed or len(self._connections) >= self._max_connections:
             connection.is_ending = True
             connection.transport.abort()
@@ -354,9 +353,3 @@ def _listen_tcp(place: str) -> socket.socket:
     )
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
     return listener
-
-
-def _uid_of(transport: asyncio.Transport) -> int:
-    """The effective user of who connected by a Unix socket, as the kernel says."""
-    peer: socket.socket = transport.get_extra_info("socket")
-    return int(_CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1])

@@ -79,6 +79,7 @@ class Gate:
         self.rig.__enter__()
         if self._start:
             self.rig.start(FACTS)
+            self.rig.load()  # it has begun: clients are let in
         else:
             self.rig.receive("supervisor", m.Ready)
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
