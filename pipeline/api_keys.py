@@ -12,9 +12,11 @@ import hashlib
 import hmac
 import os
 import re
+import resource
 import secrets
 import stat
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config.load import ConfigError
@@ -121,6 +123,19 @@ def read(path: str, environ: Mapping[str, str]) -> tuple[Keys | None, list[str]]
             "`openssl rand -hex 32` makes a better one"
         )
     return Keys.of(keys), warnings
+
+
+def keep_out_of_core_dumps() -> None:
+    """Have this process and those that it starts leave no core dump: it would hold keys.
+
+    A limit of 0 does not hold for a `core_pattern` that pipes the dump to a program. The kernel takes 1 for "no dump
+    there either", and a file of 1 byte is not written (fs/coredump.c). What is dumped all the same, because the limit
+    was 0 for good or was raised, is without memory.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
+    with suppress(OSError):  # a kernel without it
+        Path("/proc/self/coredump_filter").write_text("0")
 
 
 def forget(environ: MutableMapping[str, str]) -> None:

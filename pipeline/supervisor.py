@@ -64,6 +64,8 @@ def serve(settings: Settings, manner: Manner | None = None) -> int:
     """
     log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
+    if settings.gateway.api_keys_file or api_keys.SERVER_VARIABLE in os.environ:
+        api_keys.keep_out_of_core_dumps()
     keys, warnings = api_keys.read(settings.gateway.api_keys_file, os.environ)
     api_keys.forget(os.environ)
     exposure.check(settings, keys is not None)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pipeline.api_keys import of_client
+from pipeline.api_keys import keep_out_of_core_dumps, of_client
 from pipeline.bench import words
 from pipeline.bench.client import Client, Record, ServerError, open_session
 from pipeline.bench.loop import ClosedLoop, Level, Plan
@@ -70,7 +70,9 @@ def _run_loop(work: Coroutine[Any, Any, Report]) -> Report:
 
 
 async def _measure(args: argparse.Namespace, workload: Workload) -> Report:
-    async with open_session(of_client(args.api_key), args.timeout) as session:
+    if key := of_client(args.api_key):
+        keep_out_of_core_dumps()
+    async with open_session(key, args.timeout) as session:
         client = Client(session, args.url, args.model, workload.endpoint)
         if client.model == "auto":
             await client.find_model()

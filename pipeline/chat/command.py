@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.api_keys import SERVER_VARIABLE, of_client
+from pipeline.api_keys import SERVER_VARIABLE, keep_out_of_core_dumps, of_client
 from pipeline.chat.connection import AnswerError, Connection
 from pipeline.chat.conversation import Conversation
 from pipeline.chat.dialogue import FAILED, Dialogue
@@ -74,7 +74,9 @@ def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[Connecti
 
 
 async def _connect(args: argparse.Namespace, url: str, model: str | None, key: str | None = None) -> Connection:
-    connection = Connection(url, model, key or of_client(args.api_key), args.timeout)
+    if key := key or of_client(args.api_key):
+        keep_out_of_core_dumps()
+    connection = Connection(url, model, key, args.timeout)
     try:
         if model is None:
             await connection.find_model()

@@ -6,7 +6,8 @@ same table, by the same rules.
 
 Everything that a client can make us keep is bounded: messages (their size, and how many are on their way), connections
 (a hello in time, then a sign of life), requests (credits of the gateway's own), and what is to be sent (deltas merge,
-letters have a bound). Whoever does not keep to the protocol is told so once and loses the connection, and nobody else notices.
+letters have a bound). Whoever does not keep to the protocol is told so once and loses the connection, and nobody else
+notices.
 """
 
 import asyncio

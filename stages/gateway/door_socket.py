@@ -15,6 +15,7 @@ import resource
 import socket
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, cast
 
 from pipeline.door_address import check_free, refusal
@@ -298,7 +299,7 @@ class DoorSocket:
         self._listener.close()
         if self._path and not self._path.startswith("@"):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+                Path(self._path).unlink()
         for connection in self.connections:
             connection.is_ending = True
             if connection.transport is not None:
@@ -332,7 +333,7 @@ def _listen_ipc(name: str) -> socket.socket:
             listener.bind("\0" + name[1:])
         else:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)  # nobody listens there: it was left behind
+                Path(name).unlink()  # nobody listens there: it was left behind
             listener.bind(name)
         listener.listen(LISTEN_BACKLOG)
     except BaseException:

@@ -1,6 +1,7 @@
 """A server with API keys: who comes in, where the keys are not, and where it does not listen without them."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from pipeline import Client, RequestError
@@ -75,6 +77,18 @@ def test_openai_s_client_comes_in_with_a_key_alone(locked: Locked) -> None:
     ):
         client.models.list()
     assert (refusal.value.code, KEY in str(refusal.value)) == ("invalid_api_key", False)
+
+
+def test_no_process_of_a_server_with_keys_leaves_a_core_dump(locked: Locked) -> None:
+    supervisor = psutil.Process(locked.server.process.pid)
+    processes = [supervisor, *supervisor.children(recursive=True)]
+    assert len(processes) > 5
+    for process in processes:
+        folder = Path(f"/proc/{process.pid}")
+        (line,) = (line for line in (folder / "limits").read_text().splitlines() if "core file size" in line)
+        assert int(line.split()[4]) <= 1, process.name()
+        assert int((folder / "coredump_filter").read_text(), 16) == 0, process.name()
+        assert folder.stat().st_uid == os.geteuid(), "and can still be looked at by its user"
 
 
 def test_python_s_clients_at_tcp_show_theirs(locked: Locked, monkeypatch: pytest.MonkeyPatch) -> None:

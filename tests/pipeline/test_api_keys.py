@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,3 +215,32 @@ def test_a_server_open_to_others_says_by_which_names() -> None:
     assert hint("gateway.host=0.0.0.0", has_keys=True) is None
     assert hint("gateway.host=0.0.0.0", "gateway.allowed_hosts=a.example") is None
     assert hint() is None
+
+
+CRASH = """
+import os, pathlib, resource, signal, sys
+from pipeline import api_keys
+hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+if sys.argv[1] == "kept out":
+    api_keys.keep_out_of_core_dumps()
+    assert resource.getrlimit(resource.RLIMIT_CORE) == (min(1, hard) if hard >= 0 else 1, hard)
+    assert int(pathlib.Path("/proc/self/coredump_filter").read_text(), 16) == 0
+if os.fork() == 0:  # a stage has what its parent had
+    os.abort()
+assert os.WIFSIGNALED(status := os.wait()[1])
+print("dumped" if os.WCOREDUMP(status) else "no dump")
+"""
+
+
+def test_a_process_that_holds_keys_leaves_no_core_dump(tmp_path: Path) -> None:
+    def crash(how: str) -> str:
+        command = [sys.executable, "-c", CRASH, how]
+        environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert crash("kept out") == "no dump"
+    assert not list(tmp_path.iterdir())
+    assert crash("as it is") in ("dumped", "no dump")  # what the machine does otherwise

@@ -86,9 +86,7 @@ def test_a_command_asks_another_users_server_nothing(foreign: Serve) -> None:
     assert heard() == "heard nothing"
 
 
-async def test_the_next_server_at_an_address_is_looked_at_too(
-    foreign: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_next_server_at_an_address_is_looked_at_too(foreign: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that a client was connected to ends before it said welcome, and another user takes its name."""
     address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

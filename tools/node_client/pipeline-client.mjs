@@ -7,6 +7,8 @@
 //       process.stdout.write(output.text);
 //     }
 //     await client.close();
+//
+// It can't see which user serves at an ipc:// address: any user may have bound an abstract name (docs/security.md).
 
 import { Dealer } from "zeromq";
 

@@ -129,7 +129,7 @@ def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypat
     monkeypatch.setattr(door_socket, "NUM_LARGE", 1)
     message = zmtp.message(msgspec.msgpack.encode(p.Generate(1, "x" * MIB, p.TextPrompt("Hi"), p.Params(), 1)))
     port = free_port()
-    with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}", max_body_bytes=MIB + 1000) as gate:
+    with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}", max_body_bytes=MIB + 1000):
         address = f"tcp://127.0.0.1:{port}"
 
         def connect() -> socket.socket:
