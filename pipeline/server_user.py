@@ -1,5 +1,6 @@
-"""Who serves at a Unix socket. Any user can bind an abstract name that is free, so a client makes sure that its own user
-serves there before it says anything, at every connection: it connects itself, as libzmq would connect again unasked.
+"""Who serves at a Unix socket. Any user can bind an abstract name that is free, so a client makes sure that its own
+user serves there before it says anything, at every connection: it connects itself, as libzmq would connect again
+unasked.
 
     connect ──CONNECTED, fd──► SO_PEERCRED ──same user──► hello, or a question
        ▲                                   └──another───► an error that names both
