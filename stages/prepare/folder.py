@@ -26,7 +26,7 @@ from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import MAX_LAYERS, as_float, check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.source import ModelError, is_file
 from pipeline.stages.prepare.tensors import check_tensors
-from pipeline.stages.prepare.tokenizer_check import check_token_ids
+from pipeline.stages.prepare.tokenizer_check import MAX_CONVERTED_ID, check_token_ids, check_vocabulary
 from pipeline.stages.prepare.tokenizer_probe import first_id
 
 T = TypeVar("T")
@@ -348,7 +348,10 @@ def _convert_tokenizer(source: Path, target: Path) -> None:
         try:
             with panics_as_errors():
                 tokenizer = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+                check_vocabulary(tokenizer.backend_tokenizer, str(source), MAX_CONVERTED_ID)
                 tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
+        except ModelError:
+            raise
         except Exception as error:  # it passes on what any of its parts raises
             words = str(error).replace(copy, str(source))
             raise ModelError(

@@ -11,6 +11,9 @@ from pipeline.rust_panics import panics_as_errors
 from pipeline.stages.prepare.shape import MAX_COUNT
 from pipeline.stages.prepare.source import ModelError
 
+MAX_CONVERTED_ID = 2**24
+"""Of a vocabulary that is written as tokenizer.json: the library then lists every id that no token has."""
+
 
 class _AddedToken(msgspec.Struct):
     id: int
@@ -27,8 +30,7 @@ class _File(msgspec.Struct):
 def check_token_ids(tokenizer: Tokenizer, path: Path, where: str) -> None:
     """Raises ModelError, naming `where`, unless every id of a tokenizer and of its file at `path` fits int32. The
     library takes any uint32."""
-    for token, token_id in tokenizer.get_vocab().items():
-        _check(token_id, f"its vocabulary gives {token!r}", where)
+    check_vocabulary(tokenizer, where)
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except (ValueError, RecursionError) as error:
@@ -37,6 +39,12 @@ def check_token_ids(tokenizer: Tokenizer, path: Path, where: str) -> None:
         _check(added.id, f"added_tokens gives {added.content!r}", where)
     for number in _integers(file.post_processor):
         _check(number, "post_processor has", where)
+
+
+def check_vocabulary(tokenizer: Tokenizer, where: str, max_id: int = MAX_COUNT) -> None:
+    """Raises ModelError, naming `where`, if the vocabulary has an id above `max_id`."""
+    for token, token_id in tokenizer.get_vocab().items():
+        _check(token_id, f"its vocabulary gives {token!r}", where, max_id)
 
 
 def begun_ids(tokenizer: Tokenizer, where: str) -> list[int]:
@@ -49,9 +57,9 @@ def begun_ids(tokenizer: Tokenizer, where: str) -> list[int]:
         raise ModelError(f"{where}: its tokenizer cannot encode a text: {error}") from error
 
 
-def _check(token_id: int, what: str, where: str) -> None:
-    if token_id > MAX_COUNT:
-        raise ModelError(f"{where}: {what} the token id {token_id}; the largest that can be served is {MAX_COUNT}")
+def _check(token_id: int, what: str, where: str, max_id: int = MAX_COUNT) -> None:
+    if token_id > max_id:
+        raise ModelError(f"{where}: {what} the token id {token_id}; the largest that can be served is {max_id}")
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -253,7 +253,7 @@ def test_what_we_do_not_know_is_told_in_a_line(
             "what is checked is a folder in Hugging Face layout, a hub id, or a config.json",
         ),
         ("/no/such/folder", [], "no such folder or file"),
-        ("/no/such/config.json", [], "config.json is not a JSON object"),
+        ("/no/such/config.json", [], "config.json cannot be read: No such file or directory"),
     ],
 )
 def test_what_is_no_checkpoint_is_told(
