@@ -1,5 +1,6 @@
 """A rig that holds one stage between fakes of its neighbours: real sockets and segments, the stage in a thread."""
 
+import gc
 import itertools
 import os
 import threading
@@ -21,6 +22,8 @@ from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef
 
 PATIENCE_S = 30.0
+MAX_ARENA_BYTES = 2 * 1024**2
+"""Of each segment: thousands of tests have segments of their own."""
 
 INBOXES: dict[str, Any] = {
     "supervisor": m.SupervisorInbox,
@@ -75,7 +78,7 @@ class Rig:
         segments = []
         own = [f"{stage}.0"] if row.has_arena else []
         for name in (*own, *(read for owner in row.reads for read in topology.replicas_of(self.settings, owner))):
-            size = topology.arena_bytes(self.settings, name.split(".")[0])
+            size = min(MAX_ARENA_BYTES, topology.arena_bytes(self.settings, name.split(".")[0]))
             fd = segment.create(name, size)
             self._fds.append(fd)
             segments.append(m.Segment(name, fd, size, writable=name in own))
@@ -129,6 +132,8 @@ class Rig:
         self._context.term()
         for fd in self._fds:
             os.close(fd)
+        self._memories.clear()
+        gc.unfreeze()  # a stage freezes what there is, for its process's life; here its segments would stay mapped
         if self._error is not None:
             raise self._error
         assert not alive, "the stage did not stop"
