@@ -3,27 +3,27 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.async_llm import AsyncLLM
-    from pipeline.client import AsyncClient, Client, ConnectionLost, ForeignServer, RequestError
-    from pipeline.llm import LLM
-    from pipeline.logprobs import Logprob
-    from pipeline.outputs import CompletionOutput, RequestOutput
-    from pipeline.sampling_params import SamplingParams
-    from pipeline.structured_params import StructuredOutputsParams
+    from pipeline.client.async_llm import AsyncLLM
+    from pipeline.client.client import AsyncClient, Client, ConnectionLost, ForeignServer, RequestError
+    from pipeline.client.llm import LLM
+    from pipeline.client.logprobs import Logprob
+    from pipeline.client.outputs import CompletionOutput, RequestOutput
+    from pipeline.client.sampling_params import SamplingParams
+    from pipeline.client.structured_params import StructuredOutputsParams
 
 _HOMES = {
-    "AsyncClient": "pipeline.client",
-    "AsyncLLM": "pipeline.async_llm",
-    "Client": "pipeline.client",
-    "CompletionOutput": "pipeline.outputs",
-    "ConnectionLost": "pipeline.client",
-    "ForeignServer": "pipeline.client",
-    "LLM": "pipeline.llm",
-    "Logprob": "pipeline.logprobs",
-    "RequestError": "pipeline.client",
-    "RequestOutput": "pipeline.outputs",
-    "SamplingParams": "pipeline.sampling_params",
-    "StructuredOutputsParams": "pipeline.structured_params",
+    "AsyncClient": "pipeline.client.client",
+    "AsyncLLM": "pipeline.client.async_llm",
+    "Client": "pipeline.client.client",
+    "CompletionOutput": "pipeline.client.outputs",
+    "ConnectionLost": "pipeline.client.client",
+    "ForeignServer": "pipeline.client.client",
+    "LLM": "pipeline.client.llm",
+    "Logprob": "pipeline.client.logprobs",
+    "RequestError": "pipeline.client.client",
+    "RequestOutput": "pipeline.client.outputs",
+    "SamplingParams": "pipeline.client.sampling_params",
+    "StructuredOutputsParams": "pipeline.client.structured_params",
 }
 
 __all__ = [

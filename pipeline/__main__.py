@@ -1,6 +1,6 @@
 """The command line: the table of commands, and what all of them end with.
 
-In pipeline/commands one function declares a command's options, and one runs it. Commands import what they need when
+In pipeline/cli/commands one function declares a command's options, and one runs it. Commands import what they need when
 they run, so that `--help` and mistyped options are answered at once.
 """
 
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pipeline.commands import bench, chat, check_model, config, looking, profile, recording, serve
-from pipeline.commands.vllm_flags import hint
+from pipeline.cli.commands import bench, chat, check_model, config, looking, profile, recording, serve
+from pipeline.cli.commands.vllm_flags import hint
 from pipeline.config.load import ConfigError
 from pipeline.version import VERSION
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
-from pipeline.messages import Finish
-from pipeline.records import logprob_dtype
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import Array
 
 VOCAB = 997

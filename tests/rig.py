@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from pipeline import messages as m
-from pipeline import topology
-from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Inbox, Outbox, address_of
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef

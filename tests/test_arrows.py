@@ -26,7 +26,7 @@ def test_no_file_imports_what_it_may_not() -> None:
         ("config/a.py", "import torch", "config/a.py:1: config never imports torch"),
         ("config/a.py", "from pipeline.shm import arena", "config/a.py:1: config may not import pipeline.shm.arena"),
         ("config/a.py", "from ..shm import arena", "config/a.py:1: config may not import pipeline.shm.arena"),
-        ("config/a.py", "from pipeline import messages", "config/a.py:1: config may not import pipeline.messages"),
+        ("config/a.py", "from pipeline import errors", "config/a.py:1: config may not import pipeline.errors"),
         ("config/a.py", "import pipeline", "config/a.py:1: config may not import pipeline"),
         ("shm/a.py", "import zmq.asyncio", "shm/a.py:1: shm never imports zmq"),
         ("shm/a.py", "x = 1\nimport aiohttp", "shm/a.py:2: shm never imports aiohttp"),

@@ -1,4 +1,4 @@
-"""What is published of the client wire, made from the types in pipeline/protocol.py:
+"""What is published of the client wire, made from the types in pipeline/client/protocol.py:
 
 docs/protocol.schema.json     every message, as a JSON Schema
 docs/protocol.md              the tables of fields and the transcripts between its marks
@@ -20,7 +20,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "docs" / "protocol.schema.json"

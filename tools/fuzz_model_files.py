@@ -39,11 +39,11 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from pipeline.config.settings import PreparedFormat, Settings  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from pipeline.model_folder import ModelConfig, format_key  # noqa: E402
+from pipeline.runtime.model_folder import ModelConfig, format_key  # noqa: E402
 from pipeline.stages.prepare.source import ModelError  # noqa: E402
 from pipeline.stages.prepare.stage import prepare  # noqa: E402
 from pipeline.stages.prepare.tensors import expected_shapes  # noqa: E402
-from pipeline.vocabulary import Vocabulary  # noqa: E402
+from pipeline.text.vocabulary import Vocabulary  # noqa: E402
 from tools.fuzzing import models, mutations  # noqa: E402
 
 ACCEPTED, REFUSED, FAILED = 0, 3, 1

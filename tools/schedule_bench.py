@@ -28,10 +28,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline import messages as m  # noqa: E402
-from pipeline import option_types as types  # noqa: E402
+from pipeline.cli import option_types as types  # noqa: E402
+from pipeline.cli.out_file import require_writable, writing  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
-from pipeline.out_file import require_writable, writing  # noqa: E402
+from pipeline.runtime import messages as m  # noqa: E402
 from pipeline.stages.schedule.limits import Limits  # noqa: E402
 from pipeline.stages.schedule.scheduler import Scheduler  # noqa: E402
 from tools.figures.pairs import spread  # noqa: E402

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.bench.client import ServerError  # noqa: E402
+from pipeline.cli.bench.client import ServerError  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
 from tools.figures import long_prompt, memory, no_hits, overload, shared  # noqa: E402

@@ -35,12 +35,12 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline import option_types as types  # noqa: E402
-from pipeline.bench.client import ServerError, open_session  # noqa: E402
-from pipeline.client import AsyncClient, ConnectionLost, RequestError  # noqa: E402
+from pipeline.cli import option_types as types  # noqa: E402
+from pipeline.cli.bench.client import ServerError, open_session  # noqa: E402
+from pipeline.cli.out_file import require_writable, writing  # noqa: E402
+from pipeline.client.client import AsyncClient, ConnectionLost, RequestError  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from pipeline.out_file import require_writable, writing  # noqa: E402
 from tools.figures.report import with_seed  # noqa: E402
 from tools.figures.served import Served, ending_in_order  # noqa: E402
 from tools.figures.watch import Watch, memory_of  # noqa: E402

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.formats.tool_format import Written
 from pipeline.grammars.checks import Check, Checked
 from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.entry import end_with
 from pipeline.grammars.source import Unusable, to_llguidance
 from pipeline.grammars.worker import Gone, receive, send
-from pipeline.proc import usage_of
-from pipeline.rust_panics import RustPanic, panics_as_errors
+from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
+from pipeline.supervisor.process_usage import usage_of
+from pipeline.text.formats.tool_format import Written
 
 MAX_CHECKS = 8
 """At once; the others wait."""

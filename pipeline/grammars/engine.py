@@ -5,8 +5,8 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pipeline.model_folder import ModelConfig
-from pipeline.rust_panics import panics_as_errors
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.rust_panics import panics_as_errors
 
 LIMITS = LLParserLimits(verbose_errors=False)
 """The library's own: fuel for each mask, items of a row, states of a lexer. Its errors then show no schema."""

@@ -48,7 +48,7 @@ if __name__ == "__main__":
     import importlib.util
     from pathlib import Path
 
-    _path = Path(__file__).resolve().parent.parent / "entry.py"
+    _path = Path(__file__).resolve().parent.parent / "runtime" / "entry.py"
     _spec = importlib.util.spec_from_file_location("_entry", _path)
     assert _spec is not None and _spec.loader is not None
     _entry = importlib.util.module_from_spec(_spec)

@@ -11,10 +11,10 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from pipeline.formats.tool_format import Written
 from pipeline.grammars.closed import closed
 from pipeline.grammars.format_names import with_known_formats
 from pipeline.grammars.schema import COMPACT, OWN_OPTIONS, STRICT, Untrue, check, strict
+from pipeline.text.formats.tool_format import Written
 
 MAX_CHOICES = 10_000
 Options = Mapping[str, Any]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.grammars import entry
-from pipeline.process import SINGLE_THREADED
+from pipeline.supervisor.process import SINGLE_THREADED
 
 LENGTH = struct.Struct("<I")
 

@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
-from pipeline.records import logprob_bytes, logprob_dtype
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
 from pipeline.stages.detokenize.stops import Judge, StopStrings
-from pipeline.text import Text
-from pipeline.vocabulary import Vocabulary
+from pipeline.text.incremental_decoder import Text
+from pipeline.text.vocabulary import Vocabulary
 
 E = TypeVar("E", bytes, list[bytes])
 ERROR = int(m.Finish.ERROR)

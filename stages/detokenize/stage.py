@@ -12,13 +12,13 @@ import logging
 import time
 from typing import Any, assert_never
 
-from pipeline import messages as m
-from pipeline.channels import Outbox
-from pipeline.messages import Launch
-from pipeline.stage import Stage
+from pipeline.metrics.stats import DetokenizeCounts
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Outbox
+from pipeline.runtime.messages import Launch
+from pipeline.runtime.stage import Stage
 from pipeline.stages.detokenize.sequences import Sequences
-from pipeline.stats import DetokenizeCounts
-from pipeline.vocabulary import Vocabulary
+from pipeline.text.vocabulary import Vocabulary
 
 IDLE_S = 60.0
 """Longest wait where there is nothing to do."""

@@ -10,7 +10,7 @@ from pipeline.kernels.cpu.levels import Level, available
 from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.record_inputs import ScoreInputs
 from pipeline.kernels.step_inputs import StepInputs
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.native_program import NativeProgram, unsupported
 from pipeline.stages.execute.program import Program, SwapArray

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from pipeline import messages as m
-from pipeline.check.cases import NUM_GREEDY, PREFIX, Made, Ours, Plan
+from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, Made, Ours, Plan
 from pipeline.config.settings import Settings
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime import messages as m
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.planned import Entry, row_add, step, take
 from pipeline.stages.execute.stage import SPIN_COUNT
 

@@ -1,6 +1,6 @@
 """What the executor counts. Pure."""
 
-from pipeline.stats import ExecuteCounts
+from pipeline.metrics.stats import ExecuteCounts
 
 
 class Counting:

@@ -11,10 +11,10 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
-from pipeline.model_folder import ModelConfig
-from pipeline.records import embedding_bytes, logprob_bytes
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.stage import Stage
 
 IDLE_S = 60.0
 NUM_BLOCKS = 65536

@@ -11,7 +11,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.program import SwapArray
 

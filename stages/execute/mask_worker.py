@@ -20,8 +20,8 @@ from llguidance import LLMatcher
 
 from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.worker import receive, send
-from pipeline.messages import NOTHING_LEFT
-from pipeline.rust_panics import RustPanic, panics_as_errors
+from pipeline.runtime.messages import NOTHING_LEFT
+from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.stages.execute.mask_memory import Begin, Fill, MaskMemory, Order, Report, State, WordArray
 
 MAX_GRAMMARS = 64

@@ -19,9 +19,9 @@ import numpy as np
 
 from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.messages import Sampling
-from pipeline.proc import usage_of
+from pipeline.runtime.messages import Sampling
 from pipeline.stages.execute.mask_memory import Begin, Fill, MaskMemory, Order, Report, State
+from pipeline.supervisor.process_usage import usage_of
 
 START_S = 30.0
 """Longest that the process may take to be ready."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.cli.profile.results import Case, Floor, OpTime, Plan, Profile, Rates, StepTime
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
@@ -27,8 +28,7 @@ from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.record_inputs import ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
-from pipeline.model_folder import ModelConfig
-from pipeline.profile.results import Case, Floor, OpTime, Plan, Profile, Rates, StepTime
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.backend import make_program
 from pipeline.stages.execute.kv import KVPlan

@@ -17,7 +17,7 @@ from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.matrix import Matrix, join
 from pipeline.kernels.record_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.program import (
     AttentionWeights,
     HeadNorms,

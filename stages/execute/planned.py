@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 
 Entry = tuple[int, int, int, bool]
 """Row, start, count, whether it is sampled."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.kernels.record_inputs import FloatArray
-from pipeline.messages import Pooling
+from pipeline.runtime.messages import Pooling
 
 DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -5,10 +5,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.cli.profile.results import Plan, Profile
+from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
-from pipeline.model_folder import ModelConfig
-from pipeline.profile.results import Plan, Profile
-from pipeline.profile.shapes import SHAPES
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.stage import SPIN_COUNT
 
 

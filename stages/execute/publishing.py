@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline import messages as m
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
+from pipeline.runtime.tracing import Args
 from pipeline.stages.execute.counting import Counting
 from pipeline.stages.execute.runner import Sampled
-from pipeline.tracing import Args
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.config.settings import Quantization
 from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, Format, Matrix
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.weights import Weights
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")

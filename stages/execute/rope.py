@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from pipeline.model_folder import Llama3Rope
+from pipeline.runtime.model_folder import Llama3Rope
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) -> Tensor:

@@ -19,7 +19,7 @@ from pipeline.kernels.noise import draw_keys, sequence_key
 from pipeline.kernels.record_inputs import NO_RECORD
 from pipeline.kernels.shaping import SHAPING, Shaping
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
-from pipeline.messages import Finish, Pooling, RowAdd, Sampling
+from pipeline.runtime.messages import Finish, Pooling, RowAdd, Sampling
 from pipeline.shm.arrays import Array
 from pipeline.stages.execute.wants import NOT_GREEDY, Want, shaping_of, single
 

@@ -15,8 +15,8 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.draw_inputs import NO_ID, DrawInputs
 from pipeline.kernels.record_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
-from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.backend import make_program
 from pipeline.stages.execute.kv import divide_swap, plan_kv
 from pipeline.stages.execute.masks import LATE_MS, Masks

@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never, cast
 
-from pipeline import messages as m
-from pipeline import topology
 from pipeline.errors import UserError
-from pipeline.model_folder import ModelConfig
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.counting import Counting
 
 if TYPE_CHECKING:

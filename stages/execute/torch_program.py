@@ -18,7 +18,7 @@ from pipeline.kernels.record_inputs import ScoreInputs
 from pipeline.kernels.records import write_records
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.calls import Calls, Extent
 from pipeline.stages.execute.program import (
     AttentionWeights,

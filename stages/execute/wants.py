@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.kernels.shaping import NO_IDS, Shaping, bits_of, pack_runs
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.messages import NOTHING_LEFT, Sampling
+from pipeline.runtime.messages import NOTHING_LEFT, Sampling
 
 
 class Want:

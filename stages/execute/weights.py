@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.kernels.matrix import BLOCK_BYTES, GROUP, FloatFormat, Format, Matrix
-from pipeline.model_folder import ModelConfig, format_key
+from pipeline.runtime.model_folder import ModelConfig, format_key
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}

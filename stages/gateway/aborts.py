@@ -18,9 +18,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pipeline import messages as m
-from pipeline.protocol import MAX_NAME_CHARS
-from pipeline.stage import Stage
+from pipeline.client.protocol import MAX_NAME_CHARS
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.errors import overloaded
 from pipeline.stages.gateway.requests import Requests
 

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import overloaded
 
 ID_BYTES = 4

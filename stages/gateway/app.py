@@ -16,9 +16,9 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from pipeline import exposition
-from pipeline import messages as m
 from pipeline.config.settings import Gateway as GatewaySettings
+from pipeline.metrics import exposition
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway import health, names, parse, responses, writing
 from pipeline.stages.gateway.aborts import AbortBody, AbortDesk
 from pipeline.stages.gateway.depth import check_depth

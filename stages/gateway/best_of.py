@@ -5,14 +5,14 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from pipeline.records import logprob_dtype
+from pipeline.runtime.logprob_records import logprob_dtype
 
 
 class Scored(Protocol):
     """A sequence."""
 
     records: bytearray
-    """Of each of its output ids; see pipeline/records.py"""
+    """Of each of its output ids; see pipeline/runtime/logprob_records.py"""
 
 
 S = TypeVar("S", bound=Scored)

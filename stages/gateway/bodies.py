@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.messages import MAX_SHOWN_IDS
-from pipeline.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.runtime.messages import MAX_SHOWN_IDS
 from pipeline.stages.gateway.conversation import (
     Documents,
     Kwargs,

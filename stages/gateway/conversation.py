@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits as Caps
-from pipeline.formats.chat_formats import ChatFormats
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
+from pipeline.text.formats.chat_formats import ChatFormats
 
 T = TypeVar("T")
 

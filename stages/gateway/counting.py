@@ -1,9 +1,9 @@
 """What the gateway counts about sequences, from being let in to their end. Pure."""
 
-from pipeline.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
-from pipeline.messages import Finish
+from pipeline.metrics.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
+from pipeline.metrics.stats import GatewayCounts
+from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import Admission
-from pipeline.stats import GatewayCounts
 
 
 class Counting:

@@ -1,5 +1,5 @@
-"""The ZeroMQ door: clients that speak pipeline.protocol, beside those that speak HTTP. Both open their requests in the
-same table, by the same rules.
+"""The ZeroMQ door: clients that speak pipeline.client.protocol, beside those that speak HTTP. Both open their requests
+in the same table, by the same rules.
 
     client ──Hello, Generate, Abort, Credit, Ping──► Door ──► Requests.open ──► the stages
     client ◄──Accepted, Delta, Finished, Failed──── DoorStream ◄──wake── Requests
@@ -18,9 +18,9 @@ from typing import assert_never
 
 import msgspec
 
-from pipeline import protocol as p
-from pipeline.api_keys import NO_SCOPE, Keys
-from pipeline.channels import MessageDecoder
+from pipeline.client import protocol as p
+from pipeline.runtime.api_keys import NO_SCOPE, Keys
+from pipeline.runtime.channels import MessageDecoder
 from pipeline.stages.gateway import door_errors, parse, zmtp
 from pipeline.stages.gateway.app import Doors
 from pipeline.stages.gateway.door_socket import Connection, DoorSocket

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 from pipeline.stages.gateway.errors import ApiError, shown
 
 _INDEX = re.compile(r"\[(\d+|\.\.\.)\]")

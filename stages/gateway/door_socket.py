@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast
 
-from pipeline.door_address import check_free, refusal
+from pipeline.client.zmq_address import check_free, refusal
 from pipeline.errors import UserError
-from pipeline.server_user import uid_of_peer
+from pipeline.runtime.peer_credentials import uid_of_peer
 from pipeline.stages.gateway import zmtp
 
 MAX_CONNECTIONS = 1024

@@ -9,9 +9,9 @@ import asyncio
 from http import HTTPStatus
 from typing import Protocol
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.records import logprob_bytes
+from pipeline.client import protocol as p
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.door_errors import on_the_wire
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.requests import ID_BYTES, Call, Requests, Sequence

@@ -2,7 +2,7 @@
 
 A decoder is no embedding model by itself: the vector of the last token has seen the whole text, and is the default; the
 mean of all may be asked for. A vector is of length 1, cut to `dimensions` or not. An input is a request of one step,
-whose record is the vector; see pipeline/records.py.
+whose record is the vector; see pipeline/runtime/logprob_records.py.
 """
 
 import base64
@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pipeline import messages as m
-from pipeline.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
-from pipeline.records import embedding_bytes
+from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import embedding_bytes
 from pipeline.stages.gateway import names
 from pipeline.stages.gateway.bodies import with_unsupported
 from pipeline.stages.gateway.embedding_options import EmbeddingOptions

@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from pipeline.api_keys import NO_SCOPE, Keys, bearer
+from pipeline.runtime.api_keys import NO_SCOPE, Keys, bearer
 from pipeline.stages.gateway import names
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.origins import OriginPolicy, check_content_type

@@ -4,8 +4,8 @@ import asyncio
 
 import msgspec
 
-from pipeline import messages as m
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
 
 GRACE_S = 1.0
 """What the supervisor has, besides the time its stages have, to answer."""

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from pipeline import messages as m
-from pipeline import records
 from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import logprob_records
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 
 
@@ -64,7 +64,7 @@ def with_details(
         msgspec.structs.replace(sampling, with_logprobs=has_records, num_top=num_top, prompt_num_top=prompt_num_top),
         msgspec.structs.replace(
             text,
-            record_bytes=records.logprob_bytes(num_top) if has_records else 0,
+            record_bytes=logprob_records.logprob_bytes(num_top) if has_records else 0,
             num_top=num_top,
             prompt_num_top=prompt_num_top,
             with_pieces=with_pieces and (details.num_top is not None or prompt_num_top >= 0),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from pipeline.records import logprob_bytes
+from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway import logprobs
 from pipeline.stages.gateway.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
 from pipeline.stages.gateway.requests import ID_BYTES, Call, Request, Sequence

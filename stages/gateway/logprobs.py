@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pipeline.records import logprob_dtype
+from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.stages.gateway.text_offsets import TextOffsets
 
 IMPOSSIBLE = -9999.0

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from pipeline import messages as m
-from pipeline.stage import Stage
-from pipeline.stats import ServerStats
+from pipeline.metrics.stats import ServerStats
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
 
 GRACE_S = 1.0
 """What the supervisor has, besides the time its stages have, to answer."""

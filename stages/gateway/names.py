@@ -7,7 +7,7 @@ A response's id then ends in the name, the header comes back with every response
 import re
 from collections.abc import Mapping
 
-from pipeline.protocol import MAX_NAME_CHARS
+from pipeline.client.protocol import MAX_NAME_CHARS
 from pipeline.stages.gateway.errors import invalid
 
 HEADER = "X-Request-Id"

@@ -15,10 +15,9 @@ from typing import Any, assert_never
 
 import msgspec
 
-from pipeline import messages as m
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 from pipeline.config.settings import Limits as Caps
-from pipeline.formats.chat_formats import ChatFormats
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway import errors, names, wire_fields
 from pipeline.stages.gateway.bodies import (
     CHAT_NEUTRAL,
@@ -56,6 +55,7 @@ from pipeline.stages.gateway.prompt_fields import (
 )
 from pipeline.stages.gateway.sampling_fields import check_counts, check_num_allowed, sampling_of, seed_of, text_of
 from pipeline.stages.gateway.structured import grammar_of
+from pipeline.text.formats.chat_formats import ChatFormats
 
 DEFAULT_COMPLETION_TOKENS = 16
 

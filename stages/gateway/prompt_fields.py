@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid
 
 Prompts = str | list[str | int | list[int]]

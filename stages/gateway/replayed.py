@@ -10,8 +10,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from pipeline.api_keys import NO_SCOPE
-from pipeline.recording.tape import Tape
+from pipeline.runtime.api_keys import NO_SCOPE
+from pipeline.runtime.replay_context import Tape
 from pipeline.stages.gateway import shapes
 from pipeline.stages.gateway.aborts import AbortDesk, AbortEvent
 from pipeline.stages.gateway.errors import ApiError

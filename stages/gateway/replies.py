@@ -12,8 +12,6 @@ from typing import assert_never
 
 from msgspec import UNSET
 
-from pipeline.formats.chat_formats import ReplyParser
-from pipeline.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 from pipeline.stages.gateway.reply_types import (
     CalledFunction,
     CalledTool,
@@ -23,6 +21,8 @@ from pipeline.stages.gateway.reply_types import (
     ToolDelta,
 )
 from pipeline.stages.gateway.requests import Call, Request
+from pipeline.text.formats.chat_formats import ReplyParser
+from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 
 class ReplyReader:

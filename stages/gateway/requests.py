@@ -22,12 +22,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
-from pipeline import topology
-from pipeline.api_keys import scoped_salt
-from pipeline.formats.chat_formats import ChatFormats
-from pipeline.records import logprob_bytes
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.api_keys import scoped_salt
+from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.stage import Stage
+from pipeline.runtime.tracing import Args
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.best_of import best
@@ -38,7 +38,7 @@ from pipeline.stages.gateway.id_details import too_many
 from pipeline.stages.gateway.parse import Ask
 from pipeline.stages.gateway.sampling_fields import SamplingFields
 from pipeline.stages.gateway.timings import RecentCalls
-from pipeline.tracing import Args
+from pipeline.text.formats.chat_formats import ChatFormats
 
 FIRST_ATTEMPT = 1
 ID_BYTES = 4
@@ -55,7 +55,7 @@ class Sequence(msgspec.Struct, eq=False):
     ids: bytearray = msgspec.field(default_factory=bytearray)
     """int32, every output id that has come"""
     records: bytearray = msgspec.field(default_factory=bytearray)
-    """Of these, where its request asks for them; see pipeline/records.py"""
+    """Of these, where its request asks for them; see pipeline/runtime/logprob_records.py"""
     pieces: list[bytes] = []
     """Likewise: for each record the bytes of its id, then of the ids that it names"""
     finish: int = m.Finish.NONE

@@ -9,8 +9,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from pipeline import messages as m
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.errors import ApiError, overloaded
 
 ANSWER_S = 10.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.id_teller import NOTHING, IdTeller, Told, prompt_logprobs
 from pipeline.stages.gateway.replies import ReplyReader

@@ -9,8 +9,8 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, shown
 from pipeline.stages.gateway.structured import StructuredFields
 

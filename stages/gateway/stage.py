@@ -17,13 +17,13 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pipeline import messages as m
-from pipeline import topology
-from pipeline.api_keys import Keys
-from pipeline.channels import AsyncInbox
-from pipeline.door_address import address_of
-from pipeline.model_folder import ModelConfig
-from pipeline.stage import Stage
+from pipeline.client.zmq_address import address_of
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.api_keys import Keys
+from pipeline.runtime.channels import AsyncInbox
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway import descriptors, parse
 from pipeline.stages.gateway.aborts import AbortDesk
 from pipeline.stages.gateway.app import Api, Doors

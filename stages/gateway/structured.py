@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipeline.times import HOPS, CallTimes, SequenceTimes, stamps
+from pipeline.metrics.request_timings import HOPS, CallTimes, SequenceTimes, stamps
 
 if TYPE_CHECKING:
     from pipeline.stages.gateway.requests import Call, Request, Sequence

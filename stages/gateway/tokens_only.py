@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from pipeline import messages as m
-from pipeline.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.bodies import Body, MaxTokens, StreamOptions, is_neutral, with_unsupported
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.id_details import check_num_top

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from pipeline import messages as m
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.conversation import (
     CalledFunction,
     ContentPart,

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.messages import ChatPrompt
+from pipeline.runtime.messages import ChatPrompt
 from pipeline.stages.ingest import conversation
 from pipeline.stages.ingest.budget import STEPS_PER_S, Budget, OutOfTime
 from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.messages import ChatMessage, ChatPrompt, ToolCall
+from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.wants import Wants
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "

@@ -1,6 +1,6 @@
 """What ingest counts. Pure."""
 
-from pipeline.stats import IngestCounts
+from pipeline.metrics.stats import IngestCounts
 
 
 class Counting:

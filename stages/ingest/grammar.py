@@ -14,7 +14,7 @@ import msgspec
 from pipeline.config.settings import Limits
 from pipeline.grammars.checks import Check, Checked
 from pipeline.grammars.worker import LENGTH, Worker
-from pipeline.messages import Failure, Grammar
+from pipeline.runtime.messages import Failure, Grammar
 from pipeline.stages.ingest.prompt import Refusal
 
 MAX_KNOWN = 256

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pipeline.config.settings import Limits
-from pipeline.messages import (
+from pipeline.runtime.messages import (
     MAX_SHOWN_IDS,
     ChatPrompt,
     ExecuteFacts,
@@ -27,8 +27,8 @@ from pipeline.messages import (
     Submit,
     TextPrompt,
 )
-from pipeline.model_folder import ModelConfig
-from pipeline.rust_panics import panics_as_errors
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.ingest import bad_words, chats, conversation
 from pipeline.stages.ingest.bad_words import BadWord
 from pipeline.stages.ingest.budget import OutOfTime

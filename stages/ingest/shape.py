@@ -5,10 +5,10 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.formats.chat_formats import ChatFormats
-from pipeline.messages import ChatPrompt, Failure, Grammar, Sampling, Submit
-from pipeline.rust_panics import panics_as_errors
+from pipeline.runtime.messages import ChatPrompt, Failure, Grammar, Sampling, Submit
+from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.ingest.prompt import Refusal
+from pipeline.text.formats.chat_formats import ChatFormats
 
 TAIL_IDS = 48
 """A prompt's last ids, whose text has the marks that say whether it opens the reasoning: a mark is one id, or is

@@ -1,14 +1,14 @@
 """What a client sees of a prompt: its text and the names of its ids. No sockets, no shared memory.
 
-Text is made of ids as detokenize makes it (pipeline/text.py), special tokens shown, so that a prompt's text and the
-output's text after it are one text.
+Text is made of ids as detokenize makes it (pipeline/text/incremental_decoder.py), special tokens shown, so that a
+prompt's text and the output's text after it are one text.
 """
 
 from tokenizers import Tokenizer
 
-from pipeline.messages import ChatPrompt, IdsPrompt, Prompt, TextPrompt
-from pipeline.text import Text
-from pipeline.vocabulary import Vocabulary
+from pipeline.runtime.messages import ChatPrompt, IdsPrompt, Prompt, TextPrompt
+from pipeline.text.incremental_decoder import Text
+from pipeline.text.vocabulary import Vocabulary
 
 
 class Shown:

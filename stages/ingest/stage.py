@@ -20,12 +20,11 @@ import numpy as np
 import uvloop
 from tokenizers import Tokenizer
 
-from pipeline import messages as m
-from pipeline import records
-from pipeline.channels import AsyncInbox
-from pipeline.formats.chat_formats import ChatFormats, either
-from pipeline.messages import Failure, IdsPrompt, Launch, Sampling, Submit
-from pipeline.stage import Stage
+from pipeline.runtime import logprob_records
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import AsyncInbox
+from pipeline.runtime.messages import Failure, IdsPrompt, Launch, Sampling, Submit
+from pipeline.runtime.stage import Stage
 from pipeline.stages.ingest import grammar as grammar_module
 from pipeline.stages.ingest import prompt as prompt_module
 from pipeline.stages.ingest import shape
@@ -35,6 +34,7 @@ from pipeline.stages.ingest.grammar import Grammars
 from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, cost_chars
 from pipeline.stages.ingest.shown import Shown
 from pipeline.stages.ingest.unsent import Unsent
+from pipeline.text.formats.chat_formats import ChatFormats, either
 
 LONG_CHARS = 20_000
 """Prompts from here on are made in the thread: about 10 ms of work."""
@@ -265,7 +265,9 @@ class Ingest:
             priority=submit.priority,
             cache_salt=submit.cache_salt,
             record_bytes=submit.text.record_bytes,
-            prompt_record_bytes=records.logprob_bytes(sampling.prompt_num_top) if sampling.prompt_num_top >= 0 else 0,
+            prompt_record_bytes=logprob_records.logprob_bytes(sampling.prompt_num_top)
+            if sampling.prompt_num_top >= 0
+            else 0,
             is_whole=sampling.prompt_num_top >= 0 or sampling.pooling != m.Pooling.NONE,
         )
         self._unsent.send(self._stage.outbox("schedule"), admit)

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.channels import Outbox
-from pipeline.recording.tape import Tape
+from pipeline.runtime.channels import Outbox
+from pipeline.runtime.replay_context import Tape
 
 RETRY_S = 0.02
 

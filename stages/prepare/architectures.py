@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.model_folder import Architecture
+from pipeline.runtime.model_folder import Architecture
 from pipeline.stages.prepare.files import shown
 
 Window = tuple[int | None, list[int] | None]

@@ -10,8 +10,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from pipeline.config.settings import PreparedFormat
-from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
-from pipeline.rust_panics import panics_as_errors
+from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
+from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, ConfigFault, flags_of
 from pipeline.stages.prepare.files import (
     MAX_INDEX_BYTES,

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pipeline.config.settings import PreparedFormat
-from pipeline.model_folder import Architecture, Llama3Rope, ModelConfig
+from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
 from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pipeline.rust_panics import panics_as_errors
+from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.source import ModelError
 from pipeline.stages.prepare.tokenizer_check import begun_ids

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from pipeline.check.cases import NUM_GREEDY, PREFIX, Ids, Logits, Ours, Plan, Theirs
+from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, Ids, Logits, Ours, Plan, Theirs
 from pipeline.config.settings import Settings
-from pipeline.model_folder import ModelConfig
-from pipeline.rust_panics import panics_as_errors
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.progress import Silence
 from pipeline.stages.prepare.source import FolderSource, HubSource, ModelError, parse
 

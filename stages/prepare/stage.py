@@ -14,11 +14,11 @@ import hashlib
 from pathlib import Path
 from typing import assert_never
 
-from pipeline import messages as m
 from pipeline.config.settings import PreparedFormat, Settings
-from pipeline.messages import Launch
-from pipeline.model_folder import ModelConfig
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Launch
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.stage import Stage
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
@@ -46,7 +46,7 @@ def run(launch: Launch) -> None:
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
-    """The prepared folder of `settings.model` (see pipeline.model_folder), made now or found in the cache.
+    """The prepared folder of `settings.model` (see pipeline.runtime.model_folder), made now or found in the cache.
 
     Raises ModelError where the model can't be served or the cache can't be written.
     """

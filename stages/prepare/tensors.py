@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.files import open_regular, shown
 from pipeline.stages.prepare.source import ModelError
 

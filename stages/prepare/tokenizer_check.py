@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from pipeline.rust_panics import panics_as_errors
+from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.shape import MAX_COUNT
 from pipeline.stages.prepare.source import ModelError
 

@@ -3,7 +3,7 @@
 The format: a u64 with the length of the header, the header as JSON (name → dtype, shape, begin and end of its bytes),
 then the bytes (https://github.com/huggingface/safetensors#format). Written here rather than with the library because
 a tensor may be larger than the memory at hand and numpy has no bfloat16. What quantised tensors are in it:
-pipeline.model_folder.
+pipeline.runtime.model_folder.
 """
 
 import math
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pipeline.config.settings import PreparedFormat
-from pipeline.model_folder import format_key
+from pipeline.runtime.model_folder import format_key
 from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.progress import Report
 from pipeline.stages.prepare.source import ModelError

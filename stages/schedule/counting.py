@@ -12,11 +12,11 @@ planned in the wake that handled the result before them, or earlier. What an idl
 counted by the size of the step's batch: how much of the time a device computes depends on how long its steps are.
 """
 
-from pipeline.batches import BATCHES, batch_of
-from pipeline.histogram import PLAN_WAIT_S, REQUEST_S, STEP_TOKENS, Histogram, summed
-from pipeline.messages import Finish
+from pipeline.metrics.batch_size_buckets import BATCHES, batch_of
+from pipeline.metrics.histogram import PLAN_WAIT_S, REQUEST_S, STEP_TOKENS, Histogram, summed
+from pipeline.metrics.stats import GapCounts, HistogramCounts
+from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stats import GapCounts, HistogramCounts
 
 
 class Gaps:

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.config.settings import Schedule
-from pipeline.messages import ExecuteFacts
+from pipeline.runtime.messages import ExecuteFacts
 from pipeline.stages.schedule.policy import Name
 
 Means = Literal["auto", "swap", "recompute"]

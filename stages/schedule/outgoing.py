@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.messages import Finish, FirstTimes, Settled
+from pipeline.runtime.messages import Finish, FirstTimes, Settled
+from pipeline.runtime.topology import shard
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Ids, Int64s
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import Rows
-from pipeline.topology import shard
 
 Put = Callable[["np.ndarray[Any, Any]"], Array]
 

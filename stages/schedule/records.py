@@ -1,5 +1,5 @@
 """What the executor tells of ids besides the ids, on its way through: bytes that are cut up by whose they are. What
-they say is the matter of others (pipeline/records.py).
+they say is the matter of others (pipeline/runtime/logprob_records.py).
 
 A step that is planned notes what it will tell, for until its result comes a row may be another's.
 """

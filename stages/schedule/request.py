@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import Raw
 
-from pipeline.messages import FirstTimes
+from pipeline.runtime.messages import FirstTimes
 from pipeline.stages.schedule import prefix
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.swap import Swapped

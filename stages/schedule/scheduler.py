@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
-from pipeline.messages import Finish
+from pipeline.metrics.stats import ScheduleCounts
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule import prefix
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
@@ -42,7 +43,6 @@ from pipeline.stages.schedule.rows import Rows
 from pipeline.stages.schedule.siblings import Siblings
 from pipeline.stages.schedule.swap import Swapped
 from pipeline.stages.schedule.way import Way
-from pipeline.stats import ScheduleCounts
 
 MAX_TOMBSTONES = 65536
 """Aborts remembered that came before their request; as many as there can be open requests."""

@@ -12,15 +12,15 @@ from typing import assert_never
 
 import msgspec
 
-from pipeline import messages as m
-from pipeline import topology
 from pipeline.config.by_device import depth_of
-from pipeline.stage import Stage
+from pipeline.metrics.stats import ScheduleCounts
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.stage import Stage
+from pipeline.runtime.tracing import Args
 from pipeline.stages.schedule.depth import DEPTHS, GPU_DEPTHS, AutoDepth
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
-from pipeline.stats import ScheduleCounts
-from pipeline.tracing import Args
 
 IDLE_WAIT_S = 60.0
 """Longest wait for a message; an idle server wakes this often, for nothing."""

@@ -24,15 +24,15 @@ import msgspec
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.admin_client import Admin, find_servers
+from pipeline.cli.profile.alone.chain import ChainProfile
 from pipeline.config.settings import Gateway, Settings
-from pipeline.manner import Manner
-from pipeline.profile.alone.chain import ChainProfile
-from pipeline.recording import format as f
-from pipeline.recording.compare import compare
-from pipeline.recording.replaying import replay
+from pipeline.replay import format as f
+from pipeline.replay.compare import compare
+from pipeline.replay.replaying import replay
+from pipeline.runtime.run_mode import Manner
 from pipeline.stages.schedule.scheduler import Scheduler
-from pipeline.supervisor import serve
+from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.supervisor import serve
 from tests.e2e.own import until
 from tests.e2e.server import STAGES, Server
 from tests.rig import PATIENCE_S

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pipeline import Client, RequestError
-from pipeline.recording import format as f
+from pipeline.replay import format as f
 from tests.e2e.server import Server
 from tests.stages.gateway.test_guard import free_port
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from pipeline import LLM, SamplingParams
+from pipeline.client.progress import BatchBar
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
-from pipeline.llm_progress import BatchBar
 from tests.e2e.conftest import tiny
 from tests.e2e.own import load_of, until_idle
 from tests.e2e.scripts import Script, alive
@@ -106,7 +106,7 @@ def test_ten_thousand_prompts_keep_their_order_and_memory_stays(llm: LLM) -> Non
             num_ended += 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.llm.BatchBar", Counted)
+        patch.setattr("pipeline.client.llm.BatchBar", Counted)
         outputs = llm.generate(prompts(), params)
     assert [output.prompt for output in outputs] == [f"Prompt {i}" for i in range(10_000)]
     assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.client import Client, Output
-from pipeline.logprobs import Logprob
-from pipeline.sampling_params import SamplingParams
+from pipeline.client.client import Client, Output
+from pipeline.client.logprobs import Logprob
+from pipeline.client.sampling_params import SamplingParams
 from tests.e2e.packages import node_with, run
 from tests.e2e.server import Server
 

@@ -23,10 +23,10 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline import admin
-from pipeline.admin_client import Admin, find_servers
+from pipeline.supervisor import admin_server
+from pipeline.supervisor.admin_client import Admin, find_servers
 from tests.e2e.server import STAGES, Server
-from tests.pipeline.test_tracing import check
+from tests.runtime.test_tracing import check
 
 MODEL = "SmolLM2-135M-Instruct"
 SEQUENCE_HISTOGRAMS = (
@@ -399,13 +399,13 @@ def test_garbage_at_the_admin_door_harms_nobody(server: Server) -> None:
     name = next(name for name in find_servers() if name.startswith(f"{server.process.pid}-"))
     context: Any = zmq.Context()
     peer = context.socket(zmq.DEALER)
-    peer.connect(admin.address_of(name))
+    peer.connect(admin_server.address_of(name))
     try:
         for data in (b"", b"\xc1" * 1000, b"\x91" * 60_000, os.urandom(5000)):
             peer.send(data)
             assert peer.poll(10_000), "garbage is answered"
             peer.recv()
-        peer.send(b"x" * (admin.MAX_QUESTION_BYTES + 1))
+        peer.send(b"x" * (admin_server.MAX_QUESTION_BYTES + 1))
     finally:
         peer.close(linger=0)
         context.term()

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 from openai import AsyncOpenAI
 
-from pipeline.client import AsyncClient, Client, ConnectionLost, Output, RequestError, Stream
-from pipeline.sampling_params import SamplingParams
+from pipeline.client.client import AsyncClient, Client, ConnectionLost, Output, RequestError, Stream
+from pipeline.client.sampling_params import SamplingParams
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"

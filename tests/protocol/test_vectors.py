@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 from tools.export_protocol import PAGE, ROOT, VECTORS, as_object, published
 
 KEPT = Path(__file__).parent / "version_1.json"
@@ -90,7 +90,7 @@ def test_the_page_names_the_limits_that_are() -> None:
 
 
 def test_sampling_params_have_the_limits_of_http() -> None:
-    from pipeline import sampling_params, structured_params
+    from pipeline.client import sampling_params, structured_params
     from pipeline.config.settings import Limits
     from pipeline.stages.gateway import sampling_fields, structured
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from pipeline import messages as m
-from pipeline.recording import format as f
-from pipeline.recording.compare import Comparison, compare
-from pipeline.recording.replaying import Replayed, replay
+from pipeline.replay import format as f
+from pipeline.replay.compare import Comparison, compare
+from pipeline.replay.replaying import Replayed, replay
+from pipeline.runtime import messages as m
 
 
 def entries(path: Path) -> list[f.Entry]:

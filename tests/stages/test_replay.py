@@ -11,13 +11,13 @@ import numpy as np
 import psutil
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Ingest, Schedule, Settings
 from pipeline.errors import UserError
-from pipeline.recording import format as f
-from pipeline.recording.compare import compare
-from pipeline.recording.recorder import FileWriter, RecordState
-from pipeline.recording.replaying import replay
+from pipeline.replay import format as f
+from pipeline.replay.compare import compare
+from pipeline.replay.recorder import FileWriter, RecordState
+from pipeline.replay.replaying import replay
+from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
 from tests.stages.detokenize.test_sequences import ids_of, opening

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pipeline import messages as m
 from pipeline.config.settings import Chat
-from pipeline.recording import format as f
+from pipeline.replay import format as f
+from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.replays import entries, replays_alike
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.bench.client import Record
-from pipeline.bench.words import Calibration
+from pipeline.cli.bench.client import Record
+from pipeline.cli.bench.words import Calibration
 from tools.figures import long_prompt, memory, overload, pairs, report, watch
 from tools.figures.loads import Load, Span, ask_of, span
 from tools.figures.pairs import Comparison, Ratio, compare, num_outside, order_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from tests.pipeline.fake_server import FakeServer
+from tests.cli.fake_server import FakeServer
 from tools import scheduling_figures, soak
 from tools.figures import long_prompt, no_hits, overload
 from tools.figures.loads import Load, Span, closed_loop

@@ -14,10 +14,10 @@ import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
-from pipeline.bench.client import ServerError
-from pipeline.client import AsyncClient
-from pipeline.sampling_params import SamplingParams
-from pipeline.stats import ScheduleCounts, ServerStats, StageCounts, StageStats
+from pipeline.cli.bench.client import ServerError
+from pipeline.client.client import AsyncClient
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.metrics.stats import ScheduleCounts, ServerStats, StageCounts, StageStats
 from tools import soak
 from tools.soaking import clients, probes
 from tools.soaking.after import leftovers
@@ -248,7 +248,7 @@ def stats_of(**schedule: int) -> ServerStats:
 
 
 def soak_histogram() -> Any:
-    from pipeline.stats import HistogramCounts
+    from pipeline.metrics.stats import HistogramCounts
 
     return HistogramCounts([], 0.0)
 

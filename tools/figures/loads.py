@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline import option_types as types
-from pipeline.bench import words
-from pipeline.bench.client import Client, Record, open_session
-from pipeline.bench.loop import ClosedLoop, Level, Plan
-from pipeline.bench.measure import Summary, summarize
+from pipeline.cli import option_types as types
+from pipeline.cli.bench import words
+from pipeline.cli.bench.client import Client, Record, open_session
+from pipeline.cli.bench.loop import ClosedLoop, Level, Plan
+from pipeline.cli.bench.measure import Summary, summarize
 
 ENDPOINT = "completions"
 TIMEOUT_S = 600.0
@@ -90,7 +90,7 @@ async def calibrate(client: Client, seed: str) -> words.Calibration:
 
 
 async def closed_loop(url: str, load: Load, begun: Callable[[], None] = lambda: None) -> Summary:
-    """Run a load, and measure it as `pipeline bench` does; see pipeline.bench for how its window is cut. `begun` is
+    """Run a load, and measure it as `pipeline bench` does; see pipeline.cli.bench for how its window is cut. `begun` is
     called when the sizing requests are over. Raises ServerError."""
     return summarize(await closed_loop_level(url, load, begun))
 

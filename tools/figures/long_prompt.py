@@ -27,10 +27,10 @@ from time import perf_counter
 
 import msgspec
 
-from pipeline import option_types as types
-from pipeline.bench import words
-from pipeline.bench.client import Client, Record, open_session
-from pipeline.bench.tally import Tally
+from pipeline.cli import option_types as types
+from pipeline.cli.bench import words
+from pipeline.cli.bench.client import Client, Record, open_session
+from pipeline.cli.bench.tally import Tally
 from pipeline.errors import UserError
 from tools.figures import loads, report
 from tools.figures.pairs import Reading, compare, spread

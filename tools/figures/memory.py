@@ -18,8 +18,8 @@ import argparse
 import asyncio
 from collections import Counter
 
-from pipeline import option_types as types
-from pipeline.bench.measure import Summary
+from pipeline.cli import option_types as types
+from pipeline.cli.bench.measure import Summary
 from tools.figures import report
 from tools.figures.loads import Load, Span, closed_loop, span
 from tools.figures.pairs import Reading, compare

@@ -19,7 +19,7 @@ import asyncio
 from collections import Counter
 from statistics import median
 
-from pipeline import option_types as types
+from pipeline.cli import option_types as types
 from tools.figures import report
 from tools.figures.loads import Load, Span, closed_loop
 from tools.figures.pairs import Reading, compare

@@ -30,8 +30,8 @@ import time
 from collections.abc import Sequence
 from time import perf_counter
 
-from pipeline import option_types as types
-from pipeline.bench.client import Client, Record, open_session
+from pipeline.cli import option_types as types
+from pipeline.cli.bench.client import Client, Record, open_session
 from tools.figures import loads, report
 from tools.figures.loads import Load, Span, ask_of, closed_loop
 from tools.figures.pairs import Reading, spread

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.bench.measure import percentile
+from pipeline.cli.bench.measure import percentile
 
 Reading = dict[str, float]
 """What one measurement of one arm found, by name."""

@@ -11,9 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline import option_types as types
-from pipeline.bench.report import console
-from pipeline.out_file import require_writable, writing
+from pipeline.cli import option_types as types
+from pipeline.cli.bench.report import console
+from pipeline.cli.out_file import require_writable, writing
 from pipeline.version import VERSION
 from tools.figures.pairs import Comparison, Reading, as_builtins
 

@@ -6,7 +6,7 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from pipeline.admin_client import Admin, find_servers
 from pipeline.errors import UserError
-from pipeline.stats import ExecuteCounts, OwnCounts, ScheduleCounts, ServerStats
+from pipeline.metrics.stats import ExecuteCounts, OwnCounts, ScheduleCounts, ServerStats
+from pipeline.supervisor.admin_client import Admin, find_servers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 START_S = 180.0

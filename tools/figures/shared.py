@@ -12,8 +12,8 @@ from statistics import median
 
 import msgspec
 
-from pipeline.bench.measure import Summary
-from pipeline.bench.report import Report as BenchReport
+from pipeline.cli.bench.measure import Summary
+from pipeline.cli.bench.report import Report as BenchReport
 from pipeline.errors import UserError
 from tools.figures import report
 from tools.figures.pairs import Reading

@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from pipeline import option_types as types
+from pipeline.cli import option_types as types
 from tools.figures import report
 from tools.figures.loads import Load, Span, closed_loop
 from tools.figures.pairs import Reading, compare

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.folder import Reader
 from pipeline.stages.prepare.gguf_model import gguf_name
 from pipeline.stages.prepare.tensors import expected_shapes

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.rope import rope_frequencies
 from tools.gpu_check import gpu, made_steps
 from tools.gpu_check.checking import ROUNDED, checked, exactly

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.matrix import Format, Matrix, quantize
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.checking import EXACT, ROUNDED, checked
 from tools.gpu_check.child import Context, Item

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.readings import Reading

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pipeline.model_folder import Llama3Rope, ModelConfig
-from pipeline.profile.shapes import SHAPES
+from pipeline.cli.profile.shapes import SHAPES
+from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 
 LLAMA_8B = ModelConfig(
     name="llama-8b",

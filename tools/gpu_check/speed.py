@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline import messages as m
 from pipeline.config.settings import Quantization
 from pipeline.kernels.kv_layout import block_bytes
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime import messages as m
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute import planned as steps
 from tools.gpu_check import gpu, machine
 from tools.gpu_check.child import Context, Item

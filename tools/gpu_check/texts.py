@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline import messages as m
 from pipeline.config.settings import Settings
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
 from pipeline.kernels.sample import thresholds
 from pipeline.kernels.shaping import shape
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime import messages as m
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute import planned as steps
 from pipeline.stages.execute.wants import shaping_of
 from tools.gpu_check import gpu

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu, machine
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.kernels_dense import matrices_of

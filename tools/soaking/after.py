@@ -2,7 +2,7 @@
 
 import time
 
-from pipeline.stats import DetokenizeCounts, GatewayCounts, IngestCounts, ScheduleCounts, ServerStats
+from pipeline.metrics.stats import DetokenizeCounts, GatewayCounts, IngestCounts, ScheduleCounts, ServerStats
 from tools.figures.served import Served
 from tools.figures.watch import SLACK_FDS, Sample, sample
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.bench import words
+from pipeline.cli.bench import words
 
 NUM_PREFIXES = 6
 NUM_PREFIX_WORDS = 120

@@ -9,9 +9,9 @@ import aiohttp
 import msgspec
 import orjson
 
-from pipeline.bench.client import ServerError, message_of, reason_of
-from pipeline.client import AsyncClient, ConnectionLost, RequestError
-from pipeline.sampling_params import SamplingParams
+from pipeline.cli.bench.client import ServerError, message_of, reason_of
+from pipeline.client.client import AsyncClient, ConnectionLost, RequestError
+from pipeline.client.sampling_params import SamplingParams
 from tools.soaking.asks import EXTRAS, Ask
 from tools.soaking.endings import Endings
 

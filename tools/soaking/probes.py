@@ -1,8 +1,8 @@
 """A few fixed requests, greedy, whose output ids are the same whatever else the server does."""
 
-from pipeline.bench import words
-from pipeline.client import AsyncClient
-from pipeline.sampling_params import SamplingParams
+from pipeline.cli.bench import words
+from pipeline.client.client import AsyncClient
+from pipeline.client.sampling_params import SamplingParams
 from tools.soaking.asks import NUM_PREFIX_WORDS
 
 Answer = tuple[tuple[int, ...], str]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from pipeline import gpu
 from pipeline.config.settings import Quantization, Settings
 from pipeline.errors import UserError
-from pipeline.model_folder import ModelConfig, format_key
+from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.kv import gib
+from pipeline.supervisor import gpu
 
 OLDEST = (8, 0)
 """Ampere: the first with bfloat16."""

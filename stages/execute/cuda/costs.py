@@ -7,8 +7,8 @@ from statistics import median
 
 import torch
 
-from pipeline.model_folder import ModelConfig
-from pipeline.profile.results import Case, KernelTime, OpTime, Rates, StepTime
+from pipeline.cli.profile.results import Case, KernelTime, OpTime, Rates, StepTime
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.launches import Launches
 from pipeline.stages.execute.cuda.model import DeviceModel
 from pipeline.stages.execute.measure import floor_of

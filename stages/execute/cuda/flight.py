@@ -24,7 +24,8 @@ class Records:
     """[M]; -1 has none"""
 
     def split(self) -> list[ByteArray]:
-        """Each one's bytes, as pipeline/records.py has them, when they have come; none for those that have none."""
+        """Each one's bytes, as pipeline/runtime/logprob_records.py has them, when they have come; none for those that
+        have none."""
         most = (self.words.shape[1] - 1) // 2
         parts = []
         for words, num in zip(self.words.numpy(), self.num_top.tolist(), strict=True):

@@ -11,8 +11,8 @@ import time
 from dataclasses import replace
 from typing import assert_never
 
-from pipeline import messages as m
-from pipeline.stage import Stage
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.counting import Counting
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.flight import Flight

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import torch
 
+from pipeline.cli.profile.results import Case, Plan, Profile
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.model_folder import ModelConfig
-from pipeline.profile.results import Case, Plan, Profile
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.costs import Samples, costs_of, summarize, weight_bytes
 from pipeline.stages.execute.cuda.device import make_device
 from pipeline.stages.execute.cuda.flight import Flight

@@ -32,7 +32,7 @@ from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.program import AttentionWeights, Linear, MlpWeights, Recorder
 from pipeline.stages.execute.rope import rope_frequencies

@@ -6,7 +6,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeline.profile.results import Rates
+from pipeline.cli.profile.results import Rates
 from pipeline.stages.execute.cuda.device import Device
 
 COPY_BYTES = 256 * 1024**2

@@ -25,8 +25,8 @@ from pipeline.kernels.record_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
-from pipeline.messages import ExecuteFacts, Finish, Sampling, Step
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.flight import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps

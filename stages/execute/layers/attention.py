@@ -1,7 +1,7 @@
 """Grouped-query self-attention with rotary positions, and what some models add to it: biases, norms of queries and
 keys, a sliding window."""
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear
 from pipeline.stages.execute.weights import Weights
 

@@ -1,6 +1,6 @@
 """The gated feed-forward layer."""
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.program import Linear, MlpWeights
 from pipeline.stages.execute.weights import Weights
 

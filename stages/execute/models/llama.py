@@ -6,7 +6,7 @@ are fields of `ModelConfig`, and none of it is asked for by a model's name.
 embedding → layers × (norm → attention → + → norm → feed-forward → +) → norm → logits of the sampled tokens
 """
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.program import Recorder

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pipeline.model_folder import Architecture, ModelConfig
+from pipeline.runtime.model_folder import Architecture, ModelConfig
 from pipeline.stages.execute.models import llama
 from pipeline.stages.execute.program import Recorder
 from pipeline.stages.execute.weights import Weights

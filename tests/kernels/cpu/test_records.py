@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.kernels.record_inputs import RecordInputs
 from pipeline.kernels.records import write_records
-from pipeline.records import logprob_dtype
+from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.samplers import LEVELS, Rows, load
 
 INF = float("inf")

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.kernels.triton.draw import BLOCK
 from pipeline.kernels.triton.record import RecordScratch, records, stats
-from pipeline.records import logprob_dtype
+from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.test_records import expected
 
 INF, NAN = float("inf"), float("nan")

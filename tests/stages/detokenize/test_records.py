@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.records import logprob_bytes
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.detokenize.sequences import Sequences
 from tests.fakes import record
 from tests.stages.detokenize.test_sequences import VOCABULARY, ids_of, opening

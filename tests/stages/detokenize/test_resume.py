@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.sequences import Sequences
 from tests.stages.detokenize.test_sequences import (
     BYTES,

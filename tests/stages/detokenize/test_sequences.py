@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.sequences import Sequences
-from pipeline.text import Text
-from pipeline.vocabulary import Vocabulary
+from pipeline.text.incremental_decoder import Text
+from pipeline.text.vocabulary import Vocabulary
 from tests.stages.detokenize.test_stops import expected
 from tests.stages.detokenize.vocabularies import byte_ids, byte_level
 

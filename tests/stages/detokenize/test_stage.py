@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import zmq
 
-from pipeline import messages as m
-from pipeline.channels import Inbox, Outbox, address_of
 from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.runtime.stage import Stage
 from pipeline.shm.arrays import Array, ShmRef
-from pipeline.stage import Stage
 from pipeline.stages.detokenize.stage import RETRY_S, Detokenize
-from pipeline.vocabulary import Vocabulary
-from tests.pipeline.test_channels import until
+from pipeline.text.vocabulary import Vocabulary
 from tests.rig import Rig
+from tests.runtime.test_channels import until
 from tests.stages.detokenize.test_sequences import Told, ids_of, opening
 from tests.stages.detokenize.vocabularies import byte_level
 

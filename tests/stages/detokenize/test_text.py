@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from pipeline.text import Text
-from pipeline.vocabulary import Vocabulary
+from pipeline.text.incremental_decoder import Text
+from pipeline.text.vocabulary import Vocabulary
 from tests.stages.detokenize.vocabularies import CHARACTERS, byte_fallback, byte_ids, byte_level
 
 LEVEL = Vocabulary(byte_level())

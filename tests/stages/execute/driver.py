@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.runtime import messages as m
 from pipeline.stages.execute.runner import Runner, Sampled
 from pipeline.stages.execute.torch_program import TorchProgram
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.kernels.cpu.levels import available
 from pipeline.kernels.matrix import Format, quantize
-from pipeline.model_folder import ModelConfig, format_key
+from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute import backend
 from pipeline.stages.execute.native_program import NativeProgram
 from pipeline.stages.execute.runner import Runner

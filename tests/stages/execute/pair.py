@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import messages as m
 from pipeline.config.settings import Execute, Schedule, Settings
-from pipeline.messages import Finish
-from pipeline.records import embedding_bytes, logprob_bytes
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
+from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.runner import Runner
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import messages as m
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.messages import Finish
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.runner import Runner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings, take

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import messages as m
 from pipeline.errors import UserError
+from pipeline.runtime import messages as m
 from pipeline.stages.execute.native_program import NativeProgram, layer_bytes
 from pipeline.stages.execute.runner import Runner
 from pipeline.stages.execute.torch_program import TorchProgram

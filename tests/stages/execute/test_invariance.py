@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.execute.native_program import NativeProgram
 from pipeline.stages.execute.runner import Runner
 from tests.stages.execute import checkpoints

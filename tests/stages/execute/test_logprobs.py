@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import messages as m
 from pipeline.kernels.records import log_softmax
-from pipeline.records import logprob_dtype
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipeline.messages import NOTHING_LEFT, Finish
+from pipeline.runtime.messages import NOTHING_LEFT, Finish
 from pipeline.stages.execute import masks as masks_module
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, sampling, write
 

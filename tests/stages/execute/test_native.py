@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from pipeline import messages as m
 from pipeline.kernels import rotary
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.matrix import Format
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.messages import Finish
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.native_program import MasksLate
 from pipeline.stages.execute.torch_program import TorchProgram
 from tests.stages.execute import checkpoints

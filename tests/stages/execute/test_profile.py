@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.cli.profile.report import as_json
+from pipeline.cli.profile.results import Case, Plan, Profile, Rates
+from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu.build import BuildError
 from pipeline.kernels.cpu.levels import available
 from pipeline.kernels.cpu.peaks import Peaks
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
-from pipeline.model_folder import ModelConfig
-from pipeline.profile.report import as_json
-from pipeline.profile.results import Case, Plan, Profile, Rates
-from pipeline.profile.shapes import SHAPES
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute import measure as module
 from pipeline.stages.execute import profile as entry
 from pipeline.stages.execute.measure import Samples, fill, floor_s, measure, overlapped_s, summarize

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import messages as m
-from pipeline.records import logprob_dtype
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.driver import Driver, row_add, settings

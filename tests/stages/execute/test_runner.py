@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.messages import Finish
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.runner import Runner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline import topology
 from pipeline.config.settings import Execute, Schedule, Settings
-from pipeline.recording.compare import compare
-from pipeline.recording.replaying import replay
-from pipeline.records import embedding_bytes, logprob_bytes
+from pipeline.replay.compare import compare
+from pipeline.replay.replaying import replay
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
 from tests.stages.execute import checkpoints

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.kernels.matrix import Format, quantize
-from pipeline.model_folder import format_key
+from pipeline.runtime.model_folder import format_key
 from pipeline.stages.execute.weights import Weights
 from tests.stages.execute.checkpoints import config_of
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.execute.runner import Runner
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler

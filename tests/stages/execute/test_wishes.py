@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import messages as m
 from pipeline.kernels.draw_inputs import DrawInputs
 from pipeline.kernels.shaping import bits_of
+from pipeline.runtime import messages as m
 from pipeline.stages.execute.program import MasksLate
 from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.wants import shaping_of

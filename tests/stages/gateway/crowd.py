@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import psutil
 
-from pipeline import messages as m
-from pipeline.process import Child
+from pipeline.runtime import messages as m
+from pipeline.supervisor.process import Child
 from tests.rig import PATIENCE_S, Rig
 from tests.stages.gateway.gate import CHAT, END, Gate
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from pipeline import messages as m
 from pipeline.config.settings import Chat, Gateway, Schedule, Settings
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime import messages as m
+from pipeline.runtime.model_folder import ModelConfig
 from tests.rig import PATIENCE_S, Rig
 
 FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 

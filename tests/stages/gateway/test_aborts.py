@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway import aborts
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, MODEL, Gate, events_of, read_until
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline import topology
+from pipeline.client import protocol as p
 from pipeline.config.settings import Gateway, Settings
-from pipeline.messages import Finish
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import MAX_RETRY_S, Admission
 from pipeline.stages.gateway.errors import ApiError
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate

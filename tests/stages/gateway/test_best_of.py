@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.client import AsyncClient
-from pipeline.sampling_params import SamplingParams
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.best_of import best
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import parse_completion, parse_generate

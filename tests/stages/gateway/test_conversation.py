@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Chat
 from pipeline.config.settings import Limits as Caps
-from pipeline.formats.chat_formats import ChatFormats
-from pipeline.formats.tool_format import AddedToken
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.conversation import ReplyForm
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parse import Ask, Limits, parse_chat, parse_tokenize
+from pipeline.text.formats.chat_formats import ChatFormats
+from pipeline.text.formats.tool_format import AddedToken
 
 HERMES = ChatFormats.of("", Chat(tool_format="hermes"))
 THINKING = ChatFormats.of("", Chat(tool_format="hermes", reasoning_format="qwen3"))

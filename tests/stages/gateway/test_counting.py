@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.messages import Finish
-from pipeline.stats import GatewayCounts, HistogramCounts, ServerStats, StageCounts
-from pipeline.times import HOPS, CallTimes
+from pipeline.client import protocol as p
+from pipeline.metrics.request_timings import HOPS, CallTimes
+from pipeline.metrics.stats import GatewayCounts, HistogramCounts, ServerStats, StageCounts
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of, read_until
 from tests.stages.gateway.peers import RawPeer

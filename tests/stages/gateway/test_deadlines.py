@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.client import AsyncClient, RequestError
-from pipeline.messages import Finish
-from pipeline.sampling_params import SamplingParams
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient, RequestError
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway import deadlines
 from pipeline.stages.gateway.deadlines import Deadlines
 from tests.rig import PATIENCE_S

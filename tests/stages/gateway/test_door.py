@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 import zmq
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.client import AsyncClient, Client, ConnectionLost, Output, RequestError, Stream
-from pipeline.sampling_params import SamplingParams
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient, Client, ConnectionLost, Output, RequestError, Stream
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.structured_params import StructuredOutputsParams
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway import door as door_module
 from pipeline.stages.gateway import door_socket, door_stream
-from pipeline.structured_params import StructuredOutputsParams
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, MODEL, Gate
 from tests.stages.gateway.peers import HELLO, RawPeer, until
@@ -984,7 +984,7 @@ class TestTheBlockingClient:
         until(lambda: not client_threads(), f"no thread is left: {client_threads()}")
 
     def test_one_that_is_never_closed_lets_its_program_end(self, gate: Gate) -> None:
-        program = f"from pipeline.client import Client\nclient = Client({address_of(gate)!r})\nprint(client.info.model)"
+        program = f"from pipeline import Client\nclient = Client({address_of(gate)!r})\nprint(client.info.model)"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{MODEL}\n", "")
 

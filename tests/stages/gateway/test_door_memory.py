@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 from pipeline.stages.gateway import door as door_module
 from pipeline.stages.gateway import door_socket, zmtp
 from tests.rig import PATIENCE_S

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.client import AsyncClient, Client, Output, RequestError
-from pipeline.sampling_params import SamplingParams
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient, Client, Output, RequestError
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer

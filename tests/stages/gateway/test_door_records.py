@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pipeline import AsyncLLM, Logprob, RequestOutput
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.client import AsyncClient
-from pipeline.sampling_params import SamplingParams
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.runtime import messages as m
 from tests.fakes import logprob, record
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway import parse
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate, events_of
 from tests.stages.gateway.test_parse import LIMITS, refused

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.embeddings import parse_embeddings
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.test_sampling_fields import KNOWN, refused_by

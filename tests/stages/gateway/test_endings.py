@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, END, FACTS, Gate, ends_with_an_error, events_of, read_until
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline import messages as m
-from pipeline import protocol as p
-from pipeline.api_keys import Keys
+from pipeline.client import protocol as p
+from pipeline.runtime import messages as m
+from pipeline.runtime.api_keys import Keys
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from pipeline.version import VERSION
 from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, NONE_CACHED, Gate

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.records import logprob_dtype
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.stages.gateway.logprobs import IMPOSSIBLE
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
 from tests.stages.gateway.test_text_offsets import cut, expected

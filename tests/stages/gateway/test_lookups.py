@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parse import Limits, parse_detokenize, parse_tokenize
 from tests.stages.gateway.gate import CHAT, FACTS, MODEL, Gate
 from tests.stages.gateway.test_parse import refused

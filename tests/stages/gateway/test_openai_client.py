@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.test_guard import RIGHT, locked
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline import messages as m
-from pipeline import protocol as p
+from pipeline.client import protocol as p
 from pipeline.config.settings import Gateway
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.bodies import NEUTRAL, Body, ChatBody, CompletionBody
 from pipeline.stages.gateway.embeddings import EmbeddingsBody, parse_embeddings
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS, ApiError

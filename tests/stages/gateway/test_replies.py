@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Chat
+from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, MODEL, Gate, events_of, read_until
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway import resets
 from tests.stages.gateway.gate import Gate
 

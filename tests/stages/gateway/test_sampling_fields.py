@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits as Caps
-from pipeline.records import logprob_bytes
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway import sampling_fields
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.id_details import IdDetails

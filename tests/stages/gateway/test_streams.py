@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway import writing
 from tests.stages.gateway.gate import (
     CHAT,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parse import Limits, parse_chat, parse_completion
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.test_parse import chat, completion

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.gateway.tokens_only import parse_tokens_only
 from tests.stages.gateway.gate import (
     CHAT,

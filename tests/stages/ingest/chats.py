@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pipeline.messages import ChatMessage, ChatPrompt, ToolCall
+from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest import conversation
 from pipeline.stages.ingest.budget import Budget
 from pipeline.stages.ingest.template import ChatTemplate

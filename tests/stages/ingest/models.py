@@ -5,10 +5,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits
-from pipeline.messages import ExecuteFacts
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import ExecuteFacts
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.ingest.chats import Chats
 from pipeline.stages.ingest.prompt import Prompts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.messages import ChatMessage, ChatPrompt
+from pipeline.runtime.messages import ChatMessage, ChatPrompt
 from pipeline.stages.ingest.budget import MAX_VALUE_CHARS, Budget, OutOfTime, TooLarge
 from pipeline.stages.ingest.chats import Chats, NeedsTime
 from pipeline.stages.ingest.template import ChatTemplate, TemplateFailure

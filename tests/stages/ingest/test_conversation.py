@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.messages import ChatMessage, ChatPrompt, ToolCall
+from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.conversation import OWN_FIELDS, BadChat, variables
 from pipeline.stages.ingest.template import TemplateFailure
 from pipeline.stages.ingest.wants import Wants

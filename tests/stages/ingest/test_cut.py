@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits
+from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt as prompt_module
 from pipeline.stages.ingest.prompt import Prompts, Refusal
 from tests.stages.ingest import models as tiny

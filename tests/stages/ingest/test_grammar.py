@@ -13,12 +13,12 @@ import msgspec
 import psutil
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Limits, Settings
-from pipeline.formats.tool_format import Lark
+from pipeline.runtime import messages as m
 from pipeline.stages.ingest import grammar as grammar_module
 from pipeline.stages.ingest.grammar import Grammars
 from pipeline.stages.ingest.prompt import Refusal
+from pipeline.text.formats.tool_format import Lark
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS
 from tests.stages.ingest import models as tiny

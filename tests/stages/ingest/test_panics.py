@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from pipeline import messages as m
-from pipeline.messages import PromptOptions
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import PromptOptions
 from pipeline.stages.ingest import shape
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.bad_words import BadWord, as_ids

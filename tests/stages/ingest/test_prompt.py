@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers import models as tokenizer_models
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt as prompt_module
 from pipeline.stages.ingest.longest_id import longest_id_bytes
 from pipeline.stages.ingest.prompt import Prompts, Refusal

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Chat, Settings
 from pipeline.grammars.engine import Engine
+from pipeline.runtime import messages as m
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 

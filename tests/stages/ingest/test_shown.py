@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.messages import PromptOptions
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import PromptOptions
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest.shown import Shown
 from pipeline.stages.ingest.stage import MANY_IDS

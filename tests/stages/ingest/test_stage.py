@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline import messages as m
 from pipeline.config.settings import Ingest, Limits, Settings
+from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.prompt import Prompts
@@ -177,7 +177,7 @@ def test_stopping_waits_for_the_text_being_encoded_but_not_for_those_behind(
 
 
 def test_what_a_full_edge_refuses_is_sent_when_there_is_room(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.channels import Outbox
+    from pipeline.runtime.channels import Outbox
 
     counter = itertools.count()
     really = Outbox.send

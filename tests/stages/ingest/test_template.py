@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import ChatMessage, ChatPrompt
+from pipeline.runtime.messages import ChatMessage, ChatPrompt
 from pipeline.stages.ingest.template import MAX_WORDS_CHARS, ChatTemplate, TemplateFailure, TextTooLong
 from tests.stages.ingest import chats
 

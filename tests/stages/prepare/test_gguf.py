@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config.settings import Settings
-from pipeline.model_folder import Llama3Rope, ModelConfig
+from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
 from pipeline.stages.prepare.gguf_tokenizer import Vocabulary
 from pipeline.stages.prepare.source import ModelError

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import files, folder, gguf_file, gguf_model, hub, tensors, tokenizer_probe, wheel
 from pipeline.stages.prepare.files import find
 from pipeline.stages.prepare.progress import Silence

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, FakeHub, Repo
 from tests.stages.prepare.test_architectures import IDS, expected, logits

@@ -10,10 +10,10 @@ import pytest
 import zmq
 from tokenizers import Tokenizer
 
-from pipeline import messages as m
-from pipeline.channels import Inbox, address_of
 from pipeline.config.settings import Settings
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Inbox, address_of
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import stage as prepare_stage
 from pipeline.stages.prepare.progress import Bar, Lines, for_stream
 from pipeline.stages.prepare.source import ModelError

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as np_st
 from transformers import LlamaForCausalLM
 
 from pipeline.config.settings import Settings
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import weight_file
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.source import ModelError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Settings, Supervisor
-from pipeline.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import source as source_module
 from pipeline.stages.prepare.source import ModelError, Pin
 from pipeline.stages.prepare.stage import prepare

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.messages import Finish
+from pipeline.metrics.stats import HistogramCounts
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.limits import Limits
-from pipeline.stats import HistogramCounts
 from tests.stages.schedule.test_scheduler import Bench
 
 

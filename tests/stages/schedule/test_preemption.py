@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.messages import Finish
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.limits import Limits, Means
 from tests.stages.schedule.test_scheduler import Bench, limits
 

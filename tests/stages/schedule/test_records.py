@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.messages import Finish
-from pipeline.records import logprob_bytes
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
 from tests.fakes import FakeExecutor, expected, record

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Schedule, Settings
+from pipeline.runtime import messages as m
 from pipeline.stages.schedule.blocks import BlockPool
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.scheduler import Limits

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pipeline import messages as m
-from pipeline.messages import Finish
-from pipeline.records import logprob_bytes
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.limits import Limits, Means
 from pipeline.stages.schedule.policy import Name
 from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Scheduler

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.batches import BATCHES
-from pipeline.channels import Outbox
 from pipeline.config.settings import Execute, Gateway, Schedule, Settings
-from pipeline.messages import Finish
+from pipeline.metrics.batch_size_buckets import BATCHES
+from pipeline.metrics.stats import ScheduleCounts, StageCounts
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Outbox
+from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.outgoing import Outgoing
-from pipeline.stats import ScheduleCounts, StageCounts
 from tests.fakes import FakeExecutor, expected
 from tests.rig import PATIENCE_S, Rig, raw
 

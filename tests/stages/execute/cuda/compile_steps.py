@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from pipeline.cli.profile.shapes import SHAPES as SMALL
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.triton import device_matrix
 from pipeline.kernels.triton.rows import NUM_FIELDS, Rows
-from pipeline.profile.shapes import SHAPES as SMALL
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.graphs import Kind, Steps
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv

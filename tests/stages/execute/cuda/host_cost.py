@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import messages as m
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.runtime import messages as m
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from tests.stages.execute import checkpoints

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.check.cases import Plan
+from pipeline.cli.check.cases import Plan
 from pipeline.config.settings import Execute, Settings
 from pipeline.errors import UserError
 from pipeline.stages.execute import check
@@ -57,7 +57,7 @@ def test_float32_on_the_device_is_what_torch_makes_of_it(tmp_path: Path) -> None
 
 def test_without_a_gpu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    monkeypatch.setattr("pipeline.gpu.is_interpreted", lambda: False)
+    monkeypatch.setattr("pipeline.supervisor.gpu.is_interpreted", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(UserError, match=r"execute\.device is 'cuda', but the torch that is installed"):
         list(check.compute(SETTINGS, tmp_path, Plan([[5, 6, 7]])))

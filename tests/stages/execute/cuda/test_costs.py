@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.cli.profile.results import Case, Rates
 from pipeline.kernels.triton import attention, attention_decode, skinny, vector, widen
-from pipeline.profile.results import Case, Rates
 from pipeline.stages.execute.cuda.costs import Cost, Samples, costs_of, op_of, summarize
 from pipeline.stages.execute.cuda.launches import Launches
 from tests.stages.execute import checkpoints

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import messages as m
+from pipeline.runtime import messages as m
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 from tests.stages.execute.driver import i32, make_step, row_add, take

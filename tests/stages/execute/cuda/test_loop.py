@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
-from pipeline.recording.compare import compare
-from pipeline.recording.replaying import replay
+from pipeline.replay.compare import compare
+from pipeline.replay.replaying import replay
+from pipeline.runtime import messages as m
 from pipeline.stages.execute.cuda.flight import Flight
 from pipeline.stages.execute.cuda.loop import seconds_of
 from tests.rig import Rig

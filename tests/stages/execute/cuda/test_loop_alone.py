@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline import messages as m
 from pipeline.config.settings import Settings
-from pipeline.recording import format as f
-from pipeline.recording.player import ReplayInbox, ReplayTape
-from pipeline.recording.tape import Tape
+from pipeline.replay import format as f
+from pipeline.replay.player import ReplayInbox, ReplayTape
+from pipeline.runtime import messages as m
+from pipeline.runtime.replay_context import Tape
 from pipeline.stages.execute.cuda import loop as loops
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.flight import Flight

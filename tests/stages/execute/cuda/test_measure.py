@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
+from pipeline.cli.profile.report import as_json, as_tables, console
+from pipeline.cli.profile.results import Case, Plan, Profile
+from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.errors import UserError
-from pipeline.profile.report import as_json, as_tables, console
-from pipeline.profile.results import Case, Plan, Profile
-from pipeline.profile.shapes import SHAPES
 from pipeline.stages.execute import profile as entry
 from pipeline.stages.execute.cuda import measure as module
 from pipeline.stages.execute.cuda.launches import Launches, traced
@@ -116,7 +116,7 @@ def test_steps_that_have_no_room_are_refused(changes: dict[str, Any], words: str
 
 def test_without_a_gpu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIGHT.save(tmp_path)
-    monkeypatch.setattr("pipeline.gpu.is_interpreted", lambda: False)
+    monkeypatch.setattr("pipeline.supervisor.gpu.is_interpreted", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
     for plan in (PLAN, msgspec.structs.replace(PLAN, shape=None)):
         with pytest.raises(UserError, match=r"execute\.device is 'cuda', but the torch that is installed"):

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import messages as m
 from pipeline.kernels.triton.rows import Field, StepArrays
-from pipeline.messages import Finish
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.schedule.limits import Limits
 from tests.fakes import EMPTY

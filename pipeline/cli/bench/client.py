@@ -1,0 +1,137 @@
+"""Requests over HTTP to a server that speaks the OpenAI API."""
+
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+
+from pipeline.cli.bench.tally import Tally, error_text
+
+MAX_SHOWN_BYTES = 300
+
+
+class Record(msgspec.Struct):
+    """What became of one request. Times are in seconds of `perf_counter`."""
+
+    sent_s: float
+    ended_s: float
+    arrivals: list[float]
+    """When each chunk of text came."""
+    prompt_tokens: int
+    completion_tokens: int
+    has_usage: bool
+    """Whether the server counted the tokens; else `completion_tokens` are chunks."""
+    error: str | None = None
+
+
+class ServerError(Exception):
+    """The server can't be used, in words for the user."""
+
+
+class Client:
+    """Requests to one model of one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, endpoint: str) -> None:
+        self._session = session
+        self._base = base_of(url)
+        self.model = model
+        self._endpoint = endpoint
+        self._url = self._base + ("/chat/completions" if endpoint == "chat" else "/completions")
+
+    async def find_model(self) -> None:
+        """Take the model that the server lists first. Raises ServerError."""
+        body = await self._json("GET", f"{self._base}/models")
+        match body:
+            case {"data": [{"id": str() as model}, *_]}:
+                self.model = model
+            case _:
+                raise ServerError(f"{self._base}/models lists no model; name one with --model")
+
+    async def count_tokens(self, prompt: str, options: dict[str, Any]) -> int:
+        """How many tokens the server makes of a prompt, by asking for one token. Raises ServerError."""
+        body = await self._json("POST", self._url, self._body(prompt, options | {"max_tokens": 1}))
+        match body:
+            case {"usage": {"prompt_tokens": int() as num_tokens}} if num_tokens > 0:
+                return num_tokens
+        raise ServerError(f"{self._url} reports no usage, so that prompts can't be sized in tokens; give words")
+
+    async def generate(self, prompt: str, options: dict[str, Any], tally: Tally | None = None) -> Record:
+        """Stream one answer to its end. Errors of server and connection are in the record. Whoever gives the tally,
+        which has to be a new one, sees what has come before the end."""
+        data = self._body(prompt, options | {"stream": True, "stream_options": {"include_usage": True}})
+        tally = tally or Tally(self._endpoint)
+        sent_s = perf_counter()
+        try:
+            async with self._session.post(self._url, data=data) as response:
+                if response.status == 200:
+                    async for blob in response.content.iter_any():
+                        tally.feed(blob, perf_counter())
+                    tally.end(perf_counter())
+                else:
+                    tally.error = f"{response.status}: {message_of(await response.read())}"
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            tally.error = reason_of(error)
+        return Record(
+            sent_s,
+            perf_counter(),
+            tally.arrivals,
+            tally.prompt_tokens,
+            tally.completion_tokens,
+            tally.has_usage,
+            tally.error,
+        )
+
+    def _body(self, prompt: str, options: dict[str, Any]) -> bytes:
+        if self._endpoint == "chat":
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+        else:
+            asked = {"prompt": prompt}
+        return orjson.dumps({"model": self.model} | asked | options)
+
+    async def _json(self, method: str, url: str, data: bytes | None = None) -> Any:
+        try:
+            async with self._session.request(method, url, data=data) as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise ServerError(f"{url} answers {response.status}: {message_of(body)}")
+                return orjson.loads(body)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{url} can't be reached: {reason_of(error)}") from error
+        except orjson.JSONDecodeError as error:
+            raise ServerError(f"{url} does not answer with JSON") from error
+
+
+def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
+    """A session for any number of connections; `timeout_s` is each request's deadline."""
+    headers = {"content-type": "application/json"}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
+    return aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
+    )
+
+
+def base_of(url: str) -> str:
+    """The address of the API, with the `/v1` that may or may not have been given."""
+    url = url.rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def message_of(body: bytes) -> str:
+    """What an answer says that is an error: its message, or the beginning of what came instead of one."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        parsed = None
+    return body[:MAX_SHOWN_BYTES].decode("utf-8", "replace").strip() if parsed is None else error_text(parsed)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why there is no answer."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__

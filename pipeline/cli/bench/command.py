@@ -1,0 +1,146 @@
+"""`pipeline bench`: from options to a report."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from pipeline.cli.bench import words
+from pipeline.cli.bench.client import Client, Record, ServerError, open_session
+from pipeline.cli.bench.loop import ClosedLoop, Level, Plan
+from pipeline.cli.bench.measure import Summary, summarize
+from pipeline.cli.bench.options import Length, Workload, workload_of
+from pipeline.cli.bench.report import Report, as_json, as_table, console
+from pipeline.cli.out_file import require_writable, writing
+from pipeline.config.load import ConfigError
+from pipeline.runtime.api_keys import keep_out_of_core_dumps, of_client
+from pipeline.version import VERSION
+
+REFRESH_S = 0.5
+"""The progress bar is drawn no oftener: it would take time from the server."""
+
+CALIBRATION_WORDS = (16, 116)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report. Returns 1 where a request failed or the server can't be used. Raises ConfigError."""
+    workload = workload_of(args)
+    _check(workload)
+    if args.json and args.json != "-":
+        require_writable(Path(args.json), "--json")
+    try:
+        report = _run_loop(_measure(args, workload))
+    except ServerError as error:
+        print(f"pipeline bench: error: {error}", file=sys.stderr)
+        return 1
+    if args.json == "-":
+        sys.stdout.buffer.write(as_json(report))
+    else:
+        console().print(as_table(report))
+        if args.json:
+            with writing(Path(args.json), "--json"):
+                Path(args.json).write_bytes(as_json(report))
+    for level in report.levels:
+        for reason, count in level.errors.items():
+            print(f"pipeline bench: error: {level.concurrency} streams: {count} × {reason}", file=sys.stderr)
+    return 1 if any(level.num_errors for level in report.levels) else 0
+
+
+def _check(workload: Workload) -> None:
+    """Raise ConfigError where the lengths do not go together."""
+    prompt, shared = workload.prompt, workload.shared_prefix
+    if shared.count and shared.unit == prompt.unit and shared.count >= prompt.count:
+        raise ConfigError(
+            [f"--shared-prefix-{shared.unit} {shared.count}: needs less than the prompt's {prompt.count}"]
+        )
+
+
+def _run_loop(work: Coroutine[Any, Any, Report]) -> Report:
+    try:
+        import uvloop
+    except ImportError:  # not to be had on every platform that can measure
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+async def _measure(args: argparse.Namespace, workload: Workload) -> Report:
+    if key := of_client(args.api_key):
+        keep_out_of_core_dumps()
+    async with open_session(key, args.timeout) as session:
+        client = Client(session, args.url, args.model, workload.endpoint)
+        if client.model == "auto":
+            await client.find_model()
+        calibration = await _calibrate(client, workload)
+        num_words = _num_words(workload.prompt, calibration)
+        num_shared = min(_num_words(workload.shared_prefix, calibration), num_words - 1)
+        levels: list[Summary] = []
+        with _Bar() as bar:
+            for concurrency in workload.concurrencies:
+                level = await _level(client, workload, concurrency, (num_words, num_shared), bar)
+                levels.append(summarize(level))
+        return Report(args.url, client.model, VERSION, workload, levels)
+
+
+async def _calibrate(client: Client, workload: Workload) -> words.Calibration | None:
+    """How the server counts words; None where all lengths are in words anyway."""
+    if all(length.unit == "words" or length.count == 0 for length in (workload.prompt, workload.shared_prefix)):
+        return None
+    tokens = [
+        await client.count_tokens(words.text(f"{workload.seed}/calibration", count), {"temperature": 0})
+        for count in CALIBRATION_WORDS
+    ]
+    return words.Calibration.between(CALIBRATION_WORDS, (tokens[0], tokens[1]))
+
+
+def _num_words(length: Length, calibration: words.Calibration | None) -> int:
+    if length.unit == "words" or length.count == 0:
+        return length.count
+    assert calibration is not None
+    return calibration.words_for(length.count)
+
+
+async def _level(client: Client, workload: Workload, concurrency: int, lengths: tuple[int, int], bar: "_Bar") -> Level:
+    options: dict[str, Any] = {"temperature": workload.temperature}
+    if workload.ignore_eos:
+        options["ignore_eos"] = True
+
+    async def generate(name: str, part: float) -> Record:
+        prompt = words.prompt(workload.seed, f"{concurrency}/{name}", *lengths)
+        return await client.generate(prompt, options | {"max_tokens": max(1, round(part * workload.output_tokens))})
+
+    plan = Plan(concurrency, workload.duration_s, workload.num_requests, workload.num_warmups)
+    bar.next(f"{concurrency} streams")
+    return await ClosedLoop(plan, generate, bar.update).run()
+
+
+class _Bar:
+    """Progress on standard error, where that is a terminal."""
+
+    def __init__(self) -> None:
+        screen = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn())
+        self._progress = Progress(*columns, console=screen, auto_refresh=False, transient=True)
+        self._progress.disable = not screen.is_terminal
+        self._task = self._progress.add_task("", total=1.0)
+        self._drawn_s = 0.0
+
+    def __enter__(self) -> "_Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def next(self, description: str) -> None:
+        self._progress.update(self._task, description=description, completed=0.0, refresh=True)
+
+    def update(self, loop: ClosedLoop) -> None:
+        if perf_counter() - self._drawn_s >= REFRESH_S:
+            self._drawn_s = perf_counter()
+            self._progress.update(self._task, completed=loop.done, refresh=True)

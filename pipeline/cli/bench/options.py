@@ -1,0 +1,145 @@
+"""What can be asked of a measurement."""
+
+import argparse
+import secrets
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.cli import option_types as types
+
+
+class Length(msgspec.Struct, frozen=True):
+    """Of a prompt."""
+
+    count: int
+    unit: Literal["tokens", "words"]
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """What is sent, and how long for."""
+
+    concurrencies: tuple[int, ...]
+    prompt: Length
+    shared_prefix: Length
+    """The part of the prompt that all of them have in common."""
+    output_tokens: int
+    duration_s: float
+    num_requests: int | None
+    num_warmups: int
+    seed: int
+    endpoint: str
+    ignore_eos: bool
+    temperature: float
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """A workload's defaults."""
+
+    concurrency: tuple[int, ...]
+    prompt: Length
+    shared_prefix: Length
+    output_tokens: int
+
+
+NO_PREFIX = Length(0, "tokens")
+DECODE = Preset((1, 8, 32), Length(128, "tokens"), NO_PREFIX, 128)
+PREFILL = Preset((1,), Length(800, "words"), NO_PREFIX, 1)
+SHARED = Preset((16,), Length(650, "words"), Length(600, "words"), 64)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `pipeline bench`."""
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--url", type=types.http_url, default="http://127.0.0.1:8000", help="where it is; by default %(default)s"
+    )
+    server.add_argument("--model", default="auto", help="name to ask for; by default the first that it lists")
+    server.add_argument(
+        "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
+    )
+    server.add_argument("--api-key", type=types.api_key, help="sent as a bearer token; by default $PIPELINE_API_KEY")
+    server.add_argument(
+        "--timeout", type=types.duration, default=600.0, metavar="TIME", help="deadline of each request; by default 10m"
+    )
+
+    load = parser.add_argument_group("load", "Options that are not given come from the workload, `decode` by default.")
+    presets = load.add_mutually_exclusive_group()
+    _preset(presets, "--decode", DECODE, "128 tokens in and 128 out at concurrency 1, 8 and 32")
+    _preset(presets, "--prefill", PREFILL, "prompts of 800 words and one token out, one at a time")
+    _preset(presets, "--shared", SHARED, "16 streams that share a prefix of 600 words, 50 words of their own, 64 out")
+    load.add_argument("--concurrency", type=_concurrencies, metavar="N,N…", help="streams at once, one level for each")
+    prompt = load.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt-tokens", type=_tokens, dest="prompt", metavar="N", help="length of a prompt, about")
+    prompt.add_argument("--prompt-words", type=_words, dest="prompt", metavar="N", help="the same, in words")
+    prefix = load.add_mutually_exclusive_group()
+    prefix.add_argument(
+        "--shared-prefix-tokens", type=_tokens, dest="prefix", metavar="N", help="part of it that all prompts share"
+    )
+    prefix.add_argument("--shared-prefix-words", type=_words, dest="prefix", metavar="N", help="the same, in words")
+    load.add_argument("--output-tokens", type=types.positive, metavar="N", help="tokens to ask for")
+    load.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask for exactly so many tokens; not every server knows this field, and --no-ignore-eos leaves it out",
+    )
+    load.add_argument(
+        "--temperature", type=types.temperature, default=0.0, help="of sampling; by default 0, which is greedy"
+    )
+    load.add_argument(
+        "--seed",
+        type=types.natural,
+        help="of the prompts; by default drawn anew each time, so that no cache knows them",
+    )
+
+    extent = parser.add_argument_group("extent")
+    lasting = extent.add_mutually_exclusive_group()
+    lasting.add_argument(
+        "--duration", type=types.duration, default=20.0, metavar="TIME", help="of each level, as 2m; by default 20s"
+    )
+    lasting.add_argument("--num-requests", type=types.positive, metavar="N", help="requests of each level instead")
+    extent.add_argument(
+        "--warmup",
+        type=types.natural,
+        default=1,
+        metavar="N",
+        help="requests that each stream makes before it counts; by default %(default)s",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all numbers there; - is standard output, without the table"
+    )
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The workload that the options make."""
+    preset: Preset = args.preset or DECODE
+    return Workload(
+        concurrencies=args.concurrency or preset.concurrency,
+        prompt=args.prompt or preset.prompt,
+        shared_prefix=args.prefix or preset.shared_prefix,
+        output_tokens=args.output_tokens or preset.output_tokens,
+        duration_s=args.duration,
+        num_requests=args.num_requests,
+        num_warmups=args.warmup,
+        seed=secrets.randbelow(2**32) if args.seed is None else args.seed,
+        endpoint=args.endpoint,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+    )
+
+
+def _preset(group: Any, option: str, preset: Preset, words: str) -> None:
+    group.add_argument(option, dest="preset", action="store_const", const=preset, help=words)
+
+
+def _tokens(text: str) -> Length:
+    return Length(types.natural(text), "tokens")
+
+
+def _words(text: str) -> Length:
+    return Length(types.natural(text), "words")
+
+
+def _concurrencies(text: str) -> tuple[int, ...]:
+    return tuple(types.positive(part.strip()) for part in text.split(","))

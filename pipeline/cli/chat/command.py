@@ -1,0 +1,115 @@
+"""`pipeline chat`: which server to talk to, and then the talk."""
+
+import argparse
+import asyncio
+import secrets
+import sys
+from typing import Any
+
+import msgspec
+
+from pipeline.cli.chat.connection import AnswerError, Connection
+from pipeline.cli.chat.conversation import Conversation
+from pipeline.cli.chat.dialogue import FAILED, Dialogue
+from pipeline.cli.chat.options import DEFAULT_URL
+from pipeline.cli.chat.reader import Reader
+from pipeline.cli.chat.screen import Screen
+from pipeline.client.embedded.log import http_address
+from pipeline.client.embedded.server import OwnServer
+from pipeline.client.progress import StartStatus
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+from pipeline.errors import StartError, UserError
+from pipeline.runtime.api_keys import SERVER_VARIABLE, keep_out_of_core_dumps, of_client
+
+LOOK_S = 0.1
+"""How often the log of a server that starts is looked at."""
+LAST_WORDS_S = 2.0
+"""How long our own server may take to end once it is gone, and so to say why."""
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Talk until the end. Returns the exit code. Raises ConfigError for options that do not go together."""
+    if args.url and (args.config or args.set):
+        raise ConfigError(["--url: --config and --set are for a server of this command's own"])
+    screen = Screen(is_live=sys.stdin.isatty() and sys.stdout.isatty())
+    with asyncio.Runner() as runner:
+        own: OwnServer | None = None
+        connection: Connection | None = None
+        try:
+            connection, url = _running(args, runner)
+            if connection is None:
+                key = secrets.token_urlsafe()  # others on this machine may find its port
+                own = OwnServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
+                url = _started(own)
+                connection = runner.run(_connect(args, url, None, key))
+            screen.remark(f"{connection.model} at {url} · /help lists commands, Ctrl-D ends")
+            dialogue = Dialogue(
+                runner, connection, Conversation(args.system), _options(args), screen, lambda: _why_gone(own)
+            )
+            return dialogue.run(Reader(screen.is_live))
+        except (AnswerError, UserError) as error:
+            print(f"pipeline chat: error: {error}", file=sys.stderr)
+            return FAILED
+        finally:
+            if connection is not None:
+                runner.run(connection.close())
+            if own is not None:
+                own.close()
+
+
+def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[Connection | None, str]:
+    """The server that runs already, if that is what is wanted. Raises AnswerError where it can't be talked to."""
+    model = getattr(args, "model", None)
+    if args.url:
+        return runner.run(_connect(args, args.url, model)), args.url
+    if model or args.config or args.set:
+        return None, ""
+    try:
+        return runner.run(_connect(args, DEFAULT_URL, None)), DEFAULT_URL
+    except AnswerError as error:
+        if error.is_gone:
+            return None, ""  # nobody listens there
+        raise AnswerError(f"{error}; give --url for another server, or --model for one of its own") from error
+
+
+async def _connect(args: argparse.Namespace, url: str, model: str | None, key: str | None = None) -> Connection:
+    if key := key or of_client(args.api_key):
+        keep_out_of_core_dumps()
+    connection = Connection(url, model, key, args.timeout)
+    try:
+        if model is None:
+            await connection.find_model()
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+def _own_settings(settings: Settings) -> Settings:
+    """Settings of a server that nobody else is to find; its log has to say when it is ready."""
+    gateway = msgspec.structs.replace(settings.gateway, host="127.0.0.1", port=0, api_keys_file="")
+    return msgspec.structs.replace(settings, gateway=gateway, log_level="info")
+
+
+def _started(own: OwnServer) -> str:
+    """Wait until it serves. Returns its address. Raises StartError."""
+    with StartStatus(progress=True) as status:
+        while (url := http_address(own.log())) is None:
+            status.say(own.last_line())
+            if own.wait(LOOK_S):  # it has deadlines of its own, and ends when one is over
+                raise StartError(f"the server can't start: {own.reason()}")
+    return url
+
+
+def _why_gone(own: OwnServer | None) -> str | None:
+    """Why our own server is gone for good; None where it is somebody else's, or lives."""
+    if own is None or not own.wait(LAST_WORDS_S):
+        return None
+    return f"the server has ended: {own.reason()}"
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """What is asked for with every question."""
+    options = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens, "seed": args.seed}
+    return {name: value for name, value in options.items() if value is not None}

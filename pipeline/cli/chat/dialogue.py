@@ -1,0 +1,180 @@
+"""Questions and answers, until somebody has enough."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from pipeline.cli.chat.connection import Answer, AnswerError, Connection
+from pipeline.cli.chat.conversation import Conversation, Turn
+from pipeline.cli.chat.reader import Reader
+from pipeline.cli.chat.screen import Screen, described
+
+OK, FAILED = 0, 1
+
+HELP = '''\
+/help          this
+/reset         forget the conversation
+/retry         ask the last question again
+/system TEXT   tell the model TEXT before everything else; /system alone shows it, /system off takes it away
+/save FILE     write the conversation down, as JSON where the name ends in .json
+/quit          end, as Ctrl-D does
+
+A line that ends in \\ goes on in the next one, and lines between two """ are one question.
+Ctrl-C stops an answer.'''
+
+
+class Dialogue:
+    """Reads, asks, shows. `why_gone` is asked when the server is gone for good; it returns None where it may come
+    back."""
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        connection: Connection,
+        conversation: Conversation,
+        options: dict[str, Any],
+        screen: Screen,
+        why_gone: Callable[[], str | None],
+    ) -> None:
+        self._runner = runner
+        self._connection = connection
+        self._conversation = conversation
+        self._options = options
+        self._screen = screen
+        self._why_gone = why_gone
+        self._code = OK
+        self._is_over = False
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/retry": self._retry,
+            "/system": self._system,
+            "/save": self._save,
+            "/quit": self._quit,
+            "/exit": self._quit,
+        }
+
+    def run(self, reader: Reader) -> int:
+        """Until the end of what is read. Returns the exit code: 1 where a question had no answer, unless a person saw
+        it."""
+        while not self._is_over:
+            try:
+                question = reader.question()
+                if question is None:
+                    break
+                self._obey(question)
+            except KeyboardInterrupt:
+                if not self._screen.is_live:
+                    raise
+                self._screen.text("\n")
+                self._screen.remark("Ctrl-D or /quit ends the chat")
+        return self._code
+
+    def _obey(self, question: str) -> None:
+        """A command, or a question for the model."""
+        word, _, rest = question.partition(" ")
+        if word in self._commands:
+            self._commands[word](rest.strip())
+        elif self._screen.is_live and word.startswith("/") and "/" not in word[1:]:
+            self._screen.error(f"there is no command {word}; /help lists them")
+        else:
+            self._ask(question)
+
+    # -------------------------------------------------------------------------------------------------- an answer
+
+    def _ask(self, question: str) -> None:
+        answer = Answer(perf_counter())
+        pieces: list[str] = []
+        turns = self._conversation.with_question(question)
+        try:
+            self._runner.run(self._show(turns, answer, pieces))
+        except AnswerError as error:
+            self._failed(error)
+            return
+        except KeyboardInterrupt:
+            if not self._screen.is_live:
+                raise
+            self._screen.text("\n")
+            self._screen.remark("stopped")
+        self._screen.end_line()
+        if pieces or answer.finish_reason:
+            self._conversation.answered("".join(pieces))
+            self._screen.remark(described(answer))
+            self._remark_end(answer)
+
+    async def _show(self, turns: list[Turn], answer: Answer, pieces: list[str]) -> None:
+        async for text in self._connection.stream(turns, self._options, answer):
+            pieces.append(text)
+            self._screen.text(text)
+
+    def _failed(self, error: AnswerError) -> None:
+        """There is no answer: say what to do, or end where nothing can be done."""
+        reason = self._why_gone() if error.is_gone else None
+        self._screen.error(reason or str(error))
+        if error.is_gone and (reason or not self._screen.is_live):
+            self._code, self._is_over = FAILED, True
+        elif not self._screen.is_live:
+            self._code = FAILED
+        elif error.is_gone:
+            self._screen.remark("once the server is back, /retry asks again")
+        elif error.code == "context_length_exceeded" or "context" in str(error):
+            less = (
+                ", or end this chat and begin one with a smaller --max-tokens" if "max_tokens" in self._options else ""
+            )
+            self._screen.remark(f"the conversation is too long for the model: /reset, then /retry asks again{less}")
+        else:
+            self._screen.remark("/retry asks again")
+
+    def _remark_end(self, answer: Answer) -> None:
+        limit = self._options.get("max_tokens")
+        if answer.finish_reason == "length":
+            is_limit = limit is not None and (answer.num_tokens is None or answer.num_tokens >= limit)
+            self._screen.remark(
+                f"the answer was cut at --max-tokens {limit}"
+                if is_limit
+                else "the answer was cut: the model's context is full; /reset begins anew"
+            )
+        elif answer.finish_reason == "abort":
+            self._screen.remark("the server ended the answer")
+
+    # --------------------------------------------------------------------------------------------------- commands
+
+    def _help(self, rest: str) -> None:
+        self._screen.remark(HELP)
+
+    def _reset(self, rest: str) -> None:
+        question = self._conversation.last_question
+        self._conversation.reset()
+        self._conversation.last_question = question
+        self._screen.remark("the conversation is forgotten")
+
+    def _retry(self, rest: str) -> None:
+        question = self._conversation.take_back()
+        if question is None:
+            self._screen.error("/retry: there is no question yet")
+        else:
+            self._ask(question)
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self._conversation.system = None if rest == "off" else rest
+        system = self._conversation.system
+        self._screen.remark(f"the model is told: {system}" if system else "the model is told nothing")
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            self._screen.error("/save: needs the name of a file")
+            return
+        try:
+            self._conversation.save(Path(rest))
+        except FileExistsError:
+            self._screen.error(f"/save: {rest} is there already; give another name")
+        except (OSError, RuntimeError, ValueError) as error:  # no such user's home; a name with a zero byte
+            self._screen.error(f"/save: {rest} can't be written: {getattr(error, 'strerror', None) or error}")
+        else:
+            self._screen.remark(f"saved as {rest}")
+
+    def _quit(self, rest: str) -> None:
+        self._is_over = True

@@ -1,0 +1,72 @@
+"""What a chat shows: on a terminal with remarks and colours, elsewhere the answers and nothing else."""
+
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from pipeline.cli.chat.connection import Answer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters with which a text could move the cursor, or have the terminal do worse; tabs and line ends are none."""
+
+
+class Screen:
+    """Where answers and remarks go. `is_live` says whether a person sits before it."""
+
+    def __init__(self, is_live: bool) -> None:
+        self.is_live = is_live
+        self._console: Console | None = None
+        self._is_line_begun = False
+
+    def text(self, text: str) -> None:
+        """A piece of an answer, at once."""
+        if self.is_live:
+            text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self._is_line_begun = not text.endswith("\n") if text else self._is_line_begun
+
+    def end_line(self) -> None:
+        """Whatever follows begins a line."""
+        if self._is_line_begun:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            self._is_line_begun = False
+
+    def remark(self, words: str) -> None:
+        """Something beside the conversation. A person sees it; a pipe doesn't."""
+        if self.is_live:
+            self.end_line()
+            self.console.print(words, style="dim", markup=False, highlight=False)
+
+    def error(self, words: str) -> None:
+        """What went wrong."""
+        self.end_line()
+        if self.is_live:
+            self.console.print(f"error: {words}", style="red", markup=False, highlight=False)
+        else:
+            print(f"pipeline chat: error: {words}", file=sys.stderr, flush=True)
+
+    @property
+    def console(self) -> "Console":
+        # Imported here: a pipe has no need of it, and a quarter of the time to start is its import.
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console(soft_wrap=True)
+        return self._console
+
+
+def described(answer: Answer) -> str:
+    """How fast an answer came: `42 tokens · first after 0.05 s · 104.2 tokens/s`."""
+    num_tokens = answer.num_chunks if answer.num_tokens is None else answer.num_tokens
+    about = "about " if answer.num_tokens is None else ""
+    words = [f"{about}{num_tokens} token{'' if num_tokens == 1 else 's'}"]
+    if answer.first_s is not None and answer.last_s is not None:
+        words.append(f"first after {answer.first_s - answer.asked_s:.2f} s")
+        if num_tokens > 1 and answer.last_s > answer.first_s:
+            words.append(f"{(num_tokens - 1) / (answer.last_s - answer.first_s):.1f} tokens/s")
+    return " · ".join(words)

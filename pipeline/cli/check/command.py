@@ -1,0 +1,137 @@
+"""`pipeline check-model`: from a checkpoint to a table.
+
+This process takes the places of prepare and of execute, one after the other, so it imports their code by its dotted
+name, as a child does.
+"""
+
+import argparse
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from pipeline.cli.check.judge import Finding, judge
+from pipeline.cli.check.options import MAX_TOKENS, MIN_TOKENS
+from pipeline.cli.profile.report import console
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.runtime import topology
+from pipeline.runtime.logs import open_log
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.supervisor import gpu
+
+EXECUTE = "pipeline.stages.execute.check"
+"""Its `compute(settings, folder, plan)` makes our side, after `set_up(settings)`."""
+REFERENCE = "pipeline.stages.prepare.reference"
+"""Its `Reference` makes transformers'."""
+RANDOM = "pipeline.stages.prepare.random_checkpoint"
+PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
+
+PASSED, FAILED = 0, 1
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Check and report. Returns 1 where the model fails, or can't be run at all. Raises ConfigError."""
+    if not MIN_TOKENS <= args.tokens <= MAX_TOKENS:
+        raise ConfigError([f"--tokens {args.tokens}: needs a number from {MIN_TOKENS} to {MAX_TOKENS}"])
+    open_log("check-model", settings.log_level)
+    try:
+        if (problem := gpu.why_none(settings)) is not None:
+            raise UserError(problem)
+        importlib.import_module(EXECUTE).set_up(settings)
+        with _checkpoint(args, settings) as (for_prepare, for_execute):
+            model, windows, findings = _check(for_prepare, for_execute, args.tokens)
+    except UserError as error:
+        print(f"pipeline check-model: error: {error}", file=sys.stderr)
+        return FAILED
+    screen = console()
+    screen.print(f"{args.checkpoint}: {model}", markup=False, soft_wrap=True)
+    screen.print(_table(findings), markup=False)
+    for line in windows:
+        print(f"pipeline: warning: {line}", file=sys.stderr)
+    failed = [finding for finding in findings if not finding.passed]
+    screen.print(
+        f"failed: {len(failed)} of {len(findings)} checks" if failed else f"passed: {len(findings)} checks",
+        markup=False,
+    )
+    return FAILED if failed else PASSED
+
+
+@contextmanager
+def _checkpoint(args: argparse.Namespace, settings: Settings) -> Iterator[tuple[Settings, Settings]]:
+    """Settings whose `model` is the checkpoint, for prepare and for execute. One that is made here is gone afterwards,
+    and so is what was prepared of it."""
+    settings = msgspec.structs.replace(settings, model=args.checkpoint, quantization="none")
+    path = Path(args.checkpoint)
+    if path.suffix != ".json":
+        yield settings, settings
+        return
+    with tempfile.TemporaryDirectory(prefix="check-model-") as folder:
+        made = Path(folder) / "tiny"
+        made.mkdir()
+        importlib.import_module(RANDOM).make(path, made, args.seed)
+        settings = msgspec.structs.replace(settings, model=str(made))
+        # The library of kernels stays where it is cached.
+        yield msgspec.structs.replace(settings, cache_dir=str(Path(folder) / "cache")), settings
+
+
+def _check(for_prepare: Settings, for_execute: Settings, num_tokens: int) -> tuple[str, list[str], list[Finding]]:
+    """What the model is, what this check can't see, and the findings. Raises UserError."""
+    prepare: Any = importlib.import_module(topology.PREPARE)
+    reference_module: Any = importlib.import_module(REFERENCE)
+    source = reference_module.checkpoint_folder(for_prepare)
+    folder = prepare.prepare(for_prepare, importlib.import_module(PREPARE_PROGRESS).for_stream())
+    plan = reference_module.plan_of(folder, num_tokens)
+    sides = list(importlib.import_module(EXECUTE).compute(for_execute, folder, plan))
+    reference = reference_module.Reference(source)
+    findings = [finding for ours in sides for finding in judge(plan, ours, reference.compute(plan, ours))]
+    config = ModelConfig.load(folder)
+    return _summary(config), _unseen(config, num_tokens), findings
+
+
+def _summary(config: ModelConfig) -> str:
+    windows = "" if config.sliding_window is None else f", window {config.sliding_window}"
+    if config.sliding_layers is not None:
+        windows += f" in {len(config.sliding_layers)} of them"
+    return (
+        f"{config.architecture}, {config.num_layers} layers, hidden size {config.hidden_size}, {config.num_heads} "
+        f"heads on {config.num_kv_heads} of size {config.head_dim}, vocabulary of {config.vocab_size}{windows}"
+    )
+
+
+def _unseen(config: ModelConfig, num_tokens: int) -> list[str]:
+    if config.sliding_window is None or config.sliding_window < num_tokens:
+        return []
+    return [
+        f"the sliding window of {config.sliding_window} is longer than every prompt, so that it was not checked: "
+        f"--tokens {config.sliding_window + 64} would"
+    ]
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table()
+    for heading in ("program", "computed", "logits of", "worst difference", "allowed", "same text", "result"):
+        table.add_column(heading, justify="left" if heading in ("program", "computed", "result") else "right")
+    for finding in findings:
+        table.add_row(
+            finding.program,
+            finding.way,
+            f"{finding.num_rows} ids",
+            _amount(finding.worst, finding),
+            _amount(finding.allowed, finding),
+            f"{finding.num_same} of {finding.num_texts}"
+            + (f", {finding.num_undecided} undecided" if finding.num_undecided else ""),
+            "pass" if finding.passed else "FAIL",
+        )
+    return table
+
+
+def _amount(value: float, finding: Finding) -> str:
+    return f"{value:.2%} of spread" if finding.is_share else f"{value:.1e}"

@@ -1,0 +1,89 @@
+"""What difference from transformers is allowed, and what was found.
+
+Exact programs sum the same float32 numbers in another order. The others round activations, keys and values to bfloat16;
+what that does to logits is measured against their spread, for a model's logits are in no unit. A text may differ where
+transformers itself is undecided: where the logits of the two ids are no farther apart than the differences allowed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.cli.check.cases import Logits, Ours, Plan, Theirs
+
+EXACT = 1e-4
+"""Of a logit, in float32; times their standard deviation, where that is above 1."""
+ROUNDED = 0.05
+"""Root of the mean square over a row of logits, of their standard deviation, with activations in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found of one way of computing."""
+
+    program: str
+    way: str
+    num_rows: int
+    """Of logits that were compared."""
+    worst: float
+    allowed: float
+    """In the same unit: that of the logits, or a share of their spread."""
+    is_share: bool
+    num_texts: int
+    num_same: int
+    num_undecided: int
+    """Texts that differ from where transformers is undecided."""
+
+    @property
+    def passed(self) -> bool:
+        return self.worst <= self.allowed and self.num_same + self.num_undecided == self.num_texts
+
+
+def judge(plan: Plan, ours: Ours, theirs: Theirs) -> list[Finding]:
+    """A finding for each way."""
+    spread = float(np.mean([logits.std() for logits in theirs.logits.values()]))
+    allowed = EXACT * max(1.0, spread) if ours.exact else ROUNDED
+    undecided = 2 * allowed if ours.exact else 4 * allowed * spread
+    findings = []
+    for way, texts in ours.texts.items():
+        rows = [made for made in ours.made if made.way == way]
+        differences = [_difference(made.logits, theirs.logits[made.ids], ours.exact, spread) for made in rows]
+        same = [text == expected for text, expected in zip(texts, theirs.texts, strict=True)]
+        ties = [
+            _is_tie(prompt, text, expected, theirs, undecided)
+            for prompt, text, expected in zip(plan.prompts, texts, theirs.texts, strict=True)
+        ]
+        findings.append(
+            Finding(
+                program=ours.program,
+                way=way,
+                num_rows=len(rows),
+                worst=max(differences),
+                allowed=allowed,
+                is_share=not ours.exact,
+                num_texts=len(texts),
+                num_same=sum(same),
+                num_undecided=sum(tie and not equal for tie, equal in zip(ties, same, strict=True)),
+            )
+        )
+    return findings
+
+
+def _difference(ours: Logits, theirs: Logits, exact: bool, spread: float) -> float:
+    """Infinite where ours are not numbers at all."""
+    if not np.isfinite(ours).all():
+        return float("inf")
+    apart = np.abs(ours.astype(np.float64) - theirs)
+    return float(apart.max()) if exact else float(np.sqrt((apart**2).mean()) / spread)
+
+
+def _is_tie(
+    prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], reference: Theirs, undecided: float
+) -> bool:
+    """Whether the two texts part where transformers has both ids nearly equal."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    if at is None:
+        return False
+    logits = reference.logits.get((*prompt, *ours[:at]))
+    return logits is not None and float(logits[theirs[at]] - logits[ours[at]]) <= undecided

@@ -1,0 +1,24 @@
+"""`pipeline bench`."""
+
+import argparse
+
+from pipeline.cli.commands.settings import Commands
+
+
+def add(commands: Commands) -> None:
+    from pipeline.cli.bench.options import add_options
+
+    parser = commands.add_parser(
+        "bench",
+        help="measure a server's speed",
+        description="Measure the speed of any server that speaks the OpenAI API: a closed loop of clients that stream.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from pipeline.cli.bench.command import run
+
+    return run(args)

@@ -1,0 +1,46 @@
+"""`pipeline config`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from pipeline.cli.commands.settings import Commands, add_settings, remark, settings_of
+from pipeline.config.load import load
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "config", help="show or check settings", description="Show or check settings.", allow_abbrev=False
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", title="actions")
+
+    show = actions.add_parser(
+        "show",
+        help="print all settings as a TOML file",
+        description="Print the settings as they would be used: a TOML file, every key explained, ready to be edited.",
+        allow_abbrev=False,
+    )
+    add_settings(show)
+    show.set_defaults(run=_show)
+
+    check = actions.add_parser(
+        "check",
+        help="say whether a TOML file is right",
+        description="Say whether a TOML file is right, or everything that is wrong in it. Exit code 0 or 2.",
+        allow_abbrev=False,
+    )
+    check.add_argument("file", type=Path, metavar="FILE", help="a TOML file, or a preset's name")
+    check.set_defaults(run=_check)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from pipeline.config.show import as_toml
+
+    sys.stdout.write(as_toml(settings_of(args)))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    remark(load(args.file))
+    print(f"{args.file}: ok")
+    return 0

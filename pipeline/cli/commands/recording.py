@@ -1,0 +1,46 @@
+"""`pipeline record` and `pipeline replay`."""
+
+import argparse
+
+from pipeline.cli.commands.settings import Commands
+
+
+def add_record(commands: Commands) -> None:
+    from pipeline.replay.options import add_record_options
+
+    parser = commands.add_parser(
+        "record",
+        help="record what a stage of a running server receives",
+        description="Record what a stage of a running server receives and sends, arrays included, into a file for "
+        "`pipeline replay`. What belongs to requests of before is left out of a replay, so one that begins with the "
+        "server says more: `pipeline serve --record STAGE=FILE`.",
+        allow_abbrev=False,
+    )
+    add_record_options(parser)
+    parser.set_defaults(run=_record)
+
+
+def _record(args: argparse.Namespace) -> int:
+    from pipeline.replay.command import record
+
+    return record(args)
+
+
+def add_replay(commands: Commands) -> None:
+    from pipeline.replay.options import add_replay_options
+
+    parser = commands.add_parser(
+        "replay",
+        help="drive one stage from a recording",
+        description="Drive one stage from a recording: the same messages in the same wakes, the same clock and random "
+        "numbers. What it sends is compared with what was sent then. Exit code 3 where that is not the same.",
+        allow_abbrev=False,
+    )
+    add_replay_options(parser)
+    parser.set_defaults(run=_replay)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from pipeline.replay.command import run_replay
+
+    return run_replay(args)

@@ -1,0 +1,76 @@
+"""`pipeline serve`."""
+
+import argparse
+
+from pipeline.cli.commands.settings import SERVE_FLAGS, Commands, add_flags, add_settings, settings_of
+from pipeline.config.load import ConfigError
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP, with the OpenAI API. Ctrl-C lets open streams end, then stops.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="as --model")
+    add_settings(parser)
+    add_flags(parser, SERVE_FLAGS)
+    parser.add_argument(
+        "--record",
+        action="append",
+        default=[],
+        metavar="STAGE=FILE",
+        help="record what a stage receives and sends, from its start; for `pipeline replay`",
+    )
+    parser.add_argument(
+        "--instant",
+        action="store_true",
+        help="no model: answer every step at once with made-up ids, to measure the other stages",
+    )
+    looking = parser.add_argument_group("debugging")
+    looking.add_argument(
+        "--foreground",
+        default="",
+        metavar="STAGE",
+        help="give this stage the terminal, so that breakpoint() in its code works; nothing is too late meanwhile",
+    )
+    looking.add_argument(
+        "--break",
+        dest="break_at",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="stop in the debugger at each call of this function of that stage, as "
+        "pipeline.stages.schedule.scheduler:Scheduler.admit",
+    )
+    looking.add_argument("--inline", action="store_true", help="run all stages as threads of one process")
+    parser.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.given_model is not None:
+        if args.model is not None:
+            raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}"])
+        args.model = args.given_model
+    settings = settings_of(args)
+    from pipeline.runtime.run_mode import Manner, recordings, stage_name, terminal
+    from pipeline.supervisor.supervisor import serve
+
+    if args.break_at and not args.foreground:
+        raise ConfigError(["--break needs --foreground: the stage that has the function"])
+    if args.inline and args.foreground:
+        raise ConfigError(["--inline has no stage to put into the foreground: all are there"])
+    manner = Manner(
+        record=recordings(args.record, settings),
+        instant=args.instant,
+        foreground=stage_name(args.foreground, settings, "--foreground") if args.foreground else "",
+        break_at=args.break_at,
+        inline=args.inline,
+    )
+    try:
+        with terminal():
+            return serve(settings, manner)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # the address can't be listened on, in words for the user
+        raise ConfigError([str(error)]) from error

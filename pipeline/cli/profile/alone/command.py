@@ -1,0 +1,71 @@
+"""`pipeline profile gateway`, `ingest`, `schedule` and `detokenize`: from options to a report."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from pipeline.cli.out_file import require_writable
+from pipeline.cli.profile.alone.measure import measure
+from pipeline.cli.profile.alone.result import as_table
+from pipeline.cli.profile.command import prepare
+from pipeline.cli.profile.report import console
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.runtime.logs import open_log
+
+Tell = Callable[[str, float], None]
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Measure and report. Returns 1 where the stage fails. Raises ConfigError."""
+    outputs = {"--json": None if args.json in (None, "-") else Path(args.json)}
+    outputs |= {"--flame": args.flame, "--trace": args.trace}
+    for option, path in outputs.items():
+        if path is not None:
+            require_writable(path, option)
+    open_log("profile", "warning")
+    try:
+        folder = prepare(settings)
+        with progress_of(args.stage) as tell:
+            result = measure(
+                args.stage,
+                msgspec.structs.replace(settings, log_level="warning"),
+                folder,
+                num_streams=args.streams,
+                seconds=args.seconds,
+                warmup_s=args.warmup,
+                progress=tell,
+                flame=args.flame,
+                trace=args.trace,
+            )
+    except UserError as error:
+        print(f"pipeline profile: error: {error}", file=sys.stderr)
+        return 1
+    data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+    if args.json == "-":
+        sys.stdout.buffer.write(data)
+        return 0
+    screen = console()
+    for part in as_table(result):
+        screen.print(part, markup=False)
+    if args.json:
+        Path(args.json).write_bytes(data)
+    return 0
+
+
+@contextmanager
+def progress_of(what: str) -> Iterator[Tell]:
+    """A bar on a terminal, and nothing elsewhere."""
+    screen = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), console=screen, transient=True, disable=not screen.is_terminal
+    )
+    with bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda text, share: bar.update(task, description=f"{what}: {text}", completed=share)

@@ -1,0 +1,202 @@
+"""A stage's process, and the other ends of its sockets and shared memory."""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.shm import segment
+from pipeline.shm.arena import Arena
+from pipeline.shm.arrays import Array, ShmRef
+from pipeline.supervisor.process import Child
+
+SUPERVISOR = "supervisor.0"
+START_S = 60.0
+STOP_S = 5.0
+
+INBOXES: dict[str, Any] = {
+    "supervisor": m.SupervisorInbox,
+    "gateway": m.GatewayInbox,
+    "ingest": m.IngestInbox,
+    "schedule": m.ScheduleInbox,
+    "execute": m.ExecuteInbox,
+    "detokenize": m.DetokenizeInbox,
+}
+
+
+class Harness:
+    """Runs `stage` as its supervisor would. Use as a context manager.
+
+    `send(message, sender)` is what a neighbour sends to it; `received()` is everything that it has sent to its
+    neighbours since the last time; `bytes_of(array)` reads what it shared, and `arena(name)` is a neighbour's arena.
+    """
+
+    def __init__(self, stage: str, settings: Settings, model_dir: Path, *, listens: bool = False) -> None:
+        self.settings = settings
+        self.stage = stage
+        self.num_in: dict[str, int] = {}
+        self.num_out: dict[str, int] = {}
+        """By kind of message."""
+        server = f"profile-{os.getpid()}-{secrets.token_hex(4)}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        row = topology.row(stage)
+        others = [name for one in topology.TOPOLOGY for name in topology.replicas_of(settings, one.name)]
+        addresses = {name: address_of(server, name, 1) for name in (SUPERVISOR, *others)}
+        peers = topology.peers_of(row, addresses, settings)
+        self._inboxes = {
+            peer.name: Inbox[Any](self._context, peer.address, INBOXES[peer.name.partition(".")[0]]) for peer in peers
+        }
+        self._address = addresses[f"{stage}.0"]
+        self._outboxes: dict[str, Outbox[Any]] = {}
+        self._memories: dict[str, memoryview] = {}
+        self._arenas: dict[str, Arena] = {}
+        self._fds: list[int] = []
+        self.poller = zmq.Poller()
+        segments = []
+        own = [f"{stage}.0"] if row.has_arena else []
+        try:
+            for name in (*own, *(one for owner in row.reads for one in topology.replicas_of(settings, owner))):
+                size = topology.arena_bytes(settings, name.partition(".")[0])
+                fd = segment.create(name, size)
+                self._fds.append(fd)
+                segments.append(m.Segment(name, fd, size, writable=name in own))
+                self._memories[name] = segment.attach(fd, size, writable=True)
+                if name not in own:
+                    self._arenas[name] = Arena(name, self._memories[name])
+            death_read, death_write = os.pipe()
+            self._fds += [death_read, death_write]
+            listen_fd = -1
+            self.address: tuple[str, int] = ("", 0)
+            if listens:
+                listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+                self.address = listener.getsockname()
+                listen_fd = listener.detach()
+                self._fds.append(listen_fd)
+            self._launch = m.Launch(
+                stage=stage,
+                replica=0,
+                rank=0,
+                incarnation=1,
+                entry=row.entry,
+                settings=settings,
+                model_dir=str(model_dir),
+                address=self._address,
+                peers=peers,
+                segments=segments,
+                death_fd=death_read,
+                listen_fd=listen_fd,
+            )
+            self.child = Child(self._launch, 1)
+        except BaseException:
+            self._give_back()
+            raise
+        for inbox in self._inboxes.values():
+            self.poller.register(inbox.fileno(), zmq.POLLIN)
+
+    def start(self, facts: m.ExecuteFacts) -> None:
+        """Wait until it is ready, and let it begin. Raises UserError, with its own words, where it does not."""
+        self.wait_for(lambda message: isinstance(message, m.Ready), START_S, "to be ready")
+        self.send(m.Start(facts), SUPERVISOR)
+        self.send(m.Ping(0), SUPERVISOR)
+        self.wait_for(lambda message: isinstance(message, m.Pong), START_S, "to begin")
+
+    def ask(self, aside: m.Aside) -> m.Answer:
+        """Have it do something beside its work, and return its answer. Raises UserError where it can't."""
+        self.send(aside, SUPERVISOR)
+        found = self.wait_for(lambda message: isinstance(message, m.Answer), START_S, "to answer")
+        assert isinstance(found, m.Answer)
+        if found.error:
+            raise UserError(found.error)
+        return found
+
+    def wait_for(self, condition: Callable[[Any], bool], timeout_s: float, what: str) -> Any:
+        """The first message to the supervisor that fulfils a condition. Raises UserError."""
+        end = time.monotonic() + timeout_s
+        inbox = self._inboxes[SUPERVISOR]
+        while time.monotonic() < end:
+            for message in inbox.wait_all(0.05):
+                if isinstance(message, m.Failed):
+                    raise UserError(f"{self.stage} failed: {message.reason}")
+                if condition(message):
+                    return message
+            self.check()
+        raise UserError(f"waited {timeout_s:g} s for {self.stage} {what}")
+
+    def check(self) -> None:
+        """Raise UserError where it has ended."""
+        if not self.child.is_alive:
+            raise UserError(f"{self.stage} {self.child.describe_end()}")
+
+    def send(self, message: Any, sender: str) -> None:
+        if sender not in self._outboxes:
+            self._outboxes[sender] = Outbox(self._context, self._address, m.Envelope(sender, 1), 100_000)
+        assert self._outboxes[sender].send(message), f"{self.stage} takes no more of {sender}"
+        kind = type(message).__name__
+        self.num_in[kind] = self.num_in.get(kind, 0) + 1
+
+    def received(self) -> list[Any]:
+        """What has come for its neighbours, the supervisor apart."""
+        messages: list[Any] = []
+        for name, inbox in self._inboxes.items():
+            if name != SUPERVISOR:
+                messages += inbox.receive_all()
+        for message in messages:
+            kind = type(message).__name__
+            self.num_out[kind] = self.num_out.get(kind, 0) + 1
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something comes for a neighbour, or on what else is in `poller`. Returns whether it did."""
+        if any(inbox.has_message() for name, inbox in self._inboxes.items() if name != SUPERVISOR):
+            return True
+        return bool(self.poller.poll(round(timeout_s * 1000)))
+
+    def arena(self, name: str) -> Arena:
+        return self._arenas[name]
+
+    def bytes_of(self, array: Array) -> bytes:
+        """An array that the stage sent."""
+        if isinstance(array, ShmRef):
+            return bytes(self._memories[array.segment][array.offset : array.offset + array.length])
+        return array
+
+    def release(self, array: Array, sender: str, times: int = 1) -> None:
+        """Tell the stage that an array of its own was read."""
+        if isinstance(array, ShmRef):
+            self.send(m.Release([array.offset] * times, [array.generation] * times), sender)
+
+    def released(self, message: m.Release, owner: str) -> None:
+        """The stage has read arrays of a neighbour."""
+        for offset, generation in zip(message.offsets, message.generations, strict=True):
+            self._arenas[owner].release(offset, generation)
+
+    def __enter__(self) -> "Harness":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self.child.is_alive:
+                self.send(m.Stop(), SUPERVISOR)
+                self.child.wait(STOP_S)
+        finally:
+            self.child.close()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for inbox in self._inboxes.values():
+            inbox.close()
+        for outbox in self._outboxes.values():
+            outbox.close()
+        self._context.term()
+        for fd in self._fds:
+            os.close(fd)

@@ -1,0 +1,45 @@
+"""The options of `pipeline profile` for one stage alone, and for the chain."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.replay.options import seconds
+
+STAGES = {
+    "gateway": "HTTP clients that stream and forget, and what the chain would answer them",
+    "ingest": "chats to make prompts of",
+    "schedule": "requests, and an executor that takes no time",
+    "detokenize": "ids to make text of",
+}
+MAX_STREAMS = 1024
+
+
+def add_alone_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--streams", type=streams, default=32, metavar="N", help="requests at once; by default 32")
+    parser.add_argument("--seconds", type=seconds, default=5.0, metavar="N", help="how long to measure; by default 5")
+    parser.add_argument("--warmup", type=seconds, default=1.0, metavar="N", help="seconds before that; by default 1")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all numbers there; - is standard output, without the table"
+    )
+
+
+def add_look_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--flame",
+        type=Path,
+        metavar="FILE",
+        help="sample the stage's stack each ms of CPU: a picture (.svg), for https://speedscope.app (.json), or "
+        "collapsed stacks (any other name)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="its wakes and what it does in them, for https://ui.perfetto.dev; costs a little",
+    )
+
+
+def streams(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_STREAMS:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1 to {MAX_STREAMS}, got {text!r}")
+    return int(text)

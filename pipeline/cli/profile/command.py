@@ -1,0 +1,63 @@
+"""`pipeline profile execute`: from options to a report.
+
+This process takes the places of prepare and of the stage, one after the other, so it imports their code by its dotted
+name, as a child does.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from pipeline.cli.out_file import require_writable, writing
+from pipeline.cli.profile.options import plan_of
+from pipeline.cli.profile.report import as_json, as_tables, console
+from pipeline.cli.profile.results import Profile
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.runtime import topology
+from pipeline.runtime.logs import open_log
+from pipeline.supervisor import gpu
+
+EXECUTE = "pipeline.stages.execute.profile"
+"""Its `profile(settings, plan, prepare)` measures."""
+PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Measure and report. Returns 1 where the model can't be run with these settings. Raises ConfigError."""
+    plan = plan_of(args)
+    if not plan.cases():
+        raise ConfigError(["--batch none --prefill none: there is nothing to measure"])
+    if plan.against and settings.execute.device == "cuda":
+        raise ConfigError(
+            [f"--against {plan.against}: it computes on a CPU, and execute.device is 'cuda': leave it out"]
+        )
+    if args.json and args.json != "-":
+        require_writable(Path(args.json), "--json")
+    open_log("profile", settings.log_level)
+    try:
+        if (problem := gpu.why_none(settings)) is not None:
+            raise UserError(problem)
+        profile: Profile = importlib.import_module(EXECUTE).profile(settings, plan, lambda: prepare(settings))
+    except UserError as error:
+        print(f"pipeline profile: error: {error}", file=sys.stderr)
+        return 1
+    if args.json == "-":
+        sys.stdout.buffer.write(as_json(profile))
+        return 0
+    screen = console()
+    for part in as_tables(profile):
+        screen.print(part, markup=False)
+    if args.json:
+        with writing(Path(args.json), "--json"):
+            Path(args.json).write_bytes(as_json(profile))
+    return 0
+
+
+def prepare(settings: Settings) -> Path:
+    """The model's folder, made or found as `pipeline serve` does it. Raises UserError."""
+    progress = importlib.import_module(PREPARE_PROGRESS).for_stream()
+    folder: Path = importlib.import_module(topology.PREPARE).prepare(settings, progress)
+    return folder

@@ -1,0 +1,90 @@
+"""What can be asked of a profile."""
+
+import argparse
+
+from pipeline.cli.profile.results import Plan
+from pipeline.cli.profile.shapes import SHAPES
+
+MAX_SEQS = 4096
+MAX_TOKENS = 2**20
+MAX_ROUNDS = 1000
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `pipeline profile execute`, besides those that stand for settings."""
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        help="random weights of this shape instead of a model, in the format that --quantization says: "
+        f"{', '.join(SHAPES)}",
+        metavar="NAME",
+    )
+    steps = parser.add_argument_group("steps")
+    steps.add_argument(
+        "--batch",
+        type=_batches,
+        default=(1, 8, 32),
+        metavar="N,N…",
+        help="sequences of each decode step, or none; by default 1,8,32",
+    )
+    steps.add_argument(
+        "--context",
+        type=_context,
+        default=256,
+        metavar="N",
+        help="tokens that each of them has; by default %(default)s",
+    )
+    steps.add_argument(
+        "--prefill",
+        type=_prefills,
+        default=(128, 512),
+        metavar="N,N…",
+        help="tokens of each prefill step, or none; by default 128,512. "
+        "A server computes at most schedule.max_num_batched_tokens in one step",
+    )
+    steps.add_argument(
+        "--rounds",
+        type=_rounds,
+        default=7,
+        metavar="N",
+        help="how often each step has its turn; medians are told. By default %(default)s",
+    )
+    steps.add_argument("--against", choices=("torch",), help="the same steps with these kernels, in turns; on a CPU")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all numbers there; - is standard output, without the table"
+    )
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the options make."""
+    return Plan(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape)
+
+
+# argparse shows an ArgumentTypeError's words after the name of the option.
+
+
+def _whole(text: str, most: int) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1 to {most}, got {text!r}")
+    return int(text)
+
+
+def _several(text: str, most: int) -> tuple[int, ...]:
+    """Different numbers, in the order given."""
+    return () if text == "none" else tuple(dict.fromkeys(_whole(part.strip(), most) for part in text.split(",")))
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return _several(text, MAX_SEQS)
+
+
+def _prefills(text: str) -> tuple[int, ...]:
+    return _several(text, MAX_TOKENS)
+
+
+def _context(text: str) -> int:
+    return _whole(text, MAX_TOKENS)
+
+
+def _rounds(text: str) -> int:
+    return _whole(text, MAX_ROUNDS)

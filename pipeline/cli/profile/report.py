@@ -1,0 +1,166 @@
+"""A profile as tables to read and as JSON to keep."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.cli.profile.results import Case, Floor, Profile, Rates, StepTime
+
+LEAST_WIDTH = 130
+"""Of a table that goes into a file or a pipe, where there is no terminal to fit."""
+
+MOST_DRIFT = 0.25
+"""Between two readings of the machine, of which nothing is said."""
+
+NOTHING = "–"
+
+OP_HEADINGS = ("op", "ops", "ms", "GB/s", "GFLOP/s", "floor\nms", "of\nfloor")
+STEP_HEADINGS = (
+    *("step", "ms", "tok/s", "GB/s", "GFLOP/s"),
+    *("floor ms,\nops in turn", "of it", "floor ms,\noverlapped", "of it", "steps\ntimed"),
+)
+
+
+def as_json(profile: Profile) -> bytes:
+    """The profile as indented JSON, with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
+
+
+def as_tables(profile: Profile) -> list[Table | str]:
+    """The ops of each step, where they are known; all steps; and the machine, each as something to print."""
+    with_ops = [step for step in profile.steps if step.ops]
+    ops = [_ops(with_ops)] if with_ops else []
+    return [_title(profile), *ops, _steps(profile), _footnotes(profile)]
+
+
+def console() -> Console:
+    """Where the tables go: standard output, wide enough for them where that is no terminal."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=LEAST_WIDTH)
+
+
+def _title(profile: Profile) -> str:
+    weights = " + ".join(
+        f"{format} {num_bytes / 1e6:,.1f} MB"
+        for format, num_bytes in sorted(profile.weight_bytes.items(), key=lambda item: -item[1])
+    )
+    random = ", random weights" if profile.plan.shape else ""
+    return (
+        f"{profile.model}{random}: {weights}; keys and values {profile.kv_dtype}\n"
+        f"{profile.gpu or f'{profile.cpu}, {profile.num_threads} threads'}; kernels: {profile.kernels}"
+    )
+
+
+def _ops(steps: Sequence[StepTime]) -> Table:
+    table = Table()
+    for heading in OP_HEADINGS:
+        table.add_column(heading, justify="left" if heading == "op" else "right", no_wrap=True)
+    for step in steps:
+        table.add_section()
+        table.add_row(_name(step.case), style="bold")
+        for op in step.ops:
+            table.add_row(
+                f"  {op.name}",
+                str(op.count),
+                _ms(op.ms),
+                _rate(op.gb_per_s),
+                _rate(op.gflop_per_s) + (" int8" if op.is_integer else ""),
+                *_floor(op.floor),
+            )
+            for kernel in step.kernels:
+                if kernel.op == op.name:
+                    table.add_row(f"    {kernel.name}", f"{kernel.count:g}", _ms(kernel.ms), *(NOTHING,) * 4)
+        table.add_row("  whole step", str(sum(op.count for op in step.ops)), _ms(step.ms), *_step_rates(step))
+    return table
+
+
+def _steps(profile: Profile) -> Table:
+    table = Table()
+    against = (f"{profile.plan.against}\nms", "times\nas fast") if profile.against else ()
+    launch = ("launch\nms",) if profile.gpu else ()
+    for heading in (*STEP_HEADINGS, *against, *launch):
+        table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
+    for step in profile.steps:
+        cells = [_name(step.case), _ms(step.ms), f"{step.tokens_per_s:,.1f}", *_step_rates(step)]
+        cells += [*_floor(step.overlapped), str(step.num_samples)]
+        if step.against_ms is not None and step.speedup is not None:
+            cells += [_ms(step.against_ms), f"{step.speedup:.2f}"]
+        if step.launch_ms is not None:
+            cells.append(_ms(step.launch_ms))
+        table.add_row(*cells)
+    return table
+
+
+def _footnotes(profile: Profile) -> str:
+    lines = [
+        "`decode 8 at 256` computes the 256th token of 8 sequences, `prefill 128` a prompt of 128. Times are medians."
+    ]
+    if profile.gpu:
+        lines.append(
+            "Steps are timed by the GPU's clock; `launch` is the host's time for one. Times of kernels are means, and "
+            "kernels may overlap."
+        )
+    if profile.before and profile.after:
+        lines.append(
+            "Floors are told by `pipeline profile execute --help`."
+            + ("" if profile.gpu else " Operations of integers are counted as FLOP.")
+        )
+        verb = "copies" if profile.gpu else "reads"
+        lines += [
+            f"This machine before: {verb} {_rates(profile.before)}",
+            f"and after:           {verb} {_rates(profile.after)}",
+        ]
+        drift = _drift(profile.before, profile.after)
+        if drift > MOST_DRIFT:
+            lines.append(
+                f"The two differ by up to {100 * drift:.0f} %, and floors take the better of each: times and shares "
+                "mean little unless the machine is quiet."
+            )
+    else:
+        lines.append(f"Ops are told apart, and floors known, of native kernels only; these are {profile.kernels}.")
+    if profile.against:
+        lines.append(f"Beside it: {profile.against}.")
+    return "\n".join(lines)
+
+
+def _name(case: Case) -> str:
+    if case.phase == "prefill":
+        return f"prefill {case.num_new}"
+    return f"decode {case.num_seqs} at {case.context}"
+
+
+def _step_rates(step: StepTime) -> tuple[str, ...]:
+    """GB/s, GFLOP/s, floor and share of a step as a whole."""
+    if not step.ops:
+        return (NOTHING, NOTHING, *_floor(step.in_turn))
+    num_bytes, operations = sum(op.bytes for op in step.ops), sum(op.operations for op in step.ops)
+    return (_rate(num_bytes / step.ms / 1e6), _rate(operations / step.ms / 1e6), *_floor(step.in_turn))
+
+
+def _drift(before: Rates, after: Rates) -> float:
+    """By how much the better reading is above the other, at most."""
+    pairs: Iterable[tuple[float, float]]
+    pairs = zip(msgspec.structs.astuple(before), msgspec.structs.astuple(after), strict=True)
+    return max(max(pair) / min(pair) for pair in pairs if None not in pair) - 1
+
+
+def _rates(rates: Rates) -> str:
+    int8 = "" if rates.int8_ops is None else f", {rates.int8_ops / 1e9:,.0f} int8"
+    return (
+        f"{rates.read_bytes / 1e9:.1f} GB/s; GFLOP/s: {rates.float32_flops / 1e9:,.0f} float32, "
+        f"{rates.bf16_flops / 1e9:,.0f} bfloat16{int8}"
+    )
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.3f}" if value < 10 else f"{value:,.2f}" if value < 100 else f"{value:,.1f}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.1f}" if value else NOTHING
+
+
+def _floor(floor: Floor | None) -> tuple[str, str]:
+    return (NOTHING, NOTHING) if floor is None else (_ms(floor.ms), f"{100 * floor.share:.0f} %")

@@ -1,0 +1,71 @@
+"""`pipeline trace`: a window of time on a running server, or one request that has ended, as a Chrome trace file."""
+
+import argparse
+import sys
+import threading
+
+from pipeline.cli.out_file import require_writable
+from pipeline.errors import UserError
+from pipeline.metrics import chrome_trace
+from pipeline.metrics.request_timings import CallTimes
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
+from pipeline.supervisor.admin_client import Admin, choose_server
+
+MARGIN_S = 5.0
+"""How much longer than the window stages record: who ends it may come a little late."""
+TAKE_S = 30.0
+"""Longest that stages may take to hand over what they have."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 where the server can't be traced. Raises ConfigError."""
+    try:
+        if not 0 < args.seconds <= MAX_WINDOW_S - MARGIN_S:
+            raise UserError(f"--seconds must be above 0 and at most {MAX_WINDOW_S - MARGIN_S:g}")
+        require_writable(args.out, "--out")
+        with Admin(choose_server(args.pid)) as server:
+            data = _request(server, args.request) if args.request else _window(server, args.seconds)
+        args.out.write_bytes(data)
+    except (UserError, OSError) as error:
+        print(f"pipeline trace: error: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.out}: open it in https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
+    return 0
+
+
+def _window(server: Admin, seconds: float) -> bytes:
+    started = server.tell(m.Trace(0, seconds + MARGIN_S), [])
+    names = [name for name, answer in started.items() if not answer.error]
+    for name, answer in started.items():
+        if answer.error:
+            print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
+    if not names:
+        raise UserError("no stage can be recorded now")
+    try:
+        threading.Event().wait(seconds)
+    except KeyboardInterrupt:
+        print("pipeline trace: ended early", file=sys.stderr)
+    decoder: MessageDecoder[StageTrace] = MessageDecoder(StageTrace)
+    stages = []
+    for name, answer in server.tell(m.TakeTrace(0), names, TAKE_S).items():
+        if answer.error:
+            print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
+            continue
+        stage = decoder.decode(bytes(answer.body))
+        if stage.num_lost:
+            print(f"pipeline trace: warning: {name} lost its first {stage.num_lost} records", file=sys.stderr)
+        stages.append(stage)
+    return chrome_trace.of_window(stages)
+
+
+def _request(server: Admin, call_id: str) -> bytes:
+    decoder: MessageDecoder[CallTimes | None] = MessageDecoder(CallTimes | None)
+    answers = server.tell(m.FindCall(0, call_id), ["gateway"])
+    for answer in answers.values():
+        if not answer.error and (times := decoder.decode(bytes(answer.body))) is not None:
+            return chrome_trace.of_call(times)
+    raise UserError(
+        f"no gateway knows {call_id!r}: it keeps the last calls that ended well, and this is not among them"
+    )

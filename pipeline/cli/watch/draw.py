@@ -1,0 +1,163 @@
+"""Views as rich tables, from 80 columns on. Pure."""
+
+import sys
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.cli.watch.view import View
+
+NONE = "–"
+STATE_STYLES = {"ready": "green", "serving": "green", "late": "red", "dead": "red", "starting": "yellow"}
+PIPE_COLUMNS = 4096
+MEDIUM, WIDE = 100, 120
+"""Columns from which on there is room for messages, and for bars."""
+
+
+def console() -> Console:
+    """For standard output: a terminal cuts lines at its edge, and a pipe has none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+def server_line(pid: int, model: str, address: str, state: str, uptime_s: float) -> Text:
+    line = Text.assemble(
+        ("pipeline ", "bold"),
+        f"{pid}  ",
+        (model or "…", "bold cyan"),
+        "  ",
+        (state, STATE_STYLES.get(state, "yellow")),
+        f"  up {duration(uptime_s)}  {address}",
+    )
+    line.no_wrap = True
+    line.overflow = "ellipsis"
+    return line
+
+
+def top(view: View, width: int, message: str = "") -> RenderableType:
+    """The whole of `pipeline top`."""
+    parts: list[RenderableType] = [
+        server_line(view.pid, view.model, view.address, view.state, view.uptime_s),
+        Text(),
+        _counts(view),
+        _kv(view, width),
+        *([_swap(view)] if view.swap_blocks_total else []),
+        Text(),
+        _stages(view, width),
+    ]
+    if message:
+        parts.append(Text(message, "red"))
+    return Group(*parts)
+
+
+def _counts(view: View) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        table.add_column(style="dim")
+        table.add_column(justify="right")
+    table.add_row("running", str(view.running), "tokens in/s", number(view.prompt_tokens_per_s),
+                  "TTFT", milliseconds(view.time_to_first_token_ms), "steps/s", number(view.steps_per_s))  # fmt: skip
+    table.add_row("waiting", str(view.waiting), "tokens out/s", number(view.output_tokens_per_s),
+                  "ITL", milliseconds(view.inter_token_ms), "tokens/step", number(view.tokens_per_step))  # fmt: skip
+    table.add_row("open", str(view.open_requests), "prefix hits", percent(view.cached_percent),
+                  "done", str(view.requests_finished), "preempted", str(view.preemptions))  # fmt: skip
+    table.add_row("swapped", str(view.swapped), "open tokens", f"{view.open_tokens:,}",
+                  "of", f"{view.max_open_tokens:,}", "forks", str(view.forks))  # fmt: skip
+    depth = NONE if view.depth is None else str(view.depth)
+    device = NONE if view.device_percent is None else f"{view.device_percent:.1f} %"
+    table.add_row("depth", depth, "", "",
+                  "device busy", device, "plan wait", percent(view.plan_wait_percent))  # fmt: skip
+    return table
+
+
+def _kv(view: View, width: int) -> Text:
+    """KV blocks as a bar: held, cached, free."""
+    total = view.kv_blocks_total
+    if not total:
+        return Text("KV  no blocks yet", "dim")
+    share = 100 * view.kv_blocks_held / total
+    words = f" {share:3.0f} %  {view.kv_blocks_held} held, {view.kv_blocks_cached} cached of {total}"
+    room = max(10, min(60, width - len(words) - 6))
+    held = -(-room * view.kv_blocks_held // total)
+    cached = min(room - held, -(-room * view.kv_blocks_cached // total))
+    return Text.assemble(
+        ("KV ", "dim"),
+        ("█" * held, "green" if held < 0.9 * room else "red"),
+        ("▒" * cached, "blue"),
+        ("░" * (room - held - cached), "dim"),
+        words,
+    )
+
+
+def _swap(view: View) -> Text:
+    held, total = view.swap_blocks_held, view.swap_blocks_total
+    return Text.assemble(
+        ("swap ", "dim"),
+        f"{held} blocks held of {total}; {view.blocks_swapped_out:,} copied out, {view.blocks_swapped_in:,} back",
+    )
+
+
+def _stages(view: View, width: int) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("CPU %", justify="right", no_wrap=True)
+    table.add_column("busy %", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("queue", justify="right", no_wrap=True)
+    if width >= MEDIUM:
+        table.add_column("msg/s", justify="right", no_wrap=True)
+    table.add_column("holds", no_wrap=True)
+    bar = width >= WIDE
+    if bar:
+        table.add_column("", no_wrap=True)
+    for stage in view.stages:
+        row: list[RenderableType] = [
+            stage.name,
+            str(stage.pid),
+            Text(stage.state, STATE_STYLES.get(stage.state, "yellow")),
+            number(stage.cpu_percent),
+            number(stage.busy_percent),
+            NONE if stage.rss_bytes is None else size(stage.rss_bytes),
+            NONE if stage.num_queued is None else str(stage.num_queued),
+            *([number(stage.messages_per_s)] if width >= MEDIUM else []),
+            stage.note,
+        ]
+        if bar:
+            row.append(Text("▪" * min(24, round((stage.cpu_percent or 0) / 12.5)), "green"))
+        table.add_row(*row)
+    return table
+
+
+# ------------------------------------------------------------------------------------------------------------ words
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f} %"
+
+
+def milliseconds(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value / 1000:.2f} s" if value >= 1000 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def size(num_bytes: int) -> str:
+    gib = num_bytes / 1024**3
+    return f"{gib:.0f} GiB" if gib >= 100 else f"{gib:.2f} GiB" if gib >= 1 else f"{num_bytes / 1024**2:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

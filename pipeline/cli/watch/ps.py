@@ -1,0 +1,96 @@
+"""`pipeline ps`: this user's servers and their stages."""
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.cli.watch import draw
+from pipeline.cli.watch.view import note_of
+from pipeline.errors import UserError
+from pipeline.metrics.stats import ServerStats, StageStats
+from pipeline.supervisor.admin_client import Admin, find_servers
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 where a server does not answer."""
+    found: list[ServerStats] = []
+    silent: list[str] = []
+    for name in find_servers():
+        try:
+            with Admin(name) as server:
+                found.append(server.stats())
+        except UserError as error:
+            silent.append(str(error))
+    if args.json:
+        print(msgspec.json.encode([plain(stats) for stats in found]).decode())
+    else:
+        console = draw.console()
+        for place, stats in enumerate(found):
+            if place:
+                console.print()
+            console.print(draw.server_line(stats.pid, stats.model, stats.address, stats.state, stats.uptime_s))
+            console.print(_table(stats))
+        if not found and not silent:
+            console.print("no server is running")
+    for problem in silent:
+        print(f"pipeline ps: {problem}", file=sys.stderr)
+    return 1 if silent else 0
+
+
+def _table(stats: ServerStats) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    for name in ("stage", "pid", "state", "CPU %", "memory", "threads", "queue", "holds"):
+        right = name not in ("stage", "state", "holds")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for stage in stats.stages:
+        row: list[RenderableType] = [
+            stage.name,
+            str(stage.pid),
+            Text(stage.state, draw.STATE_STYLES.get(stage.state, "yellow")),
+            draw.number(_cpu_percent(stage)),
+            draw.size(stage.rss_bytes) if stage.has_process else draw.NONE,
+            str(stage.num_threads) if stage.has_process else draw.NONE,
+            draw.NONE if stage.counts is None else str(stage.counts.num_queued),
+            note_of(stage),
+        ]
+        table.add_row(*row)
+    return table
+
+
+def _cpu_percent(stage: StageStats) -> float | None:
+    """Of one core, since its start, as ps(1) has it; None where it has no process of its own."""
+    if not stage.has_process:
+        return None
+    return 100 * stage.cpu_s / stage.uptime_s if stage.uptime_s > 0 else 0.0
+
+
+def plain(stats: ServerStats) -> dict[str, object]:
+    """For scripts: by name, where the wire has arrays."""
+    return {
+        "pid": stats.pid,
+        "server": stats.server,
+        "version": stats.version,
+        "model": stats.model,
+        "address": stats.address,
+        "state": stats.state,
+        "uptime_s": stats.uptime_s,
+        "stages": [
+            {
+                "name": stage.name,
+                "pid": stage.pid,
+                "state": stage.state,
+                "restarts": stage.num_restarts,
+                "uptime_s": stage.uptime_s,
+                "cpu_s": stage.cpu_s if stage.has_process else None,
+                "cpu_percent": _cpu_percent(stage),
+                "rss_bytes": stage.rss_bytes if stage.has_process else None,
+                "threads": stage.num_threads if stage.has_process else None,
+                "queue": None if stage.counts is None else stage.counts.num_queued,
+            }
+            for stage in stats.stages
+        ],
+    }

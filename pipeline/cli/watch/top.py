@@ -1,0 +1,104 @@
+"""`pipeline top`: one server, live. Plain text, once, where standard output is no terminal."""
+
+import argparse
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from pipeline.cli.watch import draw
+from pipeline.cli.watch.view import View, view_of
+from pipeline.errors import UserError
+from pipeline.metrics.stats import ServerStats
+from pipeline.supervisor.admin_client import Admin, choose_server, find_servers
+
+WINDOW_S = 30.0
+"""Medians are over so long."""
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 60.0
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        if not MIN_INTERVAL_S <= args.interval <= MAX_INTERVAL_S:
+            raise UserError(f"--interval must be {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}")
+        with Admin(choose_server(args.pid)) as server:
+            if args.once or args.json or not sys.stdout.isatty():
+                _once(server, args.interval, as_json=args.json)
+                return 0
+            return _live(server, args.interval)
+    except UserError as error:
+        print(f"pipeline top: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _once(server: Admin, interval_s: float, *, as_json: bool) -> None:
+    """Look twice, so that there are rates."""
+    history = [server.stats()]
+    select.select([], [], [], interval_s)
+    history.append(server.stats())
+    view = view_of(history)
+    if as_json:
+        print(msgspec.json.encode(view).decode())
+        return
+    console = draw.console()
+    console.print(draw.top(view, console.width if console.is_terminal else draw.MEDIUM))
+
+
+def _live(server: Admin, interval_s: float) -> int:
+    """Look until q, Ctrl-C, or the server's end."""
+    history: deque[ServerStats] = deque(maxlen=max(2, round(WINDOW_S / interval_s)))
+    console = Console(highlight=False)
+    view: View | None = None
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            begun = time.monotonic()
+            message = ""
+            try:
+                history.append(server.stats())
+                view = view_of(history)
+            except UserError as error:
+                if server.server not in find_servers():
+                    break
+                message = str(error)
+            if view is not None:
+                live.update(draw.top(view, console.width, message), refresh=True)
+            if pressed(max(0.0, begun + interval_s - time.monotonic())):
+                return 0
+    print(f"server {server.server} has ended")
+    return 0
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Keys as they are pressed, without being shown: what is yielded waits for q, for so long, and says whether it
+    came. The terminal is put back on every path."""
+    if not sys.stdin.isatty():
+        yield lambda timeout_s: bool(select.select([], [], [], timeout_s)[0])
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+
+    def pressed(timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        while True:
+            ready, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                return False
+            key = os.read(fd, 1)
+            if key in (b"q", b"Q", b""):
+                return True
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

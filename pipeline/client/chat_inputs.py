@@ -1,0 +1,102 @@
+"""What a chat has besides the texts of its messages: calls of tools, and how the template is to write it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pipeline.client import protocol as p
+
+MAX_SHOWN_CHARS = 100
+KEYS = (*p.ChatMessage.__struct_fields__, "reasoning_content")
+"""Of a message. The last is what OpenAI's clients call `reasoning`."""
+
+
+class ChatOptions(NamedTuple):
+    """Of all conversations of a call, as they are sent."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: str | None = None
+    """JSON text, as the next"""
+    chat_template_kwargs: str | None = None
+
+    def prompt(self, messages: list[p.ChatMessage]) -> p.ChatPrompt:
+        return p.ChatPrompt(
+            messages,
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+def chat_options(
+    add_generation_prompt: Any, continue_final_message: Any, tools: Any, chat_template_kwargs: Any
+) -> ChatOptions:
+    """Raises TypeError or ValueError that names the argument."""
+    for name, flag in (
+        ("add_generation_prompt", add_generation_prompt),
+        ("continue_final_message", continue_final_message),
+    ):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {_shown(flag)}")
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("continue_final_message takes add_generation_prompt=False: the output goes on with a message")
+    if tools is not None and (
+        not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        raise TypeError(f"tools must be a list of dicts, not {_shown(tools)}")
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dict, not {_shown(chat_template_kwargs)}")
+    return ChatOptions(
+        add_generation_prompt,
+        continue_final_message,
+        _json("tools", tools) if tools else None,
+        _json("chat_template_kwargs", chat_template_kwargs) if chat_template_kwargs else None,
+    )
+
+
+def unknown_keys(message: Mapping[str, Any]) -> list[str]:
+    """What a message has that no template is told of. Keys whose value is None say nothing."""
+    return sorted(str(key) for key, value in message.items() if key not in KEYS and value is not None)
+
+
+def reasoning_of(message: Mapping[str, Any]) -> Any:
+    reasoning = message.get("reasoning_content")
+    return message.get("reasoning") if reasoning is None else reasoning
+
+
+def tool_calls_of(calls: Any, where: str) -> list[p.ToolCall]:
+    """`tool_calls` of a message, in OpenAI's shape; arguments are JSON text or an object. Raises TypeError or
+    ValueError, calling it `where`."""
+    if calls is None:
+        return []
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise TypeError(f"{where} must be a list of calls, not {_shown(calls)}")
+    return [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> p.ToolCall:
+    match call:
+        case {"id": str(call_id), "function": {"name": str(name), "arguments": str(arguments)}}:
+            return p.ToolCall(call_id, name, arguments)
+        case {"id": str(call_id), "function": {"name": str(name), "arguments": Mapping() as arguments}}:
+            return p.ToolCall(call_id, name, _json(f"{where}.function.arguments", arguments))
+    shape = '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}'
+    raise TypeError(f"{where} must be a dict as {shape}, not {_shown(call)}")
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} holds half a surrogate pair, which is no character") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{name} is no JSON: {error}") from error
+    return text
+
+
+def _shown(value: Any) -> str:
+    words = repr(value)
+    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"

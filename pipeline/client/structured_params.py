@@ -1,0 +1,80 @@
+"""What a user wants the output to match: the names are vLLM's."""
+
+import json as text_json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pipeline.client import protocol as p
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+MAX_SHOWN_CHARS = 100
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+    """One of these is given. Checked when it is made: raises TypeError or ValueError that names the field; whether a
+    schema, pattern or grammar can be served is the server's to say."""
+
+    json: Any = None
+    """A JSON Schema: a dict, JSON text, or a class that has one (with `model_json_schema`, as pydantic's models)."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    regex: str | None = None
+    """A pattern that all of the output matches."""
+    choice: list[str] | None = None
+    """The output is one of these."""
+    grammar: str | None = None
+    """In Lark's or EBNF notation."""
+    structural_tag: Any = None
+    """A dict, or JSON text."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = f"not both {given[0]} and {given[1]}" if given else "and has none"
+            raise ValueError(f"structured_outputs must have one of {', '.join(KINDS)}, {what}")
+        if self.json_object not in (None, True, False):
+            raise TypeError(f"json_object must be True or False, not {_shown(self.json_object)}")
+        for name in ("regex", "grammar"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, str):
+                raise TypeError(f"{name} must be a string, not {_shown(value)}")
+        if self.choice is not None:
+            choice = self.choice
+            if not isinstance(choice, (list, tuple)) or not all(isinstance(one, str) for one in choice):
+                raise TypeError(f"choice must be a list of strings, not {_shown(choice)}")
+            msgspec.structs.force_setattr(self, "choice", list(choice))
+        for name in ("json", "structural_tag"):
+            msgspec.structs.force_setattr(self, name, _text(name, getattr(self, name)))
+        if self.on_the_wire().source == "" and self.json_object is None:
+            raise ValueError(f"{given[0]} must not be empty")
+
+    def on_the_wire(self) -> p.StructuredOutputs:
+        """The same as the server is told it."""
+        for name in ("json", "regex", "grammar", "structural_tag"):
+            if (source := getattr(self, name)) is not None:
+                return p.StructuredOutputs(name, source)
+        if self.choice is not None:
+            return p.StructuredOutputs(
+                "choice", text_json.dumps(self.choice, ensure_ascii=False) if self.choice else ""
+            )
+        return p.StructuredOutputs("json_object")
+
+
+def _text(name: str, value: Any) -> str | None:
+    """JSON text of what is given as such or as an object."""
+    if value is None or isinstance(value, str):
+        return value
+    if callable(schema := getattr(value, "model_json_schema", None)):
+        value = schema()
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict or JSON text, not {_shown(value)}")
+    try:
+        return text_json.dumps(value, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise type(error)(f"{name} is no JSON: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    words = repr(value)
+    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"

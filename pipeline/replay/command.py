@@ -1,0 +1,175 @@
+"""`pipeline record` and `pipeline replay`."""
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.cli.out_file import require_writable
+from pipeline.errors import UserError
+from pipeline.replay.compare import Comparison, compare
+from pipeline.replay.recorder import RecordState
+from pipeline.replay.replaying import Replayed, replay
+from pipeline.runtime import messages as m
+from pipeline.runtime.logs import open_log
+from pipeline.supervisor.admin_client import Admin, choose_server, find_servers
+
+FAILED = 1
+DIFFERENT = 3
+RENEW_S = 1.0
+LEASE_S = 6.0
+"""The stage ends a recording whose command it has not heard of for so long."""
+WRITE_S = 60.0
+"""Longest that this waits for a stage's thread to write what is left."""
+POLL_S = 0.1
+FOREVER_S = 1e9
+
+
+def record(args: argparse.Namespace) -> int:
+    """Tee a live stage's inbox until the time is up, Ctrl-C, or another signal to end."""
+    require_writable(args.out, "--out")
+    try:
+        with Admin(choose_server(args.pid)) as server, _signals_as_interrupt():
+            names = [one.name for one in server.stats().stages if args.stage in (one.name, one.name.partition(".")[0])]
+            if len(names) != 1:
+                raise UserError(f"no stage {args.stage!r} is here" if not names else f"say which of {', '.join(names)}")
+            path = str(args.out.absolute())
+            seconds = args.seconds or FOREVER_S
+            order = m.Record(0, path, args.max_bytes, seconds, with_sent=not args.no_sent, lease_s=LEASE_S)
+            _tell(server, order, names[0])
+            is_early = _wait(server, path, names[0], args.seconds)
+            state = _end(server, path, names[0])
+    except UserError as error:
+        print(f"pipeline record: error: {error}", file=sys.stderr)
+        return FAILED
+    if is_early:
+        print(f"pipeline record: it ended early: {state.ended}", file=sys.stderr)
+    print(f"{args.out}: {state.num_bytes:,} bytes of {names[0]}")
+    return 0
+
+
+@contextmanager
+def _signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a recording as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come elsewhere
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(server: Admin, aside: m.Aside, stage: str) -> msgspec.Raw:
+    answer = server.tell(aside, [stage])[stage]
+    if answer.error:
+        raise UserError(answer.error)
+    return answer.body
+
+
+def _wait(server: Admin, path: str, stage: str, seconds: float | None) -> bool:
+    """Keep it up until the time is up, or Ctrl-C; a terminal is shown how the file grows. Returns whether the recording
+    ended by itself before."""
+    end = time.monotonic() + (seconds if seconds is not None else float("inf"))
+    screen = Console(stderr=True, highlight=False)
+    try:
+        with screen.status(f"recording {stage}; Ctrl-C ends it") as status:
+            while (left_s := end - time.monotonic()) > 0:
+                time.sleep(min(left_s, RENEW_S))
+                state = _keep(server, path, stage)
+                if state is not None and state.ended:
+                    return time.monotonic() < end
+                if state is not None:
+                    status.update(f"recording {stage}: {state.num_bytes:,} bytes; Ctrl-C ends it")
+    except KeyboardInterrupt:
+        pass
+    return False
+
+
+def _keep(server: Admin, path: str, stage: str) -> RecordState | None:
+    """Have the stage go on; None where it is too late to say how far it is, as one that stands in a debugger."""
+    try:
+        answer = server.tell(m.KeepRecord(0, path), [stage])[stage]
+    except UserError as error:
+        if server.server not in find_servers():
+            raise UserError(f"the server has ended; {path} has what came before") from error
+        return None
+    return None if answer.error else msgspec.msgpack.decode(answer.body, type=RecordState)
+
+
+def _end(server: Admin, path: str, stage: str) -> RecordState:
+    """End it, and wait until the file is whole. Raises UserError where it does not become so."""
+    deadline = time.monotonic() + WRITE_S
+    while True:
+        state = msgspec.msgpack.decode(_tell(server, m.EndRecord(0, path), stage), type=RecordState)
+        if state.failure:
+            raise UserError(f"{path} is not whole: {state.failure}")
+        if state.is_closed:
+            return state
+        if time.monotonic() > deadline:
+            raise UserError(f"{path} is not whole yet: {stage} has {state.num_pending_bytes:,} bytes left to write")
+        time.sleep(POLL_S)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """Drive a stage from a file. Returns 3 where it sends something else than is expected."""
+    if args.out is not None:
+        require_writable(args.out, "--out")
+    open_log("replay", "warning")
+    with tempfile.TemporaryDirectory(prefix="pipeline-replay-") as folder:
+        out = args.out or Path(folder) / "sent"
+        try:
+            replayed = replay(args.stage, args.file, out, paced=args.speed == "1x", inline=args.inline)
+            header = replayed.header
+            expected = args.expect or (args.file if header.has_sent and header.from_start else None)
+            comparison = compare(out, expected)
+        except UserError as error:
+            print(f"pipeline replay: error: {error}", file=sys.stderr)
+            return FAILED
+    _print(args.file, replayed, comparison, expected)
+    return 0 if comparison.are_same else DIFFERENT
+
+
+def _print(path: Path, replayed: Replayed, comparison: Comparison, expected: Path | None) -> None:
+    screen = Console(highlight=False)
+    header, counts = replayed.header, dict(replayed.counts)
+    begun = "from its start" if header.from_start else "from the middle"
+    screen.print(f"{path}: {header.name} of version {header.version}, recorded {begun}", markup=False, soft_wrap=True)
+    if replayed.flaw:
+        screen.print(f"{path}: {replayed.flaw}", markup=False, soft_wrap=True)
+    wakes, messages = counts.pop("wakes"), counts.pop("messages")
+    table = Table()
+    for heading in ("", "messages", "a second"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row(f"given, in {wakes:,} wakes", f"{messages:,}", f"{messages / replayed.took_s:,.0f}")
+    for peer, count in sorted(comparison.sent.items()):
+        table.add_row(f"sent to {peer}", f"{count:,}", f"{count / replayed.took_s:,.0f}")
+    for what, count in counts.items():
+        table.add_row(f"left out: {what}", f"{count:,}", "")
+    screen.print(table)
+    screen.print(f"took {replayed.took_s:.2f} s, with the stage's start and end")
+    if expected is None:
+        screen.print(
+            "compared with nothing: the recording does not hold what the stage sent from its start", soft_wrap=True
+        )
+    elif comparison.are_same:
+        total = sum(comparison.sent.values())
+        part = "" if comparison.num_same == total else f"; {total - comparison.num_same:,} more came, which it lacks"
+        screen.print(
+            f"the same as in {expected}: {comparison.num_same:,} messages, byte by byte{part}",
+            markup=False,
+            soft_wrap=True,
+        )
+    else:
+        screen.print(f"not the same as in {expected}: {comparison.difference}", markup=False, soft_wrap=True)

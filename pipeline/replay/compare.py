@@ -1,0 +1,87 @@
+"""Are two records of what a stage sent the same, message by message and byte by byte?"""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+
+from pipeline.replay import format as f
+
+SHOWN_CHARS, SHOWN_BEFORE = 200, 60
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    num_same: int
+    """Messages that are the same, from the first."""
+    difference: str
+    """What the first difference is; empty where there is none."""
+    sent: dict[str, int]
+    """Of the first file: messages by peer."""
+    num_bytes: int
+    """Of the first file's messages and arrays."""
+    flaw: str
+    """Why the second file is not whole; messages that the first has beyond its end are then no difference."""
+
+    @property
+    def are_same(self) -> bool:
+        return not self.difference
+
+
+def compare(path: Path, expected: Path | None) -> Comparison:
+    """Compare what two recordings or captures say was sent; without a second one, count. Raises UserError."""
+    counts: Counter[str] = Counter()
+    num_bytes = num_same = 0
+    difference = ""
+    with f.Reader(path) as found:
+        if expected is None:
+            for one in _sent(found):
+                counts[_kind(one)] += 1
+                num_bytes += len(one.body) + sum(map(len, one.arrays))
+            return Comparison(0, "", dict(counts), num_bytes, "")
+        with f.Reader(expected) as reader:
+            for ours, theirs in zip_longest(_sent(found), _sent(reader)):
+                if ours is not None:
+                    counts[_kind(ours)] += 1
+                    num_bytes += len(ours.body) + sum(map(len, ours.arrays))
+                if difference or (theirs is None and reader.flaw):
+                    continue
+                if ours == theirs:
+                    num_same += 1
+                else:
+                    difference = f"message {num_same + 1}: {_difference(ours, theirs)} is expected"
+            return Comparison(num_same, difference, dict(counts), num_bytes, reader.flaw)
+
+
+def _sent(reader: f.Reader) -> Iterator[f.Sent]:
+    return (entry for entry in reader if isinstance(entry, f.Sent))
+
+
+def _kind(sent: f.Sent) -> str:
+    return "clients" if sent.peer.startswith("client ") else sent.peer
+
+
+def _difference(ours: f.Sent | None, theirs: f.Sent | None) -> str:
+    """Both in words, from a little before where they part."""
+    one, other = _words(ours), _words(theirs)
+    place = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+    if one == other:
+        return f"{_cut(one, 0)} has other arrays than"
+    return f"{_cut(one, place)}, where {_cut(other, place)}"
+
+
+def _cut(text: str, place: int) -> str:
+    """What of a text is shown: its begin, and what is around a place."""
+    head, _, rest = text.partition(": ")
+    begin = max(0, place - len(head) - SHOWN_BEFORE)
+    shown = rest[begin : begin + SHOWN_CHARS]
+    return head + (f": {'… ' if begin else ''}{shown}{' …' if begin + SHOWN_CHARS < len(rest) else ''}" if rest else "")
+
+
+def _words(sent: f.Sent | None) -> str:
+    if sent is None:
+        return "nothing"
+    is_message = not sent.peer.startswith("client ")
+    text = str(msgspec.msgpack.decode(sent.body) if is_message else sent.body)
+    return f"to {sent.peer}: {text}"

@@ -1,0 +1,222 @@
+"""The file of a recording.
+
+    8 bytes of magic │ frame │ frame │ …          frame: length (u32) │ CRC-32 of the data (u32) │ data
+
+Numbers are little-endian. The data of the first frame is a `Header`, of each further one an `Entry`, as MessagePack.
+The last is an `End`. A file without one was cut off: its whole frames are good, and what follows them is ignored.
+"""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+from typing import BinaryIO
+
+import msgspec
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.messages import ExecuteFacts
+from pipeline.version import VERSION
+
+MAGIC = b"PLRECORD"
+FORMAT = 1
+MAX_FRAME_BYTES = 2**30
+"""No entry is larger: a length beyond it is damage."""
+_HEAD = Struct("<II")
+
+
+class SegmentSize(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    num_bytes: int
+    writable: bool
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """Which stage this is of, and what it had been told at its start."""
+
+    format: int
+    version: str
+    """Of the program that recorded."""
+    stage: str
+    replica: int
+    rank: int
+    incarnation: int
+    from_start: bool
+    """Whether the stage had received nothing before."""
+    has_sent: bool
+    """Whether what the stage sent is recorded too."""
+    settings: msgspec.Raw
+    """`Settings`"""
+    model_dir: str
+    peers: list[str]
+    segments: list[SegmentSize]
+    facts: ExecuteFacts | None = None
+    """What `Start` had said, where the recording began after it."""
+    instant: bool = False
+    """Whether the executor was the one that computes nothing."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}.{self.replica}"
+
+
+class Wake(msgspec.Struct, array_like=True, frozen=True, tag="wake"):
+    """What the inbox gave at once; parallel lists. Empty where a wait ran out, or nothing was there."""
+
+    time_ns: int
+    """Since the recording began."""
+    senders: list[str]
+    incarnations: list[int]
+    bodies: list[bytes]
+    arrays: list[list[bytes]]
+    """Of each message, the bytes of the `ShmRef`s in it, in the order of its fields."""
+
+
+class Value(msgspec.Struct, array_like=True, frozen=True, tag="value"):
+    """Something that the stage asked for: monotonic, time or random."""
+
+    kind: str
+    number: float | int
+
+
+class Event(msgspec.Struct, array_like=True, frozen=True, tag="event"):
+    """Something that the stage did and no message asked for, see `Tape.event` and `Tape.moment`."""
+
+    name: str
+    key: int
+    data: bytes
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+    """A full socket refused a message here."""
+
+    peer: str
+
+
+class Sent(msgspec.Struct, array_like=True, frozen=True, tag="sent"):
+    """What the stage sent here; `arrays` as in `Wake`."""
+
+    peer: str
+    """A stage, as `ingest.0`, or a client's call, as `client 12`."""
+    body: bytes
+    """A message, or what the client was written."""
+    arrays: list[bytes]
+
+
+class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
+    """The recording ends, and why."""
+
+    reason: str
+    counts: dict[str, int] = {}
+    """Of a replay: what was left out."""
+
+
+Entry = Wake | Value | Event | Refused | Sent | End
+
+_encoder = msgspec.msgpack.Encoder()
+_headers: MessageDecoder[Header] = MessageDecoder(Header)
+_entries: MessageDecoder[Entry] = MessageDecoder(Entry)
+
+
+def frame(struct: Header | Entry) -> bytes:
+    """A frame's bytes."""
+    data = _encoder.encode(struct)
+    return _HEAD.pack(len(data), zlib.crc32(data)) + data
+
+
+def client(number: int) -> str:
+    """The name of a client's call."""
+    return f"client {number}"
+
+
+def settings_of(header: Header) -> Settings:
+    """The settings that the stage had. Raises UserError where this version has no such settings."""
+    try:
+        return msgspec.msgpack.decode(header.settings, type=Settings)
+    except msgspec.DecodeError as error:
+        raise UserError(
+            f"the recording's settings, of version {header.version}, are not those of this version, {VERSION}: {error}"
+        ) from error
+
+
+class Reader:
+    """Reads a recording. Use as a context manager. Iterate once; then `flaw` and `end` are known.
+
+    Raises UserError, in the user's words, where the file can't be read or is no recording.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.flaw = ""
+        """Why the file ends before its `End`; empty where it does not."""
+        self.end: End | None = None
+        try:
+            self._file: BinaryIO = self.path.open("rb")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"cannot read {self.path}: {reason}") from error
+        try:
+            self.header = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_header(self) -> Header:
+        try:
+            magic = self._file.read(len(MAGIC))
+        except OSError as error:  # a folder
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
+        if magic != MAGIC:
+            raise UserError(f"{self.path} is not a recording: it does not begin as one that `pipeline record` made")
+        data = self._frame()
+        if data is None:
+            raise UserError(f"{self.path} holds nothing: {self.flaw or 'it ends before its header'}")
+        try:
+            number = msgspec.msgpack.decode(data, type=list[msgspec.Raw])[0]
+            if (format := msgspec.msgpack.decode(number, type=int)) != FORMAT:
+                raise UserError(f"{self.path} has format {format} of recordings; this version reads {FORMAT}")
+            return _headers.decode(data)
+        except (msgspec.DecodeError, IndexError) as error:
+            raise UserError(f"{self.path} is not a recording: its header can't be read: {error}") from error
+
+    def _frame(self) -> bytes | None:
+        """The next frame's data, or None at the end, whatever the end is."""
+        place = self._file.tell()
+        head = self._file.read(_HEAD.size)
+        if not head:
+            return None
+        if len(head) == _HEAD.size:
+            length, checksum = _HEAD.unpack(head)
+            if length > MAX_FRAME_BYTES:
+                self.flaw = f"it is damaged at byte {place}; what follows is ignored"
+                return None
+            data = self._file.read(length)
+            if len(data) == length:
+                if zlib.crc32(data) == checksum:
+                    return data
+                self.flaw = f"it is damaged at byte {place}; what follows is ignored"
+                return None
+        self.flaw = f"it was cut off: {self._file.tell() - place} bytes at its end, from byte {place}, are ignored"
+        return None
+
+    def __iter__(self) -> Iterator[Entry]:
+        while (data := self._frame()) is not None:
+            try:
+                entry = _entries.decode(data)
+            except msgspec.DecodeError as error:
+                raise UserError(
+                    f"{self.path}: an entry before byte {self._file.tell()} can't be read: {error}"
+                ) from error
+            if isinstance(entry, End):
+                self.end = entry
+                return
+            yield entry
+        self.flaw = self.flaw or "it was cut off: it has no end"
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

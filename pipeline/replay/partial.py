@@ -1,0 +1,266 @@
+"""What is done about a recording that began when the stage had work already.
+
+Its messages are in part about requests of before, which a stage that starts now knows nothing of. The rules:
+
+    gateway      answers about calls that were opened before are left out
+    ingest       nothing is left out but the ends of texts that were being tokenized before
+    schedule     aborts and closings of requests of before are left out. The recorded results are of steps that this
+                 scheduler never planned, for rows, blocks and steps are numbered from its start: each is replaced by an
+                 answer to its own oldest step in flight. So the load is that of the recording, and the ids are not.
+    execute      rows that were added before, and blocks appended to them, are left out of steps; so are steps
+                 of which nothing is left. A row that reads blocks which were filled before reads zeros there.
+    detokenize   entries of sequences that were opened before are left out
+
+All of it is counted.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from pipeline.replay import format as f
+from pipeline.runtime import messages as m
+
+BytesOf = Callable[[Any], bytes]
+
+
+class Partial(Protocol):
+    """The rule of one stage."""
+
+    def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
+        """The message as the stage is to get it, or None."""
+
+    def knows(self, event: f.Event) -> bool:
+        """Whether an event is about something that began in this recording."""
+
+    def sent(self, message: Any) -> None:
+        """The stage has sent this."""
+
+    def counts(self) -> dict[str, int]:
+        """What was left out, by what it is."""
+
+
+def partial_of(header: f.Header) -> Partial:
+    return {
+        "gateway": GatewayPartial,
+        "ingest": IngestPartial,
+        "schedule": SchedulePartial,
+        "execute": ExecutePartial,
+        "detokenize": DetokenizePartial,
+    }[header.stage]()
+
+
+class _Counting:
+    def __init__(self) -> None:
+        self._left_out: Counter[str] = Counter()
+
+    def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
+        return message
+
+    def knows(self, event: f.Event) -> bool:
+        return True
+
+    def sent(self, message: Any) -> None:
+        pass
+
+    def counts(self) -> dict[str, int]:
+        return dict(sorted(self._left_out.items()))
+
+    def _kept(self, message: Any, condition: bool, what: str) -> Any | None:
+        if condition:
+            return message
+        self._left_out[what] += 1
+        return None
+
+
+_PER_ENTRY = (
+    *("request_ids", "attempts", "indexes", "texts", "text_offsets"),
+    *("id_offsets", "num_ids", "finishes", "stop_reasons"),
+)
+"""The lists of `Deltas` that have a value for each entry."""
+
+
+def _firsts(firsts: list[m.FirstTimes], places: list[int]) -> list[m.FirstTimes]:
+    """Those of the entries that are left, which have new places."""
+    moved = {place: i for i, place in enumerate(places)}
+    return [msgspec.structs.replace(first, place=moved[first.place]) for first in firsts if first.place in moved]
+
+
+class GatewayPartial(_Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: set[int] = set()
+        self._calls: set[int] = set()
+
+    def sent(self, message: Any) -> None:
+        if isinstance(message, m.Submit):
+            self._requests.add(message.request_id)
+
+    def knows(self, event: f.Event) -> bool:
+        if event.name == "open":
+            self._calls.add(event.key)
+        if event.name in ("open", "fail all", "abort"):  # of no one call, or of one that begins
+            return True
+        if event.key not in self._calls:
+            self._left_out["events of calls of before"] += 1
+        return event.key in self._calls
+
+    def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
+        match message:
+            case m.Accepted() | m.Rejected():
+                return self._kept(message, message.request_id in self._requests, "answers about calls of before")
+            case m.Deltas():
+                return self._deltas(message)
+        return message
+
+    def _deltas(self, message: m.Deltas) -> m.Deltas | None:
+        places = [i for i, request_id in enumerate(message.request_ids) if request_id in self._requests]
+        self._left_out["answers about calls of before"] += len(message.request_ids) - len(places)
+        if not places:
+            return None
+        ids = np.frombuffer(message.ids, "<i4")
+        ends = np.cumsum(message.num_ids)
+        parts = [ids[ends[i] - message.num_ids[i] : ends[i]] for i in places]
+        changes: dict[str, Any] = {"ids": np.concatenate(parts).tobytes()}
+        for name in _PER_ENTRY:
+            values = getattr(message, name)
+            changes[name] = [values[i] for i in places]
+        changes["firsts"] = _firsts(message.firsts, places)
+        return msgspec.structs.replace(message, **changes)
+
+
+class IngestPartial(_Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: set[int] = set()
+
+    def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
+        if isinstance(message, m.Submit):
+            self._requests.add(message.request_id)
+        return message
+
+    def knows(self, event: f.Event) -> bool:
+        if event.name != "encoded" or event.key in self._requests:
+            return True
+        self._left_out["texts of before"] += 1
+        return False
+
+
+class SchedulePartial(_Counting):
+    """Answers steps itself, with ids that are the step's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: set[int] = set()
+        self._steps: deque[m.Step] = deque()
+        self._generations: dict[int, int] = {}
+        self._vocab_size = 1
+
+    def sent(self, message: Any) -> None:
+        if isinstance(message, m.Step):
+            self._steps.append(message)
+            self._generations |= {add.row: add.generation for add in message.adds}
+
+    def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
+        match message:
+            case m.Start(facts):
+                self._vocab_size = facts.vocab_size
+            case m.Admit():
+                self._requests.add(message.request_id)
+            case m.Abort() | m.Closed():
+                return self._kept(message, message.request_id in self._requests, "ends of requests of before")
+            case m.StepResult():
+                if not self._steps:
+                    self._left_out["results while nothing was in flight"] += 1
+                    return None
+                self._left_out["results that were replaced"] += 1
+                return self._answer(self._steps.popleft(), bytes_of)
+        return message
+
+    def _answer(self, step: m.Step, bytes_of: BytesOf) -> m.StepResult:
+        rows = np.frombuffer(bytes_of(step.rows), "<i4")[np.frombuffer(bytes_of(step.samples), "u1") > 0]
+        return m.StepResult(
+            incarnation=step.incarnation,
+            step_id=step.step_id,
+            rows=rows.tobytes(),
+            generations=np.array([self._generations[row] for row in rows.tolist()], "<u4").tobytes(),
+            ids=np.full(len(rows), step.step_id % self._vocab_size, "<i4").tobytes(),
+            finishes=bytes(len(rows)),
+            compute_s=0.0,
+            wait_s=0.0,
+        )
+
+
+class ExecutePartial(_Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: set[int] = set()
+
+    def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
+        return self._step(message, bytes_of) if isinstance(message, m.Step) else message
+
+    def _step(self, step: m.Step, bytes_of: BytesOf) -> m.Step | None:
+        drops = np.frombuffer(bytes_of(step.drops), "<i4")
+        known_drops = [row for row in drops.tolist() if row in self._rows]
+        self._rows -= set(known_drops)
+        self._rows |= {add.row for add in step.adds}
+        appended = np.frombuffer(bytes_of(step.block_rows), "<i4")
+        is_appended = np.isin(appended, list(self._rows))
+        rows = np.frombuffer(bytes_of(step.rows), "<i4")
+        is_known = np.isin(rows, list(self._rows))
+        self._left_out["rows of before, in steps"] += int((~is_known).sum())
+        if not is_known.any() and not step.adds and not known_drops:
+            self._left_out["steps of rows of before alone"] += 1
+            return None
+
+        def some(array: Any, dtype: str, which: "np.ndarray[Any, Any]") -> bytes:
+            chosen: bytes = np.frombuffer(bytes_of(array), dtype)[which].tobytes()
+            return chosen
+
+        return msgspec.structs.replace(
+            step,
+            drops=np.array(known_drops, "<i4").tobytes(),
+            block_rows=some(step.block_rows, "<i4", is_appended),
+            block_ids=some(step.block_ids, "<i4", is_appended),
+            rows=some(step.rows, "<i4", is_known),
+            starts=some(step.starts, "<i4", is_known),
+            counts=some(step.counts, "<i4", is_known),
+            samples=some(step.samples, "u1", is_known),
+        )
+
+
+class DetokenizePartial(_Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self._seqs: set[int] = set()
+
+    def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
+        match message:
+            case m.Open():
+                self._seqs.add(message.seq)
+            case m.Settled():
+                return self._settled(message, bytes_of)
+        return message
+
+    def _settled(self, message: m.Settled, bytes_of: BytesOf) -> m.Settled | None:
+        seqs = np.frombuffer(bytes_of(message.seqs), "<u8")
+        is_known = np.array([seq in self._seqs for seq in seqs.tolist()], np.bool_)
+        self._left_out["entries of sequences of before"] += int((~is_known).sum())
+        if is_known.all():
+            return message
+        if not is_known.any():
+            return None
+        counts = np.frombuffer(bytes_of(message.counts), "<i4")
+        ids = np.frombuffer(bytes_of(message.ids), "<i4")
+        return m.Settled(
+            seqs=seqs[is_known].tobytes(),
+            starts=np.frombuffer(bytes_of(message.starts), "<i4")[is_known].tobytes(),
+            counts=counts[is_known].tobytes(),
+            ids=ids[np.repeat(is_known, counts)].tobytes(),
+            finishes=np.frombuffer(bytes_of(message.finishes), "u1")[is_known].tobytes(),
+            firsts=_firsts(message.firsts, np.flatnonzero(is_known).tolist()),
+            settled_s=message.settled_s,
+        )

@@ -1,0 +1,251 @@
+"""A tape that writes.
+
+The stage's loop encodes and hands over; a thread writes, so that a slow disk holds nobody up. Whatever has been written
+when the process is killed can be read: see format.py. If the disk can't follow, the recording ends and says so.
+"""
+
+import logging
+import os
+import threading
+import time
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from pipeline.replay import format as f
+from pipeline.replay.arrays import copies
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.replay_context import Tape
+from pipeline.version import VERSION
+
+MAX_PENDING_BYTES = 64 * 1024**2
+"""What may wait to be written."""
+CLOSE_S = 5.0
+"""Longest that a stage which ends waits for its recording to be written."""
+
+
+class RecordState(msgspec.Struct, array_like=True, frozen=True):
+    """How far a recording is."""
+
+    num_bytes: int
+    num_pending_bytes: int
+    """Of these, what is still to be written."""
+    ended: str = ""
+    """Why; empty while it goes on."""
+    is_closed: bool = False
+    """Nothing is written any more."""
+    failure: str = ""
+    """Why the file is not whole."""
+
+
+class FileWriter:
+    """Writes frames in a thread of its own. Raises OSError where the file can't be opened."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self.num_bytes = 0
+        """Handed over."""
+        self._num_written = 0
+        self.failure = ""
+        """Why nothing is written any more."""
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def num_pending_bytes(self) -> int:
+        return self.num_bytes - self._num_written
+
+    def put(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self._queue.put(data)
+
+    def put_end(self) -> None:
+        """Close the file when all has been written; nothing is put any more."""
+        self._queue.put(None)
+
+    def wait(self) -> bool:
+        """After `put_end`: wait until everything is written. Returns whether it was, within `CLOSE_S`."""
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive() and not self.failure
+
+    def _run(self) -> None:
+        try:
+            while (data := self._queue.get()) is not None:
+                self._write(data)
+        finally:
+            os.close(self._fd)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view and not self.failure:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except OSError as error:
+                self.failure = error.strerror or str(error)
+        self._num_written += len(data)
+
+
+class RecordingTape(Tape):
+    """Writes what the stage meets until a bound is reached or the stage ends. Everything is called by one thread.
+
+    A recording that begins while the stage runs begins with its next whole wake: what the stage still does about the
+    messages that it has been given already belongs to no message in the file.
+    """
+
+    is_recording = True
+
+    def __init__(self, order: m.Record, header: f.Header, memories: dict[str, memoryview], log: logging.Logger) -> None:
+        """Raises OSError where the file can't be opened."""
+        self.path = order.path
+        self._writer = FileWriter(order.path)
+        self._memories = memories
+        self._log = log
+        self._max_bytes = order.max_bytes
+        self._has_sent = header.has_sent
+        self._begun_ns = time.monotonic_ns()
+        self._end_ns = self._begun_ns + round(order.max_s * 1e9)
+        self._num_to_skip = 0 if header.from_start else 2
+        """Wakes that are not written, nor what the stage does in them: the end of the one that this begins in, and
+        what it still does about that."""
+        self.is_over = False
+        self._ended = ""
+        self._lease_s = order.lease_s or float("inf")
+        self._kept_s = time.monotonic()
+        self._wake: tuple[list[str], list[int], list[bytes], list[list[bytes]]] = ([], [], [], [])
+        self._writer.put(f.MAGIC + f.frame(header))
+        log.info("recording", extra={"fields": {"file": order.path}})
+
+    def monotonic(self) -> float:
+        return self._noted("monotonic", time.monotonic())
+
+    def time(self) -> float:
+        return self._noted("time", time.time())
+
+    def randbits(self, num_bits: int) -> int:
+        number = super().randbits(num_bits)
+        self._put(f.Value("random", number))
+        return number
+
+    def event(self, name: str, key: int = 0, data: bytes = b"") -> None:
+        self._put(f.Event(name, key, data))
+
+    async def moment(self, name: str, key: int, data: bytes = b"") -> bytes:
+        self._put(f.Event(name, key, data))
+        return data
+
+    def happened(self, name: str, key: int, data: bytes) -> bytes:
+        self._put(f.Event(name, key, data))
+        return data
+
+    def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
+        if not self.is_over:
+            senders, incarnations, bodies, arrays = self._wake
+            senders.append(sender)
+            incarnations.append(incarnation)
+            bodies.append(body)
+            arrays.append(copies(message, self._memories))
+
+    def took(self) -> None:
+        if self.is_over:
+            return
+        now_ns = time.monotonic_ns()
+        if now_ns > self._end_ns:
+            self.finish("its time was up")
+            return
+        if self.ends_alone():
+            return
+        wake, self._wake = self._wake, ([], [], [], [])
+        self._num_to_skip = max(0, self._num_to_skip - 1)
+        self._put(f.Wake(now_ns - self._begun_ns, *wake))
+
+    def sent(self, peer: str, body: bytes, message: Any) -> None:
+        if self._has_sent and not self.is_over and not self._num_to_skip:
+            self._put(f.Sent(peer, body, copies(message, self._memories)))
+
+    def told(self, client: int, data: bytes) -> None:
+        if self._has_sent:
+            self._put(f.Sent(f.client(client), data, []))
+
+    def refused(self, peer: str) -> None:
+        self._put(f.Refused(peer))
+
+    def _noted(self, kind: str, number: float) -> float:
+        self._put(f.Value(kind, number))
+        return number
+
+    def _put(self, entry: f.Entry) -> None:
+        if self.is_over or self._num_to_skip:
+            return
+        data = f.frame(entry)
+        if self._writer.num_bytes + len(data) > self._max_bytes:
+            self.finish("it had reached its size")
+        elif self._writer.num_pending_bytes > MAX_PENDING_BYTES:
+            self.finish("the disk was too slow")
+        elif self._writer.failure:
+            self.finish(f"it could not be written: {self._writer.failure}")
+        else:
+            self._writer.put(data)
+
+    @property
+    def state(self) -> RecordState:
+        writer = self._writer
+        return RecordState(
+            writer.num_bytes, writer.num_pending_bytes, self._ended, self.is_over and writer.is_closed, writer.failure
+        )
+
+    def keep(self) -> None:
+        """Who began it is still there."""
+        self._kept_s = time.monotonic()
+
+    def ends_alone(self) -> bool:
+        """Whether it is over; it ends here where who began it has not been heard of for too long."""
+        if not self.is_over and time.monotonic() - self._kept_s > self._lease_s:
+            self.finish(f"who began it was not heard of for {self._lease_s:g} s")
+        return self.is_over
+
+    def finish(self, reason: str) -> None:
+        """Write no more."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._ended = reason
+        self._writer.put(f.frame(f.End(reason)))
+        self._writer.put_end()
+        self._log.info(
+            "recorded", extra={"fields": {"file": self.path, "why": reason, "bytes": self._writer.num_bytes}}
+        )
+
+    def close(self, reason: str = "the stage ended") -> int:
+        """Write what is left. Returns how many bytes the file has."""
+        self.finish(reason)
+        if not self._writer.wait():
+            why = self._writer.failure or f"it took more than {CLOSE_S:g} s to write"
+            self._log.error("the recording is not whole: %s", why)
+        return self._writer.num_bytes
+
+
+def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Header:
+    """What is to be known of a stage that is recorded."""
+    return f.Header(
+        format=f.FORMAT,
+        version=VERSION,
+        stage=launch.stage,
+        replica=launch.replica,
+        rank=launch.rank,
+        incarnation=launch.incarnation,
+        from_start=from_start,
+        has_sent=order.with_sent,
+        settings=msgspec.Raw(msgspec.msgpack.encode(launch.settings)),
+        model_dir=launch.model_dir,
+        peers=[peer.name for peer in launch.peers],
+        segments=[f.SegmentSize(one.name, one.num_bytes, one.writable) for one in launch.segments],
+        facts=order.facts,
+        instant=launch.entry == topology.INSTANT,
+    )

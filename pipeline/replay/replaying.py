@@ -1,0 +1,103 @@
+"""Runs a stage from a recording: in a process of its own, as the supervisor would start it, or in this one."""
+
+import importlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from pipeline.errors import UserError
+from pipeline.replay import format as f
+from pipeline.replay.player import SUPERVISOR
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Inbox, address_of
+from pipeline.supervisor.process import Child
+
+LAST_WORDS_S = 0.5
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    header: f.Header
+    counts: dict[str, int]
+    """Wakes and messages that the stage was given, and what was left out."""
+    took_s: float
+    flaw: str
+    """Why the recording is not whole."""
+
+
+def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> Replayed:
+    """Drive `stage` from the recording at `path`, and write what it sends to `out`.
+
+    Raises UserError, in the user's words, where the file is no recording of this stage, or the stage does not do as the
+    recorded one did.
+    """
+    with f.Reader(path) as reader:
+        header = reader.header
+        settings = f.settings_of(header)
+        for _ in reader:
+            pass  # a file that can't be followed to its end is refused before a stage is started
+        flaw = reader.flaw
+    if header.stage != stage:
+        raise UserError(f"{path} is of {header.name}, not of {stage}")
+    if out.exists() and out.samefile(path):
+        raise UserError(f"--out {out} is the recording itself")
+    entry = topology.INSTANT if header.instant else topology.row(stage).entry
+    server = f"replay-{os.getpid()}-{secrets.token_hex(4)}"
+    supervisor = address_of(server, SUPERVISOR, 1)
+    death_read, death_write = os.pipe()
+    try:
+        launch = m.Launch(
+            stage=stage,
+            replica=header.replica,
+            rank=header.rank,
+            incarnation=header.incarnation,
+            entry=entry,
+            settings=settings,
+            model_dir=header.model_dir,
+            address=address_of(server, header.name, 1),
+            peers=[m.Peer(name, supervisor if name == SUPERVISOR else "", 16) for name in header.peers],
+            segments=[],
+            death_fd=death_read,
+            replay=m.Replay(str(path.absolute()), str(out.absolute()), paced),
+        )
+        begun = time.monotonic()
+        if inline:
+            importlib.import_module(entry).run(launch)
+        else:
+            _run_child(launch, supervisor)
+        took_s = time.monotonic() - begun
+    finally:
+        os.close(death_read)
+        os.close(death_write)
+    with f.Reader(out) as capture:
+        for _ in capture:
+            pass
+        assert capture.end is not None, f"{out} has no end, though the stage ended well"
+        return Replayed(header, capture.end.counts, took_s, flaw)
+
+
+def _run_child(launch: m.Launch, supervisor: str) -> None:
+    """Run it as a process, and wait for its end. Raises UserError with its last words where that is a bad one."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    inbox: Inbox[m.SupervisorInbox] = Inbox(context, supervisor, m.SupervisorInbox)
+    try:
+        child = Child(launch, launch.settings.execute.threads or len(os.sched_getaffinity(0)))
+        try:
+            while child.is_alive:  # no deadline: a recording may be of days, and the user may interrupt
+                child.wait(1.0)
+            if child.exit_code:
+                reason = child.describe_end()
+                while inbox.wait(LAST_WORDS_S) and (message := inbox.receive()) is not None:
+                    if isinstance(message, m.Failed):
+                        reason = message.reason
+                        break
+                raise UserError(reason)
+        finally:
+            child.close()
+    finally:
+        inbox.close()
+        context.term()

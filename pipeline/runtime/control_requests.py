@@ -1,0 +1,94 @@
+"""What any stage is asked beside its work, answered in one place.
+
+An `Aside` comes through the ordinary inbox, so that its answer proves that the loop turns; the stage's own `match`
+never sees it. To add one: a struct in messages.py, in the union `Aside`; a case here; a command that sends it
+through the admin door with `Tell`.
+"""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, assert_never
+
+import msgspec
+
+from pipeline.errors import UserError
+from pipeline.metrics.request_timings import CallTimes
+from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
+from pipeline.runtime import messages as m
+from pipeline.runtime.flame_profiler import Sampler
+from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
+
+if TYPE_CHECKING:
+    from pipeline.runtime.stage import Stage
+
+
+def with_facts(aside: m.Aside, facts: m.ExecuteFacts | None) -> m.Aside:
+    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and so has what it said."""
+    return msgspec.structs.replace(aside, facts=facts) if isinstance(aside, m.Record) else aside
+
+
+class Asides:
+    """Answers for one stage. What goes wrong in the user's part (`UserError`, `OSError`) is the answer; every other
+    error ends the stage as it would anywhere else."""
+
+    def __init__(self, stage: "Stage[Any]") -> None:
+        self._stage = stage
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sampler = Sampler()
+        self.own_counts: Callable[[], OwnCounts] | None = None
+        """What this kind of stage counts; None until it has something to count."""
+        self.find_call: Callable[[str], CallTimes | None] = lambda _: None
+        """Set by gateways."""
+
+    def __call__(self, aside: m.Aside) -> None:
+        try:
+            body = self._do(aside)
+        except (UserError, OSError) as error:
+            answer = m.Answer(aside.nonce, error=str(error))
+        else:
+            answer = m.Answer(aside.nonce, msgspec.Raw(self._encoder.encode(body)))
+        self._stage.supervisor.send(answer)  # where its edge is full, the supervisor calls this stage late
+
+    def _do(self, aside: m.Aside) -> Any:
+        """Do it, and return what to answer: anything msgspec encodes."""
+        match aside:
+            case m.Count():
+                return self._counts()
+            case m.Flame():
+                return self._sampler.start()
+            case m.EndFlame():
+                return self._sampler.stop()
+            case m.Record():
+                self._stage.record(aside)
+                return None
+            case m.EndRecord():
+                return self._stage.end_record(aside.path)
+            case m.KeepRecord():
+                return self._stage.keep_record(aside.path)
+            case m.Trace():
+                if not 0 < aside.window_s <= MAX_WINDOW_S:
+                    raise UserError(f"a window must be above 0 and at most {MAX_WINDOW_S:g} s long")
+                if (left_s := self._stage.trace.left_s) > 0:
+                    raise UserError(f"another trace is being recorded, for {left_s:.0f} s more at most")
+                return self._stage.trace.start(aside.window_s)
+            case m.TakeTrace():
+                return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())
+            case m.FindCall():
+                return self.find_call(aside.call_id)
+            case _:
+                assert_never(aside)
+
+    def _counts(self) -> StageCounts:
+        inbox, arena = self._stage.inbox, self._stage.arrays.arena
+        own = self.own_counts() if self.own_counts is not None else None
+        return StageCounts(
+            num_received=inbox.num_received,
+            num_stale=inbox.num_stale,
+            edges=[EdgeCounts(to, outbox.num_sent, outbox.num_refused) for to, outbox in self._stage.outboxes.items()],
+            own=own,
+            num_queued=num_queued(own),
+            wait_s=inbox.wait_s,
+            num_wakes=inbox.num_wakes,
+            arena_bytes=arena.num_bytes if arena is not None else 0,
+            arena_bytes_used=arena.num_bytes - arena.num_bytes_free if arena is not None else 0,
+        )

@@ -1,0 +1,220 @@
+"""What a stage is given: its inbox, its outboxes, its shared memory and its settings."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import zmq
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.replay.player import ReplayInbox, ReplayOutbox, ReplayTape
+from pipeline.replay.recorder import RecordingTape, RecordState, header_of
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.control_requests import Asides
+from pipeline.runtime.messages import Envelope, ExecuteFacts, Launch, Message, Release
+from pipeline.runtime.replay_context import Tape
+from pipeline.runtime.tracing import Tracer
+from pipeline.shm import segment
+from pipeline.shm.arena import Arena
+from pipeline.shm.arrays import Array, ShmRef
+
+T = TypeVar("T")
+
+SUPERVISOR = "supervisor.0"
+
+
+class Arrays:
+    """Arrays in and out of messages, for one process: its own arena, and everybody's segments to read from."""
+
+    def __init__(self, memories: dict[str, memoryview], own: str) -> None:
+        self._memories = memories
+        self._arena = Arena(own, memories[own]) if own in memories else None
+        self._read: dict[str, tuple[list[int], list[int]]] = {}
+
+    @property
+    def arena(self) -> Arena | None:
+        return self._arena
+
+    def put(self, array: "np.ndarray[Any, Any]", *, readers: int = 1) -> Array:
+        """Hand an array over: inline or by reference, see `Arena.put`."""
+        if self._arena is None or array.nbytes == 0:
+            return array.tobytes()
+        return self._arena.put(np.ascontiguousarray(array).data.cast("B"), readers=readers)
+
+    def take(self, array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
+        """Copy an array out of a message and note its slab for release. Returns a one-dimensional, writable array."""
+        if isinstance(array, bytes):
+            return np.frombuffer(array, dtype).copy()
+        data = self._memories[array.segment][array.offset : array.offset + array.length]
+        assert len(data) == array.length, f"{array} reaches beyond its segment"
+        result = np.frombuffer(data, dtype).copy()
+        self.done(array)
+        return result
+
+    def done(self, array: Array) -> None:
+        """Note that this process needs an array no more."""
+        if isinstance(array, ShmRef):
+            offsets, generations = self._read.setdefault(array.segment, ([], []))
+            offsets.append(array.offset)
+            generations.append(array.generation)
+
+    def releases(self) -> list[tuple[str, Release]]:
+        """What to send to each segment's owner, once per wake: (segment name, message) pairs."""
+        read, self._read = self._read, {}
+        return [(name, Release(offsets, generations)) for name, (offsets, generations) in read.items()]
+
+    def not_released(self, name: str, release: Release) -> None:
+        """A release could not be sent: note its slabs again, for the next time."""
+        offsets, generations = self._read.setdefault(name, ([], []))
+        offsets += release.offsets
+        generations += release.generations
+
+    def retract(self, array: Array) -> None:
+        """Take back an array that was put for one reader into a message that was not sent."""
+        if isinstance(array, ShmRef):
+            assert self._arena is not None
+            self._arena.release(array.offset, array.generation)
+
+    def retract_all(self, message: Message) -> None:
+        """Take back every array among the fields of a message that was not sent."""
+        for field in message.__struct_fields__:
+            self.retract(getattr(message, field))
+
+    def released(self, release: Release) -> None:
+        """A reader has released slabs of this process's arena."""
+        assert self._arena is not None, "a release came to a stage without an arena"
+        for offset, generation in zip(release.offsets, release.generations, strict=True):
+            self._arena.release(offset, generation)
+
+
+class Stage(Generic[T]):
+    """One process of the pipeline, seen from inside. `T` is the union its inbox takes. As a context manager it is
+    closed at the end, whatever the end is.
+
+    Segments are called by the name of the stage that writes them, so a release goes to the peer of that name.
+    """
+
+    def __init__(self, launch: Launch, union: Any) -> None:
+        self.launch = launch
+        self.name = launch.name
+        self.replica = launch.replica
+        self.settings: Settings = launch.settings
+        self.model_dir = Path(launch.model_dir)
+        self.log = logging.getLogger("pipeline")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.trace = Tracer()
+        self.asides = Asides(self)
+        """Answers what any stage is asked beside its work; a stage with counts of its own sets `asides.own_counts`."""
+        self.tape = Tape()
+        """The clock and random numbers; see pipeline.replay."""
+        self._recording: RecordingTape | None = None
+        """The last one, until its end was asked for and all of it is written."""
+        self.inbox: Inbox[T]
+        self._outboxes: dict[str, Outbox[Any]]
+        if launch.replay is not None:
+            self.tape = replay = ReplayTape(launch.replay, union)
+            self.inbox = ReplayInbox(replay)
+            self._outboxes = {peer.name: ReplayOutbox(replay, peer.name) for peer in launch.peers}
+            self._memories = replay.memories
+        else:
+            self.inbox = Inbox(self._context, launch.address, union, self.asides)
+            envelope = Envelope(launch.name, launch.incarnation)
+            self._outboxes = {
+                peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
+            }
+            self._memories = {s.name: segment.attach(s.fd, s.num_bytes, writable=s.writable) for s in launch.segments}
+        self.arrays = Arrays(self._memories, launch.name)
+        self.supervisor: Outbox[m.SupervisorInbox] = self._outboxes[SUPERVISOR]
+        if launch.record is not None:
+            self.record(launch.record, from_start=True)
+
+    def memory(self, name: str) -> memoryview | None:
+        """A segment by its name, or None where this stage was not given it."""
+        return self._memories.get(name)
+
+    def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
+        """The way to a peer. Raises KeyError where the topology has no such edge."""
+        return self._outboxes[f"{stage}.{replica}"]
+
+    def outboxes_of(self, stage: str) -> list[Outbox[Any]]:
+        """The ways to all replicas of a peer, in order. Raises KeyError where the topology has no such edge."""
+        return [self.outbox(stage, replica) for replica in range(topology.num_replicas(self.settings, stage))]
+
+    @property
+    def outboxes(self) -> Mapping[str, Outbox[Any]]:
+        """By the peer's name, as `ingest.0`."""
+        return self._outboxes
+
+    def ready(self, facts: ExecuteFacts | None = None) -> None:
+        """Say that everything is loaded. To be called once, before the first receive."""
+        self.supervisor.send(m.Ready(facts))
+
+    def release(self) -> None:
+        """Tell the owners which slabs were read; to be called once per wake. What a full socket refuses goes with the
+        next call."""
+        for owner, release in self.arrays.releases():
+            if not self._outboxes[owner].send(release):
+                self.arrays.not_released(owner, release)
+
+    def record(self, order: m.Record, *, from_start: bool = False) -> None:
+        """Begin to record. Raises UserError where a recording goes on or this is a replay, OSError where the file can't
+        be written."""
+        before = self._recording
+        if before is not None and not before.ends_alone():
+            raise UserError(f"{self.name} is being recorded already, into {before.path}")
+        if before is not None and not before.state.is_closed:
+            raise UserError(f"{self.name} was recorded, and is still writing that into {before.path}")
+        if self.tape.is_replaying:
+            raise UserError(f"{self.name} is replayed: there is nothing to record")
+        header = header_of(self.launch, order, from_start=from_start)
+        self._recording = RecordingTape(order, header, self._memories, self.log)
+        self._use(self._recording)
+
+    def keep_record(self, path: str) -> RecordState:
+        """Who began a recording is still there. Returns how far it is."""
+        if self._recording is None or self._recording.path != path:
+            return RecordState(0, 0, ended=f"{self.name} records into that file no more", is_closed=True)
+        self._recording.keep()
+        return self._recording.state
+
+    def end_record(self, path: str = "") -> RecordState:
+        """End the recording, if one goes on; a thread writes what is left. Raises UserError where there is none."""
+        tape = self._recording
+        if tape is None or (path and tape.path != path):
+            raise UserError(f"{self.name} is not being recorded{f' into {path}' if path else ''}")
+        tape.finish("who began it ended it")
+        if self.tape is tape:
+            self._use(Tape())
+        state = tape.state
+        if state.is_closed:
+            self._recording = None
+        return state
+
+    def _use(self, tape: Tape) -> None:
+        """Have the channels tell a tape what they carry; what goes to the supervisor is not of the stage's work."""
+        self.tape = tape
+        told = tape if isinstance(tape, RecordingTape) else None
+        self.inbox.tape = told
+        for peer, outbox in self._outboxes.items():
+            outbox.peer = peer
+            if peer != SUPERVISOR:
+                outbox.tape = told
+
+    def __enter__(self) -> "Stage[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close all sockets; what is queued to peers has `linger_s` to leave."""
+        (self._recording or self.tape).close()
+        self.inbox.close()
+        for outbox in self._outboxes.values():
+            outbox.flush(linger_s)
+        self._context.term()

@@ -1,0 +1,148 @@
+"""The other side of the admin door: which servers run here, and a question to one of them."""
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from pipeline.errors import UserError
+from pipeline.metrics.stats import ServerStats
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, problem_of
+from pipeline.supervisor import admin_server
+from pipeline.version import VERSION
+
+ANSWER_S = 5.0
+"""Besides the time that the stages have: what the supervisor may take to answer."""
+RETRY_S = 0.005
+"""How soon a door that is not there is tried again."""
+STAGES_S = 3.0
+"""What the stages have to be counted."""
+
+_DOOR = re.compile(r"@pipeline/((\d+)-[0-9a-f]+)/admin$")
+
+R = TypeVar("R")
+
+
+def find_servers() -> list[str]:
+    """The names of this user's running servers, by pid. Their doors are abstract sockets, which the kernel lists."""
+    found: dict[str, int] = {}
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        if (match := _DOOR.search(line)) is not None:
+            try:
+                owner = Path(f"/proc/{match[2]}").stat().st_uid
+            except FileNotFoundError:
+                continue  # of another pid namespace, or just ended
+            if owner == os.geteuid():
+                found[match[1]] = int(match[2])
+    return sorted(found, key=lambda name: found[name])
+
+
+def choose_server(pid: int | None = None) -> str:
+    """The one that is meant: by its supervisor's pid, or the only one. Raises UserError."""
+    servers = find_servers()
+    if pid is not None:
+        servers = [name for name in servers if name.startswith(f"{pid}-")]
+    if len(servers) == 1:
+        return servers[0]
+    if not servers:
+        raise UserError("no server of yours is running here" if pid is None else f"no server has pid {pid}")
+    pids = ", ".join(name.partition("-")[0] for name in servers)
+    raise UserError(f"{len(servers)} servers are running (pids {pids}): say which with --pid")
+
+
+class Admin:
+    """A connection to one server's admin door, as a context manager. Raises UserError where there is no answer."""
+
+    def __init__(self, server: str) -> None:
+        self.server = server
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)  # the server's user is looked at first, at each connection
+        self._monitor = Monitor(self._context, self._socket)
+        self._address = admin_server.address_of(server)
+        self._is_connected = False
+        self._socket.connect(self._address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: MessageDecoder[admin_server.AdminReply] = MessageDecoder(admin_server.AdminReply)
+        self._nonce = 0
+
+    def stats(self, timeout_s: float = STAGES_S) -> ServerStats:
+        """`timeout_s` is for the stages: who takes longer is in the answer as late."""
+        self._nonce += 1
+        return self._ask(admin_server.AskStats(self._nonce, timeout_s), admin_server.Stats, timeout_s + ANSWER_S).stats
+
+    def tell(
+        self, aside: m.Aside, stages: list[str], timeout_s: float = ANSWER_S
+    ) -> dict[str, admin_server.StageAnswer]:
+        """Have stages do something; empty is all of them. Returns their answers, by name."""
+        self._nonce += 1
+        told = self._ask(
+            admin_server.Tell(self._nonce, stages, aside, timeout_s), admin_server.Told, timeout_s + ANSWER_S
+        )
+        return {answer.stage: answer for answer in told.answers}
+
+    def _ask(self, question: admin_server.AdminInbox, kind: type[R], timeout_s: float) -> R:
+        end = time.monotonic() + timeout_s
+        if not self._connect(end) or not self._send(self._encoder.encode(question)):
+            raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
+        while self._socket.poll(max(0, round((end - time.monotonic()) * 1000))):
+            try:
+                reply = self._decoder.decode(self._socket.recv())
+            except msgspec.DecodeError as error:
+                raise UserError(
+                    f"server {self.server} is of another version than this command ({VERSION}), which can't read its "
+                    f"answer: {error}"
+                ) from error
+            if reply.nonce != question.nonce:
+                continue  # to a question that was given up
+            if isinstance(reply, admin_server.Problem):
+                raise UserError(reply.message)
+            assert isinstance(reply, kind)
+            return reply
+        raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
+
+    def _connect(self, end: float) -> bool:
+        """Wait for a connection to a server of our own user. Returns whether there is one. Raises UserError where it is
+        of another."""
+        while True:
+            for event, fd in self._monitor.take():
+                self._is_connected = event == zmq.EVENT_CONNECTED
+                if not self._is_connected:
+                    time.sleep(RETRY_S)
+                    connect_again(self._socket, self._address)
+                else:
+                    self._check_user(fd)
+            left_s = end - time.monotonic()
+            if self._is_connected or not self._monitor.socket.poll(max(0, round(left_s * 1000))):
+                return self._is_connected
+
+    def _check_user(self, fd: int) -> None:
+        try:
+            problem = problem_of(fd, self._address)
+        except OSError:
+            self._is_connected = False  # it has ended, which is the next event
+            return
+        if problem:
+            raise UserError(problem)
+
+    def _send(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:  # the connection has ended just now
+            return False
+        return True
+
+    def __enter__(self) -> "Admin":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()

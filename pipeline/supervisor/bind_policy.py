@@ -1,0 +1,62 @@
+"""Who can reach a server: without API keys, nobody from beyond this machine, unless that is what its settings say."""
+
+import ipaddress
+import socket
+
+from pipeline.config import door
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE
+
+
+def check(settings: Settings, has_keys: bool) -> None:
+    """Raises ConfigError where the server would be open to others, and nobody said that it should be."""
+    gateway = settings.gateway
+    if has_keys or gateway.allow_open:
+        return
+    problems = []
+    if not is_loopback(gateway.host, gateway.port):
+        problems.append(f"gateway.host: {_refusal(gateway.host)}")
+    if door.is_open_to_others(gateway.zmq):
+        problems.append(f"gateway.zmq: {_refusal(gateway.zmq)}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def hint(settings: Settings, has_keys: bool) -> str | None:
+    """What to know of a server that others can reach without keys: by which names they can."""
+    gateway = settings.gateway
+    if has_keys or gateway.allowed_hosts or is_loopback(gateway.host, gateway.port):
+        return None
+    return (
+        "without API keys, requests that use a host name are answered 403 unless gateway.allowed_hosts lists the name; "
+        "requests that use an IP address are served"
+    )
+
+
+def _refusal(where: str) -> str:
+    return (
+        f"{where} can be reached from beyond this machine, and the server has no API keys: give it some "
+        f"({FILE_KEY}, or {SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or say "
+        "gateway.allow_open = true to serve whoever comes"
+    )
+
+
+def is_loopback(host: str, port: int = 0) -> bool:
+    """Whether everything that a name or an address stands for is this machine's own. Raises ConfigError where it stands
+    for nothing."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        why = error.strerror or str(error)
+    except UnicodeError:
+        why = "this is no name"
+    else:
+        return all(_is_own(str(address[0])) for *_, address in found)
+    raise ConfigError([f"cannot listen on {host}:{port}: {why}; choose another gateway.host (--host)"])
+
+
+def _is_own(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,81 @@
+"""A stage as a thread of the supervisor's process, for debuggers and for `pytest --pdb`: `pipeline serve --inline`.
+
+Everything else is as it always is: the same messages over the same sockets, the same shared memory. What a process
+gives and a thread does not: it can't be killed, and it can't be profiled alone.
+"""
+
+import importlib
+import logging
+import os
+import threading
+
+import msgspec
+
+from pipeline.errors import UserError
+from pipeline.runtime.child import say_why
+from pipeline.runtime.messages import Launch
+from pipeline.supervisor.process import SINGLE_THREADED, Child
+
+THREAD = "stage "
+"""What a stage's thread is called, before the stage's name; see logs.py."""
+
+
+class InlineChild(Child):
+    """The same to its supervisor as a process. `error` is what the stage raised."""
+
+    def __init__(self, launch: Launch) -> None:
+        """Start it."""
+        for key, value in SINGLE_THREADED.items():
+            os.environ.setdefault(key, value)
+        self.name = launch.name
+        self.stage = launch.stage
+        self.incarnation = launch.incarnation
+        self.state = "starting"
+        self.pid = os.getpid()
+        self.error: BaseException | None = None
+        if launch.listen_fd >= 0:  # the stage closes its own
+            launch = msgspec.structs.replace(launch, listen_fd=os.dup(launch.listen_fd))
+        if launch.admin_fd >= 0:
+            launch = msgspec.structs.replace(launch, admin_fd=os.dup(launch.admin_fd))
+        self.pidfd, self._end = os.pipe()
+        """Readable when the stage has ended."""
+        self._thread = threading.Thread(target=self._run, args=(launch,), name=f"{THREAD}{self.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self, launch: Launch) -> None:
+        try:
+            importlib.import_module(launch.entry).run(launch)
+        except BaseException as error:
+            self.error = error
+            reason = str(error) or type(error).__name__
+            if not isinstance(error, UserError):
+                logging.getLogger("pipeline").error("failed", exc_info=True)
+                reason = f"{type(error).__name__}: {reason}"
+            say_why(launch, reason)
+        finally:
+            os.close(self._end)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def exit_code(self) -> int | None:
+        return None if self.is_alive else int(self.error is not None)
+
+    def describe_end(self) -> str:
+        if self.is_alive:
+            return "is running"
+        return "ended" if self.error is None else f"raised {type(self.error).__name__}: {self.error}"
+
+    def wait(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self.is_alive
+
+    def kill(self) -> None:
+        """A thread can't be killed; it ends with the process."""
+
+    def close(self) -> None:
+        if self.pidfd >= 0 and not self.is_alive:
+            os.close(self.pidfd)
+            self.pidfd = -1

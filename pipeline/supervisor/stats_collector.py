@@ -1,0 +1,91 @@
+"""The supervisor's part of a server's stats: asks every stage, and adds what it knows itself."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pipeline.metrics.stats import ServerStats, StageCounts, StageStats
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import MessageDecoder
+from pipeline.supervisor.admin_server import Answers, Questions
+from pipeline.supervisor.process import Child
+from pipeline.supervisor.process_usage import NOTHING, usage_of
+from pipeline.version import VERSION
+
+
+class Gatherer:
+    """Makes `ServerStats`, and keeps the last counts of each stage, for when it does not answer in time."""
+
+    def __init__(self, server: str, supervisor: str, questions: Questions) -> None:
+        self._server = server
+        self._supervisor = supervisor
+        self._questions = questions
+        self._decoder: MessageDecoder[StageCounts] = MessageDecoder(StageCounts)
+        self._counts: dict[str, tuple[float, StageCounts]] = {}
+        """By stage: when they came, and what they were."""
+
+    def gather(
+        self, facts: "ServerFacts", children: Sequence[Child], timeout_s: float, then: Callable[[ServerStats], None]
+    ) -> None:
+        """Ask everybody who is ready; `then` is called when all have answered, or the time is up."""
+
+        def made(answers: Answers) -> None:
+            then(self._stats(facts, children, answers))
+
+        ready = [child.name for child in children if child.state == "ready"]
+        self._questions.ask(ready, m.Count(0), timeout_s, made)
+
+    def _stats(self, facts: "ServerFacts", children: Sequence[Child], answers: Answers) -> ServerStats:
+        now = time.monotonic()
+        for name, answer in answers.items():
+            self._counts[name] = now, self._decoder.decode(bytes(answer.body))
+        own = usage_of(os.getpid())
+        stages = [
+            StageStats(
+                self._supervisor, os.getpid(), "ready", 0, own.age_s, own.rss_bytes, own.cpu_s, own.num_threads, None
+            )
+        ]
+        for child in children:
+            is_thread = child.pid == os.getpid()
+            usage = usage_of(child.pid) if child.is_alive and not is_thread else NOTHING
+            came, counts = self._counts.get(child.name, (now, None))
+            state = "late" if child.state == "ready" and child.name not in answers else child.state
+            stages.append(
+                StageStats(
+                    name=child.name,
+                    pid=child.pid,
+                    state=state,
+                    num_restarts=child.incarnation - 1,
+                    uptime_s=own.age_s if is_thread and child.is_alive else usage.age_s,
+                    rss_bytes=usage.rss_bytes,
+                    cpu_s=usage.cpu_s,
+                    num_threads=usage.num_threads,
+                    counts=counts,
+                    counts_age_s=now - came,
+                )
+            )
+        return ServerStats(
+            server=self._server,
+            pid=os.getpid(),
+            version=VERSION,
+            model=facts.model,
+            address=facts.address,
+            state=facts.state,
+            uptime_s=own.age_s,
+            unix_s=time.time(),
+            stages=stages,
+            num_blocks=facts.execute.num_blocks if facts.execute else 0,
+            block_size=facts.execute.block_size if facts.execute else 0,
+            max_model_len=facts.execute.max_model_len if facts.execute else 0,
+        )
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """What the supervisor knows besides its stages."""
+
+    model: str
+    address: str
+    state: str
+    execute: m.ExecuteFacts | None

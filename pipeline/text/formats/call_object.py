@@ -1,0 +1,237 @@
+"""A call that is written as a JSON object: `{"name": …, "arguments": {…}}`, in text that comes in pieces."""
+
+from collections.abc import Callable, Collection
+from enum import Enum
+
+import msgspec
+
+from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Event
+from pipeline.text.formats.json_text import JsonSpan
+
+SPACE = " \t\r\n"
+ARGUMENTS = ("arguments", "parameters")
+BARE_KEYS = ("name", "type", "function", "id", *ARGUMENTS)
+"""What an object may hold that no mark says to be a call."""
+MAX_NAME_CHARS = 256
+
+
+class State(Enum):
+    OPEN = "more is to come"
+    ENDED = "the object is whole"
+    BROKEN = "it is no call, and nothing of it was given out"
+
+
+class CallObject:
+    """Reads one call. It *begins*, and is given out, as soon as its name and the first character of its arguments are
+    known; until then all of it is kept, as it may be no call. `bare_names` are the names that an object may call by
+    which no mark says to be a call; None where one does.
+
+        START ─{─► KEY ─string─► COLON ─:─► VALUE ─value─► NEXT ─}─► ended
+                    ▲                                      │
+                    └──────────────────,───────────────────┘
+    """
+
+    def __init__(self, index: int, bare_names: Collection[str] | None = None) -> None:
+        self.state = State.OPEN
+        self.has_begun = False
+        self._index = index
+        self._bare_names = bare_names
+        self._raw: list[str] = []
+        self._name: str | None = None
+        self._key = ""
+        self._span: JsonSpan | None = None
+        self._value: list[str] = []
+        """Pieces of a key, or of a value that is needed whole."""
+        self._arguments: str | None = None
+        """Those that came before the name, whole."""
+        self._has_arguments = False
+        self._is_shown = False
+        """The value that is being read is given out as it comes."""
+        self._read: Callable[[str, int, list[Event]], int] = self._start
+
+    @classmethod
+    def of_arguments(cls, index: int, name: str) -> "CallObject":
+        """A call whose name was said before it: the object is its arguments."""
+        call = cls(index)
+        call._name = name
+        call._read = call._bare_arguments
+        return call
+
+    @property
+    def raw(self) -> str:
+        """All that was read, of a call that has not begun."""
+        return "".join(self._raw)
+
+    def push(self, text: str, at: int, out: list[Event]) -> int:
+        """Read on at `text[at]`. Returns the place up to which the text is the call's."""
+        while self.state is State.OPEN and at < len(text):
+            begin, at = at, self._read(text, at, out)
+            if not self.has_begun:
+                self._raw.append(text[begin:at])
+        return at
+
+    def _start(self, text: str, at: int, out: list[Event]) -> int:
+        match text[at]:
+            case "{":
+                self._read = self._before_key
+            case char if char not in SPACE:
+                return self._break(at, out)
+        return at + 1
+
+    def _before_key(self, text: str, at: int, out: list[Event]) -> int:
+        match text[at]:
+            case '"':
+                self._span = JsonSpan('"')
+                self._value = []
+                self._read = self._in_key
+                return at
+            case "}":
+                return self._end(at + 1, out)
+            case char if char not in SPACE:
+                return self._break(at, out)
+        return at + 1
+
+    def _in_key(self, text: str, at: int, out: list[Event]) -> int:
+        assert self._span is not None
+        end, is_whole = self._span.read(text, at)
+        self._value.append(text[at:end])
+        if is_whole:
+            key = _decoded("".join(self._value))
+            self._key = key if isinstance(key, str) else ""
+            self._read = self._colon
+            if self._bare_names is not None and self._key not in BARE_KEYS:
+                return self._break(end, out)
+        return end
+
+    def _colon(self, text: str, at: int, out: list[Event]) -> int:
+        if text[at] == ":":
+            self._read = self._before_value
+        elif text[at] not in SPACE:
+            return self._break(at, out)
+        return at + 1
+
+    def _before_value(self, text: str, at: int, out: list[Event]) -> int:
+        char = text[at]
+        if char in SPACE:
+            return at + 1
+        if char in ",}]:":
+            return self._break(at, out)
+        self._span = JsonSpan(char)
+        self._value = []
+        is_arguments = self._key in ARGUMENTS and not self._has_arguments
+        self._is_shown = is_arguments and char == "{" and self._name is not None
+        if self._is_shown:
+            self._begin(out)
+        self._read = self._in_value
+        return at
+
+    def _bare_arguments(self, text: str, at: int, out: list[Event]) -> int:
+        if text[at] in SPACE:
+            return at + 1
+        if text[at] != "{":
+            return self._break(at, out)
+        self._span = JsonSpan("{")
+        self._is_shown = True
+        self._begin(out)
+        self._read = self._in_bare_arguments
+        return at
+
+    def _in_bare_arguments(self, text: str, at: int, out: list[Event]) -> int:
+        end, is_whole = self._shown(text, at, out)
+        return self._end(end, out) if is_whole else end
+
+    def _in_value(self, text: str, at: int, out: list[Event]) -> int:
+        if self._is_shown:
+            end, is_whole = self._shown(text, at, out)
+        else:
+            assert self._span is not None
+            end, is_whole = self._span.read(text, at)
+            if self._key == "name" or (self._key in ARGUMENTS and not self._has_arguments):
+                self._value.append(text[at:end])
+        if is_whole:
+            self._read = self._next
+            if not self._is_shown and not self._take("".join(self._value), out):
+                return self._break(end, out)
+        return end
+
+    def _shown(self, text: str, at: int, out: list[Event]) -> tuple[int, bool]:
+        assert self._span is not None
+        end, is_whole = self._span.read(text, at)
+        if end > at:
+            out.append(Arguments(self._index, text[at:end]))
+        self._has_arguments = True
+        return end, is_whole
+
+    def _take(self, value: str, out: list[Event]) -> bool:
+        """A value is whole that was not given out on the way. Returns whether a call may have it."""
+        if self.has_begun:
+            return True
+        if self._key == "name":
+            name = _decoded(value)
+            if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+                return False
+            if self._bare_names is not None and name not in self._bare_names:
+                return False
+            self._name = name
+        elif self._key in ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
+            self._arguments = _arguments_of(value)
+            if self._arguments is None:
+                return False
+        if self._name is not None and self._arguments is not None:
+            self._begin(out)
+        return True
+
+    def _next(self, text: str, at: int, out: list[Event]) -> int:
+        match text[at]:
+            case ",":
+                self._read = self._before_key
+            case "}":
+                return self._end(at + 1, out)
+            case char if char not in SPACE:
+                return self._break(at, out)
+        return at + 1
+
+    def _begin(self, out: list[Event]) -> None:
+        assert self._name is not None
+        self.has_begun = True
+        self._raw.clear()
+        out.append(CallBegun(self._index, self._name))
+        if self._arguments is not None:
+            out.append(Arguments(self._index, self._arguments))
+
+    def _end(self, end: int, out: list[Event]) -> int:
+        if not self.has_begun and self._name is not None:  # a function may be called without any
+            self._arguments = "{}"
+            self._begin(out)
+        self.state = State.ENDED if self.has_begun else State.BROKEN
+        if self.has_begun:
+            out.append(CallEnded(self._index))
+        return end
+
+    def _break(self, at: int, out: list[Event]) -> int:
+        """Not as an object goes on. What has been given out stays a call, which ends here: its arguments are whole."""
+        return self._end(at, out) if self.has_begun else self._give_up(at)
+
+    def _give_up(self, at: int) -> int:
+        self.state = State.BROKEN
+        return at
+
+
+def _arguments_of(value: str) -> str | None:
+    """The JSON text of arguments that do not begin as an object: a string may hold it, and null says that there are
+    none. None where they are something else."""
+    if value.startswith("{"):
+        return value
+    decoded = _decoded(value)
+    if isinstance(decoded, str) and isinstance(_decoded(decoded), dict):
+        return decoded
+    return "{}" if value == "null" else None
+
+
+def _decoded(text: str) -> object:
+    """What a JSON text says; an Ellipsis where it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return ...

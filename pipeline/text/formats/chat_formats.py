@@ -1,0 +1,186 @@
+"""The formats of one model: which it uses, and what is done with them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.config.settings import Chat
+from pipeline.text.formats.calls import CallParser, NoCalls
+from pipeline.text.formats.events import Event
+from pipeline.text.formats.hermes import Hermes
+from pipeline.text.formats.llama3 import Llama3
+from pipeline.text.formats.mistral import Mistral
+from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
+from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningParser, Stage
+from pipeline.text.formats.specials import Specials
+from pipeline.text.formats.tool_format import AddedToken, Call, Lark, Tool, ToolFormat, Written
+
+TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
+"""The first that detects a template is its own."""
+FORCED = TOOL_FORMATS[2]
+"""Of calls that a client insists on, where the model has no format: it needs no mark, and a grammar makes the model
+write it."""
+TAIL_CHARS = 64
+"""As much of a prompt's end as tells whether it opens the reasoning."""
+
+BLANK = r"/\n*/"
+
+_tools = msgspec.json.Decoder(list[Tool])
+
+
+class _Tokenizer(msgspec.Struct):
+    """As much of a tokenizer.json as is needed here."""
+
+    added_tokens: list[AddedToken] = []
+
+
+class ReplyParser:
+    """Reads one reply, in pieces."""
+
+    def __init__(self, specials: Specials | None, reasoning: ReasoningParser | None, calls: CallParser) -> None:
+        self._specials = specials
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def push(self, text: str) -> list[Event]:
+        """What has become certain with this text."""
+        if self._specials is not None:
+            text = self._specials.push(text)
+        return self._read(text)
+
+    def finish(self) -> list[Event]:
+        """What is left at the reply's end."""
+        out = self._read(self._specials.finish()) if self._specials is not None else []
+        if self._reasoning is not None and (rest := self._reasoning.finish(out)):
+            out += self._calls.push(rest)
+        return out + self._calls.finish()
+
+    def _read(self, text: str) -> list[Event]:
+        out: list[Event] = []
+        if self._reasoning is not None:
+            text = self._reasoning.push(text, out)
+        if text:
+            out += self._calls.push(text)
+        return out
+
+
+class ChatFormats(msgspec.Struct, frozen=True):
+    """What one model uses. `ChatFormats()` is that of one that has none of it."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    template: str = ""
+    """The model's chat template"""
+    added: Mapping[str, AddedToken] = {}
+    """Its tokenizer's added tokens, by their text"""
+
+    @classmethod
+    def load(cls, model_dir: str | Path, chat: Chat) -> "ChatFormats":
+        """Those of a prepared model, as far as the settings leave it to its chat template."""
+        template, tokenizer = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer.json"
+        added: list[AddedToken] = []
+        if tokenizer.exists():
+            added = msgspec.json.decode(tokenizer.read_bytes(), type=_Tokenizer).added_tokens
+        return cls.of(template.read_text(encoding="utf-8") if template.exists() else "", chat, added)
+
+    @classmethod
+    def of(cls, template: str, chat: Chat, added: Iterable[AddedToken] = ()) -> "ChatFormats":
+        """Those of a model with this template and these added tokens."""
+        tools = _chosen(TOOL_FORMATS, chat.tool_format, template)
+        reasoning = _chosen(REASONING_FORMATS, chat.reasoning_format, template)
+        return cls(tools, reasoning, template, {token.content: token for token in added})
+
+    def tools_of(self, choice: str) -> ToolFormat | None:
+        """The format in which calls are to be looked for; `choice` is as in `ChatPrompt`."""
+        if choice == "none":
+            return None
+        return self.tools or (FORCED if choice in ("required", "named") else None)
+
+    def needs_specials(self, choice: str) -> bool:
+        """Whether text has to show special tokens, so that the parser sees its marks."""
+        return any(map(self._is_special, self._marks(self.tools_of(choice))))
+
+    def parser(
+        self,
+        choice: str = "none",
+        names: Collection[str] = (),
+        tail: str | None = None,
+        *,
+        shows_specials: bool = False,
+    ) -> ReplyParser:
+        """A parser of one reply. `names` are the tools'; `tail` is the end of the prompt's text, TAIL_CHARS of it or
+        more, and None where nobody knows it; with `shows_specials` the client wants to see special tokens."""
+        tools = self.tools_of(choice)
+        marks = self._marks(tools)
+        is_filtered = not shows_specials and self.needs_specials(choice)
+        hidden = frozenset(filter(self._is_special, marks)) if is_filtered else frozenset()
+        specials = (
+            Specials(frozenset(filter(self._is_special, self.added.keys() - set(marks)))) if is_filtered else None
+        )
+        calls = NoCalls((), hidden) if tools is None else tools.parser(names, hidden)
+        if self.reasoning is None:
+            return ReplyParser(specials, None, calls)
+        stage = self.reasoning.unsaid if tail is None else self.reasoning.stage_of(tail)
+        return ReplyParser(specials, self.reasoning.parser(stage), calls)
+
+    def calls(self, choice: str, name: str, tools: str, *, parallel: bool) -> Written:
+        """The grammar, in llguidance's form, of calls that a client insists on, or that a reply with `auto` may be. The
+        arguments are as in `ChatPrompt`. Raises ValueError where the tools are not those of a request that the gateway
+        has checked."""
+        form = self.tools_of(choice)
+        if form is None:
+            raise ValueError("the model has no format of calls")
+        lark = Lark(self.template, self.added)
+        return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
+
+    def behind_reasoning(self, grammar: str, tail: str) -> str:
+        """The grammar of a whole reply whose answer is to match `grammar`: reasoning before it is free. `tail` is the
+        end of the prompt's text, TAIL_CHARS of it or more."""
+        if self.reasoning is None or (stage := self.reasoning.stage_of(tail)) is Stage.OVER:
+            return grammar
+        lark = Lark(self.template, self.added)
+        thought = f"{lark.until(self.reasoning.end)} {lark.rule(BLANK)}"
+        if stage is Stage.UNSAID:
+            thought = f"({lark.mark(self.reasoning.start)} {thought})?"
+        return _joined(lark.grammar(f"{thought} @answer").lark(), answer=grammar)
+
+    def _calls(self, lark: Lark, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
+        functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
+        if not functions:
+            raise ValueError(f"there is no tool of the name {name!r}")
+        calls = [Call(one.name, lark.schema(one.schema)) for one in functions]
+        return form.grammar(lark, calls, parallel=parallel and name is None)
+
+    def _is_special(self, mark: str) -> bool:
+        return mark in self.added and self.added[mark].special
+
+    def _marks(self, tools: ToolFormat | None) -> tuple[str, ...]:
+        marks = () if tools is None else tools.marks
+        return marks if self.reasoning is None else (*marks, self.reasoning.start, self.reasoning.end)
+
+
+def _chosen(formats: Collection[Any], setting: str, template: str) -> Any:
+    """The format that a setting names; with `auto`, the one whose the template is."""
+    for one in formats:
+        if one.name == setting or (setting == "auto" and one.detects(template)):
+            return one
+    return None
+
+
+def either(output: str, calls: str) -> str:
+    """The grammar of an answer that is what `output` matches, or calls."""
+    return _joined("start: @output | @calls\n", output=output, calls=calls)
+
+
+def _joined(lark: str, **others: str) -> str:
+    """A grammar that refers to others by these names."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
+    for name, grammar in others.items():
+        if grammar.lstrip().startswith("{"):
+            first, *rest = msgspec.json.decode(grammar)["grammars"]
+            grammars += [{**first, "name": name}, *rest]
+        else:
+            grammars.append({"lark_grammar": grammar, "name": name})
+    return msgspec.json.encode({"grammars": grammars}).decode()

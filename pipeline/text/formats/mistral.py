@@ -1,0 +1,122 @@
+"""Calls as Mistral's models write them, in its two ways; a parser takes both.
+
+    [TOOL_CALLS] [{"name": "find", "arguments": {"text": "a"}}]                    tokenizers v3 and v7
+    [TOOL_CALLS]find[ARGS]{"text": "a"}[TOOL_CALLS]find[ARGS]{"text": "b"}         v11, maybe with [CALL_ID]…, and v13
+
+https://github.com/mistralai/mistral-common (tokens/tokenizers/instruct.py)
+"""
+
+import re
+from collections.abc import Collection
+from random import Random
+
+from pipeline.text.formats.call_object import MAX_NAME_CHARS, SPACE, CallObject
+from pipeline.text.formats.calls import CallParser
+from pipeline.text.formats.events import Event
+from pipeline.text.formats.tool_format import Call, Lark, ToolFormat
+
+START = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
+_NAME_END = re.compile(r"[\s\[{]")
+_ID_END = re.compile(r"[\[{]")
+_ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+class Mistral(ToolFormat):
+    name = "mistral"
+    marks = (START, ARGS, CALL_ID)
+
+    def detects(self, template: str) -> bool:
+        return START in template
+
+    def parser(self, names: Collection[str], hidden: Collection[str]) -> "MistralParser":
+        return MistralParser((START,), hidden, names)
+
+    def grammar(self, lark: Lark, calls: list[Call], *, parallel: bool) -> str:
+        if ARGS in lark.template:
+            ways = [f"{lark.mark(START)} {lark.text(call.name)} {lark.mark(ARGS)} {call.arguments}" for call in calls]
+            return f"{lark.one_of(ways)}{'+' if parallel else ''}"
+        one = lark.one_of([lark.object_of(call, "arguments") for call in calls])
+        more = f" ({lark.text(', ')} {one})*" if parallel else ""
+        return f"{lark.mark(START)} {lark.text(' ')}? {lark.text('[')} {one}{more} {lark.text(']')}"
+
+    def call_id(self, key: int) -> str:
+        """Nine letters and digits: its templates refuse any other."""
+        return "".join(Random(key).choices(_ID_LETTERS, k=9))
+
+
+class MistralParser(CallParser):
+    _in_list = False
+
+    def _marked(self, text: str, at: int, out: list[Event]) -> int:
+        char = text[at]
+        if char in SPACE:
+            self._candidate.append(char)
+            return at + 1
+        if char == "[":
+            self._candidate.append(char)
+            self._in_list = True
+            self._read = self._in_array
+            return at + 1
+        if char == "{":
+            self._in_list = False
+            return self._open(CallObject(self._num_calls), text, at, out)
+        self._read = self._name
+        return at
+
+    def _in_array(self, text: str, at: int, out: list[Event]) -> int:
+        if text[at] == "{":
+            return self._open(CallObject(self._num_calls), text, at, out)
+        if text[at] in SPACE:
+            self._candidate.append(text[at])
+            return at + 1
+        self._no_call(out)
+        return at
+
+    def _name(self, text: str, at: int, out: list[Event]) -> int:
+        """A name, maybe an id, and where its arguments begin."""
+        end = _NAME_END.search(text, at)
+        if end is None and len(text) - at <= MAX_NAME_CHARS:
+            return self._hold(text, at)
+        if end is None or end.start() == at or end.start() - at > MAX_NAME_CHARS:
+            self._no_call(out)
+            return at
+        name, place = text[at : end.start()], end.start()
+        if text.startswith(CALL_ID, place):
+            begin = _ID_END.search(text, place + len(CALL_ID))
+            if begin is None and len(text) - place <= MAX_NAME_CHARS:
+                return self._hold(text, at)
+            if begin is None or begin.start() - place > MAX_NAME_CHARS:
+                self._no_call(out)
+                return at
+            place = begin.start()
+        elif CALL_ID.startswith(text[place:]):
+            return self._hold(text, at)
+        if text.startswith(ARGS, place):
+            place += len(ARGS)
+        elif ARGS.startswith(text[place:]):
+            return self._hold(text, at)
+        elif text[place] != "{":
+            self._no_call(out)
+            return at
+        self._candidate.append(self._seen(text[at:place]))
+        self._in_list = False
+        return self._open(CallObject.of_arguments(self._num_calls, name), text, place, out)
+
+    def _behind(self, text: str, at: int, out: list[Event]) -> int:
+        match text[at]:
+            case "," if self._in_list:
+                self._candidate.append(",")
+                self._read = self._in_array
+                return at + 1
+            case "]" if self._in_list:
+                self._in_list = False
+                self._candidate.clear()
+                self._read = self._outside
+                return at + 1
+            case char if char in SPACE and self._in_list:
+                self._candidate.append(char)
+                return at + 1
+        self._no_call(out)
+        return at

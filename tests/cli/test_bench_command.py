@@ -1,0 +1,229 @@
+"""`pipeline bench` against a server that counts words."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.__main__ import main
+from tests.cli.fake_server import TEMPLATE_TOKENS, FakeServer
+
+
+def bench(server: FakeServer, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report, and what went to standard error."""
+    code = main(["bench", "--url", server.url, "--json", "-", *options])
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
+
+
+def test_a_number_of_requests_is_made_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        code, report, err = bench(
+            server,
+            capsys,
+            *("--concurrency", "1,4", "--num-requests", "9", "--prompt-tokens", "64", "--output-tokens", "8"),
+        )
+    assert (code, err) == (0, "")
+    assert report["model"] == "fake"
+    assert [level["concurrency"] for level in report["levels"]] == [1, 4]
+    for level in report["levels"]:
+        assert (level["num_requests"], level["num_errors"]) == (9, 0)
+        assert (level["prompt_tokens"], level["completion_tokens"]) == (64, 8)
+        assert level["output_tokens_per_s"] == pytest.approx(9 * 8 / level["window_s"])
+        assert level["total_tokens_per_s"] == pytest.approx(9 * 72 / level["window_s"])
+        assert (level["ttft_ms"]["count"], level["itl_ms"]["count"], level["tpot_ms"]["count"]) == (9, 63, 9)
+    assert server.max_open == 4
+    streamed = [body for body in server.bodies if body.get("stream")]
+    assert len(streamed) == (9 + 1) + (9 + 4)
+    assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in streamed)
+    assert len({body["messages"][0]["content"] for body in streamed}) == len(streamed)
+
+
+def test_a_window_of_time_is_filled_by_all_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        code, report, _ = bench(
+            server,
+            capsys,
+            *("--concurrency", "4", "--duration", "500ms", "--prompt-words", "10", "--output-tokens", "20"),
+        )
+    (level,) = report["levels"]
+    assert code == 0
+    assert level["window_s"] == pytest.approx(0.5)
+    assert 0 < level["num_requests"] < len(server.bodies)
+    assert server.max_open == 4
+    assert level["output_tokens_per_s"] > 0
+    lengths = Counter(body["max_tokens"] for body in server.bodies)
+    assert {5, 10, 15} < set(lengths), "the streams' first requests differ in length"
+    assert lengths[5] == lengths[10] == lengths[15] == 1
+
+
+def test_the_seed_makes_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    def prompts(*seed: str) -> list[str]:
+        with FakeServer() as server:
+            code, _, _ = bench(server, capsys, "--concurrency=2", "--num-requests=4", "--output-tokens=1", *seed)
+        assert code == 0
+        return sorted(body["messages"][0]["content"] for body in server.bodies)
+
+    assert prompts("--seed=7") == prompts("--seed=7")
+    assert not set(prompts("--seed=7")) & set(prompts("--seed=8"))
+    assert not set(prompts()) & set(prompts())
+
+
+def test_prefill_sends_long_prompts_for_one_token(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        _, report, _ = bench(server, capsys, "--prefill", "--num-requests=3")
+    (level,) = report["levels"]
+    assert (level["prompt_tokens"], level["completion_tokens"]) == (800 + TEMPLATE_TOKENS, 1)
+    assert level["prefill_tokens_per_s"] == pytest.approx(820 / level["ttft_ms"]["p50"] * 1000, rel=0.01)
+
+
+def test_shared_prompts_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        _, report, _ = bench(server, capsys, "--shared", "--num-requests=16", "--warmup=0", "--endpoint=completions")
+    (level,) = report["levels"]
+    assert (level["concurrency"], level["completion_tokens"]) == (16, 64)
+    prompts = [body["prompt"].split() for body in server.bodies]
+    assert {len(words) for words in prompts} == {650}
+    assert len({tuple(words[:600]) for words in prompts}) == 1
+    assert len({tuple(words[600:]) for words in prompts}) == 16
+
+
+@pytest.mark.parametrize(("fault", "message"), [("cut", "the stream ended early"), ("error", "a stage died")])
+def test_broken_streams_are_counted_and_end_with_an_error(
+    fault: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer(lambda body, number: fault if body.get("stream") and number % 3 == 0 else None) as server:
+        code, report, err = bench(
+            server, capsys, "--concurrency=1", "--num-requests=6", "--prompt-words=5", "--warmup=0", "--output-tokens=3"
+        )
+    (level,) = report["levels"]
+    assert code == 1
+    assert (level["num_requests"], level["num_errors"], level["errors"]) == (4, 2, {message: 2})
+    assert err == f"pipeline bench: error: 1 streams: 2 × {message}\n"
+
+
+def test_a_server_that_refuses_everything_is_not_asked_without_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(lambda body, number: "refuse") as server:
+        code, report, _ = bench(server, capsys, "--concurrency=2", "--duration=10m", "--prompt-words=5")
+    assert code == 1
+    assert report["levels"][0]["errors"] == {"503: busy": len(server.bodies)}
+    assert len(server.bodies) <= 12
+
+
+def test_chunks_are_counted_where_the_server_reports_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        server.has_usage = False
+        _, report, _ = bench(
+            server, capsys, "--concurrency=1", "--num-requests=1", "--output-tokens=5", "--prompt-words=5"
+        )
+    (level,) = report["levels"]
+    assert (level["tokens_are_chunks"], level["completion_tokens"]) == (True, 5)
+
+
+def test_the_table_and_the_file_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    with FakeServer() as server:
+        code = main(["bench", "--url", server.url + "/v1/", "--num-requests=2", "--concurrency=2", "--json", str(path)])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    for word in ("streams", "output", "total", "TTFT", "ITL", "TPOT", "p99", "128/128", "Times in milliseconds."):
+        assert word in out
+    assert json.loads(path.read_bytes())["workload"]["output_tokens"] == 128
+
+
+def test_the_key_and_the_model_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        code, report, _ = bench(
+            server,
+            capsys,
+            *("--model=mine", "--no-ignore-eos", "--concurrency=1", "--num-requests=1", "--prompt-words=5"),
+        )
+    assert (code, report["model"]) == (0, "mine")
+    assert {body["model"] for body in server.bodies} == {"mine"}
+    assert not any("ignore_eos" in body for body in server.bodies)
+
+
+def test_a_server_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        pass
+    assert main(["bench", "--url", server.url]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"pipeline bench: error: {server.url}/v1/models can't be reached: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "models", [[], None, {"data": None}, {"data": []}, {"data": {"a": 1}}, {"data": ["a"]}, {"data": [{"name": "a"}]}]
+)
+def test_a_server_that_lists_models_otherwise_is_one_clear_line(
+    models: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        server.models = models
+        assert main(["bench", "--url", server.url]) == 1
+    message = f"{server.url}/v1/models lists no model; name one with --model"
+    assert capsys.readouterr() == ("", f"pipeline bench: error: {message}\n")
+
+
+@pytest.mark.parametrize("usage", ["many", ["x"], {"prompt_tokens": "x"}, {"prompt_tokens": -1}, {"tokens": 3}])
+def test_a_server_that_counts_otherwise_is_one_clear_line(usage: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        server.usage = usage
+        assert main(["bench", "--url", server.url]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "reports no usage" in err
+
+
+@pytest.mark.parametrize("name", [".", "no/such/folder.json", "x" * 300, "a\0b"])
+def test_a_report_that_could_not_be_written_is_noticed_before_measuring(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        assert main(["bench", "--url", server.url, "--json", str(tmp_path / name)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), server.bodies) == ("", 1, [])
+    assert err.startswith(f"pipeline: error: --json {tmp_path}")
+    assert "can't be written: " in err
+
+
+def test_a_measurement_that_fails_leaves_no_report_and_keeps_the_last_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        pass
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    for path in (tmp_path / "new.json", old):
+        assert main(["bench", "--url", server.url, "--json", str(path)]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--concurrency", "1,x"], "--concurrency: needs a whole number of at least 1, got 'x'"),
+        (["--duration", "soon"], "--duration: needs a time such as 20s or 2m, got 'soon'"),
+        (["--temperature", "nan"], "--temperature: needs a number from 0 to 2, got 'nan'"),
+        (["--url", "foo"], "--url: needs http:// or https:// in front, got 'foo'"),
+        (["--url", "127.0.0.1:8000"], "--url: needs http:// or https:// in front"),
+        (["--url", "http://"], "--url: needs an address such as http://127.0.0.1:8000, got 'http://'"),
+        (["--url", "http://[::1"], "--url: needs an address such as"),
+        (["--url", "http://localhost:99999"], "--url: needs an address such as"),
+        (["--api-key", "a\nb: c"], "--api-key: has a line break or another character"),
+        (["--prefill", "--shared"], "not allowed with argument"),
+        (["--prompt-tokens=64", "--shared-prefix-tokens=64"], "--shared-prefix-tokens 64: needs less than"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = main(["bench", *options])
+    except SystemExit as stopped:
+        code = stopped.code
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    assert words in err

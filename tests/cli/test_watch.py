@@ -1,0 +1,180 @@
+"""What `pipeline ps` and `pipeline top` work out and draw; a running server is looked at in tests/e2e."""
+
+import io
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from pipeline.cli.watch import draw
+from pipeline.cli.watch.view import View, view_of
+from pipeline.metrics.stats import ExecuteCounts, GapCounts, HistogramCounts, ScheduleCounts, ServerStats, StageCounts
+from tests.metrics.test_exposition import gateway, schedule, server, stage
+
+
+def at(unix_s: float, *, output: int = 50, prompt: int = 100, cpu_s: float = 2.5, wait_s: float = 1.5) -> ServerStats:
+    """A server at some time."""
+    running = stage("schedule.0", schedule(num_output_tokens=output, num_prompt_tokens=prompt))
+    assert running.counts is not None
+    counts = msgspec.structs.replace(running.counts, wait_s=wait_s)
+    return msgspec.structs.replace(
+        server(
+            msgspec.structs.replace(running, cpu_s=cpu_s, counts=counts),
+            stage("gateway.0", gateway(4, 0.05)),
+            stage("execute.0", None, "starting"),
+        ),
+        unix_s=unix_s,
+        model="m",
+    )
+
+
+def test_rates_are_over_the_last_interval() -> None:
+    view = view_of([at(0.0), at(10.0), at(12.0, output=150, prompt=130, cpu_s=3.5, wait_s=2.0)])
+    assert view.output_tokens_per_s == 50.0
+    assert view.prompt_tokens_per_s == 15.0
+    [running] = [one for one in view.stages if one.name == "schedule.0"]
+    assert running.cpu_percent == 50.0
+    assert running.busy_percent == 75.0
+
+
+def test_the_share_of_time_that_went_into_waits_for_plans_is_shown() -> None:
+    looks = [at(0.0), at(10.0)]
+    assert view_of(looks).plan_wait_percent == 0.0
+    [running] = [one for one in looks[1].stages if one.name == "schedule.0"]
+    assert running.counts is not None and isinstance(running.counts.own, ScheduleCounts)
+    gaps = [GapCounts(0, HistogramCounts([], 0.2), 3.004), GapCounts(7, HistogramCounts([], 0.3), 6.5)]
+    own = msgspec.structs.replace(running.counts.own, plan_wait_s=HistogramCounts([], 0.5003), gaps=gaps)
+    running = msgspec.structs.replace(running, counts=msgspec.structs.replace(running.counts, own=own))
+    view = view_of([looks[0], msgspec.structs.replace(looks[1], stages=[running])])
+    assert view.plan_wait_percent == pytest.approx(5.0)
+    assert view.device_percent == pytest.approx(95.0)
+    assert view.depth == 2
+
+
+def test_a_single_look_has_no_rates_but_medians_since_the_start() -> None:
+    view = view_of([at(10.0)])
+    assert view.output_tokens_per_s is None
+    assert view.stages[0].cpu_percent is None
+    assert view.time_to_first_token_ms == pytest.approx(50, rel=0.2)
+    assert (view.running, view.waiting, view.kv_blocks_held, view.kv_blocks_total) == (3, 4, 5, 10)
+
+
+def test_medians_are_over_the_window_alone() -> None:
+    view = view_of([at(0.0), at(1.0)])
+    assert view.time_to_first_token_ms is None, "nothing came in it"
+
+
+def test_a_stage_that_was_started_again_has_no_rate_for_what_it_was_before() -> None:
+    before, now = at(0.0), at(1.0)
+    other = [msgspec.structs.replace(one, pid=one.pid + 1) for one in now.stages]
+    view = view_of([before, msgspec.structs.replace(now, stages=other)])
+    assert [one.cpu_percent for one in view.stages] == [None, None, None]
+
+
+def test_counters_that_fall_make_no_negative_rate() -> None:
+    assert view_of([at(0.0, output=500), at(1.0, output=0)]).output_tokens_per_s == 0.0
+
+
+def drawn(view: View, width: int, message: str = "") -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(draw.top(view, width, message))
+    text: Any = console.file
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 99, 100, 120, 140, 200])
+def test_everything_fits_the_terminal(width: int) -> None:
+    view = view_of([at(0.0), at(1.0, output=10**6, prompt=10**6)])
+    view.address = "http://[2001:db8:85a3::8a2e:370:7334]:65535"
+    view.model = "a-model-with-quite-a-long-name-as-they-often-have"
+    view.uptime_s = 10**6
+    view.running, view.waiting, view.open_requests = 4096, 65536, 65536
+    view.kv_blocks_total, view.kv_blocks_held, view.kv_blocks_cached = 3_000_000, 1_234_567, 1_000_000
+    for one in view.stages:
+        one.pid, one.rss_bytes, one.cpu_percent, one.num_queued = 4194304, 500 * 1024**3, 12800.0, 65536
+        one.messages_per_s, one.busy_percent, one.note = 123456.0, 100.0, "65536 running"
+    lines = drawn(view, width)
+    assert all(len(line) <= width for line in lines)
+    text = "\n".join(lines)
+    for words in (
+        "tokens in/s",
+        "TTFT",
+        "device busy",
+        "plan wait",
+        "schedule.0",
+        "65536 running",
+        "1234567 held",
+        "500 GiB",
+    ):
+        assert words in text, f"{words!r} does not fit {width} columns"
+
+
+def test_a_pipe_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    line = draw.server_line(7, "m" * 300, "http://[2001:db8:85a3::8a2e:370:7334]:65535", "serving", 10.0)
+    draw.console().print(line)
+    text: Any = sys.stdout
+    assert (
+        text.getvalue() == f"pipeline 7  {'m' * 300}  serving  up 10 s  http://[2001:db8:85a3::8a2e:370:7334]:65535\n"
+    )
+
+
+def test_a_stage_without_a_process_of_its_own_shows_none() -> None:
+    looks = []
+    for look in (at(0.0), at(1.0)):
+        threads = [
+            msgspec.structs.replace(one, num_threads=0, rss_bytes=0, cpu_s=0.0) if one.name == "gateway.0" else one
+            for one in look.stages
+        ]
+        looks.append(msgspec.structs.replace(look, stages=threads))
+    view = view_of(looks)
+    [gate] = [one for one in view.stages if one.name == "gateway.0"]
+    assert (gate.cpu_percent, gate.rss_bytes) == (None, None)
+    [line] = [line for line in drawn(view, 80) if line.startswith("gateway.0")]
+    assert "MiB" not in line and draw.NONE in line
+
+
+def test_the_bar_shows_what_is_held_cached_and_free() -> None:
+    view = view_of([at(1.0)])
+    [bar] = [line for line in drawn(view, 100) if line.startswith("KV")]
+    held, cached, free = (bar.count(sign) for sign in "█▒░")
+    assert held + cached + free == 60
+    assert held == 30
+    assert cached == 18
+
+
+def test_swap_space_is_shown_where_there_is_any() -> None:
+    view = view_of([at(0.0)])
+    assert not any(line.startswith("swap ") for line in drawn(view, 120))
+    view.swapped, view.swap_blocks_held, view.swap_blocks_total = 3, 5, 8
+    view.blocks_swapped_out, view.blocks_swapped_in = 1200, 700
+    lines = drawn(view, 120)
+    assert "swap 5 blocks held of 8; 1,200 copied out, 700 back" in [line.rstrip() for line in lines]
+    assert any(line.split()[:2] == ["swapped", "3"] for line in lines)
+
+
+def test_what_went_wrong_is_below() -> None:
+    assert drawn(view_of([at(1.0)]), 80, "no answer")[-1] == "no answer"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (61, "1 min 1 s"), (3700, "1 h 1 min"), (90000, "1 d 1 h")],
+)
+def test_durations_are_read_at_a_glance(seconds: float, words: str) -> None:
+    assert draw.duration(seconds) == words
+
+
+def test_the_json_of_top_is_flat_and_plain() -> None:
+    view = msgspec.json.decode(msgspec.json.encode(view_of([at(0.0), at(1.0)])))
+    assert view["running"] == 3
+    assert {"name", "pid", "cpu_percent", "rss_bytes", "num_queued"} <= view["stages"][0].keys()
+
+
+def test_a_stage_says_what_it_holds() -> None:
+    own = ExecuteCounts(num_rows=7, num_steps=1, num_tokens=1, step_s=0.0, wait_s=0.0)
+    counts = StageCounts(0, 0, [], own, 0, 0.0, 0, 0, 0)
+    view = view_of([server(msgspec.structs.replace(stage("execute.0", None), counts=counts))])
+    assert view.stages[0].note == "7 rows"

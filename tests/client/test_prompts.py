@@ -1,0 +1,237 @@
+"""What counts as a prompt, as parameters and as a conversation, and what is said about the rest."""
+
+import array
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.client import protocol as p
+from pipeline.client.chat_inputs import ChatOptions
+from pipeline.client.client import ServerInfo, packed
+from pipeline.client.prompts import (
+    chat_of,
+    chat_options_of,
+    info_for,
+    is_one_conversation,
+    is_one_prompt,
+    params_for,
+    prompt_of,
+)
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.errors import PromptError
+
+INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_one"),
+    [
+        ("a text", True),
+        ({"prompt": "a text"}, True),
+        ([1, 2], True),
+        ((1, 2), True),
+        (range(3), True),
+        (array.array("i", [1]), True),
+        (np.array([1, 2]), True),
+        ([np.int64(1)], True),
+        ([], False),
+        (["a", "b"], False),
+        ([[1], [2]], False),
+        (np.array([[1], [2]]), False),
+        (np.array(["a", "b"]), False),
+        (iter(["a"]), False),
+    ],
+)
+def test_one_prompt_is_told_from_several(value: Any, is_one: bool) -> None:
+    assert is_one_prompt(value) is is_one
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1, 99], (1, 99), range(1, 100, 98), array.array("i", [1, 99]), np.array([1, 99]), {"prompt_token_ids": [1, 99]}],
+)
+def test_ids_come_in_many_forms(value: Any) -> None:
+    assert prompt_of(value, "prompt", INFO) == (p.TokensPrompt(packed([1, 99])), None, None)
+
+
+@pytest.mark.parametrize("value", ["ünï", {"prompt": "ünï"}, ""])
+def test_texts_go_as_they_are(value: Any) -> None:
+    text = value["prompt"] if isinstance(value, dict) else value
+    assert prompt_of(value, "prompt", INFO) == (p.TextPrompt(text), text, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "prompts[3] must be a text or a list of token ids, not None"),
+        (b"text", "prompts[3] must be a text or a list of token ids, not b'text'"),
+        (7, "prompts[3] must be a text or a list of token ids, not 7"),
+        ([], "prompts[3] is empty: give at least one token id"),
+        ([1, "2"], "prompts[3][1] must be a token id, not '2'"),
+        ([True], "prompts[3][0] must be a token id, not True"),
+        ([1, 2.0], "prompts[3][1] must be a token id, not 2.0"),
+        ([1, 100], "prompts[3][1]: 100 is not one of the model's token ids 0..99"),
+        ([-1], "prompts[3][0]: -1 is not one of the model's token ids 0..99"),
+        ([2**40], f"prompts[3][0]: {2**40} is not one of the model's token ids 0..99"),
+        (
+            [1] * 16,
+            "prompts[3] has 16 token ids, and the longest that this server takes, with room for one more, has 15",
+        ),
+        ("a\ud800", "prompts[3] holds half a surrogate pair, which is no character"),
+        ("x" * 1001, "prompts[3] takes 1001 bytes, and this server reads at most 1000"),
+        ({"text": "a"}, "prompts[3] has keys that are not supported: text"),
+        ({}, 'prompts[3] is a dict without the key "prompt" or "prompt_token_ids"'),
+        (
+            {"prompt_token_ids": [1, 100]},
+            "prompts[3]['prompt_token_ids'][1]: 100 is not one of the model's token ids 0..99",
+        ),
+        ({"prompt": {"prompt": 1}}, "prompts[3]['prompt']['prompt'] must be a text or a list of token ids, not 1"),
+    ],
+)
+def test_what_is_no_prompt_is_said_by_its_place(value: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        prompt_of(value, "prompts[3]", INFO)
+    assert str(caught.value) == words
+
+
+def test_ids_that_the_server_cuts_may_be_as_many_as_there_are() -> None:
+    ids = [1] * 100
+    with pytest.raises(PromptError, match=r"^prompt has 100 token ids, and the longest"):
+        prompt_of(ids, "prompt", info_for(SamplingParams(), INFO))
+    cut = SamplingParams(truncate_prompt_tokens=5)
+    assert prompt_of(ids, "prompt", info_for(cut, INFO)).prompt == p.TokensPrompt(packed(ids))
+
+
+def test_an_error_does_not_repeat_a_huge_value() -> None:
+    with pytest.raises(PromptError) as caught:
+        prompt_of([["x" * 10**6]] * 10**6, "prompt", INFO)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_conversation_is_told_from_several() -> None:
+    message = {"role": "user", "content": "Hi"}
+    assert is_one_conversation([message])
+    assert not is_one_conversation([[message]])
+    assert not is_one_conversation([])
+
+
+def test_a_conversation_goes_as_it_is() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
+    ]
+    assert chat_of(messages, "messages", ChatOptions(False), INFO).prompt == p.ChatPrompt(
+        [p.ChatMessage("system", "Be brief."), p.ChatMessage("user", ["a", "b"], "Ann")], False
+    )
+
+
+def test_a_conversation_with_tools_goes_as_it_is() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Athén"}}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Look."},
+        {"role": "tool", "content": "31 °C", "tool_call_id": "c1"},
+        {
+            "role": "assistant",
+            "content": "No.",
+            "reasoning_content": "31 is warm.",
+            "refusal": None,
+            "tool_calls": None,
+        },
+    ]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    options = chat_options_of(False, True, tools, {"enable_thinking": False})
+    assert chat_of(messages, "messages", options, INFO).prompt == p.ChatPrompt(
+        [
+            p.ChatMessage("assistant", None, None, [p.ToolCall("c1", "weather", '{"city": "Athén"}')], None, "Look."),
+            p.ChatMessage("tool", "31 °C", None, [], "c1"),
+            p.ChatMessage("assistant", "No.", None, [], None, "31 is warm."),
+        ],
+        False,
+        True,
+        '[{"type": "function", "function": {"name": "weather"}}]',
+        chat_template_kwargs='{"enable_thinking": false}',
+    )
+    assert chat_options_of(True, False, [], {}) == ChatOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((1, False, None, None), "add_generation_prompt must be True or False, not 1"),
+        ((True, True, None, None), "continue_final_message takes add_generation_prompt=False"),
+        ((True, False, "weather", None), "tools must be a list of dicts, not 'weather'"),
+        ((True, False, [len], None), "tools must be a list of dicts, not [<built-in function len>]"),
+        ((True, False, [{"function": {1, 2}}], None), "tools is no JSON: "),
+        ((True, False, [{"function": "\ud800"}], None), "tools holds half a surrogate pair"),
+        ((True, False, None, [1]), "chat_template_kwargs must be a dict, not [1]"),
+        ((True, False, None, {"x": float("nan")}), "chat_template_kwargs is no JSON: "),
+    ],
+)
+def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        chat_options_of(*options)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("Hi", "messages must be a list of messages, not 'Hi'"),
+        ([], "messages is empty: at least one message is needed"),
+        (["Hi"], 'messages[0] must be a dict as {"role": "user", "content": "…"}, not \'Hi\''),
+        ([{"role": "cook", "content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant,"),
+        ([{"content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant, tool, not None"),
+        ([{"role": "user"}], "messages[0]['content'] must be a text, not None"),
+        (
+            [{"role": "user", "content": "x", "audio": {}, "refusal": "", "function_call": None}],
+            "messages[0] has keys that are not supported: audio, refusal",
+        ),
+        ([{"role": "assistant", "content": "x", "tool_calls": "c1"}], "messages[0]['tool_calls'] must be a list of "),
+        ([{"role": "assistant", "tool_calls": [{"id": "c1"}]}], "messages[0]['tool_calls'][0] must be a dict as {"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0]['tool_call_id'] must be a text, not 1"),
+        ([{"role": "user", "content": "x", "name": 1}], "messages[0]['name'] must be a text, not 1"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0]['content'][0]: content of type 'image_url' is not supported, only text",
+        ),
+        ([{"role": "user", "content": ["x"]}], "messages[0]['content'][0] must be a dict"),
+    ],
+)
+def test_what_is_no_conversation_is_said_by_its_place(value: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        chat_of(value, "messages", ChatOptions(), INFO)
+    assert str(caught.value).startswith(words)
+
+
+DEFAULT, OTHER = SamplingParams(), SamplingParams(n=2)
+
+
+def test_parameters_are_for_all_or_for_each() -> None:
+    assert list(islice(params_for(None, 2, DEFAULT), 2)) == [DEFAULT, DEFAULT]
+    assert list(islice(params_for(OTHER, None, DEFAULT), 2)) == [OTHER, OTHER]
+    assert list(islice(params_for([OTHER, None], 2, DEFAULT), 2)) == [OTHER, DEFAULT]
+    assert list(islice(params_for((one for one in (OTHER, DEFAULT)), None, DEFAULT), 2)) == [OTHER, DEFAULT]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([OTHER], "sampling_params has 1 entries for 2 prompts: give one, or one for each"),
+        ([OTHER, 3], "sampling_params[1] must be SamplingParams, not 3"),
+        ({"n": 1}, "sampling_params must be SamplingParams, or a list with one for each prompt, not {'n': 1}"),
+        (3, "sampling_params must be SamplingParams, or a list with one for each prompt, not 3"),
+    ],
+)
+def test_what_is_no_parameters_is_said_at_once(value: Any, words: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        params_for(value, 2, DEFAULT)
+    assert str(caught.value) == words
+
+
+def test_too_few_parameters_for_an_iterator_are_said_when_they_run_out() -> None:
+    params = params_for(iter([OTHER]), None, DEFAULT)
+    assert next(params) == OTHER
+    with pytest.raises(PromptError, match="has 1 entries, and there are more prompts"):
+        next(params)

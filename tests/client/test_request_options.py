@@ -1,0 +1,71 @@
+"""What is said of one request besides its prompt is checked before anything is sent."""
+
+import math
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from pipeline.client.client import ServerInfo
+from pipeline.client.prompts import prompt_of
+from pipeline.client.request_options import CallOptions, checked, options_for
+from pipeline.errors import PromptError
+
+INFO = ServerInfo("tiny", 100, 8, 1000, 1, 1024, "", 4096)
+
+
+def test_what_may_be_said_is_taken() -> None:
+    assert checked() == CallOptions(0, None, None)
+    for priority in (-(2**31), 2**31 - 1):
+        assert checked(priority, "é" * 1024, 5).priority == priority
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"priority": "high"}, "priority must be an integer, not 'high'"),
+        ({"priority": True}, "priority must be an integer, not True"),
+        ({"priority": 2**31}, "priority must be from -2147483648 to 2147483647, not 2147483648"),
+        ({"cache_salt": 5}, "cache_salt must be a string, not 5"),
+        ({"cache_salt": ""}, "cache_salt must have 1 to 1024 characters, not 0"),
+        ({"cache_salt": "x" * 1025}, "cache_salt must have 1 to 1024 characters, not 1025"),
+        ({"cache_salt": "\ud800"}, "cache_salt holds half a surrogate pair, which is no character"),
+        ({"timeout_s": "5"}, "timeout_s must be a number, not '5'"),
+        ({"timeout_s": 0}, "timeout_s must be above 0 and at most 1,000,000, not 0"),
+        ({"timeout_s": math.nan}, "timeout_s must be above 0 and at most 1,000,000, not nan"),
+        ({"timeout_s": math.inf}, "timeout_s must be above 0 and at most 1,000,000, not inf"),
+    ],
+)
+def test_what_may_not_is_named(said: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        checked(**said)
+    assert str(raised.value) == words
+
+
+def test_a_batch_has_one_priority_for_all_or_one_for_each() -> None:
+    assert list(islice(options_for(None, "a", 5, 3), 3)) == [CallOptions(0, "a", 5)] * 3
+    assert [one.priority for one in islice(options_for(7, None, None, 2), 2)] == [7, 7]
+    assert [one.priority for one in islice(options_for([1, -2], None, None, 2), 2)] == [1, -2]
+
+
+def test_a_batch_of_another_length_is_refused() -> None:
+    with pytest.raises(PromptError, match="priority has 2 entries for 3 prompts: give one, or one for each"):
+        options_for([1, 2], None, None, 3)
+    options = options_for([1, 2], None, None, None)  # an iterator's length is not known
+    assert len(list(islice(options, 2))) == 2
+    with pytest.raises(PromptError, match="priority has 2 entries, and there are more prompts"):
+        next(options)
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, [1, "x"], {"a": 1}])
+def test_a_batch_names_what_is_no_priority(priority: Any) -> None:
+    with pytest.raises(PromptError, match="priority must be an integer"):
+        options_for(priority, None, None, 2)
+
+
+def test_a_prompt_may_have_a_salt_of_its_own() -> None:
+    assert prompt_of({"prompt": "Hi", "cache_salt": "a"}, "prompt", INFO).cache_salt == "a"
+    assert prompt_of({"prompt_token_ids": [5], "cache_salt": "a"}, "prompt", INFO).cache_salt == "a"
+    assert prompt_of({"prompt": "Hi", "cache_salt": None}, "prompt", INFO).cache_salt is None
+    with pytest.raises(PromptError, match=r"^prompts\[3\]: cache_salt must be a string, not 5"):
+        prompt_of({"prompt": "Hi", "cache_salt": 5}, "prompts[3]", INFO)

@@ -1,0 +1,105 @@
+"""Where the ZeroMQ door listens, and what is said where it can't."""
+
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from pipeline.client.zmq_address import address_of, check_free
+from pipeline.config.door import is_open_to_others, problem_of
+from pipeline.config.load import ConfigError, load
+from pipeline.errors import UserError
+from pipeline.supervisor import bind_policy
+
+
+@pytest.mark.parametrize(
+    ("setting", "replica", "address"),
+    [
+        ("off", 0, None),
+        ("off", 1, None),
+        ("auto", 0, "ipc://@pipeline/8000/door"),
+        ("auto", 2, "ipc://@pipeline/8000/door.2"),
+        ("ipc:///run/door", 1, "ipc:///run/door.1"),
+        ("tcp://127.0.0.1:9000", 0, "tcp://127.0.0.1:9000"),
+        ("tcp://127.0.0.1:9000", 3, "tcp://127.0.0.1:9003"),
+        ("tcp://localhost:9000", 0, "tcp://127.0.0.1:9000"),
+        ("tcp://[::1]:9000", 1, "tcp://[::1]:9001"),
+    ],
+)
+def test_each_gateway_has_an_address_of_its_own(setting: str, replica: int, address: str | None) -> None:
+    assert problem_of(setting) == ""
+    assert address_of(setting, 8000, replica) == address
+
+
+@pytest.mark.parametrize(
+    "setting",
+    "|on|8001|localhost:8001|tcp://|tcp://host|tcp://host:|tcp://:9000|tcp://host:0|tcp://host:70000|tcp://host:٣|"
+    f"udp://host:9000|ipc://|ipc://@|inproc://x|ipc://{'x' * 105}".split("|"),
+)
+def test_what_is_no_address_is_said_with_the_key(setting: str) -> None:
+    assert problem_of(setting).startswith("gateway.zmq: ")
+    with pytest.raises(ConfigError, match=r"gateway\.zmq"):
+        load(None, [f"gateway.zmq={setting}"])
+    with pytest.raises(UserError, match=r"gateway\.zmq"):
+        address_of(setting, 8000)
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_open"),
+    [
+        *(
+            (one, False)
+            for one in ["auto", "off", "ipc://x", "tcp://127.0.0.1:9", "tcp://localhost:9", "tcp://[::1]:9"]
+        ),
+        *((one, True) for one in ["tcp://*:9", "tcp://0.0.0.0:9", "tcp://10.0.0.1:9"]),
+    ],
+)
+def test_an_address_that_other_machines_reach_needs_keys_or_leave(setting: str, is_open: bool) -> None:
+    assert is_open_to_others(setting) == is_open
+    settings = load(None, [f"gateway.zmq={setting}"])
+    bind_policy.check(settings, has_keys=True)
+    bind_policy.check(load(None, [f"gateway.zmq={setting}", "gateway.allow_open=true"]), has_keys=False)
+    with pytest.raises(ConfigError, match=r"gateway\.zmq") if is_open else nullcontext():
+        bind_policy.check(settings, has_keys=False)
+
+
+class TestCheckFree:
+    def test_what_is_free_is(self, tmp_path: Path) -> None:
+        check_free(f"ipc://{tmp_path}/door")
+        check_free("ipc://@pipeline/test_door_address/free")
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port = one.getsockname()[1]
+        check_free(f"tcp://127.0.0.1:{port}")
+
+    def test_a_taken_port(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            address = f"tcp://127.0.0.1:{one.getsockname()[1]}"
+            with pytest.raises(OSError, match=f"cannot listen on {address}: Address already in use; choose another"):
+                check_free(address)
+
+    @pytest.mark.parametrize("is_abstract", [False, True])
+    def test_a_taken_unix_socket_and_one_left_behind(self, tmp_path: Path, is_abstract: bool) -> None:
+        path = str(tmp_path / "door")
+        address = f"ipc://@{path}" if is_abstract else f"ipc://{path}"
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind("\0" + path if is_abstract else path)
+            one.listen()
+            with pytest.raises(OSError, match="Address already in use"):
+                check_free(address)
+        check_free(address)  # the file is still there, and nobody listens
+
+    def test_libzmq_is_not_let_loose_on_a_file_that_is_no_socket(self, tmp_path: Path) -> None:
+        precious = tmp_path / "thesis.tex"
+        precious.write_text("x")
+        with pytest.raises(OSError, match="File exists"):
+            check_free(f"ipc://{precious}")
+        assert precious.read_text() == "x"
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError, match="No such file or directory"):
+            check_free(f"ipc://{tmp_path}/none/door")
+
+    def test_a_host_that_is_not_ours(self) -> None:
+        with pytest.raises(OSError, match=r"cannot listen on tcp://192\.0\.2\.1:9: "):
+            check_free("tcp://192.0.2.1:9")

@@ -1,0 +1,301 @@
+"""Outputs that match a JSON schema validate: against the JSON-Schema-Test-Suite, and on random schemas."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture import utils as conjecture
+from hypothesis_jsonschema import from_schema
+from jsonschema import Draft202012Validator
+
+from pipeline.grammars.engine import Engine
+from pipeline.grammars.format_names import KNOWN, LIKE
+from tests.grammars.walks import accepts, check, matcher_of, walk
+from tools.figures import structured as figures
+
+SUITE = json.loads((Path(__file__).parents[1] / "data" / "json_schema_suite.json").read_text())["files"]
+
+MAX_ORDERS = 150
+
+
+def more(many: Any) -> bool:
+    """What hypothesis-jsonschema asks collections of hypothesis, which have it no more."""
+    if not hasattr(many, "places"):
+        many.places = iter(many.__enter__())
+    if next(many.places, many) is many:
+        many.__exit__(None)
+        return False
+    return True
+
+
+conjecture.many.more = more  # type: ignore[attr-defined]
+
+Case = tuple[str, dict[str, Any]]
+
+
+def orders(value: Any, limit: int = MAX_ORDERS) -> Iterator[Any]:
+    """A value with its objects' properties in all orders: outputs have the schema's, and a test has its own."""
+    if isinstance(value, dict):
+        names = list(value)
+        inner = [list(orders(part, 30)) for part in value.values()]
+        ways = (
+            {names[i]: parts[i] for i in order}
+            for order in itertools.permutations(range(len(names)))
+            for parts in itertools.product(*inner)
+        )
+        yield from itertools.islice(ways, limit)
+    elif isinstance(value, list):
+        ways = (list(parts) for parts in itertools.product(*(list(orders(part, 30)) for part in value)))
+        yield from itertools.islice(ways, limit)
+    else:
+        yield value
+
+
+def widest(value: Any) -> int:
+    """The most properties that an object in it has."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max([len(value) if isinstance(value, dict) else 0, *map(widest, inner)])
+
+
+def is_written(engine: Engine, matcher: Any, value: Any) -> bool:
+    return any(accepts(engine, matcher, json.dumps(way, ensure_ascii=False)) for way in orders(value))
+
+
+def groups() -> Iterator[Case]:
+    for file, tests in SUITE.items():
+        for group in tests:
+            yield file, group
+
+
+def is_supported(engine: Engine, group: dict[str, Any]) -> bool:
+    return not check(engine, "json_schema", json.dumps(group["schema"])).error
+
+
+def has_whole_float(value: Any) -> bool:
+    match value:
+        case float():
+            return value.is_integer()
+        case dict():
+            return any(map(has_whole_float, value.values()))
+        case list():
+            return any(map(has_whole_float, value))
+    return False
+
+
+def why_never_written(file: str, value: Any) -> str:
+    """Valid instances that no output has: outputs are some of them, and need not be all."""
+    if has_whole_float(value):
+        return "whole numbers have no point and no exponent"
+    if file == "format.json" or file.startswith("optional/format/"):
+        return "`format` is kept to, and rarer forms of some are not written"
+    if file == "optional/ecmascript-regex.json" and not str(value).isprintable():
+        return "controls without a letter of their own, and U+FEFF, are not written"
+    return ""
+
+
+def has_odd_format(schema: Any) -> bool:
+    """One that is an annotation, and every text passes."""
+    return isinstance(schema, dict) and schema.get("format") not in (None, *KNOWN, *LIKE)
+
+
+UNTRUE_FORMATS = ("optional/format/date.json", "optional/format/date-time.json", "optional/format/time.json")
+"""Here some outputs keep to the form of a date or a time, and are none: 29 February, a leap second at noon. `format` is
+an annotation, which validators leave alone unless told otherwise."""
+
+
+def test_valid_instances_are_written_and_others_are_not(tiny_engine: Engine) -> None:
+    num_tests, wrong = 0, []
+    for file, group in groups():
+        if not is_supported(tiny_engine, group):
+            continue
+        matcher = matcher_of(tiny_engine, "json_schema", json.dumps(group["schema"]))
+        for test in group["tests"]:
+            num_tests += 1
+            value, written = test["data"], is_written(tiny_engine, matcher, test["data"])
+            if test["valid"] and not written and not why_never_written(file, value):
+                wrong.append(("is valid and never written", file, group["description"], value))
+            # ECMAScript's \S is no U+FEFF, which Unicode's is.
+            by_format = file in UNTRUE_FORMATS or value == "\ufeff" or has_odd_format(group["schema"])
+            if not test["valid"] and written and not by_format:
+                wrong.append(("is not valid, but written", file, group["description"], value))
+    assert not wrong
+    assert num_tests > 950
+
+
+KEYWORDS = [
+    *("unevaluatedProperties", "unevaluatedItems", "dynamicRef", "dynamicAnchor", "not", "oneOf", "if", "then", "else"),
+    *("propertyNames", "contains", "maxContains", "minContains", "uniqueItems", "minProperties"),
+    *("dependencies", "dependentSchemas", "dependentRequired"),
+]
+
+
+def test_schemas_that_are_not_supported_are_refused_and_the_reason_names_the_keyword(tiny_engine: Engine) -> None:
+    reasons = {}
+    for file, group in groups():
+        error = check(tiny_engine, "json_schema", json.dumps(group["schema"])).error
+        if error:
+            reasons[file, group["description"]] = error
+    assert 200 < len(reasons) < 250
+    others = {error for error in reasons.values() if not any(word in error for word in KEYWORDS)}
+    known = (
+        "is not present in a registry",  # another document
+        "Expected positive integer",  # 2.0
+        "Unsatisfiable schema",
+        "Failed to generate regex for float range",  # beyond 64 bits
+        "too many digits",
+        "are not disjoint",  # of patternProperties
+        "unrecognized escape sequence",
+        "look-around",
+        "control characters",
+        "Unicode",
+        "no text matches it",
+        "circular references",
+    )
+    assert not [error for error in others if not any(part in error for part in known)]
+
+
+def walk_all(engine: Engine, cases: list[Case], num_walks: int, max_ids: int) -> float:
+    """Returns the part of the walks that came to an end; what they wrote is valid."""
+    num_ended = 0
+    for file, group in cases:
+        matcher = matcher_of(engine, "json_schema", json.dumps(group["schema"]))
+        for seed in range(num_walks):
+            if (text := walk(engine, matcher, seed, max_ids)) is not None:
+                num_ended += 1
+                assert_valid(group["schema"], text, f"{file}: {group['description']}")
+    return num_ended / (num_walks * len(cases))
+
+
+def test_random_outputs_validate(tiny_engine: Engine) -> None:
+    cases = [case for case in groups() if is_supported(tiny_engine, case[1])]
+    assert len(cases) > 200
+    assert walk_all(tiny_engine, cases, 8, 300) > 0.8
+
+
+def test_random_outputs_of_parts_of_words_validate(engine: Engine) -> None:
+    cases = [case for case in groups() if is_supported(engine, case[1])][::2]
+    assert walk_all(engine, cases, 1, 80) > 0.5
+
+
+def as_python(schema: Any) -> Any:
+    """ECMAScript's \\w and \\d are ASCII's."""
+    if isinstance(schema, list):
+        return [as_python(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {key: as_python(value) for key, value in schema.items()}
+    if isinstance(pattern := changed.get("pattern"), str) and re.search(r"\\[wWdD]", pattern):
+        changed["pattern"] = f"(?a){pattern}"
+    return changed
+
+
+def assert_valid(schema: Any, text: str, what: str) -> None:
+    try:
+        error = next(Draft202012Validator(as_python(schema)).iter_errors(json.loads(text)), None)
+    except re.error:  # Python has no \p{…}
+        assert "\\\\p" in json.dumps(schema)
+        return
+    assert error is None, f"{what}: {text!r} does not validate: {error.message}"
+
+
+NAMES = st.sampled_from(["a", "b", "ä", 'q"', "line\n"])
+SCALARS = st.one_of(
+    st.just({"type": "null"}),
+    st.just({"type": "boolean"}),
+    st.builds(
+        lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size},
+        st.integers(-1000, 1000),
+        st.integers(0, 300),
+    ),
+    st.builds(lambda step: {"type": "integer", "multipleOf": step}, st.integers(1, 30)),
+    st.builds(
+        lambda low, size, key: {"type": "number", key: low, "maximum": low + size},
+        st.integers(-50, 50),
+        st.integers(1, 30),
+        st.sampled_from(["minimum", "exclusiveMinimum"]),
+    ),
+    st.builds(
+        lambda low, size: {"type": "string", "minLength": low, "maxLength": low + size},
+        st.integers(0, 5),
+        st.integers(0, 5),
+    ),
+    st.sampled_from([{"type": "string", "pattern": p} for p in ("^[a-z]{2,5}$", "^(ab|c+)[0-9]$", "x", "^é.?")]),
+    st.builds(
+        lambda values: {"enum": values},
+        st.lists(st.one_of(st.text('ab/é"\\\n', max_size=4), st.booleans()), min_size=1, max_size=4),
+    ),
+    st.builds(
+        lambda value: {"const": value},
+        st.recursive(
+            st.text("xy", max_size=2),
+            lambda v: st.lists(v, max_size=2) | st.dictionaries(NAMES, v, max_size=2),
+            max_leaves=3,
+        ),
+    ),
+)
+
+
+def compound(schemas: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.builds(
+            lambda items, low, size: {"type": "array", "items": items, "minItems": low, "maxItems": low + size},
+            schemas,
+            st.integers(0, 2),
+            st.integers(0, 2),
+        ),
+        st.builds(
+            lambda properties, num, more: {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties)[:num],
+                "additionalProperties": more,
+            },
+            st.dictionaries(NAMES, schemas, max_size=3),
+            st.integers(0, 3),
+            st.one_of(st.just(False), schemas),
+        ),
+        st.builds(lambda first, second: {"anyOf": [first, second]}, schemas, schemas),
+        st.builds(lambda first: {"$defs": {"one": first}, "allOf": [{"$ref": "#/$defs/one"}]}, schemas),
+    )
+
+
+SCHEMAS = st.recursive(SCALARS, compound, max_leaves=4)
+
+
+@settings(
+    max_examples=120,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(data=st.data())
+def test_random_schemas(tiny_engine: Engine, data: st.DataObject) -> None:
+    schema = data.draw(SCHEMAS)
+    # A reference is to the whole document, which this is then a part of.
+    assume(json.dumps(schema).count("$defs") in (0, 2) and ("$defs" not in json.dumps(schema) or "$defs" in schema))
+    source = json.dumps(schema)
+    made = check(tiny_engine, "json_schema", source)
+    if made.error:
+        assert "no text matches" in made.error or "Unsatisfiable" in made.error
+        return
+    matcher = tiny_engine.matcher(made.grammar)
+    for seed in range(3):
+        if (text := walk(tiny_engine, matcher, seed)) is not None:
+            assert_valid(schema, text, source)
+    instance = data.draw(from_schema(schema))
+    text = json.dumps(instance, ensure_ascii=False)
+    if widest(instance) <= 4 and not (has_whole_float(instance) or re.search(r"\de[-+]|\\u|\x7f", text)):
+        assert is_written(tiny_engine, matcher, instance), (source, text)
+
+
+@pytest.mark.parametrize("name", figures.SCHEMAS)
+def test_what_the_figures_ask_for_goes_on_for_longer_than_their_outputs(tiny_engine: Engine, name: str) -> None:
+    schema = {"type": "array", "items": figures.SCHEMAS[name], "minItems": 1000}
+    matcher = matcher_of(tiny_engine, "json_schema", json.dumps(schema))
+    assert walk(tiny_engine, matcher, seed=1, max_ids=4 * figures.TOKENS.most) is None

@@ -1,0 +1,239 @@
+"""GET /metrics: what Prometheus's own parser reads out of it."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from pipeline.metrics import exposition
+from pipeline.metrics.batch_size_buckets import BATCHES, batch_of
+from pipeline.metrics.stats import (
+    EdgeCounts,
+    OwnCounts,
+    ScheduleCounts,
+    ServerStats,
+    StageCounts,
+    StageStats,
+    num_queued,
+)
+from pipeline.runtime.messages import Finish
+from pipeline.stages.gateway.admission import Admission
+from pipeline.stages.gateway.counting import Counting as GatewayCounting
+from pipeline.stages.schedule.counting import Counting as ScheduleCounting
+
+MODEL = 'odd "name" \\ with\nlines'
+
+
+def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float = 0.0) -> StageStats:
+    counts = StageCounts(9, 1, [EdgeCounts("x.0", 3, 2)], own, num_queued(own), 1.5, 7, 64, 32) if own else None
+    return StageStats(name, 77, state, 0, 10.0, 4096, 2.5, 3, counts, age_s)
+
+
+def schedule(**more: int) -> ScheduleCounts:
+    counting = ScheduleCounting()
+    counting.step_tokens.observe(20)
+    counting.followed(3, 3, wait_s=0.0003, step_s=0.004)
+    empty = counting.queue_s.counts()
+    totals = {"num_prompt_tokens": 100, "num_cached_tokens": 30, "num_output_tokens": 50, "num_preemptions": 2} | more
+    return ScheduleCounts(
+        num_running=3,
+        num_waiting=4,
+        num_blocks_free=2,
+        num_blocks_cached=3,
+        num_blocks_held=5,
+        num_blocks_total=10,
+        num_steps=1,
+        queue_s=empty,
+        prefill_s=empty,
+        decode_s=empty,
+        inference_s=empty,
+        step_tokens=counting.step_tokens.counts(),
+        plan_s=0.5,
+        settle_s=0.25,
+        depth=2,
+        plan_wait_s=counting.plan_wait_s(),
+        gaps=counting.gaps(),
+        **totals,
+    )
+
+
+def gateway(num_stopped: int, first_s: float) -> Any:
+    counting = GatewayCounting()
+    for _ in range(num_stopped):
+        counting.opened(1, 1, 16)
+        counting.first_s.observe(first_s)
+        counting.finished(Finish.STOP, 1.0, 0.5, 10, 6)
+    admission = Admission(16, 1000)
+    admission.take(2, 300, 0.0)
+    counting.num_timed_out = 3
+    return counting.counts(2, admission)
+
+
+def server(*stages: StageStats) -> ServerStats:
+    return ServerStats("1-ab", 1, "0.1", MODEL, "http://x", "serving", 5.0, 6.0, list(stages), 10, 16, 2048)
+
+
+def read(stats: ServerStats) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Samples by name and labels, without vLLM's two that all have."""
+    text = exposition.text_of(stats).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = frozenset((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine"))
+            assert (sample.name, labels) not in found, "a sample is there twice"
+            found[sample.name, labels] = sample.value
+    return found
+
+
+def value(samples: Any, name: str, **labels: str) -> float:
+    found: float = samples[name, frozenset(labels.items())]
+    return found
+
+
+def test_the_schedulers_counts_have_vllms_names_and_meanings() -> None:
+    samples = read(server(stage("schedule.0", schedule())))
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 4,
+        "vllm:num_requests_swapped": 0,
+        "vllm:cpu_cache_usage_perc": 0,
+        "vllm:kv_cache_usage_perc": 0.5,
+        "vllm:prompt_tokens_total": 100,
+        "vllm:prefix_cache_queries_total": 100,
+        "vllm:prefix_cache_hits_total": 30,
+        "vllm:generation_tokens_total": 50,
+        "vllm:num_preemptions_total": 2,
+        "vllm:iteration_tokens_total_count": 1,
+        "vllm:iteration_tokens_total_sum": 20,
+    }
+    assert {name: value(samples, name) for name in expected} == expected
+    assert value(samples, "vllm:prompt_tokens_by_source_total", source="local_compute") == 70
+    assert value(samples, "vllm:iteration_tokens_total_bucket", le="16.0") == 0
+    assert value(samples, "vllm:iteration_tokens_total_bucket", le="32.0") == 1
+    assert value(samples, "vllm:iteration_tokens_total_bucket", le="+Inf") == 1
+
+
+def test_waits_for_plans_and_the_depth_are_there() -> None:
+    samples = read(server(stage("schedule.0", schedule())))
+    name = "pipeline_schedule_plan_wait_seconds"
+    assert value(samples, f"{name}_bucket", stage="schedule.0", le="0.0002") == 0
+    assert value(samples, f"{name}_bucket", stage="schedule.0", le="0.0005") == 1
+    assert value(samples, f"{name}_count", stage="schedule.0") == 1
+    assert value(samples, f"{name}_sum", stage="schedule.0") == 0.0003
+    assert value(samples, "pipeline_schedule_depth", stage="schedule.0") == 2
+
+
+def test_gaps_between_steps_are_told_by_batch_size() -> None:
+    counting = ScheduleCounting()
+    for num_rows, num_tokens, wait_s in ((1, 1, 2e-6), (200, 200, 0.0), (256, 256, 3e-5), (3, 90, 0.5)):
+        counting.followed(num_rows, num_tokens, wait_s, step_s=0.01)
+    counts = msgspec.structs.replace(schedule(), gaps=counting.gaps(), plan_wait_s=counting.plan_wait_s())
+    samples = read(server(stage("schedule.0", counts)))
+    expected = {"1": (1, 2e-6, 0.01), "65-256": (2, 3e-5, 0.02), "prompts": (1, 0.5, 0.01)}
+    for batch, (num, gap_s, busy_s) in expected.items():
+        labels = {"stage": "schedule.0", "batch": batch}
+        assert value(samples, "pipeline_step_gap_seconds_count", **labels) == num
+        assert value(samples, "pipeline_step_gap_seconds_sum", **labels) == pytest.approx(gap_s)
+        assert value(samples, "pipeline_step_busy_seconds_total", **labels) == pytest.approx(busy_s)
+    assert value(samples, "pipeline_step_gap_seconds_bucket", stage="schedule.0", batch="65-256", le="1e-05") == 1
+    assert value(samples, "pipeline_schedule_plan_wait_seconds_count", stage="schedule.0") == 4
+    told = {labels for name, labels in samples if name == "pipeline_step_gap_seconds_count"}
+    assert len(told) == 3, "of sizes that there were none of, nothing is told"
+
+
+def test_each_number_of_rows_has_its_class() -> None:
+    for num_rows in (1, 2, 4, 5, 16, 17, 64, 65, 256, 257, 1024, 1025, 4096):
+        first, _, last = BATCHES[batch_of(num_rows, num_rows)].partition("-")
+        assert int(first) <= num_rows <= int(last or first)
+    assert BATCHES[batch_of(0, 64)] == BATCHES[batch_of(4, 5)] == "prompts"
+
+
+def test_swapping_and_forks_are_counted() -> None:
+    swapping = {"num_swapped": 2, "num_swap_blocks_free": 6, "num_swap_blocks_total": 8}
+    since_start = {"num_blocks_swapped_out": 12, "num_blocks_swapped_in": 10, "num_forks": 5}
+    samples = read(server(stage("schedule.0", schedule(**swapping, **since_start))))
+    assert value(samples, "vllm:num_requests_swapped") == 2
+    assert value(samples, "vllm:cpu_cache_usage_perc") == 0.25
+    assert value(samples, "pipeline_swap_blocks", stage="schedule.0", state="free") == 6
+    assert value(samples, "pipeline_swap_blocks", stage="schedule.0", state="held") == 2
+    assert value(samples, "pipeline_schedule_blocks_swapped_out_total", stage="schedule.0") == 12
+    assert value(samples, "pipeline_schedule_blocks_swapped_in_total", stage="schedule.0") == 10
+    assert value(samples, "pipeline_schedule_forks_total", stage="schedule.0") == 5
+
+
+def test_what_is_open_is_shown_with_its_limit() -> None:
+    samples = read(server(stage("gateway.0", gateway(3, 0.03)), stage("gateway.1", gateway(4, 3.0))))
+    assert value(samples, "pipeline_open_tokens") == 600
+    assert value(samples, "pipeline_max_open_tokens") == 2000
+    assert value(samples, "pipeline_calls_timed_out_total") == 6
+
+
+def test_gateways_are_summed() -> None:
+    samples = read(server(stage("gateway.0", gateway(3, 0.03)), stage("gateway.1", gateway(4, 3.0))))
+    assert value(samples, "vllm:request_success_total", finished_reason="stop") == 7
+    assert value(samples, "vllm:request_success_total", finished_reason="error") == 0
+    assert value(samples, "vllm:time_to_first_token_seconds_count") == 7
+    assert value(samples, "vllm:time_to_first_token_seconds_sum") == pytest.approx(3 * 0.03 + 4 * 3.0)
+    assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 3
+    assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="2.5") == 3
+    assert value(samples, "vllm:time_to_first_token_seconds_bucket", le="5.0") == 7
+    assert value(samples, "vllm:request_generation_tokens_sum") == 42
+    assert value(samples, "vllm:request_time_per_output_token_seconds_sum") == pytest.approx(7 * 0.1)
+    assert value(samples, "pipeline_open_requests") == 4
+
+
+def test_a_stage_that_is_late_shows_its_last_counts_and_their_age() -> None:
+    samples = read(server(stage("schedule.0", schedule(), "late", 12.5), stage("execute.0", None, "starting")))
+    assert value(samples, "pipeline_stage_state", stage="schedule.0", state="late") == 1
+    assert value(samples, "pipeline_stage_state", stage="schedule.0", state="ready") == 0
+    assert value(samples, "pipeline_stage_counts_age_seconds", stage="schedule.0") == 12.5
+    assert value(samples, "vllm:generation_tokens_total") == 50
+    assert value(samples, "pipeline_stage_resident_memory_bytes", stage="execute.0") == 4096
+    assert ("pipeline_stage_queue", frozenset({("stage", "execute.0")})) not in samples
+
+
+def test_every_stage_has_its_process_its_queue_and_its_edges() -> None:
+    samples = read(server(stage("schedule.0", schedule())))
+    expected = {
+        "pipeline_stage_cpu_seconds_total": 2.5,
+        "pipeline_stage_restarts_total": 0,
+        "pipeline_stage_queue": 4,
+        "pipeline_stage_wait_seconds_total": 1.5,
+        "pipeline_stage_messages_received_total": 9,
+        "pipeline_stage_messages_stale_total": 1,
+        "pipeline_stage_arena_used_bytes": 32,
+    }
+    assert {name: value(samples, name, stage="schedule.0") for name in expected} == expected
+    assert value(samples, "pipeline_edge_messages_sent_total", stage="schedule.0", to="x.0") == 3
+    assert value(samples, "pipeline_edge_messages_refused_total", stage="schedule.0", to="x.0") == 2
+
+
+def test_an_odd_model_name_comes_back_as_it_is() -> None:
+    families = text_string_to_metric_families(exposition.text_of(server(stage("schedule.0", schedule()))).decode())
+    running = next(family for family in families if family.name == "vllm:num_requests_running")
+    assert running.samples[0].labels == {"model_name": MODEL, "engine": "0"}
+
+
+def test_the_text_says_what_the_librarys_own_would() -> None:
+    stats = server(stage("schedule.0", schedule()), stage("gateway.0", gateway(3, 0.03)))
+
+    class All(Collector):
+        def collect(self) -> Any:
+            return exposition.families_of(stats)
+
+    def read_all(text: bytes) -> Any:
+        return [
+            (family.name, family.type, family.documentation, [(s.name, s.labels, s.value) for s in family.samples])
+            for family in text_string_to_metric_families(text.decode())
+        ]
+
+    assert read_all(exposition.text_of(stats)) == read_all(generate_latest(All()))
+
+
+def test_a_server_that_has_counted_nothing_yet_can_be_scraped() -> None:
+    samples = read(server())
+    assert value(samples, "vllm:e2e_request_latency_seconds_count") == 0
+    assert ("vllm:num_requests_running", frozenset()) not in samples, "unknown is not zero"

@@ -1,0 +1,260 @@
+"""The file of a recording: what is refused, what is told, and where it ends by itself."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.replay import format as f
+from pipeline.replay import recorder
+from pipeline.replay.arrays import copies, refs
+from pipeline.replay.compare import compare
+from pipeline.replay.recorder import FileWriter, RecordingTape
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Inbox, Outbox, address_of
+from pipeline.shm.arrays import ShmRef
+
+LOG = logging.getLogger("test")
+
+
+def header(**changes: Any) -> f.Header:
+    settings = msgspec.Raw(msgspec.msgpack.encode(Settings()))
+    plain = f.Header(f.FORMAT, "0", "schedule", 0, 0, 1, True, True, settings, "", ["supervisor.0"], [])
+    return msgspec.structs.replace(plain, **changes)
+
+
+def wake(*messages: Any) -> f.Wake:
+    bodies = [msgspec.msgpack.encode(message) for message in messages]
+    return f.Wake(5, ["a.0"] * len(bodies), [1] * len(bodies), bodies, [[] for _ in bodies])
+
+
+def file_of(path: Path, *structs: Any) -> Path:
+    path.write_bytes(f.MAGIC + b"".join(map(f.frame, structs)))
+    return path
+
+
+def read(path: Path) -> tuple[list[f.Entry], str, f.End | None]:
+    with f.Reader(path) as reader:
+        entries = list(reader)
+        return entries, reader.flaw, reader.end
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    entries = [wake(m.Ping(1), m.Stop()), f.Value("time", 1.5), f.Event("leave", 2**63, b"x"), f.Refused("a.0")]
+    sent = f.Sent("a.0", b"\x01", [b"abc"])
+    path = file_of(tmp_path / "r", header(), *entries, sent, f.End("enough", {"x": 1}))
+    assert read(path) == ([*entries, sent], "", f.End("enough", {"x": 1}))
+
+
+@pytest.mark.parametrize("data", [b"", b"PL", b"\x7fELF" + bytes(100), b"GGUF" + bytes(100), b"PLRECORX" + bytes(100)])
+def test_a_foreign_file_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "r").write_bytes(data)
+    with pytest.raises(UserError, match="is not a recording: it does not begin as one"):
+        f.Reader(tmp_path / "r")
+
+
+def test_no_file_a_folder_and_a_name_that_can_be_none_are_refused_in_words(tmp_path: Path) -> None:
+    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (Path("a\0b"), "null")):
+        with pytest.raises(UserError, match=words):
+            f.Reader(path)
+
+
+def test_another_format_or_a_header_of_nonsense_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has format 2 of recordings; this version reads 1"):
+        f.Reader(file_of(tmp_path / "r", header(format=2)))
+    data = f.frame(header())
+    for nonsense in (b"\xc1", b"\x90", b"\x93\x01\x02\x03", msgspec.msgpack.encode([1, "x"])):
+        framed = f._HEAD.pack(len(nonsense), __import__("zlib").crc32(nonsense)) + nonsense
+        (tmp_path / "r").write_bytes(f.MAGIC + framed)
+        with pytest.raises(UserError, match="its header can't be read"):
+            f.Reader(tmp_path / "r")
+    (tmp_path / "r").write_bytes(f.MAGIC + data[:-3])
+    with pytest.raises(UserError, match="holds nothing: it was cut off"):
+        f.Reader(tmp_path / "r")
+
+
+def test_a_cut_file_is_good_up_to_the_cut_wherever_that_is(tmp_path: Path) -> None:
+    structs = [header(), wake(m.Ping(1)), wake(m.Ping(2)), f.End("enough")]
+    frames = [f.frame(one) for one in structs]
+    whole = f.MAGIC + b"".join(frames)
+    ends = np.cumsum([len(f.MAGIC), *map(len, frames)]).tolist()
+    for length in range(ends[1], len(whole)):
+        (tmp_path / "r").write_bytes(whole[:length])
+        entries, flaw, end = read(tmp_path / "r")
+        assert len(entries) == sum(length >= one for one in ends[2:4])
+        assert end is None
+        assert "it was cut off" in flaw
+    (tmp_path / "r").write_bytes(whole)
+    assert read(tmp_path / "r")[1:] == ("", f.End("enough"))
+
+
+def test_damage_inside_is_told_and_ends_it(tmp_path: Path) -> None:
+    first, second = f.frame(wake(m.Ping(1))), f.frame(wake(m.Ping(2)))
+    begin = f.MAGIC + f.frame(header())
+    spoilt = bytearray(second)
+    spoilt[-1] ^= 1
+    (tmp_path / "r").write_bytes(begin + first + spoilt + first)
+    entries, flaw, _ = read(tmp_path / "r")
+    assert len(entries) == 1
+    assert flaw == f"it is damaged at byte {len(begin) + len(first)}; what follows is ignored"
+    (tmp_path / "r").write_bytes(begin + b"\xff" * 8)
+    assert "damaged" in read(tmp_path / "r")[1]
+
+
+def test_arrays_are_found_wherever_a_message_has_them() -> None:
+    one, two, three = (ShmRef("x", 64 * i, 3, 1) for i in range(3))
+    memories = {"x": memoryview(b"".join(bytes([65 + i]) * 64 for i in range(3)))}
+    add = m.RowAdd(0, 0, 0, two, 3, three, msgspec.Raw(b"\xc0"))
+    step = m.Step(1, 1, one, [add, add], b"", b"", b"", b"", b"", b"")
+    assert list(refs(step)) == [one, two, three, two, three]
+    assert copies(step, memories) == [b"AAA", b"BBB", b"CCC", b"BBB", b"CCC"]
+    ids = m.Submit(1, 1, 0, 0.0, m.IdsPrompt(two), 1, None, m.Sampling(), m.TextOptions())
+    assert list(refs(ids)) == [two]
+
+
+def tape_for(path: Path, **order: Any) -> RecordingTape:
+    return RecordingTape(m.Record(0, str(path), **order), header(), {}, LOG)
+
+
+def feed(tape: RecordingTape, num: int) -> None:
+    for i in range(num):
+        tape.received("a.0", 1, msgspec.msgpack.encode(m.Ping(i)), m.Ping(i))
+        tape.took()
+
+
+def test_a_recording_ends_at_its_size_and_the_stage_goes_on(tmp_path: Path) -> None:
+    tape = tape_for(tmp_path / "r", max_bytes=4096)
+    feed(tape, 1000)
+    assert tape.is_over
+    tape.close()
+    entries, flaw, end = read(tmp_path / "r")
+    assert (tmp_path / "r").stat().st_size < 4096 + 200
+    assert 10 < len(entries) < 1000
+    assert (flaw, end) == ("", f.End("it had reached its size"))
+
+
+def test_a_recording_ends_when_its_time_is_up(tmp_path: Path) -> None:
+    tape = tape_for(tmp_path / "r", max_s=0.02)
+    end = time.monotonic() + 5
+    while not tape.is_over:
+        assert time.monotonic() < end
+        feed(tape, 1)
+    tape.close()
+    assert read(tmp_path / "r")[2] == f.End("its time was up")
+
+
+def test_a_recording_whose_owner_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    tape = tape_for(tmp_path / "r", lease_s=6.0)
+    for _ in range(3):
+        clock[0] += 5
+        feed(tape, 1)
+        tape.keep()
+    assert not tape.is_over
+    clock[0] += 6.5
+    feed(tape, 3)
+    assert tape.is_over
+    tape.close()
+    entries, _, end = read(tmp_path / "r")
+    assert sum(isinstance(one, f.Wake) for one in entries) == 3, "what came later is not in it"
+    assert end == f.End("who began it was not heard of for 6 s")
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_stage(caplog: pytest.LogCaptureFixture) -> None:
+    tape = tape_for(Path("/dev/full"))
+    end = time.monotonic() + 5
+    while not tape.is_over:
+        assert time.monotonic() < end
+        feed(tape, 1)
+    with caplog.at_level(logging.ERROR, "test"):
+        tape.close()
+    assert "No space left on device" in caplog.text
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    write = FileWriter._write
+
+    def stuck(self: FileWriter, data: bytes) -> None:
+        assert let_go.wait(20)
+        write(self, data)
+
+    monkeypatch.setattr(FileWriter, "_write", stuck)
+    monkeypatch.setattr(recorder, "MAX_PENDING_BYTES", 10_000)
+    tape = tape_for(tmp_path / "r")
+    feed(tape, 1000)
+    assert tape.is_over, "it waits for no disk"
+    let_go.set()
+    tape.close()
+    entries, _, end = read(tmp_path / "r")
+    assert end == f.End("the disk was too slow")
+    assert 10 < len(entries) < 1000
+
+
+def test_what_was_written_survives_a_death_without_goodbye(tmp_path: Path) -> None:
+    tape = tape_for(tmp_path / "r")
+    feed(tape, 20)
+    end = time.monotonic() + 5
+    while tape._writer.num_pending_bytes:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    entries, flaw, _ = read(tmp_path / "r")  # it was not closed
+    assert len(entries) == 20
+    assert flaw == "it was cut off: it has no end"
+    tape.close()
+
+
+def test_wakes_are_as_the_inbox_gave_them(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    address = address_of(f"test-{tmp_path.name}", "schedule.0", 1)
+    inbox: Inbox[Any] = Inbox(context, address, m.ScheduleInbox)
+    outbox: Outbox[Any] = Outbox(context, address, m.Envelope("gateway.0", 3), 100)
+    inbox.tape = tape_for(tmp_path / "r")
+    outbox.tape, outbox.peer = inbox.tape, "schedule.0"
+    try:
+        for nonce in range(3):
+            outbox.send(m.Ping(nonce))
+        assert inbox.wait(5)
+        first = inbox.receive()
+        others: list[Any] = []
+        while len(others) < 2:
+            others += inbox.wait_all(5)
+        inbox.wait_all(0)
+    finally:
+        inbox.tape.close()
+        inbox.close()
+        outbox.close()
+        context.term()
+    assert [first, *others] == [m.Ping(0), m.Ping(1), m.Ping(2)]
+    entries, _, _ = read(tmp_path / "r")
+    wakes = [one for one in entries if isinstance(one, f.Wake)]
+    assert len(wakes[0].bodies) == 1
+    assert len(wakes[-1].bodies) == 0, "a wait that ran out is a wake as well"
+    assert sum(len(one.bodies) for one in wakes) == 3
+    assert {(s, i) for one in wakes for s, i in zip(one.senders, one.incarnations, strict=True)} == {("gateway.0", 3)}
+    assert sum(isinstance(one, f.Sent) for one in entries) == 3
+
+
+def test_a_difference_is_told_by_its_place_and_its_words(tmp_path: Path) -> None:
+    sent = [f.Sent("a.0", msgspec.msgpack.encode(m.Ping(i)), []) for i in range(3)]
+    ours = file_of(tmp_path / "ours", header(), *sent, f.End(""))
+    other = file_of(tmp_path / "other", header(), sent[0], f.Sent("b.0", sent[1].body, []), sent[2], f.End(""))
+    short = file_of(tmp_path / "short", header(), *sent[:2], f.End(""))
+    cut = file_of(tmp_path / "cut", header(), *sent[:2])
+    arrays = file_of(tmp_path / "arrays", header(), *sent[:2], f.Sent("a.0", sent[2].body, [b"x"]), f.End(""))
+    assert compare(ours, ours).are_same
+    assert compare(ours, other).difference == "message 2: to a.0: ['ping', 1], where to b.0: ['ping', 1] is expected"
+    assert compare(ours, short).difference == "message 3: to a.0: ['ping', 2], where nothing is expected"
+    assert compare(short, ours).difference == "message 3: nothing, where to a.0: ['ping', 2] is expected"
+    assert compare(ours, cut).are_same, "a file that was cut off lacks what came after"
+    assert compare(ours, cut).num_same == 2
+    assert not compare(ours, arrays).are_same

@@ -1,0 +1,333 @@
+"""Inboxes and outboxes: bounds, incarnations, strangers, and wakes that are never missed."""
+
+import asyncio
+import itertools
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import INBOX_BOUND, AsyncInbox, Inbox, MessageDecoder, Outbox, address_of
+
+PATIENCE_S = 30.0
+_numbers = itertools.count()
+
+
+def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.001)
+
+
+class Wires:
+    """Inboxes and outboxes of one test, closed at its end."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.address = address_of(f"test-{os.getpid()}-{next(_numbers)}", "stage.0", 1)
+        self._open: list[Inbox[Any] | Outbox[Any]] = []
+
+    def inbox(self, address: str = "") -> Inbox[Any]:
+        inbox: Inbox[Any] = Inbox(self.context, address or self.address, m.DetokenizeInbox)
+        self._open.append(inbox)
+        return inbox
+
+    def outbox(
+        self, sender: str = "peer.0", incarnation: int = 1, bound: int = 10_000, address: str = ""
+    ) -> Outbox[Any]:
+        outbox: Outbox[Any] = Outbox(self.context, address or self.address, m.Envelope(sender, incarnation), bound)
+        self._open.append(outbox)
+        return outbox
+
+    def close(self) -> None:
+        for end in self._open:
+            end.close()
+        self.context.term()
+
+
+@pytest.fixture
+def wires():
+    wires = Wires()
+    yield wires
+    wires.close()
+
+
+def receive(inbox: Inbox[Any], count: int) -> list[Any]:
+    messages: list[Any] = []
+    end = time.monotonic() + PATIENCE_S
+    while len(messages) < count:
+        assert time.monotonic() < end, f"{len(messages)} of {count} came"
+        messages += inbox.wait_all(0.1)
+    return messages
+
+
+def test_messages_of_one_sender_arrive_in_order(wires):
+    inbox = wires.inbox()
+    outbox = wires.outbox()
+    for nonce in range(3000):
+        assert outbox.send(m.Ping(nonce))
+    assert receive(inbox, 3000) == [m.Ping(nonce) for nonce in range(3000)]
+    assert (outbox.num_sent, inbox.num_received, inbox.last_sender) == (3000, 3000, "peer.0")
+
+
+def test_a_peer_may_be_sent_to_before_it_listens(wires):
+    outbox = wires.outbox()
+    assert outbox.send(m.Ping(1))
+    inbox = wires.inbox()
+    assert receive(inbox, 1) == [m.Ping(1)]
+
+
+def test_a_full_edge_to_nobody_refuses_without_blocking(wires):
+    outbox = wires.outbox(bound=10)
+    begin = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    results = [outbox.send(m.Ping(nonce)) for nonce in range(1000)]
+    num_waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - begin
+    assert num_waits < 100, "this thread gave the processor away as often as it was refused"
+    assert results == [True] * 10 + [False] * 990
+    assert outbox.num_refused == 990
+
+
+def test_a_receiver_that_hangs_makes_the_edge_full_and_nothing_taken_is_lost(wires):
+    """Its I/O thread lives on; were there no bound on that side, it would take messages without end."""
+    inbox = wires.inbox()
+    outbox = wires.outbox(bound=10)
+    text = m.TextOptions(stop=["x" * 10_000])
+    opening = m.Open(1, 2, 0, 0, 0, b"", msgspec.Raw(msgspec.msgpack.encode(text)))
+    num_sent = 0
+    refused_since = time.monotonic()
+    while time.monotonic() - refused_since < 0.3:
+        if outbox.send(opening):
+            num_sent += 1
+            refused_since = time.monotonic()
+        else:
+            time.sleep(0.001)
+        assert num_sent < 10 * INBOX_BOUND, "the edge has no bound"
+    assert len(receive(inbox, num_sent)) == num_sent
+    assert not inbox.wait(0.1)
+    until(lambda: outbox.send(opening))
+
+
+def test_an_older_incarnation_is_dropped_once_a_newer_one_has_spoken(wires):
+    inbox = wires.inbox()
+    old, new = wires.outbox(incarnation=1), wires.outbox(incarnation=2)
+    other = wires.outbox(sender="other.0", incarnation=1)
+    old.send(m.Ping(1))
+    assert receive(inbox, 1) == [m.Ping(1)]
+    new.send(m.Ping(2))
+    assert receive(inbox, 1) == [m.Ping(2)]
+    old.send(m.Ping(3))
+
+    def dropped():
+        assert inbox.receive_all() == []
+        return inbox.num_stale == 1
+
+    until(dropped)
+    other.send(m.Ping(4))
+    new.send(m.Ping(5))
+    assert {message.nonce for message in receive(inbox, 2)} == {4, 5}
+
+
+def test_what_an_inbox_does_not_take_is_an_error(wires):
+    inbox = wires.inbox()
+    wires.outbox().send(m.Drained())
+    assert inbox.wait(PATIENCE_S)
+    with pytest.raises(msgspec.DecodeError, match="drained"):
+        inbox.receive()
+
+
+STRANGER = """
+import os, sys, zmq
+from zmq.utils.monitor import recv_monitor_message
+os.setuid(int(sys.argv[4]))
+context = zmq.Context()
+socket = context.socket(zmq.PUSH)
+monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+socket.setsockopt(zmq.LINGER, 0)
+socket.connect(sys.argv[1])
+socket.send_multipart((bytes.fromhex(sys.argv[2]), bytes.fromhex(sys.argv[3])), zmq.NOBLOCK)
+while True:
+    assert monitor.poll(20000), "nothing happened"
+    event = recv_monitor_message(monitor)["event"]
+    if event == zmq.EVENT_DISCONNECTED:
+        print("refused")
+        socket.close(linger=0)
+        break
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        print("accepted")
+        break
+socket.close(linger=5000)
+context.destroy(linger=5000)
+"""
+
+
+def knock(address: str, user: int) -> str:
+    head = msgspec.msgpack.encode(m.Envelope("peer.0", 1)).hex()
+    body = msgspec.msgpack.encode(m.Ping(666)).hex()
+    # It changes its user after the imports: another user may not be able to read this interpreter's folders.
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, address, head, body, str(user)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_this_user_is_let_in(wires):
+    inbox = wires.inbox()
+    assert knock(wires.address, os.geteuid()) == "accepted"
+    assert receive(inbox, 1) == [m.Ping(666)]
+
+
+def test_other_users_are_refused(wires, monkeypatch):
+    """Seen from the other side where this is not root: an inbox that expects somebody else refuses this user."""
+    user = 65534
+    if os.geteuid() != 0:
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    inbox = wires.inbox()
+    assert knock(wires.address, user) == "refused"
+    assert not inbox.wait(0.1)
+
+
+def test_two_inboxes_cannot_have_one_address(wires):
+    wires.inbox()
+    with pytest.raises(zmq.ZMQError, match="Address already in use"):
+        wires.inbox()
+
+
+def burst_sender(address: str, num_bursts: int, done: threading.Event) -> None:
+    """Bursts of growing and shrinking size, with pauses around the time that a receiver takes for one wake."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outbox: Outbox[Any] = Outbox(context, address, m.Envelope("peer.0", 1), 100_000)
+    nonce = 0
+    for burst in range(num_bursts):
+        for _ in range((burst * 7919) % 40 + 1):
+            while not outbox.send(m.Ping(nonce)):
+                time.sleep(0.0001)
+            nonce += 1
+        if burst % 3 == 0:
+            done.wait(0.0001 * (burst % 5))
+    done.wait(PATIENCE_S)
+    outbox.close()
+    context.term()
+
+
+@pytest.mark.parametrize("limit", [1, 7, 256])
+def test_an_async_inbox_never_misses_a_wake(wires, limit):
+    num_bursts = 600
+    expected = sum((burst * 7919) % 40 + 1 for burst in range(num_bursts))
+
+    async def main():
+        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
+        # Sends on this thread, between receives, are the case that makes edge-triggered descriptors lose a wake.
+        echo = wires.inbox(wires.address + "-echo")
+        answers = wires.outbox(bound=100_000, address=wires.address + "-echo")
+        done = threading.Event()
+        thread = threading.Thread(target=burst_sender, args=(wires.address, num_bursts, done))
+        thread.start()
+        received = []
+        while len(received) < expected:
+            messages = await asyncio.wait_for(inbox.receive_all(limit), PATIENCE_S)
+            assert 1 <= len(messages) <= limit
+            received += [message.nonce for message in messages]
+            for message in messages:
+                answers.send(message)
+            echo.receive_all()
+        done.set()
+        thread.join(PATIENCE_S)
+        inbox.close()
+        return received
+
+    assert uvloop.run(main()) == list(range(expected))
+
+
+def test_an_async_inbox_leaves_room_for_other_tasks_in_a_flood(wires):
+    async def main():
+        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
+        outbox = wires.outbox()
+        for nonce in range(1000):
+            assert outbox.send(m.Ping(nonce))
+        turns = 0
+
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        received = 0
+        num_wakes = 0
+        async with asyncio.timeout(PATIENCE_S):
+            while received < 1000:
+                received += len(await inbox.receive_all(10))
+                num_wakes += 1
+                assert turns >= num_wakes
+        task.cancel()
+        inbox.close()
+
+    uvloop.run(main())
+
+
+def test_a_message_that_waits_does_not_make_the_loop_spin(wires):
+    async def main():
+        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
+        outbox = wires.outbox()
+        assert outbox.send(m.Ping(0))
+        assert await asyncio.wait_for(inbox.receive_all(), PATIENCE_S) == [m.Ping(0)]
+        assert outbox.send(m.Ping(1))
+        assert outbox.send(m.Ping(2))
+        begin = time.thread_time()
+        await asyncio.sleep(0.5)  # the receiver is busy with something else
+        assert time.thread_time() - begin < 0.05
+        assert await asyncio.wait_for(inbox.receive_all(), PATIENCE_S) == [m.Ping(1), m.Ping(2)]
+        inbox.close()
+
+    uvloop.run(main())
+
+
+def test_a_cancelled_receive_loses_nothing(wires):
+    async def main():
+        inbox: AsyncInbox[Any] = AsyncInbox(wires.inbox())
+        outbox = wires.outbox()
+        received: list[Any] = []
+        for nonce in range(200):
+            task = asyncio.create_task(inbox.receive_all())
+            for _ in range(nonce % 4):
+                await asyncio.sleep(0)
+            assert outbox.send(m.Ping(nonce))
+            await asyncio.sleep(0.0002 * (nonce % 3))
+            task.cancel()
+            try:
+                received += await task
+            except asyncio.CancelledError:
+                continue
+        while len(received) < 200:
+            received += await asyncio.wait_for(inbox.receive_all(), PATIENCE_S)
+        assert [message.nonce for message in received] == list(range(200))
+        inbox.close()
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("data", [b"", b"\xa1\xff", b"\x91" * 5000, b"\xc1", b"\x92\xa1\xff\x00"])
+def test_a_decoder_raises_one_kind_of_error(data):
+    for what in (str, list[Any], m.DetokenizeInbox):
+        if what is msgspec.Raw and data in (b"\xa1\xff", b"\x92\xa1\xff\x00"):
+            assert MessageDecoder[Any](what).decode(data) == data  # undecoded, so not judged
+            continue
+        with pytest.raises(msgspec.DecodeError):
+            MessageDecoder[Any](what).decode(data)

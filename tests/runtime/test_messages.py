@@ -1,0 +1,381 @@
+"""The wire: every message comes back as it was sent, and no field ever moves."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.settings import Settings
+from pipeline.metrics.stats import EdgeCounts, ExecuteCounts, ServerStats, StageCounts, StageStats
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import ASIDES, MessageDecoder
+from pipeline.shm.arrays import ShmRef
+
+SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
+"""Sample → its MessagePack in hex. Appending a field changes a line here, and its beginning stays; anything else breaks
+peers that are older or newer."""
+
+INBOXES: dict[str, Any] = {
+    "supervisor": m.SupervisorInbox,
+    "gateway": m.GatewayInbox,
+    "ingest": m.IngestInbox,
+    "schedule": m.ScheduleInbox,
+    "execute": m.ExecuteInbox,
+    "detokenize": m.DetokenizeInbox,
+}
+
+IDS = bytes.fromhex("0100000002000000")
+REF = ShmRef("ingest.0", 64, 8192, 3)
+SAMPLING = m.Sampling(0.5, 0.25, 40, 0.125, 2**64 - 1, [7, 8], True)
+WHOLE_SAMPLING = m.Sampling(
+    with_logprobs=True,
+    repetition_penalty=1.25,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    bias_ids=[3],
+    bias_values=[-1.5],
+    allowed_ids=IDS,
+    bad_words=[[1, 2], [3]],
+    min_tokens=4,
+    num_top=2,
+    prompt_num_top=1,
+    pooling=m.Pooling.MEAN,
+    grammar='{"grammars": []}',
+)
+TEXT = m.TextOptions(["\n\n", "é"], True, False, [7])
+FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
+STATS = ServerStats(
+    "77-ab",
+    77,
+    "0.1.0",
+    "x",
+    "http://127.0.0.1:8000",
+    "serving",
+    1.5,
+    2.5,
+    [
+        StageStats("ingest.0", 78, "ready", 0, 1.5, 4096, 0.5, 4, None),
+        StageStats(
+            "execute.0",
+            79,
+            "late",
+            0,
+            1.5,
+            4096,
+            0.5,
+            4,
+            StageCounts(1, 0, [EdgeCounts("schedule.0", 2, 0)], ExecuteCounts(1, 2, 3, 0.5, 0.25), 0, 0.5, 3, 64, 0),
+            0.5,
+        ),
+    ],
+    100,
+    16,
+    2048,
+)
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12, 6, 7, 8, 9, 10, 1, 2, 3, 4, 5, 6, 2)
+FAILURE = m.Failure(400, "too long", "messages", "context_length_exceeded")
+REQUEST_ID = 0xFEDCBA9876543210
+
+
+def packed(struct: msgspec.Struct) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(struct))
+
+
+SAMPLES: dict[str, msgspec.Struct] = {
+    "envelope": m.Envelope("ingest.0", 3),
+    "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
+    "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
+    "ping": m.Ping(5),
+    "stop": m.Stop(),
+    "count": m.Count(5),
+    "record": m.Record(5, "/tmp/x", 1024, 2.5, False, m.ExecuteFacts(100, 16, 2048, 49152), 6.0),
+    "end_record": m.EndRecord(5, "/tmp/x"),
+    "keep_record": m.KeepRecord(5, "/tmp/x"),
+    "trace": m.Trace(5, 2.5),
+    "take_trace": m.TakeTrace(5),
+    "find_call": m.FindCall(5, "cmpl-1"),
+    "flame": m.Flame(5),
+    "end_flame": m.EndFlame(5),
+    "ask_server_stats": m.AskServerStats(5),
+    "stats_answer": m.StatsAnswer(5, STATS),
+    "answer": m.Answer(5, packed(FAILURE)),
+    "answer with an error": m.Answer(5, error="no such folder"),
+    "ready": m.Ready(m.ExecuteFacts(100, 16, 2048, 49152)),
+    "ready without facts": m.Ready(),
+    "failed": m.Failed("no memory"),
+    "pong of schedule": m.Pong(5, LOAD),
+    "pong of gateway": m.Pong(5, m.GatewayLoad(2)),
+    "pong of others": m.Pong(5, m.PlainLoad(2)),
+    "ask_health": m.AskHealth(6),
+    "drained": m.Drained(),
+    "prepared": m.Prepared("/models/x", "x"),
+    "accepted": m.Accepted(REQUEST_ID, 1, IDS),
+    "accepted with text": m.Accepted(REQUEST_ID, 1, IDS, "hi", ["h", "Ġi"]),
+    "accepted with times": m.Accepted(REQUEST_ID, 1, IDS, None, None, 1.5, 2.5),
+    "abort_calls": m.AbortCalls(1, 5, ["chatcmpl-1", "mine"]),
+    "abort_calls of a scope": m.AbortCalls(1, 5, ["mine"], "5c0be"),
+    "calls_aborted": m.CallsAborted(1, 5, [0]),
+    "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
+    "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),
+    "deltas with times": m.Deltas([1], [0], [0], ["a"], [0], IDS, [0], [2], [0], [None], [FIRST], 4.5, 5.5),
+    "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
+    "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
+    "drain": m.Drain(30.0),
+    "stage_died": m.StageDied("execute.0", "killed by signal 9"),
+    "submit of a chat": m.Submit(
+        REQUEST_ID, 1, 0, 1.5, m.ChatPrompt([m.ChatMessage("user", "hi", "ada")], False), 2, None, SAMPLING, TEXT
+    ),
+    "submit of text": m.Submit(REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT),
+    "submit of ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT),
+    "submit behind ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT, [IDS, b""]),
+    "submit of a text to look at": m.Submit(
+        REQUEST_ID,
+        1,
+        0,
+        1.5,
+        m.TextPrompt("hi"),
+        1,
+        0,
+        SAMPLING,
+        TEXT,
+        prompt_options=m.PromptOptions(False, True, True, True),
+    ),
+    "submit with a priority": m.Submit(
+        REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT, priority=-3, cache_salt="mine"
+    ),
+    "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
+    "release": m.Release([0, 64], [1, 2]),
+    "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT)),
+    "admit behind ids": m.Admit(
+        REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), [IDS, REF], b"\x00\x01"
+    ),
+    "admit with a priority": m.Admit(
+        REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), priority=-3, cache_salt="mine"
+    ),
+    "admit with records": m.Admit(
+        REQUEST_ID,
+        1,
+        0,
+        1.5,
+        REF,
+        2,
+        16,
+        packed(WHOLE_SAMPLING),
+        packed(m.TextOptions(record_bytes=20, num_top=2, prompt_num_top=1, with_pieces=True, min_tokens=3)),
+        record_bytes=20,
+        prompt_record_bytes=12,
+        is_whole=True,
+    ),
+    "deltas with records": m.Deltas(
+        [1],
+        [0],
+        [0],
+        ["a"],
+        [0],
+        IDS,
+        [0],
+        [2],
+        [4],
+        [None],
+        records=[bytes(8)],
+        pieces=[[b"a", b"\xc3"]],
+        prompt_places=[0],
+        prompt_offsets=[3],
+        prompt_records=[bytes(12)],
+        prompt_pieces=[[b"b"]],
+        errors=["no id is allowed"],
+    ),
+    "step_result with records": m.StepResult(
+        1,
+        7,
+        IDS,
+        IDS,
+        REF,
+        b"\x00\x04",
+        0.25,
+        0.5,
+        records=bytes(8),
+        prompt_records=REF,
+        errors=["no id is allowed"],
+    ),
+    "settled with records": m.Settled(
+        bytes(8),
+        IDS,
+        IDS,
+        REF,
+        b"\x00\x04",
+        records=REF,
+        prompt_seqs=[7],
+        prompt_starts=[3],
+        prompt_records=[bytes(12)],
+        errors=["no id is allowed"],
+    ),
+    "submit of a chat with tools": m.Submit(
+        REQUEST_ID,
+        1,
+        0,
+        1.5,
+        m.ChatPrompt(
+            [
+                m.ChatMessage("user", "a\nb", None, ["a", "b"]),
+                m.ChatMessage("assistant", None, None, None, [m.ToolCall("call_1", "f", "{}")], None, "hm"),
+                m.ChatMessage("tool", "1", None, None, [], "call_1"),
+            ],
+            False,
+            True,
+            "[{}]",
+            "named",
+            "f",
+            False,
+            "[]",
+            '{"a": 1}',
+        ),
+        1,
+        16,
+        WHOLE_SAMPLING,
+        TEXT,
+        [],
+        m.PromptOptions(truncate=-1, with_pieces=True),
+        grammar=m.Grammar("regex", "a+", "guided_regex"),
+        bad_words=["bad"],
+    ),
+    "accepted with the end of its text": m.Accepted(REQUEST_ID, 1, IDS, tail="<think>\n"),
+    "accepted with pieces": m.Accepted(REQUEST_ID, 1, IDS, pieces=[b"a", b"\xc3"]),
+    "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),
+    "step with copies": m.Step(
+        1,
+        7,
+        IDS,
+        [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING), fork_of=2)],
+        IDS,
+        IDS,
+        REF,
+        IDS,
+        IDS,
+        b"\x01\x00",
+        IDS,
+        REF,
+    ),
+    "step_result": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5),
+    "closed": m.Closed(REQUEST_ID, 1),
+    "reset_prefix_cache": m.ResetPrefixCache(1, 7),
+    "prefix_cache_reset": m.PrefixCacheReset(1, 7, 64),
+    "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
+    "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT)),
+    "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT), REF, m.Finish.STOP),
+    "settled": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01"),
+    "settled with times": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01", [FIRST], 4.5),
+    "refuse": m.Refuse(REQUEST_ID, 1, 0, FAILURE),
+    "launch": m.Launch(
+        "ingest",
+        0,
+        0,
+        1,
+        "pipeline.stages.ingest.stage",
+        Settings(),
+        "/models/x",
+        "ipc://@pipeline/x/ingest.0.1",
+        [m.Peer("schedule.0", "ipc://@pipeline/x/schedule.0.1", 64)],
+        [m.Segment("ingest.0", 7, 65536, True)],
+        5,
+        6,
+    ),
+}
+
+
+def inboxes_of(struct: msgspec.Struct) -> list[str]:
+    return [name for name, union in INBOXES.items() if type(struct) in get_args(union)]
+
+
+def plain(value: Any) -> Any:
+    """A struct as builtins, so that undecoded parts compare by their bytes."""
+    if isinstance(value, msgspec.Raw):
+        return bytes(value)
+    if isinstance(value, msgspec.Struct):
+        return [type(value).__name__, *(plain(getattr(value, name)) for name in value.__struct_fields__)]
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_message_comes_back_as_it_was_sent_in_every_inbox_that_takes_it(name):
+    sample = SAMPLES[name]
+    data = msgspec.msgpack.encode(sample)
+    for union in [INBOXES[inbox] for inbox in inboxes_of(sample)] or [type(sample)]:
+        assert plain(MessageDecoder[Any](union).decode(data)) == plain(sample)
+
+
+def test_every_member_of_every_inbox_has_a_sample():
+    sampled = {type(sample) for sample in SAMPLES.values()}
+    for union in INBOXES.values():
+        assert set(get_args(union)) <= sampled
+    assert set(ASIDES) <= sampled
+
+
+def test_every_inbox_takes_what_the_supervisor_says_to_any_stage():
+    for name, union in INBOXES.items():
+        assert name == "supervisor" or set(get_args(m.Control)) <= set(get_args(union))
+
+
+@pytest.mark.parametrize("name", INBOXES)
+def test_tags_are_unique_in_an_inbox(name):
+    tags = [member.__struct_config__.tag for member in get_args(INBOXES[name])]
+    assert len(set(tags)) == len(tags)
+    assert all(isinstance(tag, str) for tag in tags)
+
+
+def test_one_tag_means_one_message_on_the_whole_wire():
+    members = {member for union in INBOXES.values() for member in get_args(union)}
+    assert len({member.__struct_config__.tag for member in members}) == len(members)
+
+
+def test_the_wire_has_not_moved():
+    now = {name: msgspec.msgpack.encode(sample).hex() for name, sample in SAMPLES.items() if name != "launch"}
+    assert now == json.loads(SNAPSHOT.read_text())
+
+
+@pytest.mark.parametrize("name", ["deltas", "abort", "settled", "open"])
+def test_an_appended_field_is_ignored_by_those_who_do_not_know_it(name):
+    sample = SAMPLES[name]
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(sample))
+    longer = msgspec.msgpack.encode([*fields, "new"])
+    for inbox in inboxes_of(sample):
+        assert plain(MessageDecoder[Any](INBOXES[inbox]).decode(longer)) == plain(sample)
+
+
+DECODERS = [MessageDecoder[Any](union) for union in [*INBOXES.values(), m.Envelope, m.Launch]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_only_decode_errors(data):
+    for decoder in DECODERS:
+        try:
+            decoder.decode(data)
+        except msgspec.DecodeError:
+            continue
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SAMPLES)),
+    edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
+    cut=st.integers(0, 10_000),
+    tail=st.sampled_from([b"", b"\x91" * 3000, b"\xa1\xff"]),
+)
+def test_spoilt_messages_raise_only_decode_errors(name, edits, cut, tail):
+    data = bytearray(msgspec.msgpack.encode(SAMPLES[name]))
+    for place, value in edits:
+        data[place % len(data)] = value
+    spoilt = bytes(data[: cut % (len(data) + 1)]) + tail
+    for decoder in DECODERS:
+        for candidate in (bytes(data), spoilt):
+            try:
+                decoder.decode(candidate)
+            except msgspec.DecodeError:
+                continue

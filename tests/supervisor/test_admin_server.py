@@ -1,0 +1,251 @@
+"""The admin door: questions in, answers out, and nothing that a peer does stops the loop behind it."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from pipeline.errors import UserError
+from pipeline.metrics.stats import ServerStats, StageCounts
+from pipeline.runtime import messages as m
+from pipeline.supervisor import admin_client, admin_server
+from pipeline.supervisor.admin_client import Admin, choose_server, find_servers
+from pipeline.supervisor.admin_server import Door, Questions
+from tests.rig import PATIENCE_S, Rig
+
+_numbers = itertools.count()
+STATS = ServerStats("1-ab", 1, "0", "m", "http://x", "serving", 1.0, 2.0, [])
+
+
+class Bench:
+    """A door whose stages are this test."""
+
+    def __init__(self) -> None:
+        self.server = f"{os.getpid()}-{next(_numbers):08x}"
+        self.sent: list[tuple[str, m.Aside]] = []
+        self.names = ["gateway.0", "gateway.1", "schedule.0"]
+        self.refuses: set[str] = set()
+        self.timeouts_s: list[float] = []
+        """Of stats."""
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.questions = Questions(self._send)
+        self.door = Door(self.context, self.server, self.questions, self._stats, lambda: self.names)
+        self.peer = self.context.socket(zmq.DEALER)
+        self.peer.connect(admin_server.address_of(self.server))
+
+    def _send(self, name: str, aside: m.Aside) -> bool:
+        self.sent.append((name, aside))
+        return name not in self.refuses
+
+    def say(self, message: Any) -> None:
+        self.peer.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
+
+    def turn_until(self, condition: Any) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            self.door.turn()
+            self.questions.end_late()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def heard(self) -> Any:
+        self.turn_until(lambda: self.peer.poll(0))
+        return msgspec.msgpack.decode(self.peer.recv(), type=admin_server.AdminReply)
+
+    def _stats(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
+        self.timeouts_s.append(timeout_s)
+        then(STATS)
+
+    def close(self) -> None:
+        self.door.close()
+        self.peer.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def test_stats_come_back_with_the_askers_nonce(bench: Bench) -> None:
+    bench.say(admin_server.AskStats(77, 1.5))
+    assert bench.heard() == admin_server.Stats(77, STATS)
+    assert bench.timeouts_s == [1.5], "whoever asks says how long stages have"
+    for timeout_s in (0.0, -1.0, 1e9, float("nan")):
+        bench.say(admin_server.AskStats(78, timeout_s))
+        assert isinstance(bench.heard(), admin_server.Problem)
+
+
+def test_an_aside_goes_to_the_stages_that_were_named_and_their_answers_come_back(bench: Bench) -> None:
+    bench.say(admin_server.Tell(5, ["gateway"], m.Count(999)))
+    bench.turn_until(lambda: len(bench.sent) == 2)
+    assert [name for name, _ in bench.sent] == ["gateway.0", "gateway.1"]
+    nonce = bench.sent[0][1].nonce
+    bench.questions.answered("schedule.0", m.Answer(nonce, error="nobody asked me"))
+    bench.questions.answered("gateway.1", m.Answer(nonce, msgspec.Raw(b"\x01")))
+    bench.questions.answered("gateway.1", m.Answer(nonce, msgspec.Raw(b"\x02")))
+    bench.questions.answered("gateway.0", m.Answer(nonce, error="no such folder"))
+    told = bench.heard()
+    assert told.nonce == 5
+    assert [(a.stage, bytes(a.body), a.error) for a in told.answers] == [
+        ("gateway.0", b"\xc0", "no such folder"),
+        ("gateway.1", b"\x01", ""),
+    ]
+
+
+def test_a_stage_that_hangs_is_late_and_the_others_are_heard(bench: Bench) -> None:
+    bench.say(admin_server.Tell(5, [], m.Count(0), timeout_s=0.05))
+    bench.turn_until(lambda: len(bench.sent) == 3)
+    bench.questions.answered("schedule.0", m.Answer(bench.sent[0][1].nonce, msgspec.Raw(b"\x01")))
+    errors = {answer.stage: answer.error for answer in bench.heard().answers}
+    assert errors == dict.fromkeys(("gateway.0", "gateway.1"), "did not answer within 0.05 s") | {"schedule.0": ""}
+    bench.questions.answered("gateway.0", m.Answer(bench.sent[0][1].nonce))  # far too late: dropped
+
+
+def test_a_stage_that_dies_or_takes_no_message_is_not_waited_for(bench: Bench) -> None:
+    bench.refuses = {"gateway.0"}
+    bench.say(admin_server.Tell(5, ["gateway"], m.Count(0), timeout_s=600))
+    bench.turn_until(lambda: len(bench.sent) == 2)
+    bench.questions.lost("gateway.1")
+    assert all(answer.error for answer in bench.heard().answers)
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        (admin_server.Tell(3, ["execute"], m.Count(0)), "no stage 'execute' is ready; there are gateway.0"),
+        (admin_server.Tell(3, [], m.Count(0), timeout_s=0), "timeout_s must be above 0"),
+        (admin_server.Tell(3, [], m.Count(0), timeout_s=float("nan")), "timeout_s must be above 0"),
+        (admin_server.Tell(3, [], m.Count(0), timeout_s=1e9), "at most 600"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_told_why(bench: Bench, question: Any, words: str) -> None:
+    bench.say(question)
+    reply = bench.heard()
+    assert isinstance(reply, admin_server.Problem)
+    assert reply.nonce == 3
+    assert words in reply.message
+    assert bench.sent == []
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 5000, b"GET / HTTP/1.1\r\n\r\n", b"\x92\xa1\xff\x00"])
+def test_garbage_is_answered_and_harms_nobody(bench: Bench, data: bytes) -> None:
+    bench.say(data)
+    assert isinstance(bench.heard(), admin_server.Problem)
+    bench.peer.send_multipart([b"a", b"b", b"c"])
+    assert isinstance(bench.heard(), admin_server.Problem)
+    bench.say(admin_server.AskStats(1))
+    assert bench.heard() == admin_server.Stats(1, STATS)
+
+
+def test_who_sends_too_much_is_cut_off_and_others_are_served(bench: Bench) -> None:
+    rude = bench.context.socket(zmq.DEALER)
+    rude.connect(admin_server.address_of(bench.server))
+    rude.send(b"x" * (admin_server.MAX_QUESTION_BYTES + 1))
+    bench.say(admin_server.AskStats(1))
+    assert bench.heard() == admin_server.Stats(1, STATS)
+    assert not rude.poll(50)
+    rude.close(linger=0)
+
+
+STRANGER = """
+import os, sys, zmq
+from zmq.utils.monitor import recv_monitor_message
+os.setuid(int(sys.argv[3]))
+context = zmq.Context()
+socket = context.socket(zmq.DEALER)
+monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+socket.setsockopt(zmq.LINGER, 0)
+socket.connect(sys.argv[1])
+socket.send(bytes.fromhex(sys.argv[2]))
+assert monitor.poll(20000), "nothing happened"
+print("let in" if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED else "refused")
+socket.disable_monitor()
+socket.close()
+context.destroy(linger=0)
+"""
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_other_users_are_refused(is_other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from the other side where this is not root: a door that expects somebody else refuses this user."""
+    user = os.geteuid()
+    if is_other and user == 0:
+        user = 65534
+    elif is_other:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    bench = Bench()
+    try:
+        words = [
+            admin_server.address_of(bench.server),
+            msgspec.msgpack.encode(admin_server.AskStats(1)).hex(),
+            str(user),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", STRANGER, *words], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.strip() == ("refused" if is_other else "let in")
+    finally:
+        bench.close()
+
+
+def test_open_questions_are_bounded_and_one_turn_takes_a_bounded_part(bench: Bench) -> None:
+    peers = [bench.context.socket(zmq.DEALER) for _ in range(8)]
+    for peer in peers:
+        peer.connect(admin_server.address_of(bench.server))
+        for nonce in range(1, 13):
+            peer.send(msgspec.msgpack.encode(admin_server.Tell(nonce, ["schedule"], m.Count(0), timeout_s=600)))
+    bench.turn_until(lambda: len(bench.sent) == admin_server.MAX_OPEN_QUESTIONS)
+    bench.turn_until(lambda: any(peer.poll(0) for peer in peers))
+    problem = next(peer for peer in peers if peer.poll(0)).recv()
+    assert "ask again later" in msgspec.msgpack.decode(problem, type=admin_server.AdminReply).message
+    assert len(bench.sent) == admin_server.MAX_OPEN_QUESTIONS
+    for peer in peers:
+        peer.close(linger=0)
+
+
+def test_a_flood_from_who_reads_no_answers_does_not_stop_the_door(bench: Bench) -> None:
+    deaf = bench.context.socket(zmq.DEALER)
+    deaf.set_hwm(100_000)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.connect(admin_server.address_of(bench.server))
+    for nonce in range(5000):
+        deaf.send(msgspec.msgpack.encode(admin_server.AskStats(nonce)))
+    bench.say(admin_server.AskStats(1))
+    assert bench.heard() == admin_server.Stats(1, STATS)
+    deaf.close(linger=0)
+
+
+def test_every_stage_answers_a_count_and_its_own_loop_never_sees_it(tmp_path: Any) -> None:
+    with Rig("schedule") as rig:
+        rig.start(m.ExecuteFacts(16, 16, 64, 100))
+        rig.load()
+        rig.send(m.Count(41))
+        answer = rig.receive("supervisor", m.Answer)
+        assert (answer.nonce, answer.error) == (41, "")
+        counts = msgspec.msgpack.decode(answer.body, type=StageCounts)
+        assert counts.num_received == 3, "Start, Ping, Count"
+        edges = {edge.to: edge for edge in counts.edges}
+        assert edges["supervisor.0"].num_sent == 2, "Ready, Pong"
+        assert set(edges) == {"supervisor.0", "execute.0", "detokenize.0", "ingest.0"}
+
+
+def test_a_server_is_found_by_its_door_and_chosen_by_its_pid(bench: Bench) -> None:
+    assert bench.server in find_servers()
+    with pytest.raises(UserError, match=r"no server has pid 1$"):
+        choose_server(1)
+
+
+def test_a_server_that_does_not_answer_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin_client, "ANSWER_S", 0.0)
+    with Admin(bench.server) as client, pytest.raises(UserError, match=r"did not answer within 0\.05 s"):
+        client.stats(0.05)

@@ -1,0 +1,63 @@
+"""A GPU that is asked for and can't be there is told at once, before a model is fetched."""
+
+import logging
+import os
+import socket
+
+import pytest
+
+from pipeline.config.settings import Execute, Settings
+from pipeline.runtime.run_mode import Manner
+from pipeline.supervisor import gpu
+from pipeline.supervisor.supervisor import Supervisor
+
+CUDA = Settings(execute=Execute(device="cuda"))
+
+
+def missing(name: str) -> object:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+def test_a_machine_without_a_driver_is_told_so() -> None:
+    problem = gpu.why_none(CUDA, missing, {})
+    assert problem is not None and "\n" not in problem
+    assert problem.startswith("execute.device is 'cuda', but this machine has no NVIDIA driver (libcuda.so.1 is not ")
+    assert "set execute.device to 'cpu'" in problem
+
+
+def test_nothing_is_said_of_a_driver_that_is_there_or_of_one_that_nobody_needs() -> None:
+    asked: list[str] = []
+    assert gpu.why_none(CUDA, asked.append, {}) is None
+    assert asked == ["libcuda.so.1"]
+    assert gpu.why_none(Settings(), missing, {}) is None
+    assert gpu.why_none(CUDA, missing, {"TRITON_INTERPRET": "1"}) is None, "kernels are run by the interpreter"
+    assert gpu.why_none(CUDA, missing, {"TRITON_INTERPRET": "0"}) is not None
+
+
+@pytest.mark.parametrize("instant", [False, True])
+def test_the_server_ends_before_anything_is_reserved_or_prepared(
+    instant: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not where no model is run."""
+    monkeypatch.setattr(gpu, "why_none", lambda settings: "no GPU")
+    prepared: list[bool] = []
+
+    def prepare(self: Supervisor) -> None:
+        prepared.append(True)
+        raise MemoryError("far enough")
+
+    monkeypatch.setattr(Supervisor, "_prepare", prepare)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor = Supervisor(CUDA, [listener], logging.getLogger("test"), Manner(instant=instant))
+        assert supervisor.run(0.0) == 1
+        supervisor.close()
+    assert prepared == ([True] if instant else [])
+    assert ("no GPU" in caplog.text) is not instant
+
+
+def test_the_switch_is_read_as_triton_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    for value in ("1", "0", "true", "off", "YES", "on", "n", ""):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert gpu.is_interpreted(os.environ) == knobs.runtime.interpret

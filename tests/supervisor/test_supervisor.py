@@ -1,0 +1,265 @@
+"""The supervisor's parts; its whole life is tested end to end."""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.config.by_device import CPU_KV_BYTES
+from pipeline.config.settings import Detokenize, Execute, Gateway, Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.channels import Outbox
+from pipeline.runtime.run_mode import Manner
+from pipeline.shm import segment
+from pipeline.supervisor.health import HealthRound
+from pipeline.supervisor.supervisor import Stopping, Supervisor, listen
+
+
+class FakeChild:
+    def __init__(self, name: str, state: str = "ready") -> None:
+        self.name, self.state, self.pid = name, state, os.getpid()
+
+
+LOAD = m.ScheduleLoad(1, 2, 3, 4, 5, 12)
+
+
+def test_everybody_who_answers_is_ready_and_the_whole_is_ok() -> None:
+    children = [FakeChild("schedule.0"), FakeChild("gateway.0")]
+    round_ = HealthRound("gateway.0", nonce=7, timeout_s=5)
+    round_.answered("schedule.0", m.Pong(1, LOAD))
+    assert not round_.is_over(children)
+    round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
+    assert round_.is_over(children)
+    health = round_.result(children)
+    assert (health.nonce, health.status, health.schedule) == (7, "ok", LOAD)
+    assert all(stage.answer_ms >= 0 for stage in health.stages)
+
+
+def test_who_does_not_answer_in_time_is_late() -> None:
+    children = [FakeChild("schedule.0"), FakeChild("execute.0")]
+    round_ = HealthRound("gateway.0", nonce=1, timeout_s=0.0)
+    round_.answered("schedule.0", m.Pong(1, LOAD))
+    assert round_.is_over(children)
+    health = round_.result(children)
+    assert (health.status, [stage.state for stage in health.stages]) == ("late", ["ready", "late"])
+    assert health.stages[1].answer_ms < 0
+
+
+def test_who_is_still_starting_says_so() -> None:
+    children = [FakeChild("execute.0", "starting")]
+    round_ = HealthRound("gateway.0", nonce=1, timeout_s=5)
+    assert round_.result(children).status == "starting"
+
+
+def test_a_taken_port_is_an_error_that_names_the_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: .* gateway.port"):
+            listen("127.0.0.1", port)
+
+
+def test_several_gateways_listen_at_one_port_which_no_other_server_may_share() -> None:
+    sockets = listen("127.0.0.1", 0, 3)
+    try:
+        (port,) = {one.getsockname()[1] for one in sockets}
+        assert len(sockets) == 3
+        for num_sockets in (1, 2):
+            with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: .* gateway.port"):
+                listen("127.0.0.1", port, num_sockets)
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_replicas_have_names_peers_and_a_share_of_the_credits() -> None:
+    settings = Settings(gateway=Gateway(replicas=3, max_open_requests=10), detokenize=Detokenize(replicas=2))
+    assert topology.replicas_of(settings, "gateway") == ["gateway.0", "gateway.1", "gateway.2"]
+    assert topology.replicas_of(settings, "execute") == ["execute.0"]
+    assert topology.max_open_of_one(settings) == 3
+    addresses = {
+        name: f"ipc://@{name}" for stage in topology.FLOW for name in topology.replicas_of(settings, stage)
+    } | {"supervisor.0": "ipc://@supervisor"}
+    peers = topology.peers_of(topology.row("detokenize"), addresses, settings)
+    assert [peer.name for peer in peers] == ["supervisor.0", "gateway.0", "gateway.1", "gateway.2", "schedule.0"]
+
+
+def test_what_is_open_at_other_gateways_is_counted_for_who_asks() -> None:
+    children = [FakeChild("gateway.0"), FakeChild("gateway.1")]
+    round_ = HealthRound("gateway.1", nonce=7, timeout_s=5)
+    round_.answered("gateway.0", m.Pong(1, m.GatewayLoad(3)))
+    round_.answered("gateway.1", m.Pong(1, m.GatewayLoad(4)))
+    assert round_.result(children).num_open_elsewhere == 3
+
+
+def test_every_arrow_has_an_inbox_that_takes_it() -> None:
+    names = {row.name for row in topology.TOPOLOGY}
+    assert names == set(topology.FLOW)
+    for row in topology.TOPOLOGY:
+        assert set(row.sends_to) <= names
+        for owner in row.reads:
+            assert topology.row(owner).has_arena
+            assert owner in row.sends_to, "who reads a segment must be able to release it"
+            assert topology.arena_bytes(Settings(), owner) > 0
+
+
+def test_a_host_that_is_not_here_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0: .* gateway\.host"):
+        listen("192.0.2.1", 0)
+
+
+def test_the_whole_is_as_bad_as_its_worst_stage() -> None:
+    children = [FakeChild("execute.0", "starting"), FakeChild("ingest.0"), FakeChild("schedule.0", "dead")]
+    round_ = HealthRound("gateway.0", nonce=1, timeout_s=60)
+    round_.answered("execute.0", m.Pong(1, m.PlainLoad()))
+    round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))
+    assert round_.is_over(children), "the dead are not waited for"
+    assert round_.result(children).status == "dead"
+
+
+class Ended:
+    """A child that has ended, and whose last words are still on their way."""
+
+    pid, state, is_alive = 1, "starting", False
+
+    def __init__(self, stage: str, exit_code: int) -> None:
+        self.name, self.stage, self.exit_code = f"{stage}.0", stage, exit_code
+        self.pidfd = os.open(os.devnull, os.O_RDONLY)
+
+    def describe_end(self) -> str:
+        return f"exited with code {self.exit_code}"
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+@pytest.mark.parametrize(
+    ("stage", "exit_code", "words", "logged"),
+    [
+        ("prepare", 0, m.Prepared("/folder", "name"), ""),
+        ("prepare", 1, m.Failed("no such model"), "cannot start: prepare: no such model"),
+        ("execute", 1, m.Failed("no such memory"), "cannot start: execute: no such memory"),
+    ],
+)
+def test_last_words_are_waited_for_though_their_speaker_has_ended(
+    stage: str, exit_code: int, words: m.SupervisorInbox, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (listener,) = listen("127.0.0.1", 0)
+    supervisor = Supervisor(Settings(), [listener], logging.getLogger("test"))
+    child = Ended(stage, exit_code)
+    try:
+        supervisor._children[child.name] = child  # type: ignore[assignment]
+        supervisor._poller.register(child.pidfd)
+        supervisor._outboxes[child.name] = Outbox(supervisor._context, "inproc://nobody", m.Envelope("test.0", 1), 1)
+        supervisor._prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
+        mouth: Outbox[m.SupervisorInbox] = Outbox(
+            supervisor._context, supervisor._addresses["supervisor.0"], m.Envelope(child.name, 1), 1
+        )
+        late = threading.Timer(0.1, lambda: (mouth.send(words), mouth.flush(1.0)))
+        late.start()
+        if logged:
+            with pytest.raises(Stopping):
+                supervisor._check_children()
+        else:
+            supervisor._check_children()
+            assert supervisor._prepared == words
+        assert caplog.text.count(logged)
+        late.join()
+    finally:
+        supervisor._children.clear()
+        child.close()
+        supervisor.close()
+        listener.close()
+
+
+# --- swap space
+
+
+SWAP_BYTES = 2 * segment.PART_BYTES + 4096
+
+
+def supervisor_with(swap_bytes: int, listener: socket.socket, manner: Manner | None = None) -> Supervisor:
+    return Supervisor(Settings(execute=Execute(swap_bytes=swap_bytes)), [listener], logging.getLogger("test"), manner)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    (one,) = listen("127.0.0.1", 0)
+    yield one
+    one.close()
+
+
+def test_swap_space_is_the_executors_alone_and_is_given_back(listener: socket.socket) -> None:
+    supervisor = supervisor_with(SWAP_BYTES, listener)
+    supervisor._reserve()
+    for row in topology.TOPOLOGY:
+        supervisor._segments[f"{row.name}.0"] = m.Segment(f"{row.name}.0", os.dup(listener.fileno()), 65536, False)
+    for row in topology.TOPOLOGY:
+        given = [one for one in supervisor._launch(row.name, row.entry, []).segments if one.name == topology.SWAP]
+        assert [(one.num_bytes, one.writable) for one in given] == (
+            [(SWAP_BYTES, True)] if row.name == "execute" else []
+        )
+    supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+    fd = supervisor._segments[topology.SWAP].fd
+    assert os.fstat(fd).st_blocks * 512 >= SWAP_BYTES
+    assert supervisor._is_reserved(), "and it stays so"
+    supervisor.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_without_swap_bytes_there_is_no_segment_and_nothing_to_wait_for(listener: socket.socket) -> None:
+    supervisor = supervisor_with(0, listener)
+    supervisor._reserve()
+    assert supervisor._is_reserved() and topology.SWAP not in supervisor._segments
+    assert topology.private_segments(Settings(), "execute") == {}
+    supervisor.close()
+
+
+def test_a_server_waits_for_its_swap_space_and_says_for_what_when_that_is_too_long(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: go_on.wait(30))
+    supervisor = supervisor_with(SWAP_BYTES, listener)
+    supervisor._reserve()
+    with pytest.raises(Stopping) as stopping:
+        supervisor._turn_until(supervisor._is_reserved, 0.1, "swap space")
+    assert stopping.value.code == 1
+    assert "gave up waiting for swap space after 0.1 s" in caplog.text
+    go_on.set()
+    supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+    supervisor.close()
+
+
+@pytest.mark.parametrize("instant", [False, True])
+def test_swap_space_must_fit_beside_kv_memory(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, instant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which an executor without a model has not."""
+    kv_bytes = CPU_KV_BYTES
+    monkeypatch.setattr(segment, "available_bytes", lambda: kv_bytes + SWAP_BYTES - 1)
+    supervisor = supervisor_with(SWAP_BYTES, listener, Manner(instant=instant))
+    if instant:
+        supervisor._reserve()
+        supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+    else:
+        assert supervisor.run(0.0) == 1
+        assert "lower execute.swap_bytes" in caplog.text
+    supervisor.close()
+
+
+def test_memory_that_runs_out_later_ends_the_start(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = iter([1 << 40, 1 << 40, 4096])
+    monkeypatch.setattr(segment, "available_bytes", lambda: next(free))
+    supervisor = supervisor_with(SWAP_BYTES, listener)
+    monkeypatch.setattr(supervisor, "_prepare", lambda: None)
+    monkeypatch.setattr(supervisor, "_start", lambda _: supervisor._turn_until(supervisor._is_reserved, 30, "it"))
+    assert supervisor.run(0.0) == 1
+    assert "shared memory for swap, where 64 MiB are free: lower execute.swap_bytes" in caplog.text
+    supervisor.close()

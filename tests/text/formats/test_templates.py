@@ -1,0 +1,112 @@
+"""What templates of real models write of an assistant's message is read back as that message, and says which format it
+is."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.config.settings import Chat
+from pipeline.text.formats.chat_formats import TAIL_CHARS, ChatFormats
+from pipeline.text.formats.reasoning import Stage
+from tests.stages.ingest.chats import TEMPLATES, by_transformers
+from tests.text.formats.replies import Reply, read
+
+SOURCES = {path.name.removesuffix(".jinja"): path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}
+FORMATS = {
+    "command-r7b": (None, None),
+    "deepseek-r1-distill": (None, "deepseek_r1"),
+    "deepseek-v3.1": (None, "deepseek_r1"),
+    "gemma2": (None, None),
+    "gemma3": (None, None),
+    "hermes2": ("hermes", None),
+    "hermes3.tool_use": ("hermes", None),
+    "llama3.1": ("llama3", None),
+    "llama3.2": ("llama3", None),
+    "llama4": ("llama3", None),
+    "mistral-nemo": ("mistral", None),
+    "mistral3": ("mistral", None),
+    "qwen2.5": ("hermes", None),
+    "qwen3": ("hermes", "qwen3"),
+}
+WITH_TOOLS = [name for name, (tools, _) in FORMATS.items() if tools]
+ONE_CALL = ("llama3.1", "llama3.2")
+"""Their templates take one call in a message and no more."""
+ENDS = ("<|im_end|>\n", "<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>")
+ARGUMENTS = ['{"city": "Ürgüp </tool_call>", "days": [1, {"x": "}"}]}', "{}"]
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}},
+    }
+    for name in ("weather", "time")
+]
+
+
+def formats(name: str) -> ChatFormats:
+    return ChatFormats.of(SOURCES[name], Chat())
+
+
+def call(place: int) -> dict[str, Any]:
+    function = {"name": TOOLS[place]["function"]["name"], "arguments": ARGUMENTS[place]}  # type: ignore[index]
+    return {"id": f"call1234{place}", "type": "function", "function": function}
+
+
+def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
+    """The prompt before an assistant's message, and what the template makes of the message itself."""
+    before = by_transformers(SOURCES[name], ASKED, tools=TOOLS, add_generation_prompt=True)
+    whole = by_transformers(SOURCES[name], [*ASKED, message], tools=TOOLS)
+    assert whole.startswith(before.rstrip())
+    said = whole[len(before.rstrip()) :]
+    for end in ENDS:
+        if said.endswith(end):
+            return before, said.removesuffix(end)
+    raise AssertionError(f"{name} ends a message in {said[-20:]!r}")
+
+
+def test_each_is_known_by_its_template() -> None:
+    found = {name: formats(name) for name in SOURCES}
+    assert {
+        name: (one.tools and one.tools.name, one.reasoning and one.reasoning.name) for name, one in found.items()
+    } == FORMATS
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_calls_come_back(name: str, num_calls: int) -> None:
+    if num_calls > 1 and name in ONE_CALL:
+        num_calls = 1
+    message = {"role": "assistant", "content": "", "tool_calls": [call(place) for place in range(num_calls)]}
+    before, said = written(name, message)
+    for pieces in ([said], said):
+        reply = read(formats(name).parser("auto", ["weather", "time"], before[-TAIL_CHARS:]), pieces)
+        assert reply.content.strip() == ""
+        assert [(tool, json.loads(text)) for tool, text in reply.calls] == [
+            (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message["tool_calls"]
+        ]
+        assert reply.num_ended == num_calls
+
+
+def test_reasoning_comes_back() -> None:
+    message = {"role": "assistant", "content": "So.", "reasoning_content": "Hm.\n\nOh.", "tool_calls": [call(0)]}
+    before, said = written("qwen3", message)
+    reply = read(formats("qwen3").parser("auto", ["weather"], before[-TAIL_CHARS:]), [said])
+    assert reply == Reply("So.", "Hm.\n\nOh.", reply.calls, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "stage"),
+    [
+        ("qwen3", {}, Stage.UNSAID),
+        ("qwen3", {"enable_thinking": False}, Stage.OVER),
+        ("deepseek-r1-distill", {}, Stage.OPEN),
+        ("deepseek-v3.1", {}, Stage.OVER),
+        ("deepseek-v3.1", {"thinking": True}, Stage.OPEN),
+    ],
+)
+def test_the_end_of_a_prompt_says_where_its_reply_begins(name: str, kwargs: dict[str, Any], stage: Stage) -> None:
+    prompt = by_transformers(SOURCES[name], ASKED, add_generation_prompt=True, kwargs=kwargs)
+    reasoning = formats(name).reasoning
+    assert reasoning is not None
+    assert reasoning.stage_of(prompt[-TAIL_CHARS:]) == stage
