@@ -2,7 +2,7 @@
 
 import os
 
-from pipeline.config import browsers, door
+from pipeline.config import browsers, zmq_setting
 from pipeline.config.settings import Execute, Settings
 
 BYTES_PER_ID = 4
@@ -32,7 +32,7 @@ def contradictions(settings: Settings) -> list[str]:
             f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_tokens = {gateway.max_open_tokens} "
             "equally, and each needs one at least"
         )
-    if problem := door.problem_of(settings.gateway.zmq):
+    if problem := zmq_setting.problem_of(settings.gateway.zmq):
         problems.append(problem)
     problems += browsers.problems_of(gateway.allowed_hosts, gateway.allowed_origins)
     execute = settings.execute

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.record_inputs import AddressArray, FloatArray, RecordInputs
-from pipeline.kernels.shaping import Shaping, WordArray, num_words
+from pipeline.kernels.logits_processors import Shaping, WordArray, num_words
+from pipeline.kernels.logprob_inputs import AddressArray, FloatArray, RecordInputs
 from pipeline.kernels.step_inputs import IntArray, LongArray
 
 GREEDY_BELOW = 1e-5
@@ -35,7 +35,7 @@ class DrawInputs:
         self.keys: AddressArray = np.zeros(max_num_rows, np.uint64)
         """Noise of this draw, see kernels/noise.py."""
         self.shapings: AddressArray = np.zeros(max_num_rows, np.uint64)
-        """Address of the row's `SHAPING` (kernels/shaping.py); 0 where its logits are taken as they are."""
+        """Address of the row's `SHAPING` (kernels/logits_processors.py); 0 where its logits are taken as they are."""
         self.num_known: IntArray = np.zeros(max_num_rows, np.int32)
         """Ids of the row; read where it is shaped."""
         self.masks: AddressArray = np.zeros(max_num_rows, np.uint64)

@@ -48,7 +48,7 @@ ALONE = (
     "tests/stages/gateway/test_admission.py::TestTheGateway::test_answers_at_once",
     "tests/stages/schedule/test_liveness.py::test_putting_back_many_costs_little",
     # A thousand connections, and how long their texts take.
-    "tests/stages/gateway/test_slow_clients.py::test_slow_clients_cost",
+    "tests/stages/gateway/http/test_slow_clients.py::test_slow_clients_cost",
     # As much load as there can be for a while, under which the server's own probes have to be answered.
     "tests/tools/test_soaking.py::test_a_short_soak",
     # What is in a folder of the machine's, before and after.

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pipeline.version import VERSION
-from tools.arrows import arrows
+from tools.check_imports import imports_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 120
@@ -23,7 +23,7 @@ LINKED = ("config", "kernels", "shm", "stages")
 
 LOOK_AROUND = """
 import importlib.util, pathlib
-import pipeline.stages.schedule.policy, pipeline.kernels, pipeline.shm.arena, pipeline.config.load
+import pipeline.stages.schedule.policies.policy, pipeline.kernels, pipeline.shm.arena, pipeline.config.load
 print(pathlib.Path(pipeline.__file__).parent)
 print([name for name in ("config", "kernels", "shm", "stages", "tests", "tools") if importlib.util.find_spec(name)])
 """
@@ -154,10 +154,10 @@ def test_every_import_is_declared(folders: tuple[str, ...], extras: tuple[str, .
         for path in (ROOT / folder).rglob("*.py"):
             if CLIENTS in path.parents:
                 continue  # they run in an environment of their own
-            for arrow in arrows(ast.parse(path.read_bytes()), "pipeline"):
-                name = arrow.target.partition(".")[0]
+            for found in imports_of(ast.parse(path.read_bytes()), "pipeline"):
+                name = found.target.partition(".")[0]
                 if name in sys.stdlib_module_names or name in ("pipeline", "tests", "tools"):
                     continue
                 if not declared & {canonicalize_name(provider) for provider in providers.get(name, ())}:
-                    undeclared[name] = f"{path.relative_to(ROOT)}:{arrow.line}"
+                    undeclared[name] = f"{path.relative_to(ROOT)}:{found.line}"
     assert undeclared == {}

@@ -23,7 +23,7 @@ from pipeline.version import VERSION
 from tests import pythons
 from tests.guardian import guard
 from tests.test_packaging import LINKED, PATIENCE_S, ROOT, project, run, wheel
-from tools.arrows import arrows
+from tools.check_imports import imports_of
 
 __all__ = ["project", "wheel"]  # fixtures
 
@@ -54,9 +54,9 @@ def test_the_source_is_of_the_oldest_versions_syntax() -> None:
 
 def test_nothing_is_imported_that_a_newer_version_has_dropped() -> None:
     imports = {
-        (arrow.target.partition(".")[0], f"{path.relative_to(ROOT)}:{arrow.line}")
+        (found.target.partition(".")[0], f"{path.relative_to(ROOT)}:{found.line}")
         for path in SOURCES
-        for arrow in arrows(ast.parse(path.read_bytes()), "pipeline")
+        for found in imports_of(ast.parse(path.read_bytes()), "pipeline")
     }
     assert [place for name, place in imports if name in GONE] == []
 

@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.kernels.cpu import levels
-from pipeline.kernels.cpu.levels import Level
+from pipeline.kernels.cpu import isa
+from pipeline.kernels.cpu.isa import Level
 
 PROGRAM = Path(__file__).parent / "program.cpp"
 
@@ -186,7 +186,7 @@ def _key(source: Path, level: Level, compiler: Compiler, options: tuple[str, ...
     parts = [
         [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files],
         [*compiler.command, compiler.version, *options],
-        levels.identity(platform.machine(), levels.cpuinfo()),
+        isa.identity(platform.machine(), isa.cpuinfo()),
     ]
     return f"{source.stem}-{level}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
 

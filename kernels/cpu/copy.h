@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "team.h"
+#include "thread_pool.h"
 
 // Where blocks lie. Ids from `num_blocks` on are blocks of swap space, which holds a block's layers side by side:
 //

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from pipeline.kernels.draw_inputs import DrawInputs
-from pipeline.kernels.record_inputs import ScoreInputs
+from pipeline.kernels.logprob_inputs import ScoreInputs
 
 ABI_VERSION = 6
 """Of `program.cpp`; raised with every change of its interface."""
@@ -68,7 +68,7 @@ class StepArrays(Structure):
 
 
 class PackedMatrix(Structure):
-    """`Matrix` in product.h."""
+    """`Matrix` in gemm.h."""
 
     _fields_ = (
         ("format", c_int),
@@ -80,7 +80,7 @@ class PackedMatrix(Structure):
 
 
 class Rows(Structure):
-    """`Rows` in product.h."""
+    """`Rows` in gemm.h."""
 
     _fields_ = (("data", c_void_p), ("stride", c_size_t))
 
@@ -110,7 +110,7 @@ class HeadNorms(Structure):
 
 
 class MaskTicket(Structure):
-    """`MaskTicket` in pick.h."""
+    """`MaskTicket` in sampler.h."""
 
     _fields_ = (("word", c_void_p), ("wanted", c_uint32), ("timeout_ms", c_int32))
 
@@ -130,7 +130,7 @@ DRAW_ARRAYS = (
 
 
 class DrawArrays(Structure):
-    """`Draws` in pick.h: addresses of the arrays of `DrawInputs`, and of its records."""
+    """`Draws` in sampler.h: addresses of the arrays of `DrawInputs`, and of its records."""
 
     _fields_ = tuple((name, c_void_p) for name in (*DRAW_ARRAYS, "num_top", "records"))
 
@@ -141,7 +141,7 @@ class DrawArrays(Structure):
 
 
 class ScoreArrays(Structure):
-    """`Scores` in pick.h: addresses of the arrays of `ScoreInputs`."""
+    """`Scores` in sampler.h: addresses of the arrays of `ScoreInputs`."""
 
     _fields_ = (("ids", c_void_p), ("num_top", c_void_p), ("records", c_void_p))
 

@@ -1,7 +1,7 @@
-// From the rows of a checkpoint to panels (product.h).
+// From the rows of a checkpoint to panels (gemm.h).
 #pragma once
 
-#include "product.h"
+#include "gemm.h"
 
 // Output n is the row at rows[n]: bfloat16, or blocks as ggml lays them out (q8_0: scale, 32 codes; q4_0: scale, 16
 // bytes; q4_1: scale, minimum, 16 bytes; byte i has column i below and column 16 + i above). Null stands for zeros.

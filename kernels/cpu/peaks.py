@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.kernels.cpu.build import build
-from pipeline.kernels.cpu.levels import Level
+from pipeline.kernels.cpu.isa import Level
 
 SOURCE = Path(__file__).parent / "peaks.cpp"
 CPUS = Path("/sys/devices/system/cpu")

@@ -12,9 +12,9 @@
 #include "linear.h"
 #include "norm.h"
 #include "pack.h"
-#include "pick.h"
+#include "sampler.h"
 #include "step.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace {
 

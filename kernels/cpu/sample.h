@@ -270,7 +270,7 @@ static inline int32_t pick(const Row& row, const Softmax& softmax, float floor, 
 
 }  // namespace sampling
 
-// Bytes of memory, aligned to 8, that a draw needs, and what comes before and after it (shaping.h, record.h). They do not
+// Bytes of memory, aligned to 8, that a draw needs, and what comes before and after it (logits_processors.h, logprobs.h). They do not
 // care what is in it.
 INLINE size_t sample_scratch_bytes(int vocab) { return sampling::Memory::bytes(vocab); }
 

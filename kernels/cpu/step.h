@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "product.h"
+#include "gemm.h"
 
 // The arrays of one step, allocated once (kernels/step_inputs.py says what they hold), and how much of them it uses.
 struct Step {

@@ -22,12 +22,12 @@ import triton
 from torch import Tensor
 
 from pipeline.kernels.triton import tuned
+from pipeline.kernels.triton.dequantize import add_bias, widen_rows
 from pipeline.kernels.triton.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.launch import INTERPRETED, WIDEN_DOT
 from pipeline.kernels.triton.skinny import skinny_product
 from pipeline.kernels.triton.tuned import CODE_TOKENS, SKINNY_TOKENS, VECTOR_TOKENS, Config, Op
 from pipeline.kernels.triton.vector import vector_product
-from pipeline.kernels.triton.widen import add_bias, widen_rows
 
 WIDE_VALUES = 1 << 25
 """Numbers that are widened at once, 64 MiB as bfloat16: enough rows for cuBLAS to be as fast as with all of them."""

@@ -35,7 +35,7 @@ class Field(IntEnum):
     KEY_HIGH = 9
     """u64, the sequence's noise key (kernels/noise.py); a draw's key is made of it and NUM_IDS."""
     SHAPED = 10
-    """1: some of what follows is to be read; see kernels/shaping.py for its meanings."""
+    """1: some of what follows is to be read; see kernels/logits_processors.py for its meanings."""
     REPETITION = 11
     """float32; 1 is off"""
     PRESENCE = 12

@@ -14,8 +14,8 @@ Shapes: M tokens, N rows, K columns, T = BLOCK_M tokens of a program.
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton.gate import silu
 from pipeline.kernels.triton.inputs import input_at, weight_rows_of
+from pipeline.kernels.triton.swiglu import silu
 from pipeline.kernels.triton.unpack import EXCESS, code_to_float
 
 

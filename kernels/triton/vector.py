@@ -14,8 +14,8 @@ brings in 7 and 29 weights a cycle and multiprocessor, which issues 128. (Counte
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton.gate import silu
 from pipeline.kernels.triton.inputs import input_at, weight_rows_of
+from pipeline.kernels.triton.swiglu import silu
 from pipeline.kernels.triton.unpack import EXCESS, bytes_to_floats, halves_to_floats
 
 LANES = tl.constexpr(8)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.client.client import AsyncClient, ConnectionLost, RequestError, ServerInfo
-from pipeline.client.embedded.server import OwnServer, private_address, settings_of
+from pipeline.client.embedded.server import EmbeddedServer, private_address, settings_of
 from pipeline.client.open_request import OpenRequest
 from pipeline.client.outputs import OutputKind, RequestOutput
 from pipeline.client.prompts import Conversation, Prompt, Ready, chat_of, chat_options_of, info_for, prompt_of
@@ -68,7 +68,7 @@ class AsyncLLM:
         self._caller = caller
         self._timeout_s = timeout_s
         self._api_key = api_key
-        self._server: OwnServer | None = None
+        self._server: EmbeddedServer | None = None
         self._closed = False
         self._client: AsyncClient | None = None
         self._connecting: asyncio.Task[AsyncClient] | None = None
@@ -84,7 +84,7 @@ class AsyncLLM:
         else:
             given = settings if model is None else {"model": os.fspath(model), **settings}
             self._address, own = private_address(given)
-            self._server = OwnServer(settings_of(f"{caller}()", config, own), log_path)
+            self._server = EmbeddedServer(settings_of(f"{caller}()", config, own), log_path)
 
     @classmethod
     def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "AsyncLLM":
@@ -114,7 +114,7 @@ class AsyncLLM:
         return self._client.info
 
     @property
-    def server(self) -> OwnServer | None:
+    def server(self) -> EmbeddedServer | None:
         """The server that belongs to this object; None where it is attached to another."""
         return self._server
 
@@ -324,7 +324,7 @@ class AsyncLLM:
                 raise UserError(f"address: {error}") from error
         return await self._connect_to(self._server)
 
-    async def _connect_to(self, server: OwnServer) -> AsyncClient:
+    async def _connect_to(self, server: EmbeddedServer) -> AsyncClient:
         """Wait until our own server has its door open. Raises StartError, or ServerFailed where it did serve before."""
         limits = server.settings.supervisor
         timeout_s = limits.prepare_timeout_s + 2 * limits.start_timeout_s

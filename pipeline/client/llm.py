@@ -20,7 +20,7 @@ from pipeline.client import batch
 from pipeline.client.async_llm import ATTACH_S, AsyncLLM
 from pipeline.client.batch import Item
 from pipeline.client.client import ServerInfo
-from pipeline.client.embedded.server import OwnServer
+from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.client.loop_thread import LoopThread
 from pipeline.client.outputs import RequestOutput
 from pipeline.client.progress import BatchBar, StartStatus
@@ -110,7 +110,7 @@ class LLM:
         return self._llm.info
 
     @property
-    def server(self) -> OwnServer | None:
+    def server(self) -> EmbeddedServer | None:
         """The server that belongs to this object; None where it is attached to another."""
         return self._llm.server
 
@@ -239,7 +239,7 @@ class _Names(NamedTuple):
         return self.word if self.is_one else f"{self.word}[{place}]"
 
 
-def _watched(ready: "Future[ServerInfo]", server: OwnServer | None, progress: bool) -> None:
+def _watched(ready: "Future[ServerInfo]", server: EmbeddedServer | None, progress: bool) -> None:
     """Wait for the server, and tell a person meanwhile what it does. The wait's deadline is `ready`'s own."""
     with StartStatus(progress and server is not None) as status:
         while not wait((ready,), LOOK_S if status.is_seen else None).done:

@@ -12,7 +12,7 @@ import socket
 import stat
 from pathlib import Path
 
-from pipeline.config.door import AUTO, OFF, problem_of
+from pipeline.config.zmq_setting import AUTO, OFF, problem_of
 from pipeline.errors import UserError
 
 CONNECT_S = 1.0

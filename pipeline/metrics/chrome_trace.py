@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.metrics.request_timings import HOPS, STAGE_OF, CallTimes, SequenceTimes
+from pipeline.metrics.request_timings import HOPS, STAGE_OF, RequestTimings, SequenceTimings
 from pipeline.runtime.topology import FLOW
 from pipeline.runtime.tracing import Record, StageTrace
 
@@ -50,7 +50,7 @@ def of_window(stages: Sequence[StageTrace]) -> bytes:
     return _file(events, {"lost": {stage.stage: stage.num_lost for stage in stages}})
 
 
-def of_call(times: CallTimes) -> bytes:
+def of_call(times: RequestTimings) -> bytes:
     """A trace file of one call: a slice for each hop, an arrow from each to the next, a lane for each choice."""
     begin_s = min((one.stamps_s[0] for one in times.sequences), default=0.0)
     names = [name for name in FLOW if name in STAGE_OF.values()]
@@ -76,7 +76,7 @@ def of_call(times: CallTimes) -> bytes:
     return _file(events, {"call": times.call_id, "received_unix_s": times.received_unix_s})
 
 
-def _hop_args(hop: str, sequence: SequenceTimes) -> dict[str, int | float | str]:
+def _hop_args(hop: str, sequence: SequenceTimings) -> dict[str, int | float | str]:
     match hop:
         case "tokenize":
             return {"tokens": sequence.num_prompt}

@@ -35,7 +35,7 @@ STAGE_OF = {
 """Where a hop is spent."""
 
 
-class SequenceTimes(msgspec.Struct, array_like=True, frozen=True):
+class SequenceTimings(msgspec.Struct, array_like=True, frozen=True):
     """One choice of a call."""
 
     request_id: int
@@ -55,10 +55,10 @@ class SequenceTimes(msgspec.Struct, array_like=True, frozen=True):
         return [end - begin for begin, end in zip(self.stamps_s, self.stamps_s[1:], strict=False)]
 
 
-class CallTimes(msgspec.Struct, array_like=True, frozen=True):
+class RequestTimings(msgspec.Struct, array_like=True, frozen=True):
     call_id: str
     received_unix_s: float
-    sequences: list[SequenceTimes]
+    sequences: list[SequenceTimings]
 
 
 def stamps(*raw_s: float) -> list[float]:

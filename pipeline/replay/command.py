@@ -71,8 +71,8 @@ def _signals_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell(server: Admin, aside: m.Aside, stage: str) -> msgspec.Raw:
-    answer = server.tell(aside, [stage])[stage]
+def _tell(server: Admin, control_request: m.ControlRequest, stage: str) -> msgspec.Raw:
+    answer = server.send_command(control_request, [stage])[stage]
     if answer.error:
         raise UserError(answer.error)
     return answer.body
@@ -100,7 +100,7 @@ def _wait(server: Admin, path: str, stage: str, seconds: float | None) -> bool:
 def _keep(server: Admin, path: str, stage: str) -> RecordState | None:
     """Have the stage go on; None where it is too late to say how far it is, as one that stands in a debugger."""
     try:
-        answer = server.tell(m.KeepRecord(0, path), [stage])[stage]
+        answer = server.send_command(m.KeepRecord(0, path), [stage])[stage]
     except UserError as error:
         if server.server not in find_servers():
             raise UserError(f"the server has ended; {path} has what came before") from error

@@ -82,7 +82,7 @@ class Value(msgspec.Struct, array_like=True, frozen=True, tag="value"):
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, tag="event"):
-    """Something that the stage did and no message asked for, see `Tape.event` and `Tape.moment`."""
+    """Something that the stage did and no message asked for, see `ReplayContext.event` and `ReplayContext.moment`."""
 
     name: str
     key: int

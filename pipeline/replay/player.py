@@ -1,6 +1,6 @@
 """A tape that reads: a stage that is replayed gets its messages, its clock and its random numbers from a recording.
 
-    recording ──► ReplayTape ──► ReplayInbox ──► the stage's own code ──► ReplayOutbox ──► capture
+    recording ──► PlaybackContext ──► ReplayInbox ──► the stage's own code ──► ReplayOutbox ──► capture
 
 The stage sees no socket. The bytes of shared arrays are written where the messages that name them say, into memory of
 this process. What it sends is captured in the format of a recording, without times: two replays of one recording write
@@ -22,7 +22,7 @@ from pipeline.replay.partial import Partial, partial_of
 from pipeline.replay.recorder import FileWriter
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, MessageDecoder, Outbox
-from pipeline.runtime.replay_context import Tape
+from pipeline.runtime.replay_context import ReplayContext
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Divergence(UserError):
     """The stage does not do what the recorded one did."""
 
 
-class ReplayTape(Tape):
+class PlaybackContext(ReplayContext):
     """Goes through a recording in step with the stage.
 
     Of a recording from the stage's start every entry must be met in its order; else the stage is not the one that was
@@ -89,7 +89,7 @@ class ReplayTape(Tape):
     def perform(self, name: str, act: Callable[[int, bytes], None]) -> None:
         self._acts[name] = act
 
-    async def moment(self, name: str, key: int, data: bytes = b"") -> bytes:
+    async def await_external(self, name: str, key: int, data: bytes = b"") -> bytes:
         waiter: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiters[name, key] = waiter
         self._change()
@@ -103,7 +103,7 @@ class ReplayTape(Tape):
         self._advance()
         return recorded or data
 
-    def happened(self, name: str, key: int, data: bytes) -> bytes:
+    def observe(self, name: str, key: int, data: bytes) -> bytes:
         while not self._is_strict and isinstance(head := self._head, f.Event) and head.name == name and head.key < key:
             self._advance()  # of before the recording, or of what was left out
         match self._head:
@@ -127,7 +127,7 @@ class ReplayTape(Tape):
         if peer != SUPERVISOR:
             self._capture.put(f.frame(f.Sent(peer, body, copies(message, self.memories))))
 
-    def told(self, client: int, data: bytes) -> None:
+    def log_output(self, client: int, data: bytes) -> None:
         self._capture.put(f.frame(f.Sent(f.client(client), data, [])))
 
     def is_refused(self, peer: str) -> bool:
@@ -280,8 +280,8 @@ class ReplayInbox(Inbox[T]):
 
     is_replayed = True
 
-    def __init__(self, tape: ReplayTape) -> None:
-        self._replay = tape
+    def __init__(self, replay_context: PlaybackContext) -> None:
+        self._replay = replay_context
         self._left: list[tuple[str, Any]] = []
         self.num_received = 0
         self.num_stale = 0
@@ -321,8 +321,8 @@ class ReplayInbox(Inbox[T]):
 class ReplayOutbox(Outbox[T], Generic[T]):
     """An outbox that a tape captures."""
 
-    def __init__(self, tape: ReplayTape, peer: str) -> None:
-        self._replay = tape
+    def __init__(self, replay_context: PlaybackContext, peer: str) -> None:
+        self._replay = replay_context
         self.peer = peer
         self._encoder = msgspec.msgpack.Encoder()
         self.num_sent = 0

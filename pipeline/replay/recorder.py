@@ -17,7 +17,7 @@ from pipeline.replay import format as f
 from pipeline.replay.arrays import copies
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.replay_context import Tape
+from pipeline.runtime.replay_context import ReplayContext
 from pipeline.version import VERSION
 
 MAX_PENDING_BYTES = 64 * 1024**2
@@ -92,7 +92,7 @@ class FileWriter:
         self._num_written += len(data)
 
 
-class RecordingTape(Tape):
+class RecordingContext(ReplayContext):
     """Writes what the stage meets until a bound is reached or the stage ends. Everything is called by one thread.
 
     A recording that begins while the stage runs begins with its next whole wake: what the stage still does about the
@@ -136,11 +136,11 @@ class RecordingTape(Tape):
     def event(self, name: str, key: int = 0, data: bytes = b"") -> None:
         self._put(f.Event(name, key, data))
 
-    async def moment(self, name: str, key: int, data: bytes = b"") -> bytes:
+    async def await_external(self, name: str, key: int, data: bytes = b"") -> bytes:
         self._put(f.Event(name, key, data))
         return data
 
-    def happened(self, name: str, key: int, data: bytes) -> bytes:
+    def observe(self, name: str, key: int, data: bytes) -> bytes:
         self._put(f.Event(name, key, data))
         return data
 
@@ -169,7 +169,7 @@ class RecordingTape(Tape):
         if self._has_sent and not self.is_over and not self._num_to_skip:
             self._put(f.Sent(peer, body, copies(message, self._memories)))
 
-    def told(self, client: int, data: bytes) -> None:
+    def log_output(self, client: int, data: bytes) -> None:
         if self._has_sent:
             self._put(f.Sent(f.client(client), data, []))
 

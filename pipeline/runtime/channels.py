@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 import zmq
 
-from pipeline.runtime.messages import Aside, Envelope
-from pipeline.runtime.replay_context import Tape
+from pipeline.runtime.messages import ControlRequest, Envelope
+from pipeline.runtime.replay_context import ReplayContext
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ INBOX_BOUND = 1024
 """Messages of each sender that may wait inside a receiver. Without it the receiver's I/O thread would go on taking
 messages for a stage that hangs, and no sender would ever reach its bound."""
 
-ASIDES = frozenset(get_args(Aside))
+CONTROL_REQUESTS = frozenset(get_args(ControlRequest))
 
 
 def address_of(server: str, name: str, incarnation: int) -> str:
@@ -54,12 +54,13 @@ class MessageDecoder(Generic[T]):
 class Inbox(Generic[T]):
     """Where a stage receives. `union` is the union of messages it takes.
 
-    With `aside`, the inbox takes every `Aside` besides, and hands those to that function rather than to its owner.
-    With a `tape`, what is received is recorded. One that replays is filled by a tape: pipeline.replay.player.
+    With `control_request`, the inbox takes every `ControlRequest` besides, and hands those to that function rather than
+    to its owner. With a `replay_context`, what is received is recorded. One that replays is filled by a tape:
+    pipeline.replay.player.
     """
 
     is_replayed = False
-    tape: Tape | None = None
+    replay_context: ReplayContext | None = None
     _poller: zmq.Poller | None = None
 
     def __init__(
@@ -67,7 +68,7 @@ class Inbox(Generic[T]):
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
         union: Any,
-        aside: Callable[[Aside], None] | None = None,
+        control_request: Callable[[ControlRequest], None] | None = None,
     ) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(INBOX_BOUND)
@@ -80,8 +81,8 @@ class Inbox(Generic[T]):
             self._socket.close()
             raise
         self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
-        self._messages: MessageDecoder[T] = MessageDecoder(union if aside is None else union | Aside)
-        self._aside = aside
+        self._messages: MessageDecoder[T] = MessageDecoder(union if control_request is None else union | ControlRequest)
+        self._aside = control_request
         self._incarnations: dict[str, int] = {}
         self.num_received = 0
         self.num_stale = 0
@@ -123,8 +124,8 @@ class Inbox(Generic[T]):
 
     def took(self) -> None:
         """Note that what was received since the last time was handed over at once: one wake of a recording."""
-        if self.tape is not None:
-            self.tape.took()
+        if self.replay_context is not None:
+            self.replay_context.took()
 
     def receive(self) -> T | None:
         """The next message, or None where there is none now. Raises msgspec.DecodeError as `take`."""
@@ -153,11 +154,11 @@ class Inbox(Generic[T]):
             self.num_received += 1
             self.last_sender = envelope.sender
             message = self._messages.decode(body)
-            if self._aside is not None and type(message) in ASIDES:
+            if self._aside is not None and type(message) in CONTROL_REQUESTS:
                 self._aside(message)  # type: ignore[arg-type]
                 continue
-            if self.tape is not None:
-                self.tape.received(envelope.sender, envelope.incarnation, body, message)
+            if self.replay_context is not None:
+                self.replay_context.received(envelope.sender, envelope.incarnation, body, message)
             return message
 
     def receive_all(self) -> list[T]:
@@ -230,9 +231,9 @@ class AsyncInbox(Generic[T]):
 
 
 class Outbox(Generic[T]):
-    """Where one peer is sent to. With a `tape`, what is sent is recorded, as to `peer`."""
+    """Where one peer is sent to. With a `replay_context`, what is sent is recorded, as to `peer`."""
 
-    tape: Tape | None = None
+    replay_context: ReplayContext | None = None
     peer = ""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, envelope: Envelope, bound: int) -> None:
@@ -255,12 +256,12 @@ class Outbox(Generic[T]):
             self._socket.send_multipart((self._head, body), zmq.NOBLOCK)
         except zmq.Again:
             self.num_refused += 1
-            if self.tape is not None:
-                self.tape.refused(self.peer)
+            if self.replay_context is not None:
+                self.replay_context.refused(self.peer)
             return False
         self.num_sent += 1
-        if self.tape is not None:
-            self.tape.sent(self.peer, body, message)
+        if self.replay_context is not None:
+            self.replay_context.sent(self.peer, body, message)
         return True
 
     def flush(self, timeout_s: float) -> None:

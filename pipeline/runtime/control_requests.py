@@ -1,8 +1,8 @@
 """What any stage is asked beside its work, answered in one place.
 
-An `Aside` comes through the ordinary inbox, so that its answer proves that the loop turns; the stage's own `match`
-never sees it. To add one: a struct in messages.py, in the union `Aside`; a case here; a command that sends it
-through the admin door with `Tell`.
+An `ControlRequest` comes through the ordinary inbox, so that its answer proves that the loop turns; the stage's own
+`match` never sees it. To add one: a struct in messages.py, in the union `ControlRequest`; a case here; a command that
+sends it through the admin door with `StageCommand`.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import msgspec
 
 from pipeline.errors import UserError
-from pipeline.metrics.request_timings import CallTimes
+from pipeline.metrics.request_timings import RequestTimings
 from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
 from pipeline.runtime import messages as m
 from pipeline.runtime.flame_profiler import Sampler
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from pipeline.runtime.stage import Stage
 
 
-def with_facts(aside: m.Aside, facts: m.ExecuteFacts | None) -> m.Aside:
-    """An aside as the supervisor passes it on: a recording that begins late lacks `Start`, and so has what it said."""
-    return msgspec.structs.replace(aside, facts=facts) if isinstance(aside, m.Record) else aside
+def with_execute_facts(request: m.ControlRequest, facts: m.ExecuteFacts | None) -> m.ControlRequest:
+    """A control request as the supervisor passes it on: a recording that begins late lacks `Start`, so it gets what
+    `Start` carried."""
+    return msgspec.structs.replace(request, facts=facts) if isinstance(request, m.Record) else request
 
 
-class Asides:
+class ControlRequests:
     """Answers for one stage. What goes wrong in the user's part (`UserError`, `OSError`) is the answer; every other
     error ends the stage as it would anywhere else."""
 
@@ -37,21 +38,21 @@ class Asides:
         self._sampler = Sampler()
         self.own_counts: Callable[[], OwnCounts] | None = None
         """What this kind of stage counts; None until it has something to count."""
-        self.find_call: Callable[[str], CallTimes | None] = lambda _: None
+        self.find_request: Callable[[str], RequestTimings | None] = lambda _: None
         """Set by gateways."""
 
-    def __call__(self, aside: m.Aside) -> None:
+    def __call__(self, request: m.ControlRequest) -> None:
         try:
-            body = self._do(aside)
+            body = self._do(request)
         except (UserError, OSError) as error:
-            answer = m.Answer(aside.nonce, error=str(error))
+            answer = m.Answer(request.nonce, error=str(error))
         else:
-            answer = m.Answer(aside.nonce, msgspec.Raw(self._encoder.encode(body)))
+            answer = m.Answer(request.nonce, msgspec.Raw(self._encoder.encode(body)))
         self._stage.supervisor.send(answer)  # where its edge is full, the supervisor calls this stage late
 
-    def _do(self, aside: m.Aside) -> Any:
+    def _do(self, request: m.ControlRequest) -> Any:
         """Do it, and return what to answer: anything msgspec encodes."""
-        match aside:
+        match request:
             case m.Count():
                 return self._counts()
             case m.Flame():
@@ -59,24 +60,24 @@ class Asides:
             case m.EndFlame():
                 return self._sampler.stop()
             case m.Record():
-                self._stage.record(aside)
+                self._stage.record(request)
                 return None
             case m.EndRecord():
-                return self._stage.end_record(aside.path)
+                return self._stage.end_record(request.path)
             case m.KeepRecord():
-                return self._stage.keep_record(aside.path)
+                return self._stage.keep_record(request.path)
             case m.Trace():
-                if not 0 < aside.window_s <= MAX_WINDOW_S:
+                if not 0 < request.window_s <= MAX_WINDOW_S:
                     raise UserError(f"a window must be above 0 and at most {MAX_WINDOW_S:g} s long")
                 if (left_s := self._stage.trace.left_s) > 0:
                     raise UserError(f"another trace is being recorded, for {left_s:.0f} s more at most")
-                return self._stage.trace.start(aside.window_s)
+                return self._stage.trace.start(request.window_s)
             case m.TakeTrace():
                 return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())
-            case m.FindCall():
-                return self.find_call(aside.call_id)
+            case m.FindRequest():
+                return self.find_request(request.call_id)
             case _:
-                assert_never(aside)
+                assert_never(request)
 
     def _counts(self) -> StageCounts:
         inbox, arena = self._stage.inbox, self._stage.arrays.arena

@@ -330,8 +330,8 @@ class TakeTrace(Message, frozen=True, tag="take_trace"):
     nonce: int
 
 
-class FindCall(Message, frozen=True, tag="find_call"):
-    """To gateways: the times of a call that has ended not long ago; answered with `CallTimes` (see
+class FindRequest(Message, frozen=True, tag="find_call"):
+    """To gateways: the times of a call that has ended not long ago; answered with `RequestTimings` (see
     pipeline.metrics.request_timings), or nil where the gateway does not know it."""
 
     nonce: int
@@ -345,7 +345,7 @@ class KeepRecord(Message, frozen=True, tag="keep_record"):
     path: str
 
 
-Aside = Count | Trace | TakeTrace | FindCall | Record | EndRecord | Flame | EndFlame | KeepRecord
+ControlRequest = Count | Trace | TakeTrace | FindRequest | Record | EndRecord | Flame | EndFlame | KeepRecord
 """Every stage takes these besides its own union, and none of them sees one: its inbox hands them to
 pipeline.runtime.control_requests, which answers each with one `Answer`. An aside has a `nonce`, which the supervisor
 sets."""
@@ -437,7 +437,7 @@ class Prepared(Message, frozen=True, tag="prepared"):
 
 
 class Answer(Message, frozen=True, tag="answer"):
-    """To an `Aside`."""
+    """To an `ControlRequest`."""
 
     nonce: int
     body: Raw = Raw(b"\xc0")
@@ -568,8 +568,8 @@ class StatsAnswer(Message, frozen=True, tag="stats_answer"):
     stats: ServerStats
 
 
-class AbortCalls(Message, frozen=True, tag="abort_calls"):
-    """From another gateway, where a client has asked for it: end these calls. Answered with `CallsAborted`."""
+class AbortRequests(Message, frozen=True, tag="abort_calls"):
+    """From another gateway, where a client has asked for it: end these calls. Answered with `RequestsAborted`."""
 
     gateway: int
     """Replica that asks."""
@@ -581,14 +581,14 @@ class AbortCalls(Message, frozen=True, tag="abort_calls"):
     key."""
 
 
-class CallsAborted(Message, frozen=True, tag="calls_aborted"):
+class RequestsAborted(Message, frozen=True, tag="calls_aborted"):
     """To the gateway that asked, from one of the others."""
 
     gateway: int
     """Replica that answers."""
     nonce: int
     places: list[int]
-    """Of `AbortCalls.names`, the places of those that were open here."""
+    """Of `AbortRequests.names`, the places of those that were open here."""
 
 
 class PrefixCacheReset(Message, frozen=True, tag="prefix_cache_reset"):
@@ -608,8 +608,8 @@ GatewayInbox = (
     | Health
     | Drain
     | StageDied
-    | AbortCalls
-    | CallsAborted
+    | AbortRequests
+    | RequestsAborted
     | StatsAnswer
     | PrefixCacheReset
     | Start

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Tape:
+class ReplayContext:
     """The tape of a stage that is neither recorded nor replayed: everything is as it is.
 
     Stages go through `stage.tape` each time, for a recording may begin and end while they run.
@@ -30,20 +30,20 @@ class Tape:
     def perform(self, name: str, act: Callable[[int, bytes], None]) -> None:
         """What a replay does for events of this name."""
 
-    async def moment(self, name: str, key: int, data: bytes = b"") -> bytes:
+    async def await_external(self, name: str, key: int, data: bytes = b"") -> bytes:
         """To be awaited when something that ran beside the loop is done, before anything is made of it. A replay goes
         on here when it comes to this place. Never suspends in a stage that is not replayed. Returns `data`, what came
         of it; in a replay what came of it then, where that depends on more than messages."""
         return data
 
-    def happened(self, name: str, key: int, data: bytes) -> bytes:
+    def observe(self, name: str, key: int, data: bytes) -> bytes:
         """To be called where a blocking stage takes note of something that was done beside it, before anything is made
         of it. Returns `data`, what is known of it; in a replay what was known then. What makes a replay come to this
         place is what was given to `perform`, or the stage itself."""
         return data
 
     def catch_up(self) -> None:
-        """To be called where a blocking stage looks whether something has `happened`: a replay comes to what had, at
+        """To be called where a blocking stage looks whether something has `observe`: a replay comes to what had, at
         this place."""
 
     # What the channels say.
@@ -57,7 +57,7 @@ class Tape:
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         """A message was sent."""
 
-    def told(self, client: int, data: bytes) -> None:
+    def log_output(self, client: int, data: bytes) -> None:
         """A client outside is sent this."""
 
     def refused(self, peer: str) -> None:

@@ -18,7 +18,7 @@ from pipeline.supervisor.inline import InlineChild
 from pipeline.supervisor.process import Child
 
 
-class Manner(msgspec.Struct, frozen=True):
+class RunMode(msgspec.Struct, frozen=True):
     record: dict[str, str] = {}
     """Files, by the name of the stage, as `ingest.0`, whose inbox is recorded into it from the start."""
 

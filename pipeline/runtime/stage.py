@@ -10,14 +10,14 @@ import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.replay.player import ReplayInbox, ReplayOutbox, ReplayTape
-from pipeline.replay.recorder import RecordingTape, RecordState, header_of
+from pipeline.replay.player import PlaybackContext, ReplayInbox, ReplayOutbox
+from pipeline.replay.recorder import RecordingContext, RecordState, header_of
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox, Outbox
-from pipeline.runtime.control_requests import Asides
+from pipeline.runtime.control_requests import ControlRequests
 from pipeline.runtime.messages import Envelope, ExecuteFacts, Launch, Message, Release
-from pipeline.runtime.replay_context import Tape
+from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.tracing import Tracer
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
@@ -108,21 +108,21 @@ class Stage(Generic[T]):
         self.log = logging.getLogger("pipeline")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.trace = Tracer()
-        self.asides = Asides(self)
+        self.control_requests = ControlRequests(self)
         """Answers what any stage is asked beside its work; a stage with counts of its own sets `asides.own_counts`."""
-        self.tape = Tape()
+        self.replay_context = ReplayContext()
         """The clock and random numbers; see pipeline.replay."""
-        self._recording: RecordingTape | None = None
+        self._recording: RecordingContext | None = None
         """The last one, until its end was asked for and all of it is written."""
         self.inbox: Inbox[T]
         self._outboxes: dict[str, Outbox[Any]]
         if launch.replay is not None:
-            self.tape = replay = ReplayTape(launch.replay, union)
+            self.replay_context = replay = PlaybackContext(launch.replay, union)
             self.inbox = ReplayInbox(replay)
             self._outboxes = {peer.name: ReplayOutbox(replay, peer.name) for peer in launch.peers}
             self._memories = replay.memories
         else:
-            self.inbox = Inbox(self._context, launch.address, union, self.asides)
+            self.inbox = Inbox(self._context, launch.address, union, self.control_requests)
             envelope = Envelope(launch.name, launch.incarnation)
             self._outboxes = {
                 peer.name: Outbox(self._context, peer.address, envelope, peer.bound) for peer in launch.peers
@@ -169,10 +169,10 @@ class Stage(Generic[T]):
             raise UserError(f"{self.name} is being recorded already, into {before.path}")
         if before is not None and not before.state.is_closed:
             raise UserError(f"{self.name} was recorded, and is still writing that into {before.path}")
-        if self.tape.is_replaying:
+        if self.replay_context.is_replaying:
             raise UserError(f"{self.name} is replayed: there is nothing to record")
         header = header_of(self.launch, order, from_start=from_start)
-        self._recording = RecordingTape(order, header, self._memories, self.log)
+        self._recording = RecordingContext(order, header, self._memories, self.log)
         self._use(self._recording)
 
     def keep_record(self, path: str) -> RecordState:
@@ -184,26 +184,26 @@ class Stage(Generic[T]):
 
     def end_record(self, path: str = "") -> RecordState:
         """End the recording, if one goes on; a thread writes what is left. Raises UserError where there is none."""
-        tape = self._recording
-        if tape is None or (path and tape.path != path):
+        replay_context = self._recording
+        if replay_context is None or (path and replay_context.path != path):
             raise UserError(f"{self.name} is not being recorded{f' into {path}' if path else ''}")
-        tape.finish("who began it ended it")
-        if self.tape is tape:
-            self._use(Tape())
-        state = tape.state
+        replay_context.finish("who began it ended it")
+        if self.replay_context is replay_context:
+            self._use(ReplayContext())
+        state = replay_context.state
         if state.is_closed:
             self._recording = None
         return state
 
-    def _use(self, tape: Tape) -> None:
+    def _use(self, replay_context: ReplayContext) -> None:
         """Have the channels tell a tape what they carry; what goes to the supervisor is not of the stage's work."""
-        self.tape = tape
-        told = tape if isinstance(tape, RecordingTape) else None
-        self.inbox.tape = told
+        self.replay_context = replay_context
+        told = replay_context if isinstance(replay_context, RecordingContext) else None
+        self.inbox.replay_context = told
         for peer, outbox in self._outboxes.items():
             outbox.peer = peer
             if peer != SUPERVISOR:
-                outbox.tape = told
+                outbox.replay_context = told
 
     def __enter__(self) -> "Stage[T]":
         return self
@@ -213,7 +213,7 @@ class Stage(Generic[T]):
 
     def close(self, linger_s: float = 1.0) -> None:
         """Close all sockets; what is queued to peers has `linger_s` to leave."""
-        (self._recording or self.tape).close()
+        (self._recording or self.replay_context).close()
         self.inbox.close()
         for outbox in self._outboxes.values():
             outbox.flush(linger_s)

@@ -47,8 +47,8 @@ FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 PREPARE = "pipeline.stages.prepare.stage"
 
-INSTANT = "pipeline.stages.execute.instant"
-"""An executor that computes nothing, to measure the others: see `Manner`."""
+INSTANT = "pipeline.stages.execute.measuring.instant"
+"""An executor that computes nothing, to measure the others: see `RunMode`."""
 
 SWAP = "swap"
 """The segment of preempted sequences' KV blocks: the supervisor's, written and read by the executor."""

@@ -78,13 +78,15 @@ class Admin:
         self._nonce += 1
         return self._ask(admin_server.AskStats(self._nonce, timeout_s), admin_server.Stats, timeout_s + ANSWER_S).stats
 
-    def tell(
-        self, aside: m.Aside, stages: list[str], timeout_s: float = ANSWER_S
+    def send_command(
+        self, request: m.ControlRequest, stages: list[str], timeout_s: float = ANSWER_S
     ) -> dict[str, admin_server.StageAnswer]:
         """Have stages do something; empty is all of them. Returns their answers, by name."""
         self._nonce += 1
         told = self._ask(
-            admin_server.Tell(self._nonce, stages, aside, timeout_s), admin_server.Told, timeout_s + ANSWER_S
+            admin_server.StageCommand(self._nonce, stages, request, timeout_s),
+            admin_server.StageReplies,
+            timeout_s + ANSWER_S,
         )
         return {answer.stage: answer for answer in told.answers}
 

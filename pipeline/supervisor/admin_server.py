@@ -1,7 +1,7 @@
 """The admin door: what `pipeline ps`, `top`, `trace` and `record` ask of a running server.
 
-    command ──AskStats, Tell──► door (supervisor) ──Aside──► stages
-            ◄──Stats, Told───── door ◄────────────Answer──── stages
+    command ──AskStats, StageCommand──► door (supervisor) ──ControlRequest──► stages
+            ◄──Stats, StageReplies───── door ◄────────────Answer──── stages
 
 A ROUTER at `ipc://@pipeline/<server>/admin`, open to processes of the same user alone. It lives in the supervisor's
 loop and never makes it wait: messages are small and few, the questions open at once are bounded, each has a deadline,
@@ -45,13 +45,13 @@ class AskStats(m.Message, frozen=True, tag="ask_stats"):
     timeout_s: float = 3.0
 
 
-class Tell(m.Message, frozen=True, tag="tell"):
-    """Pass an aside on to stages; answered with `Told` when all have answered, or the time is up."""
+class StageCommand(m.Message, frozen=True, tag="tell"):
+    """Pass an aside on to stages; answered with `StageReplies` when all have answered, or the time is up."""
 
     nonce: int
     stages: list[str]
     """Names as `schedule` (every replica of it) or `schedule.0`; empty is all."""
-    aside: m.Aside
+    request: m.ControlRequest
     """Its own nonce counts for nothing."""
     timeout_s: float = 10.0
 
@@ -69,7 +69,7 @@ class StageAnswer(msgspec.Struct, array_like=True, frozen=True):
     """Also where the stage did not answer in time."""
 
 
-class Told(m.Message, frozen=True, tag="told"):
+class StageReplies(m.Message, frozen=True, tag="told"):
     nonce: int
     answers: list[StageAnswer]
 
@@ -82,8 +82,8 @@ class Problem(m.Message, frozen=True, tag="problem"):
     message: str
 
 
-AdminInbox = AskStats | Tell
-AdminReply = Stats | Told | Problem
+AdminInbox = AskStats | StageCommand
+AdminReply = Stats | StageReplies | Problem
 
 Answers = dict[str, m.Answer]
 """By stage; who is not in it did not answer in time, or could not be asked."""
@@ -100,9 +100,10 @@ class _Question(msgspec.Struct, eq=False):
 
 
 class Questions:
-    """Asides that stages have been sent and not answered. `then` is called once for each, on every path but `close`."""
+    """ControlRequests that stages have been sent and not answered. `then` is called once for each, on every path but
+    `close`."""
 
-    def __init__(self, send: Callable[[str, m.Aside], bool]) -> None:
+    def __init__(self, send: Callable[[str, m.ControlRequest], bool]) -> None:
         self._send = send
         self._open: dict[int, _Question] = {}
         self._next_nonce = 1
@@ -116,9 +117,15 @@ class Questions:
         """By time.monotonic()."""
         return [question.deadline for question in self._open.values()]
 
-    def ask(self, stages: Iterable[str], aside: m.Aside, timeout_s: float, then: Callable[[Answers], None]) -> None:
+    def ask(
+        self,
+        stages: Iterable[str],
+        request: m.ControlRequest,
+        timeout_s: float,
+        then: Callable[[Answers], None],
+    ) -> None:
         nonce, self._next_nonce = self._next_nonce, self._next_nonce + 1
-        numbered = msgspec.structs.replace(aside, nonce=nonce)
+        numbered = msgspec.structs.replace(request, nonce=nonce)
         awaited = {name for name in stages if self._send(name, numbered)}
         self._open[nonce] = _Question(awaited, time.monotonic() + timeout_s, then, {})
         self._end_if_answered(nonce)
@@ -154,7 +161,7 @@ class Questions:
 # ---------------------------------------------------------------------------------------------------------------- door
 
 
-class Door:
+class AdminServer:
     """The socket. The supervisor calls `turn` in its loop, and sleeps on `fileno` where `has_message` is False.
 
     `stats(timeout_s, then)` gathers the server's stats and calls `then` with them; `names()` are the stages that can be
@@ -219,12 +226,12 @@ class Door:
                     self._refuse_timeout(peer, nonce)
                     return
                 self._stats(timeout_s, lambda stats: self._reply(peer, Stats(nonce, stats)))
-            case Tell():
+            case StageCommand():
                 self._tell(peer, message)
             case _:
                 assert_never(message)
 
-    def _tell(self, peer: bytes, message: Tell) -> None:
+    def _tell(self, peer: bytes, message: StageCommand) -> None:
         known = self._names()
         wanted = [name for name in known if not message.stages or {name, name.partition(".")[0]} & set(message.stages)]
         unknown = [name for name in message.stages if not any(name in (one, one.partition(".")[0]) for one in known)]
@@ -240,9 +247,9 @@ class Door:
             late = m.Answer(0, error=f"did not answer within {message.timeout_s:g} s")
             given = {name: answers.get(name, late) for name in wanted}
             said = [StageAnswer(name, answer.body, answer.error) for name, answer in given.items()]
-            self._reply(peer, Told(message.nonce, said))
+            self._reply(peer, StageReplies(message.nonce, said))
 
-        self._questions.ask(wanted, message.aside, message.timeout_s, then)
+        self._questions.ask(wanted, message.request, message.timeout_s, then)
 
     def _refuse_timeout(self, peer: bytes, nonce: int) -> None:
         self._reply(peer, Problem(nonce, f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}"))

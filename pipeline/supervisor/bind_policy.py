@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from pipeline.config import door
+from pipeline.config import zmq_setting
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE
@@ -17,7 +17,7 @@ def check(settings: Settings, has_keys: bool) -> None:
     problems = []
     if not is_loopback(gateway.host, gateway.port):
         problems.append(f"gateway.host: {_refusal(gateway.host)}")
-    if door.is_open_to_others(gateway.zmq):
+    if zmq_setting.is_open_to_others(gateway.zmq):
         problems.append(f"gateway.zmq: {_refusal(gateway.zmq)}")
     if problems:
         raise ConfigError(problems)

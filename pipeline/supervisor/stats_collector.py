@@ -15,7 +15,7 @@ from pipeline.supervisor.process_usage import NOTHING, usage_of
 from pipeline.version import VERSION
 
 
-class Gatherer:
+class StatsCollector:
     """Makes `ServerStats`, and keeps the last counts of each stage, for when it does not answer in time."""
 
     def __init__(self, server: str, supervisor: str, questions: Questions) -> None:

@@ -29,17 +29,17 @@ from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, Outbox, address_of
-from pipeline.runtime.control_requests import with_facts
+from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.logs import open_log
-from pipeline.runtime.run_mode import Manner
+from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.stage import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.supervisor import bind_policy, gpu
-from pipeline.supervisor.admin_server import Door, Questions
+from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.health import HealthRound
 from pipeline.supervisor.inline import InlineChild
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.stats_collector import Gatherer, ServerFacts
+from pipeline.supervisor.stats_collector import ServerFacts, StatsCollector
 from pipeline.version import VERSION
 
 EXIT_OK = 0
@@ -57,7 +57,7 @@ POLL_S = 1.0
 """The longest that deadlines wait to be looked at."""
 
 
-def serve(settings: Settings, manner: Manner | None = None) -> int:
+def serve(settings: Settings, run_mode: RunMode | None = None) -> int:
     """Run a server until it is told to stop. Returns the process's exit code.
 
     Raises OSError, in words for the user, where the address can't be listened on, and ConfigError where API keys can't
@@ -84,7 +84,7 @@ def serve(settings: Settings, manner: Manner | None = None) -> int:
         for replica in range(settings.gateway.replicas):
             if (address := door_address(settings, listeners, replica)) is not None:
                 check_free(address)
-        supervisor = Supervisor(settings, listeners, log, manner, keys, admins)
+        supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins)
         try:
             code = supervisor.run(begun)
             supervisor.raise_inline()
@@ -151,12 +151,12 @@ class Supervisor:
         settings: Settings,
         listeners: list[socket.socket],
         log: logging.Logger,
-        manner: Manner | None = None,
+        run_mode: RunMode | None = None,
         keys: api_keys.Keys | None = None,
         admins: Sequence[socket.socket] = (),
     ) -> None:
         self._settings = settings
-        self._manner = manner or Manner()
+        self._manner = run_mode or RunMode()
         self._listeners = listeners
         """One for each gateway, in order."""
         self._gateways = topology.replicas_of(settings, "gateway")
@@ -184,9 +184,11 @@ class Supervisor:
         self._first_health: m.Health | None = None
         self._rounds: dict[int, HealthRound] = {}
         self._next_nonce = 1
-        self._questions = Questions(lambda name, aside: self._outboxes[name].send(with_facts(aside, self._facts)))
-        self._gatherer = Gatherer(self._server, SUPERVISOR, self._questions)
-        self._door = Door(self._context, self._server, self._questions, self._gather_stats, self._names_of_ready)
+        self._questions = Questions(
+            lambda name, request: self._outboxes[name].send(with_execute_facts(request, self._facts))
+        )
+        self._stats_collector = StatsCollector(self._server, SUPERVISOR, self._questions)
+        self._door = AdminServer(self._context, self._server, self._questions, self._gather_stats, self._names_of_ready)
         self._signals = _Signals()
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -538,7 +540,7 @@ class Supervisor:
         name = self._settings.served_model_name or (self._prepared.model_name if self._prepared else "")
         state = "draining" if self._is_ending else "serving" if self._is_serving else "starting"
         facts = ServerFacts(name, self._url, state, self._facts)
-        self._gatherer.gather(facts, self._in_flow_order(), timeout_s, then)
+        self._stats_collector.gather(facts, self._in_flow_order(), timeout_s, then)
 
     # ----------------------------------------------------------------------------------------------------- health
 

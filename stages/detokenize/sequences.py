@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
-from pipeline.stages.detokenize.stops import Judge, StopStrings
+from pipeline.stages.detokenize.stop_matcher import Judge, StopStrings
 from pipeline.text.incremental_decoder import Text
 from pipeline.text.vocabulary import Vocabulary
 

@@ -47,7 +47,7 @@ class Detokenize:
         self.stopped = False
         self._num_tokens = 0
         self._settle_s = 0.0
-        stage.asides.own_counts = self._counts
+        stage.control_requests.own_counts = self._counts
 
     def _counts(self) -> DetokenizeCounts:
         unsent = self._sequences.num_unsent
@@ -129,7 +129,7 @@ class Detokenize:
 
     def _tell(self) -> None:
         for gateway in self._sequences.unsent():
-            deltas = self._sequences.deltas(gateway, self._stage.tape.monotonic())
+            deltas = self._sequences.deltas(gateway, self._stage.replay_context.monotonic())
             if self._stage.outbox("gateway", gateway).send(deltas):
                 self._sequences.sent(gateway)
         self._letters = [(outbox, letter) for outbox, letter in self._letters if not outbox.send(letter)]

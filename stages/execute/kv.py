@@ -13,7 +13,7 @@ from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
-from pipeline.stages.execute.program import SwapArray
+from pipeline.stages.execute.cpu.program import SwapArray
 
 MAX_CHOSEN_BLOCKS = 2**20
 """The most that are made where nobody said how many: 16 million tokens. The scheduler keeps a few words of each, and a

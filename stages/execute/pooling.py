@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.record_inputs import FloatArray
+from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.runtime.messages import Pooling
 
 DoubleArray = np.ndarray[Any, np.dtype[np.float64]]

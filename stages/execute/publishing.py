@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
-from pipeline.stages.execute.counting import Counting
-from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.cpu.runner import Sampled
+from pipeline.stages.execute.metrics import Counting
 
 
 @dataclass(frozen=True, slots=True)

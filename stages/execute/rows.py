@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.kernels.draw_inputs import GREEDY_BELOW, DrawInputs
+from pipeline.kernels.logits_processors import SHAPING, Shaping
+from pipeline.kernels.logprob_inputs import NO_RECORD
 from pipeline.kernels.noise import draw_keys, sequence_key
-from pipeline.kernels.record_inputs import NO_RECORD
-from pipeline.kernels.shaping import SHAPING, Shaping
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import Finish, Pooling, RowAdd, Sampling
 from pipeline.shm.arrays import Array
-from pipeline.stages.execute.wants import NOT_GREEDY, Want, shaping_of, single
+from pipeline.stages.execute.sampling_features import NOT_GREEDY, Want, shaping_of, single
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 """Copies an array out of a message: (array, dtype) → one-dimensional."""

@@ -15,11 +15,11 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
-from pipeline.stages.execute.counting import Counting
+from pipeline.stages.execute.metrics import Counting
 
 if TYPE_CHECKING:
+    from pipeline.stages.execute.cpu.runner import Runner
     from pipeline.stages.execute.cuda.runner import CudaRunner
-    from pipeline.stages.execute.runner import Runner
 
 IDLE_S = 1.0
 """Longest wait for a message before the loop turns."""
@@ -88,7 +88,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
                 "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_fraction"
             ) from error
     else:
-        from pipeline.stages.execute import runner as cpu
+        from pipeline.stages.execute.cpu import runner as cpu
 
         runner = cpu.Runner(settings, Path(launch.model_dir), swap)
     # Beside all that is still to be done, so that the first that needs a mask does not wait for a process to start.
@@ -101,17 +101,17 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
 def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
     from pipeline.stages.execute.publishing import Publisher, Times
 
-    idle_since = stage.tape.monotonic()
+    idle_since = stage.replay_context.monotonic()
     counting = Counting()
-    stage.asides.own_counts = lambda: counting.counts(runner.rows.num_live)
+    stage.control_requests.own_counts = lambda: counting.counts(runner.rows.num_live)
     publisher = Publisher(stage, counting)
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:
                 case m.Step():
-                    began = stage.tape.monotonic()
-                    sampled = runner.step(message, stage.arrays.take, stage.tape.monotonic)
-                    ended = stage.tape.monotonic()
+                    began = stage.replay_context.monotonic()
+                    sampled = runner.step(message, stage.arrays.take, stage.replay_context.monotonic)
+                    ended = stage.replay_context.monotonic()
                     times = Times(began, ended, began - idle_since)
                     requests = [add.request_id for add in message.adds] if stage.trace.on else []
                     publisher.publish(message.incarnation, message.step_id, sampled, times, requests)

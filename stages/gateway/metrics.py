@@ -1,49 +1,76 @@
-"""GET /metrics: asks the supervisor for the whole server's stats, so that any gateway shows all of it."""
+"""What the gateway counts about sequences, from being let in to their end. Pure."""
 
-import asyncio
-
-from pipeline.metrics.stats import ServerStats
-from pipeline.runtime import messages as m
-from pipeline.runtime.stage import Stage
-
-GRACE_S = 1.0
-"""What the supervisor has, besides the time its stages have, to answer."""
+from pipeline.metrics.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
+from pipeline.metrics.stats import GatewayCounts
+from pipeline.runtime.messages import Finish
+from pipeline.stages.gateway.admission import Admission
 
 
-class StatsDesk:
-    """One question at a time, however many ask: who comes while it is out shares the next one, whose counts are newer
-    than his request."""
+class Counting:
+    """Each sequence that is opened is counted once more, when it ends: as finished, by how, or as rejected."""
 
-    def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
-        self._supervisor = stage.supervisor
-        self._timeout_s = stage.settings.supervisor.health_timeout_s + GRACE_S
-        self._asked: asyncio.Future[ServerStats | None] | None = None
-        self._next: asyncio.Future[ServerStats | None] | None = None
-        self._nonce = 0
+    def __init__(self) -> None:
+        self.num_overloaded = 0
+        self.num_timed_out = 0
+        self._num_opened = 0
+        self._num_rejected = 0
+        self._num_finished = [0] * (max(Finish) + 1)
+        self.first_s = Histogram(TIME_TO_FIRST_TOKEN_S)
+        self.gap_s = Histogram(TOKEN_S)
+        self._e2e_s = Histogram(REQUEST_S)
+        self._prompt_tokens = Histogram(TOKENS)
+        self._output_tokens = Histogram(TOKENS)
+        self._per_token_s = Histogram(TOKEN_S)
+        self._max_tokens = Histogram(TOKENS)
+        self._n = Histogram(N)
+        self._longest = Histogram(TOKENS)
 
-    async def ask(self) -> ServerStats | None:
-        """The stats, or None where the supervisor does not answer in time."""
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_future()
-        mine = self._next
-        if self._asked is None:
-            self._send()
-        return await asyncio.shield(mine)
+    def opened(self, num_sequences: int, n: int, max_tokens: int | None) -> None:
+        """One prompt, for which so many sequences are to be generated, and n returned."""
+        self._num_opened += num_sequences
+        self._n.observe(n)
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens)
 
-    def _send(self) -> None:
-        self._asked, self._next = self._next, None
-        self._nonce += 1
-        if not self._supervisor.send(m.AskServerStats(self._nonce)):
-            self._close(self._nonce, None)
-            return
-        asyncio.get_running_loop().call_later(self._timeout_s, self._close, self._nonce, None)
+    def rejected(self) -> None:
+        self._num_rejected += 1
 
-    def answered(self, message: m.StatsAnswer) -> None:
-        self._close(message.nonce, message.stats)
+    def ended(self, finish: int) -> None:
+        """By anything but stop and length: nothing about it is measured."""
+        self._num_finished[finish] += 1
 
-    def _close(self, nonce: int, stats: ServerStats | None) -> None:
-        if self._asked is not None and nonce == self._nonce:
-            asked, self._asked = self._asked, None
-            asked.set_result(stats)
-            if self._next is not None:
-                self._send()
+    def finished(self, finish: int, e2e_s: float, decode_s: float, num_prompt: int, num_output: int) -> None:
+        """By stop or length. `num_output` ids were generated; `decode_s` is from their first delta to their last."""
+        self._num_finished[finish] += 1
+        self._e2e_s.observe(e2e_s)
+        self._prompt_tokens.observe(num_prompt)
+        self._output_tokens.observe(num_output)
+        if num_output > 1:
+            self._per_token_s.observe(decode_s / (num_output - 1))
+
+    def longest(self, num_output: int) -> None:
+        """All sequences of a prompt have ended, and this is the longest of them."""
+        self._longest.observe(num_output)
+
+    def counts(self, num_open: int, admission: Admission) -> GatewayCounts:
+        return GatewayCounts(
+            num_open=num_open,
+            num_opened=self._num_opened,
+            num_finished=self._num_finished[Finish.STOP :],
+            num_rejected=self._num_rejected,
+            num_overloaded=self.num_overloaded,
+            time_to_first_token_s=self.first_s.counts(),
+            inter_token_s=self.gap_s.counts(),
+            e2e_s=self._e2e_s.counts(),
+            prompt_tokens=self._prompt_tokens.counts(),
+            output_tokens=self._output_tokens.counts(),
+            time_per_output_token_s=self._per_token_s.counts(),
+            max_tokens=self._max_tokens.counts(),
+            n=self._n.counts(),
+            longest_output_tokens=self._longest.counts(),
+            num_open_tokens=admission.num_tokens,
+            max_open_tokens=admission.max_tokens,
+            num_open_sequences=admission.num_sequences,
+            max_open_sequences=admission.max_sequences,
+            num_timed_out=self.num_timed_out,
+        )

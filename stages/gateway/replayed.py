@@ -11,13 +11,13 @@ from http import HTTPStatus
 import msgspec
 
 from pipeline.runtime.api_keys import NO_SCOPE
-from pipeline.runtime.replay_context import Tape
-from pipeline.stages.gateway import shapes
-from pipeline.stages.gateway.aborts import AbortDesk, AbortEvent
+from pipeline.runtime.replay_context import ReplayContext
+from pipeline.stages.gateway.admin.aborts import AbortDesk, AbortEvent
+from pipeline.stages.gateway.admin.prefix_cache_resets import ResetDesk
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parse import Ask
+from pipeline.stages.gateway.parsing.parse import Ask
+from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.requests import Call, Requests
-from pipeline.stages.gateway.resets import ResetDesk
 
 SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
 
@@ -25,19 +25,19 @@ SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting
 class ReplayedClients:
     """Does what clients did, when the tape comes to it."""
 
-    def __init__(self, tape: Tape, requests: Requests, aborts: AbortDesk, resets: ResetDesk) -> None:
+    def __init__(self, replay_context: ReplayContext, requests: Requests, aborts: AbortDesk, resets: ResetDesk) -> None:
         self._requests = requests
         self._aborts = aborts
         self._decoder = msgspec.msgpack.Decoder(Ask)
         self._calls: dict[int, tuple[Call, shapes.Events]] = {}
-        tape.perform("open", self._open)
-        tape.perform("leave", self._leave)
-        tape.perform("abort", self._abort)
-        tape.perform("timeout", self._expire)
-        tape.perform("reset", lambda *_: self._reset(resets))
-        tape.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
+        replay_context.perform("open", self._open)
+        replay_context.perform("leave", self._leave)
+        replay_context.perform("abort", self._abort)
+        replay_context.perform("timeout", self._expire)
+        replay_context.perform("reset", lambda *_: self._reset(resets))
+        replay_context.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
         for what in ("first", "due", "last", "whole"):
-            tape.perform(what, partial(self._give, what))
+            replay_context.perform(what, partial(self._give, what))
 
     def _open(self, number: int, data: bytes) -> None:
         self._requests.num_opened = number - 1

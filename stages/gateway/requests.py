@@ -30,13 +30,13 @@ from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
-from pipeline.stages.gateway.best_of import best
-from pipeline.stages.gateway.counting import Counting
 from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded
-from pipeline.stages.gateway.id_details import too_many
-from pipeline.stages.gateway.parse import Ask
-from pipeline.stages.gateway.sampling_fields import SamplingFields
+from pipeline.stages.gateway.metrics import Counting
+from pipeline.stages.gateway.parsing.parse import Ask
+from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
+from pipeline.stages.gateway.parsing.token_detail_options import too_many
+from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.timings import RecentCalls
 from pipeline.text.formats.chat_formats import ChatFormats
 
@@ -209,14 +209,14 @@ class Call:
         self.number = number
         """Of the gateway's calls."""
         self._stage = stage
-        tape = stage.tape
-        self.received_s = ask.received_s or tape.monotonic()
+        replay = stage.replay_context
+        self.received_s = ask.received_s or replay.monotonic()
         """When its client began to ask, by time.monotonic()."""
         self.trace = stage.trace
         prefix = _prefix(ask)
-        self.id = f"{prefix}-{ask.request_id or f'{tape.randbits(64):016x}{tape.randbits(64):016x}'}"
-        self.created = int(tape.time())
-        self.salt = 0 if ask.reply is None else tape.randbits(64)
+        self.id = f"{prefix}-{ask.request_id or f'{replay.randbits(64):016x}{replay.randbits(64):016x}'}"
+        self.created = int(replay.time())
+        self.salt = 0 if ask.reply is None else replay.randbits(64)
         """What ids of its tool calls are made from."""
         self.requests: list[Request] = []
         self.sequences: list[Sequence] = []
@@ -271,8 +271,8 @@ class Call:
 
     def told(self, what: str, data: bytes) -> bytes:
         """Note for recordings what is given out to the client now, and by what name. Returns it."""
-        self._stage.tape.event(what, self.number)
-        self._stage.tape.told(self.number, data)
+        self._stage.replay_context.event(what, self.number)
+        self._stage.replay_context.log_output(self.number, data)
         return data
 
     def fail(self, error: ApiError) -> None:
@@ -334,8 +334,8 @@ class Requests:
         self._trace = stage.trace
         self.counting = Counting()
         self.recent = RecentCalls()
-        stage.asides.own_counts = lambda: self.counting.counts(self.num_open, self.admission)
-        stage.asides.find_call = self.recent.find
+        stage.control_requests.own_counts = lambda: self.counting.counts(self.num_open, self.admission)
+        stage.control_requests.find_request = self.recent.find
 
     @property
     def num_open(self) -> int:
@@ -365,7 +365,12 @@ class Requests:
         be; 504, where its time is up already."""
         begin_s = time.monotonic()
         timeout_s = ask.timeout_s or self._timeout_s
-        if timeout_s and ask.received_s and not self._stage.tape.is_replaying and begin_s >= ask.received_s + timeout_s:
+        if (
+            timeout_s
+            and ask.received_s
+            and not self._stage.replay_context.is_replaying
+            and begin_s >= ask.received_s + timeout_s
+        ):
             raise self.timed_out(timeout_s)
         try:
             call = self._open(ask)
@@ -378,10 +383,10 @@ class Requests:
         return call
 
     def _open(self, ask: Ask) -> Call:
-        tape = self._stage.tape
+        replay = self._stage.replay_context
         self.num_opened += 1
-        if tape.is_recording:
-            tape.event("open", self.num_opened, msgspec.msgpack.encode(ask))
+        if replay.is_recording:
+            replay.event("open", self.num_opened, msgspec.msgpack.encode(ask))
         if self._owed:
             raise overloaded("its stages take no more messages")
         estimates = [self.admission.estimate(prompt, is_computed=not ask.is_lookup) for prompt in ask.prompts]
@@ -393,12 +398,12 @@ class Requests:
         for i, prompt in enumerate(ask.prompts):
             # The client's seed holds for each prompt, so that a list gives what each prompt gives alone. Without one,
             # equal prompts get different outputs.
-            seed = tape.randbits(64) if ask.seed is None else ask.seed
+            seed = replay.randbits(64) if ask.seed is None else ask.seed
             submit = m.Submit(
-                request_id=tape.randbits(63),
+                request_id=replay.randbits(63),
                 attempt=FIRST_ATTEMPT,
                 gateway=self._stage.replica,
-                arrival_s=tape.time(),
+                arrival_s=replay.time(),
                 prompt=prompt,
                 n=ask.num_sequences,
                 max_tokens=ask.max_tokens,
@@ -429,7 +434,7 @@ class Requests:
 
     def _set_deadline(self, call: Call) -> None:
         timeout_s = call.timeout_s = call.ask.timeout_s or self._timeout_s
-        if timeout_s and not self._stage.tape.is_replaying:
+        if timeout_s and not self._stage.replay_context.is_replaying:
             self._calls[call.number] = call
             self._deadlines.add(call.number, call.received_s + timeout_s)
 
@@ -437,7 +442,7 @@ class Requests:
         """The response is over, whole or not: abort what is still open, and settle what is closed."""
         if call.is_over:
             return
-        self._stage.tape.event("leave", call.number)
+        self._stage.replay_context.event("leave", call.number)
         call.is_over = True
         if self._calls.pop(call.number, None) is not None:
             self._deadlines.remove(call.number)
@@ -469,7 +474,7 @@ class Requests:
         """A call's time is up. What it has is its client's, and what is open ends; without any token it fails."""
         if call.is_finished or call.failure is not None:
             return  # all that is missing is its client's to take
-        self._stage.tape.event("timeout", call.number)
+        self._stage.replay_context.event("timeout", call.number)
         self.counting.num_timed_out += 1
         if any(sequence.num_generated for sequence in call.sequences):
             self._call_off(call, "timed out")
@@ -560,7 +565,7 @@ class Requests:
     def deltas(self, message: m.Deltas) -> None:
         """Text and ids of some sequences."""
         begin = 0
-        now_s = self._stage.tape.monotonic()
+        now_s = self._stage.replay_context.monotonic()
         first_of = {first.place: first for first in message.firsts}
         gaps: dict[float, int] = {}
         """By when the ids before came: those of one message came together, so these are few."""
@@ -618,7 +623,7 @@ class Requests:
 
     def fail_all(self, error: ApiError) -> None:
         """End every call with this error."""
-        self._stage.tape.event("fail all")
+        self._stage.replay_context.event("fail all")
         for call in {id(request.call): request.call for request in self._table.values()}.values():
             call.fail(error)
 
@@ -675,7 +680,7 @@ class Requests:
         elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
             self.counting.ended(finish)
         else:
-            now_s = self._stage.tape.monotonic()
+            now_s = self._stage.replay_context.monotonic()
             num_prompt = 0 if request.prompt_ids is None else len(request.prompt_ids)
             decode_s = sequence.last_s - sequence.first_s
             self.counting.finished(

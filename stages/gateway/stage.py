@@ -24,19 +24,20 @@ from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.channels import AsyncInbox
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
-from pipeline.stages.gateway import descriptors, parse
-from pipeline.stages.gateway.aborts import AbortDesk
-from pipeline.stages.gateway.app import Api, Doors
-from pipeline.stages.gateway.door import Door
+from pipeline.stages.gateway.admin.aborts import AbortDesk
+from pipeline.stages.gateway.admin.health import HealthDesk
+from pipeline.stages.gateway.admin.prefix_cache_resets import ResetDesk
+from pipeline.stages.gateway.admin.stats import StatsDesk
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.guard import OPEN_PATHS, guarded, guarded_by_origin
-from pipeline.stages.gateway.health import HealthDesk
-from pipeline.stages.gateway.metrics import StatsDesk
-from pipeline.stages.gateway.origins import OriginPolicy
+from pipeline.stages.gateway.http import descriptors
+from pipeline.stages.gateway.http.app import Api, Doors
+from pipeline.stages.gateway.http.guard import OPEN_PATHS, guarded, guarded_by_origin
+from pipeline.stages.gateway.http.listener import MAX_HEADERS, Site
+from pipeline.stages.gateway.http.origins import OriginPolicy
+from pipeline.stages.gateway.parsing import parse
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.requests import Requests
-from pipeline.stages.gateway.resets import ResetDesk
-from pipeline.stages.gateway.site import MAX_HEADERS, Site
+from pipeline.stages.gateway.zmq.server import Door
 
 LAST_WORDS_S = 1.5
 """After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
@@ -112,8 +113,8 @@ class Gateway:
             for one in (runner, admin):
                 assert one.server is not None
                 one.server.request_handler = guarded_by_origin(one.server.request_handler, policy)
-        if self._stage.tape.is_replaying:
-            ReplayedClients(self._stage.tape, self._requests, self._aborts, self._resets)
+        if self._stage.replay_context.is_replaying:
+            ReplayedClients(self._stage.replay_context, self._requests, self._aborts, self._resets)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
             http_port = listener.getsockname()[1]
@@ -124,7 +125,7 @@ class Gateway:
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                if not self._stage.tape.is_replaying:
+                if not self._stage.replay_context.is_replaying:
                     await self._open_door(http_port)
                 self._stage.ready()
                 await self._loop(inbox)
@@ -188,9 +189,9 @@ class Gateway:
                 self._desk.answered(message)
             case m.StatsAnswer():
                 self._stats.answered(message)
-            case m.AbortCalls():
+            case m.AbortRequests():
                 self._aborts.asked(message)
-            case m.CallsAborted():
+            case m.RequestsAborted():
                 self._aborts.answered(message)
             case m.PrefixCacheReset():
                 self._resets.answered(message)
@@ -220,7 +221,7 @@ class Gateway:
 
     def _end(self, deadline_s: float) -> None:
         """Begin to drain. A drain that goes on is replaced: there is less time now."""
-        if self._stage.tape.is_replaying:
+        if self._stage.replay_context.is_replaying:
             return  # what came of it is in the recording
         if self._ending is not None:
             self._ending.cancel()

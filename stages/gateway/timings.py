@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipeline.metrics.request_timings import HOPS, CallTimes, SequenceTimes, stamps
+from pipeline.metrics.request_timings import HOPS, RequestTimings, SequenceTimings, stamps
 
 if TYPE_CHECKING:
     from pipeline.stages.gateway.requests import Call, Request, Sequence
@@ -45,7 +45,7 @@ class Timings(msgspec.Struct):
     choices: list[ChoiceTimings]
 
 
-def times_of(call: "Call", now_s: float = 0.0) -> CallTimes:
+def times_of(call: "Call", now_s: float = 0.0) -> RequestTimings:
     """A call that has finished. `now_s`: when its response was out, if it is."""
     pairs = [(request, sequence) for request in call.requests for sequence in request.sequences]
     if call.ask.best_of is not None:
@@ -55,12 +55,12 @@ def times_of(call: "Call", now_s: float = 0.0) -> CallTimes:
     sequences = [_sequence_times(call, request, sequence, now_s) for request, sequence in pairs]
     for index, sequence in enumerate(sequences):
         sequences[index] = msgspec.structs.replace(sequence, index=index)
-    return CallTimes(call.id, call.requests[0].submit.arrival_s if call.requests else 0.0, sequences)
+    return RequestTimings(call.id, call.requests[0].submit.arrival_s if call.requests else 0.0, sequences)
 
 
-def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_s: float) -> SequenceTimes:
+def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_s: float) -> SequenceTimings:
     first = sequence.first
-    return SequenceTimes(
+    return SequenceTimings(
         request_id=request.id,
         index=0,
         stamps_s=stamps(
@@ -81,7 +81,7 @@ def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_
     )
 
 
-def timings_of(times: CallTimes) -> Timings:
+def timings_of(times: RequestTimings) -> Timings:
     """The same for people."""
     choices = []
     for sequence in times.sequences:
@@ -119,12 +119,12 @@ class RecentCalls:
     """The times of the last calls that ended well."""
 
     def __init__(self) -> None:
-        self._kept: deque[CallTimes] = deque(maxlen=NUM_KEPT)
+        self._kept: deque[RequestTimings] = deque(maxlen=NUM_KEPT)
 
-    def keep(self, times: CallTimes) -> None:
+    def keep(self, times: RequestTimings) -> None:
         self._kept.append(times)
 
-    def find(self, call_id: str) -> CallTimes | None:
+    def find(self, call_id: str) -> RequestTimings | None:
         """By the id in its reply, or by that of one of its requests as log lines have it; the newest."""
         for times in reversed(self._kept):
             if call_id == times.call_id or any(call_id == f"{one.request_id:x}" for one in times.sequences):

@@ -29,13 +29,14 @@ from pipeline.runtime.messages import (
 )
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
-from pipeline.stages.ingest import bad_words, chats, conversation
+from pipeline.stages.ingest import bad_words
 from pipeline.stages.ingest.bad_words import BadWord
-from pipeline.stages.ingest.budget import OutOfTime
-from pipeline.stages.ingest.chats import Chats
-from pipeline.stages.ingest.conversation import BadChat
 from pipeline.stages.ingest.longest_id import longest_id_bytes
-from pipeline.stages.ingest.template import TemplateFailure, TextTooLong
+from pipeline.stages.ingest.templates import chats, conversation
+from pipeline.stages.ingest.templates.budget import OutOfTime
+from pipeline.stages.ingest.templates.chats import Chats
+from pipeline.stages.ingest.templates.conversation import BadChat
+from pipeline.stages.ingest.templates.template import TemplateFailure, TextTooLong
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 

@@ -27,13 +27,13 @@ from pipeline.runtime.messages import Failure, IdsPrompt, Launch, Sampling, Subm
 from pipeline.runtime.stage import Stage
 from pipeline.stages.ingest import grammar as grammar_module
 from pipeline.stages.ingest import prompt as prompt_module
-from pipeline.stages.ingest import shape
-from pipeline.stages.ingest.chats import NeedsTime
-from pipeline.stages.ingest.counting import Counting
+from pipeline.stages.ingest import reply_grammar
 from pipeline.stages.ingest.grammar import Grammars
+from pipeline.stages.ingest.metrics import Counting
 from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, cost_chars
-from pipeline.stages.ingest.shown import Shown
-from pipeline.stages.ingest.unsent import Unsent
+from pipeline.stages.ingest.prompt_echo import Shown
+from pipeline.stages.ingest.retry_queue import Unsent
+from pipeline.stages.ingest.templates.chats import NeedsTime
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
 LONG_CHARS = 20_000
@@ -100,9 +100,9 @@ class Ingest:
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self._grammars = Grammars(stage.model_dir, stage.launch.settings.limits, title)
-        self._unsent = Unsent(lambda: stage.tape)
+        self._unsent = Unsent(lambda: stage.replay_context)
         self._counting = Counting()
-        stage.asides.own_counts = lambda: self._counting.counts(len(self._waiting), len(self._encoding))
+        stage.control_requests.own_counts = lambda: self._counting.counts(len(self._waiting), len(self._encoding))
         self._stopping = False
 
     async def loop(self) -> None:
@@ -142,16 +142,16 @@ class Ingest:
 
     def _work(self) -> None:
         """Make prompts for a slice of time, oldest first, at least one."""
-        end = self._stage.tape.monotonic() + SLICE_S
+        end = self._stage.replay_context.monotonic() + SLICE_S
         while self._waiting and not self._stopping:
             key = next(iter(self._waiting))
             self._begin(key, self._waiting.pop(key))
-            if self._stage.tape.monotonic() > end:
+            if self._stage.replay_context.monotonic() > end:
                 return
 
     def _begin(self, key: Key, submit: Submit) -> None:
         assert self._prompts is not None, "a request came before Start"
-        began_s = self._stage.tape.monotonic()
+        began_s = self._stage.replay_context.monotonic()
         if submit.grammar is not None and not submit.sampling.grammar:
             self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, submit.grammar))
             return
@@ -175,12 +175,14 @@ class Ingest:
         try:
             outcome: str | Refusal
             outcome = await self._grammars.check(grammar)
-            if (calls := shape.calls_beside(submit, self._formats)) is not None:
+            if (calls := reply_grammar.calls_beside(submit, self._formats)) is not None:
                 outcome = either(outcome, await self._grammars.check(calls))
         except Refusal as refusal:
             outcome = refusal
         # How long a check takes, and with it what comes of it, is another time not the same.
-        noted = await self._stage.tape.moment("checked", submit.request_id, grammar_module.noted(outcome))
+        noted = await self._stage.replay_context.await_external(
+            "checked", submit.request_id, grammar_module.noted(outcome)
+        )
         outcome = grammar_module.outcome_of(noted)
         self._encoding.pop(key, None)
         if isinstance(outcome, Refusal):
@@ -197,7 +199,7 @@ class Ingest:
                 outcome = await loop.run_in_executor(self._encoder, self._made, submit, ids)
             except Refusal as refusal:
                 outcome = refusal
-            await self._stage.tape.moment("encoded", submit.request_id)
+            await self._stage.replay_context.await_external("encoded", submit.request_id)
             if isinstance(outcome, Refusal):
                 raise outcome
             self._admit(submit, began_s, outcome)
@@ -217,8 +219,8 @@ class Ingest:
             ids = self._prompts.encode(prompt, options, submit.arrival_s, is_short=is_short)
         ids = self._prompts.cut(ids, submit)
         max_tokens = self._prompts.max_tokens(ids, submit)
-        tail = shape.tail(submit, ids, self._tokenizer)
-        sampling = shape.behind_reasoning(self._prompts.sampling(submit), tail, self._formats)
+        tail = reply_grammar.tail(submit, ids, self._tokenizer)
+        sampling = reply_grammar.behind_reasoning(self._prompts.sampling(submit), tail, self._formats)
         text = token_strs = pieces = None
         if options.with_text:
             is_cut = options.truncate != 0
@@ -242,7 +244,7 @@ class Ingest:
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
         finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
-        done_s = self._stage.tape.monotonic()
+        done_s = self._stage.replay_context.monotonic()
         self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
         shown = made.text, made.token_strs, began_s, done_s, made.pieces, made.tail

@@ -6,7 +6,7 @@ import msgspec
 
 from pipeline.config.settings import Schedule
 from pipeline.runtime.messages import ExecuteFacts
-from pipeline.stages.schedule.policy import Name
+from pipeline.stages.schedule.policies.policy import Name
 
 Means = Literal["auto", "swap", "recompute"]
 

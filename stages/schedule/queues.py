@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from pipeline.stages.schedule.policy import MAX_PASSED, Policy
+from pipeline.stages.schedule.policies.policy import MAX_PASSED, Policy
 from pipeline.stages.schedule.request import Order, Sequence
 
 MAX_LONG_LOOKED_AT = 8

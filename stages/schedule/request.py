@@ -4,9 +4,9 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.runtime.messages import FirstTimes
-from pipeline.stages.schedule import prefix
 from pipeline.stages.schedule.arrays import Ids
-from pipeline.stages.schedule.swap import Swapped
+from pipeline.stages.schedule.kv_cache import prefix
+from pipeline.stages.schedule.kv_cache.swap import Swapped
 
 Order = tuple[int, float, int]
 """Rank, arrival and number: a sequence's place among all."""

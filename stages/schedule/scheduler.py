@@ -25,24 +25,24 @@ from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule import prefix
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
-from pipeline.stages.schedule.budget import Bounds, Shape, StepBudget, grant_chunks, grant_decodes
-from pipeline.stages.schedule.counting import Counting
-from pipeline.stages.schedule.entries import Entries, Flight, joined
+from pipeline.stages.schedule.kv_cache import prefix
+from pipeline.stages.schedule.kv_cache.manager import Memory
+from pipeline.stages.schedule.kv_cache.swap import Swapped
 from pipeline.stages.schedule.limits import ENDLESS, Limits
-from pipeline.stages.schedule.memory import Memory
-from pipeline.stages.schedule.outgoing import Outgoing, Put
-from pipeline.stages.schedule.pace import StepTimes
-from pipeline.stages.schedule.policy import MAX_PASSED, POLICIES
-from pipeline.stages.schedule.preemption import Preemption, Victims
+from pipeline.stages.schedule.logprob_records import awaited, take_prompt_records, take_records
+from pipeline.stages.schedule.metrics import Counting
+from pipeline.stages.schedule.output_buffer import Outgoing, Put
+from pipeline.stages.schedule.parallel_samples import Siblings
+from pipeline.stages.schedule.policies.budget import Bounds, Shape, StepBudget, grant_chunks, grant_decodes
+from pipeline.stages.schedule.policies.policy import MAX_PASSED, POLICIES
+from pipeline.stages.schedule.policies.preemption import Preemption, Victims
+from pipeline.stages.schedule.policies.priority_preemptor import Way
+from pipeline.stages.schedule.policies.step_cost_model import StepTimes
 from pipeline.stages.schedule.queues import Queue, Waiting
-from pipeline.stages.schedule.records import awaited, take_prompt_records, take_records
 from pipeline.stages.schedule.request import Request, Sequence
 from pipeline.stages.schedule.rows import Rows
-from pipeline.stages.schedule.siblings import Siblings
-from pipeline.stages.schedule.swap import Swapped
-from pipeline.stages.schedule.way import Way
+from pipeline.stages.schedule.step_entries import Entries, Flight, joined
 
 MAX_TOMBSTONES = 65536
 """Aborts remembered that came before their request; as many as there can be open requests."""

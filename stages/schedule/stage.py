@@ -18,8 +18,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
-from pipeline.stages.schedule.depth import DEPTHS, GPU_DEPTHS, AutoDepth
 from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, AutoDepth
 from pipeline.stages.schedule.scheduler import Scheduler
 
 IDLE_WAIT_S = 60.0
@@ -87,7 +87,7 @@ class ScheduleStage:
             take=stage.arrays.take,
             num_detokenize=len(self._detokenize),
         )
-        stage.asides.own_counts = self._counts
+        stage.control_requests.own_counts = self._counts
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """For each replica of detokenize."""
         self._stopped = False
@@ -98,7 +98,7 @@ class ScheduleStage:
         while not self._stopped:
             messages = messages or self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
             begin_s = time.monotonic()
-            self._scheduler.now_s = self._stage.tape.monotonic()
+            self._scheduler.now_s = self._stage.replay_context.monotonic()
             self._has_settled = False
             for message in messages:
                 self._handle(message)
@@ -227,7 +227,7 @@ class ScheduleStage:
             if not detokenize.send(openings[0]):
                 return False
             openings.popleft()
-        report = self._scheduler.outgoing.report(replica, self._stage.tape.monotonic())
+        report = self._scheduler.outgoing.report(replica, self._stage.replay_context.monotonic())
         if report is not None:
             if not detokenize.send(report):
                 self._stage.arrays.retract_all(report)

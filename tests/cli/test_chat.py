@@ -242,13 +242,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings of servers that are started, none of which can."""
     settings: list[Settings] = []
 
-    class OwnServer:
+    class EmbeddedServer:
         def __init__(self, given: Settings, environ: dict[str, str]) -> None:
             assert len(environ["PIPELINE_API_KEYS"]) > 30  # drawn for it: nobody else has the key
             settings.append(given)
             raise StartError("not today")
 
-    monkeypatch.setattr("pipeline.cli.chat.command.OwnServer", OwnServer)
+    monkeypatch.setattr("pipeline.cli.chat.command.EmbeddedServer", EmbeddedServer)
     return settings
 
 

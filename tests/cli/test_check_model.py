@@ -18,7 +18,7 @@ from pipeline.cli.check import command
 from pipeline.cli.check.cases import Made, Ours, Plan, Theirs
 from pipeline.cli.check.judge import judge
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.prepare import random_checkpoint
 from tests.stages.prepare import checkpoints
 

@@ -14,7 +14,7 @@ from pipeline.__main__ import main
 from pipeline.cli.commands.vllm_flags import AS_SETTINGS
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
-from pipeline.runtime.run_mode import Manner
+from pipeline.runtime.run_mode import RunMode
 from pipeline.version import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,8 +36,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """What the supervisor is asked to serve; it answers with exit code 3."""
     asked: list[Settings] = []
 
-    def serve(settings: Settings, manner: Manner) -> int:
-        assert manner == Manner()
+    def serve(settings: Settings, run_mode: RunMode) -> int:
+        assert run_mode == RunMode()
         asked.append(settings)
         return 3
 
@@ -87,7 +87,7 @@ def test_options_without_effect_are_warned_about(served: list[Settings], capsys:
 def test_an_interrupt_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(settings: Settings, manner: Manner) -> int:
+    def interrupted(settings: Settings, run_mode: RunMode) -> int:
         raise KeyboardInterrupt
 
     supervisor = ModuleType("pipeline.supervisor.supervisor")
@@ -99,7 +99,7 @@ def test_an_interrupt_ends_without_a_traceback(
 def test_an_address_that_cannot_be_listened_on_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def taken(settings: Settings, manner: Manner) -> int:
+    def taken(settings: Settings, run_mode: RunMode) -> int:
         raise OSError("cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port")
 
     supervisor = ModuleType("pipeline.supervisor.supervisor")

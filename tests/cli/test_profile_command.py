@@ -92,9 +92,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, profile: object) -> None:
-    module = ModuleType("pipeline.stages.execute.profile")
+    module = ModuleType("pipeline.stages.execute.measuring.profile")
     module.profile = profile  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pipeline.stages.execute.profile", module)
+    monkeypatch.setitem(sys.modules, "pipeline.stages.execute.measuring.profile", module)
 
 
 def test_the_stage_is_asked_for_the_steps_and_settings_of_the_options(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.client.zmq_address import address_of, check_free
-from pipeline.config.door import is_open_to_others, problem_of
 from pipeline.config.load import ConfigError, load
+from pipeline.config.zmq_setting import is_open_to_others, problem_of
 from pipeline.errors import UserError
 from pipeline.supervisor import bind_policy
 

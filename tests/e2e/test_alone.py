@@ -29,7 +29,7 @@ from pipeline.config.settings import Gateway, Settings
 from pipeline.replay import format as f
 from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
-from pipeline.runtime.run_mode import Manner
+from pipeline.runtime.run_mode import RunMode
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.supervisor import serve
@@ -294,7 +294,7 @@ def serve_inline(then: Any) -> int:
     thread = threading.Thread(target=client)
     thread.start()
     try:
-        return serve(Settings(gateway=Gateway(port=0), log_level="warning"), Manner(inline=True, instant=True))
+        return serve(Settings(gateway=Gateway(port=0), log_level="warning"), RunMode(inline=True, instant=True))
     finally:
         has_ended.set()
         thread.join(PATIENCE_S)

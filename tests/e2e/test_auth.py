@@ -19,7 +19,7 @@ import pytest
 from pipeline import Client, RequestError
 from pipeline.replay import format as f
 from tests.e2e.server import Server
-from tests.stages.gateway.test_guard import free_port
+from tests.stages.gateway.http.test_guard import free_port
 
 KEY = "sk-of-the-environment-4f1c0e6d"
 FILED = "sk-of-the-file-9a8b7c6d5e4f"

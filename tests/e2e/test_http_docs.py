@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.gateway.app import Api, Doors
-from pipeline.stages.gateway.parse import Limits
-from pipeline.stages.gateway.routes import ROUTES
-from pipeline.stages.gateway.tokens_only import PARAMS_NEUTRAL, SamplingParams
+from pipeline.stages.gateway.http.app import Api, Doors
+from pipeline.stages.gateway.http.routes import ROUTES
+from pipeline.stages.gateway.parsing.parse import Limits
+from pipeline.stages.gateway.replies.tokens_only import PARAMS_NEUTRAL, SamplingParams
 from tests.e2e.server import Server
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "http.md"

@@ -21,8 +21,8 @@ from pipeline.metrics.stats import (
 )
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import Admission
-from pipeline.stages.gateway.counting import Counting as GatewayCounting
-from pipeline.stages.schedule.counting import Counting as ScheduleCounting
+from pipeline.stages.gateway.metrics import Counting as GatewayCounting
+from pipeline.stages.schedule.metrics import Counting as ScheduleCounting
 
 MODEL = 'odd "name" \\ with\nlines'
 

@@ -67,24 +67,25 @@ def test_the_page_has_a_section_for_every_message_and_part() -> None:
 
 def test_the_page_names_the_limits_that_are() -> None:
     from pipeline.config.settings import Limits
-    from pipeline.stages.gateway import door, door_socket, door_stream, sampling_fields
+    from pipeline.stages.gateway.parsing import sampling_fields
+    from pipeline.stages.gateway.zmq import router, server, stream
 
     page = PAGE.read_text()
     caps = Limits()
     for words in (
-        f"within {door.HELLO_S:g} s of connecting",
-        f"takes nothing for {door_stream.STALL_S:g} s",
-        f"more than {door.MAX_LETTERS:,} messages",
-        f"({door_socket.MAX_CONNECTIONS:,}, or a quarter",
+        f"within {server.HELLO_S:g} s of connecting",
+        f"takes nothing for {stream.STALL_S:g} s",
+        f"more than {server.MAX_LETTERS:,} messages",
+        f"({router.MAX_CONNECTIONS:,}, or a quarter",
         f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_stop_token_ids} |",
         f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_logprobs} |",
-        f"| within {door.HELLO_S:g} s of connecting; at most {door.MAX_HELLO_BYTES // 1024} KiB |",
-        f"not come whole {door.MESSAGE_S:g} s after",
-        f"| {door_socket.RECEIVE_BOUND}, then",
-        f"| messages above {door_socket.SMALL_BYTES // 1024} KiB that",
-        f"room for {door_socket.NUM_LARGE} × `max_message_bytes`",
+        f"| within {server.HELLO_S:g} s of connecting; at most {server.MAX_HELLO_BYTES // 1024} KiB |",
+        f"not come whole {server.MESSAGE_S:g} s after",
+        f"| {router.RECEIVE_BOUND}, then",
+        f"| messages above {router.SMALL_BYTES // 1024} KiB that",
+        f"room for {router.NUM_LARGE} × `max_message_bytes`",
     ):
         assert words in page, words
 
@@ -92,7 +93,7 @@ def test_the_page_names_the_limits_that_are() -> None:
 def test_sampling_params_have_the_limits_of_http() -> None:
     from pipeline.client import sampling_params, structured_params
     from pipeline.config.settings import Limits
-    from pipeline.stages.gateway import sampling_fields, structured
+    from pipeline.stages.gateway.parsing import sampling_fields, structured_outputs
 
     for name in ("MAX_STOP_CHARS", "MAX_BIAS", "MIN_REPETITION_PENALTY", "MAX_REPETITION_PENALTY"):
         assert getattr(sampling_params, name) == getattr(sampling_fields, name)
@@ -102,7 +103,7 @@ def test_sampling_params_have_the_limits_of_http() -> None:
         assert most == meta.le, f"{name}: what no server takes"
     fields = set(sampling_params.SamplingParams.__struct_fields__)
     assert set(p.Params.__struct_fields__) == fields - {"spaces_between_special_tokens"}
-    assert structured_params.KINDS == structured.KINDS
+    assert structured_params.KINDS == structured_outputs.KINDS
 
 
 @given(st.binary(max_size=100))

@@ -17,7 +17,7 @@ from pipeline.replay import format as f
 from pipeline.replay import recorder
 from pipeline.replay.arrays import copies, refs
 from pipeline.replay.compare import compare
-from pipeline.replay.recorder import FileWriter, RecordingTape
+from pipeline.replay.recorder import FileWriter, RecordingContext
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, Outbox, address_of
 from pipeline.shm.arrays import ShmRef
@@ -120,21 +120,21 @@ def test_arrays_are_found_wherever_a_message_has_them() -> None:
     assert list(refs(ids)) == [two]
 
 
-def tape_for(path: Path, **order: Any) -> RecordingTape:
-    return RecordingTape(m.Record(0, str(path), **order), header(), {}, LOG)
+def tape_for(path: Path, **order: Any) -> RecordingContext:
+    return RecordingContext(m.Record(0, str(path), **order), header(), {}, LOG)
 
 
-def feed(tape: RecordingTape, num: int) -> None:
+def feed(replay_context: RecordingContext, num: int) -> None:
     for i in range(num):
-        tape.received("a.0", 1, msgspec.msgpack.encode(m.Ping(i)), m.Ping(i))
-        tape.took()
+        replay_context.received("a.0", 1, msgspec.msgpack.encode(m.Ping(i)), m.Ping(i))
+        replay_context.took()
 
 
 def test_a_recording_ends_at_its_size_and_the_stage_goes_on(tmp_path: Path) -> None:
-    tape = tape_for(tmp_path / "r", max_bytes=4096)
-    feed(tape, 1000)
-    assert tape.is_over
-    tape.close()
+    replay_context = tape_for(tmp_path / "r", max_bytes=4096)
+    feed(replay_context, 1000)
+    assert replay_context.is_over
+    replay_context.close()
     entries, flaw, end = read(tmp_path / "r")
     assert (tmp_path / "r").stat().st_size < 4096 + 200
     assert 10 < len(entries) < 1000
@@ -142,41 +142,41 @@ def test_a_recording_ends_at_its_size_and_the_stage_goes_on(tmp_path: Path) -> N
 
 
 def test_a_recording_ends_when_its_time_is_up(tmp_path: Path) -> None:
-    tape = tape_for(tmp_path / "r", max_s=0.02)
+    replay_context = tape_for(tmp_path / "r", max_s=0.02)
     end = time.monotonic() + 5
-    while not tape.is_over:
+    while not replay_context.is_over:
         assert time.monotonic() < end
-        feed(tape, 1)
-    tape.close()
+        feed(replay_context, 1)
+    replay_context.close()
     assert read(tmp_path / "r")[2] == f.End("its time was up")
 
 
 def test_a_recording_whose_owner_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    tape = tape_for(tmp_path / "r", lease_s=6.0)
+    replay_context = tape_for(tmp_path / "r", lease_s=6.0)
     for _ in range(3):
         clock[0] += 5
-        feed(tape, 1)
-        tape.keep()
-    assert not tape.is_over
+        feed(replay_context, 1)
+        replay_context.keep()
+    assert not replay_context.is_over
     clock[0] += 6.5
-    feed(tape, 3)
-    assert tape.is_over
-    tape.close()
+    feed(replay_context, 3)
+    assert replay_context.is_over
+    replay_context.close()
     entries, _, end = read(tmp_path / "r")
     assert sum(isinstance(one, f.Wake) for one in entries) == 3, "what came later is not in it"
     assert end == f.End("who began it was not heard of for 6 s")
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_stage(caplog: pytest.LogCaptureFixture) -> None:
-    tape = tape_for(Path("/dev/full"))
+    replay_context = tape_for(Path("/dev/full"))
     end = time.monotonic() + 5
-    while not tape.is_over:
+    while not replay_context.is_over:
         assert time.monotonic() < end
-        feed(tape, 1)
+        feed(replay_context, 1)
     with caplog.at_level(logging.ERROR, "test"):
-        tape.close()
+        replay_context.close()
     assert "No space left on device" in caplog.text
 
 
@@ -190,27 +190,27 @@ def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(FileWriter, "_write", stuck)
     monkeypatch.setattr(recorder, "MAX_PENDING_BYTES", 10_000)
-    tape = tape_for(tmp_path / "r")
-    feed(tape, 1000)
-    assert tape.is_over, "it waits for no disk"
+    replay_context = tape_for(tmp_path / "r")
+    feed(replay_context, 1000)
+    assert replay_context.is_over, "it waits for no disk"
     let_go.set()
-    tape.close()
+    replay_context.close()
     entries, _, end = read(tmp_path / "r")
     assert end == f.End("the disk was too slow")
     assert 10 < len(entries) < 1000
 
 
 def test_what_was_written_survives_a_death_without_goodbye(tmp_path: Path) -> None:
-    tape = tape_for(tmp_path / "r")
-    feed(tape, 20)
+    replay_context = tape_for(tmp_path / "r")
+    feed(replay_context, 20)
     end = time.monotonic() + 5
-    while tape._writer.num_pending_bytes:
+    while replay_context._writer.num_pending_bytes:
         assert time.monotonic() < end
         time.sleep(0.001)
     entries, flaw, _ = read(tmp_path / "r")  # it was not closed
     assert len(entries) == 20
     assert flaw == "it was cut off: it has no end"
-    tape.close()
+    replay_context.close()
 
 
 def test_wakes_are_as_the_inbox_gave_them(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_wakes_are_as_the_inbox_gave_them(tmp_path: Path) -> None:
     address = address_of(f"test-{tmp_path.name}", "schedule.0", 1)
     inbox: Inbox[Any] = Inbox(context, address, m.ScheduleInbox)
     outbox: Outbox[Any] = Outbox(context, address, m.Envelope("gateway.0", 3), 100)
-    inbox.tape = tape_for(tmp_path / "r")
-    outbox.tape, outbox.peer = inbox.tape, "schedule.0"
+    inbox.replay_context = tape_for(tmp_path / "r")
+    outbox.replay_context, outbox.peer = inbox.replay_context, "schedule.0"
     try:
         for nonce in range(3):
             outbox.send(m.Ping(nonce))
@@ -230,7 +230,7 @@ def test_wakes_are_as_the_inbox_gave_them(tmp_path: Path) -> None:
             others += inbox.wait_all(5)
         inbox.wait_all(0)
     finally:
-        inbox.tape.close()
+        inbox.replay_context.close()
         inbox.close()
         outbox.close()
         context.term()

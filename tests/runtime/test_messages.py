@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.config.settings import Settings
 from pipeline.metrics.stats import EdgeCounts, ExecuteCounts, ServerStats, StageCounts, StageStats
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import ASIDES, MessageDecoder
+from pipeline.runtime.channels import CONTROL_REQUESTS, MessageDecoder
 from pipeline.shm.arrays import ShmRef
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
@@ -97,7 +97,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "keep_record": m.KeepRecord(5, "/tmp/x"),
     "trace": m.Trace(5, 2.5),
     "take_trace": m.TakeTrace(5),
-    "find_call": m.FindCall(5, "cmpl-1"),
+    "find_call": m.FindRequest(5, "cmpl-1"),
     "flame": m.Flame(5),
     "end_flame": m.EndFlame(5),
     "ask_server_stats": m.AskServerStats(5),
@@ -116,9 +116,9 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "accepted": m.Accepted(REQUEST_ID, 1, IDS),
     "accepted with text": m.Accepted(REQUEST_ID, 1, IDS, "hi", ["h", "Ġi"]),
     "accepted with times": m.Accepted(REQUEST_ID, 1, IDS, None, None, 1.5, 2.5),
-    "abort_calls": m.AbortCalls(1, 5, ["chatcmpl-1", "mine"]),
-    "abort_calls of a scope": m.AbortCalls(1, 5, ["mine"], "5c0be"),
-    "calls_aborted": m.CallsAborted(1, 5, [0]),
+    "abort_calls": m.AbortRequests(1, 5, ["chatcmpl-1", "mine"]),
+    "abort_calls of a scope": m.AbortRequests(1, 5, ["mine"], "5c0be"),
+    "calls_aborted": m.RequestsAborted(1, 5, [0]),
     "rejected": m.Rejected(REQUEST_ID, 1, FAILURE),
     "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),
     "deltas with times": m.Deltas([1], [0], [0], ["a"], [0], IDS, [0], [2], [0], [None], [FIRST], 4.5, 5.5),
@@ -314,7 +314,7 @@ def test_every_member_of_every_inbox_has_a_sample():
     sampled = {type(sample) for sample in SAMPLES.values()}
     for union in INBOXES.values():
         assert set(get_args(union)) <= sampled
-    assert set(ASIDES) <= sampled
+    assert set(CONTROL_REQUESTS) <= sampled
 
 
 def test_every_inbox_takes_what_the_supervisor_says_to_any_stage():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.metrics import chrome_trace
-from pipeline.metrics.request_timings import HOPS, CallTimes, SequenceTimes, stamps
+from pipeline.metrics.request_timings import HOPS, RequestTimings, SequenceTimings, stamps
 from pipeline.runtime import messages as m
 from pipeline.runtime import tracing
 from pipeline.runtime.tracing import Record, StageTrace, Tracer
@@ -136,7 +136,7 @@ def test_an_empty_window_is_a_valid_file() -> None:
 
 def test_a_calls_hops_follow_each_other_through_the_stages() -> None:
     times = [10.0 + i for i in range(len(HOPS) + 1)]
-    call = CallTimes("cmpl-1", 5.0, [SequenceTimes(3, i, times, 16.5, 7, 4, 9) for i in range(2)])
+    call = RequestTimings("cmpl-1", 5.0, [SequenceTimings(3, i, times, 16.5, 7, 4, 9) for i in range(2)])
     events = check(chrome_trace.of_call(call))
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     first = [e for e in events if e["ph"] == "X" and e["tid"] == 1]

@@ -27,7 +27,7 @@ from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings
 from tests.stages.execute.test_masks import ENDLESS
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
-from tests.stages.gateway.test_logprobs import records
+from tests.stages.gateway.replies.test_logprobs import records
 from tests.stages.ingest import models as tiny
 from tests.stages.replays import entries, messages_in, order, replay_partial, replays_alike
 from tests.stages.schedule.test_stage import FACTS, Neighbours
@@ -82,8 +82,8 @@ def test_detokenize_sends_the_same_again_also_in_a_process_of_its_own(text_dir: 
     assert max(arrays) > 4096, "what lay in shared memory is in the file"
 
 
-def state_of(rig: Rig, aside: m.EndRecord | m.KeepRecord) -> RecordState:
-    rig.send(aside)
+def state_of(rig: Rig, control_request: m.EndRecord | m.KeepRecord) -> RecordState:
+    rig.send(control_request)
     answer = rig.receive("supervisor", m.Answer)
     assert answer.error == ""
     return msgspec.msgpack.decode(answer.body, type=RecordState)

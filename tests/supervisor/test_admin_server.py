@@ -17,7 +17,7 @@ from pipeline.metrics.stats import ServerStats, StageCounts
 from pipeline.runtime import messages as m
 from pipeline.supervisor import admin_client, admin_server
 from pipeline.supervisor.admin_client import Admin, choose_server, find_servers
-from pipeline.supervisor.admin_server import Door, Questions
+from pipeline.supervisor.admin_server import AdminServer, Questions
 from tests.rig import PATIENCE_S, Rig
 
 _numbers = itertools.count()
@@ -29,19 +29,19 @@ class Bench:
 
     def __init__(self) -> None:
         self.server = f"{os.getpid()}-{next(_numbers):08x}"
-        self.sent: list[tuple[str, m.Aside]] = []
+        self.sent: list[tuple[str, m.ControlRequest]] = []
         self.names = ["gateway.0", "gateway.1", "schedule.0"]
         self.refuses: set[str] = set()
         self.timeouts_s: list[float] = []
         """Of stats."""
         self.context: zmq.Context[Any] = zmq.Context()
         self.questions = Questions(self._send)
-        self.door = Door(self.context, self.server, self.questions, self._stats, lambda: self.names)
+        self.door = AdminServer(self.context, self.server, self.questions, self._stats, lambda: self.names)
         self.peer = self.context.socket(zmq.DEALER)
         self.peer.connect(admin_server.address_of(self.server))
 
-    def _send(self, name: str, aside: m.Aside) -> bool:
-        self.sent.append((name, aside))
+    def _send(self, name: str, control_request: m.ControlRequest) -> bool:
+        self.sent.append((name, control_request))
         return name not in self.refuses
 
     def say(self, message: Any) -> None:
@@ -86,7 +86,7 @@ def test_stats_come_back_with_the_askers_nonce(bench: Bench) -> None:
 
 
 def test_an_aside_goes_to_the_stages_that_were_named_and_their_answers_come_back(bench: Bench) -> None:
-    bench.say(admin_server.Tell(5, ["gateway"], m.Count(999)))
+    bench.say(admin_server.StageCommand(5, ["gateway"], m.Count(999)))
     bench.turn_until(lambda: len(bench.sent) == 2)
     assert [name for name, _ in bench.sent] == ["gateway.0", "gateway.1"]
     nonce = bench.sent[0][1].nonce
@@ -103,7 +103,7 @@ def test_an_aside_goes_to_the_stages_that_were_named_and_their_answers_come_back
 
 
 def test_a_stage_that_hangs_is_late_and_the_others_are_heard(bench: Bench) -> None:
-    bench.say(admin_server.Tell(5, [], m.Count(0), timeout_s=0.05))
+    bench.say(admin_server.StageCommand(5, [], m.Count(0), timeout_s=0.05))
     bench.turn_until(lambda: len(bench.sent) == 3)
     bench.questions.answered("schedule.0", m.Answer(bench.sent[0][1].nonce, msgspec.Raw(b"\x01")))
     errors = {answer.stage: answer.error for answer in bench.heard().answers}
@@ -113,7 +113,7 @@ def test_a_stage_that_hangs_is_late_and_the_others_are_heard(bench: Bench) -> No
 
 def test_a_stage_that_dies_or_takes_no_message_is_not_waited_for(bench: Bench) -> None:
     bench.refuses = {"gateway.0"}
-    bench.say(admin_server.Tell(5, ["gateway"], m.Count(0), timeout_s=600))
+    bench.say(admin_server.StageCommand(5, ["gateway"], m.Count(0), timeout_s=600))
     bench.turn_until(lambda: len(bench.sent) == 2)
     bench.questions.lost("gateway.1")
     assert all(answer.error for answer in bench.heard().answers)
@@ -122,10 +122,10 @@ def test_a_stage_that_dies_or_takes_no_message_is_not_waited_for(bench: Bench) -
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        (admin_server.Tell(3, ["execute"], m.Count(0)), "no stage 'execute' is ready; there are gateway.0"),
-        (admin_server.Tell(3, [], m.Count(0), timeout_s=0), "timeout_s must be above 0"),
-        (admin_server.Tell(3, [], m.Count(0), timeout_s=float("nan")), "timeout_s must be above 0"),
-        (admin_server.Tell(3, [], m.Count(0), timeout_s=1e9), "at most 600"),
+        (admin_server.StageCommand(3, ["execute"], m.Count(0)), "no stage 'execute' is ready; there are gateway.0"),
+        (admin_server.StageCommand(3, [], m.Count(0), timeout_s=0), "timeout_s must be above 0"),
+        (admin_server.StageCommand(3, [], m.Count(0), timeout_s=float("nan")), "timeout_s must be above 0"),
+        (admin_server.StageCommand(3, [], m.Count(0), timeout_s=1e9), "at most 600"),
     ],
 )
 def test_a_question_that_makes_no_sense_is_told_why(bench: Bench, question: Any, words: str) -> None:
@@ -203,7 +203,7 @@ def test_open_questions_are_bounded_and_one_turn_takes_a_bounded_part(bench: Ben
     for peer in peers:
         peer.connect(admin_server.address_of(bench.server))
         for nonce in range(1, 13):
-            peer.send(msgspec.msgpack.encode(admin_server.Tell(nonce, ["schedule"], m.Count(0), timeout_s=600)))
+            peer.send(msgspec.msgpack.encode(admin_server.StageCommand(nonce, ["schedule"], m.Count(0), timeout_s=600)))
     bench.turn_until(lambda: len(bench.sent) == admin_server.MAX_OPEN_QUESTIONS)
     bench.turn_until(lambda: any(peer.poll(0) for peer in peers))
     problem = next(peer for peer in peers if peer.poll(0)).recv()

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from pipeline.config.settings import Execute, Settings
-from pipeline.runtime.run_mode import Manner
+from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor import gpu
 from pipeline.supervisor.supervisor import Supervisor
 
@@ -48,7 +48,7 @@ def test_the_server_ends_before_anything_is_reserved_or_prepared(
 
     monkeypatch.setattr(Supervisor, "_prepare", prepare)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor = Supervisor(CUDA, [listener], logging.getLogger("test"), Manner(instant=instant))
+        supervisor = Supervisor(CUDA, [listener], logging.getLogger("test"), RunMode(instant=instant))
         assert supervisor.run(0.0) == 1
         supervisor.close()
     assert prepared == ([True] if instant else [])

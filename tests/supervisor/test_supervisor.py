@@ -13,7 +13,7 @@ from pipeline.config.settings import Detokenize, Execute, Gateway, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Outbox
-from pipeline.runtime.run_mode import Manner
+from pipeline.runtime.run_mode import RunMode
 from pipeline.shm import segment
 from pipeline.supervisor.health import HealthRound
 from pipeline.supervisor.supervisor import Stopping, Supervisor, listen
@@ -181,8 +181,8 @@ def test_last_words_are_waited_for_though_their_speaker_has_ended(
 SWAP_BYTES = 2 * segment.PART_BYTES + 4096
 
 
-def supervisor_with(swap_bytes: int, listener: socket.socket, manner: Manner | None = None) -> Supervisor:
-    return Supervisor(Settings(execute=Execute(swap_bytes=swap_bytes)), [listener], logging.getLogger("test"), manner)
+def supervisor_with(swap_bytes: int, listener: socket.socket, run_mode: RunMode | None = None) -> Supervisor:
+    return Supervisor(Settings(execute=Execute(swap_bytes=swap_bytes)), [listener], logging.getLogger("test"), run_mode)
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_swap_space_must_fit_beside_kv_memory(
     """Which an executor without a model has not."""
     kv_bytes = CPU_KV_BYTES
     monkeypatch.setattr(segment, "available_bytes", lambda: kv_bytes + SWAP_BYTES - 1)
-    supervisor = supervisor_with(SWAP_BYTES, listener, Manner(instant=instant))
+    supervisor = supervisor_with(SWAP_BYTES, listener, RunMode(instant=instant))
     if instant:
         supervisor._reserve()
         supervisor._turn_until(supervisor._is_reserved, 30, "swap space")

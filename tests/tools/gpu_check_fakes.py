@@ -105,7 +105,7 @@ def make_runner(settings: Any, folder: Path, weights: Any = None) -> Steps:
     """In the place of `runners.make_runner`."""
     from unittest import mock
 
-    from pipeline.stages.execute import runner
+    from pipeline.stages.execute.cpu import runner
 
     if weights is None:
         return Steps(runner.Runner(settings, folder))

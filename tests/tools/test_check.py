@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pipeline.kernels.cpu.levels import MAX_ISA, NEEDED
+from pipeline.kernels.cpu.isa import MAX_ISA, NEEDED
 from tests.conftest import ALONE, LONGEST, SERVERS
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ class Run:
 
 def test_all_steps_run_in_their_order(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch)
-    assert (run.code, run.commands) == (0, ["format", "lint", "types", "arrows", "shared", "servers", "alone"])
+    assert (run.code, run.commands) == (0, ["format", "lint", "types", "imports", "shared", "servers", "alone"])
 
 
 def test_it_goes_on_after_a_failure_or_stops_at_it(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +102,10 @@ def test_every_instruction_set_can_be_named(check: ModuleType) -> None:
 
 
 def test_what_goes_to_pytest_goes_to_all_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(check, monkeypatch, "arrows", "tests", "alone", "--", "-k", "prefix")
+    run = Run(check, monkeypatch, "imports", "tests", "alone", "--", "-k", "prefix")
     assert (run.code, run.commands) == (
         0,
-        ["arrows", *(f"{part} -k prefix" for part in ("shared", "servers", "alone"))],
+        ["imports", *(f"{part} -k prefix" for part in ("shared", "servers", "alone"))],
     )
 
 

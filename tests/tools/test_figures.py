@@ -68,7 +68,7 @@ def test_arrivals_have_their_rate_and_the_spread_of_a_poisson_process() -> None:
     moments = overload.arrivals_of("seed", 100.0, 200.0)
     assert moments == sorted(moments) and moments[0] > 0 and moments[-1] < 200
     assert len(moments) == pytest.approx(20_000, rel=0.03)
-    counts = [sum(second <= moment < second + 1 for moment in moments) for second in range(200)]
+    counts = [sum(second <= await_external < second + 1 for await_external in moments) for second in range(200)]
     mean = sum(counts) / 200
     variance = sum((count - mean) ** 2 for count in counts) / 200
     assert 0.7 < variance / mean < 1.4  # even arrivals would have 0, bursts more

@@ -8,7 +8,7 @@ report.py     the table, Markdown and JSON
 gpu.py        timers, graphs and pinned memory; and what stands for them where kernels are interpreted
 shapes.py     the models that are measured, and the bytes of their steps
 models.py     random weights of them, in folders or straight on the GPU; a tokenizer
-runners.py    executors without a server around them; steps for them are stages/execute/planned.py
+runners.py    executors without a server around them; steps for them are stages/execute/measuring/planned.py
 
 machine.py    rates and latencies of the machine itself
 kernels*.py   kernels against float64; checking.py says what right is, made_steps.py has batches for them

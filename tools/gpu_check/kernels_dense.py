@@ -251,7 +251,7 @@ def _embedding(context: Context) -> Iterator[Reading]:
 
 
 def _gate(context: Context) -> Iterator[Reading]:
-    from pipeline.kernels.triton.gate import silu_mul
+    from pipeline.kernels.triton.swiglu import silu_mul
 
     for name in _names(context):
         inner = _config(context, name).intermediate_size

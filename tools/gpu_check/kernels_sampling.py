@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.kernels.logits_processors import Shaping
 from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
 from pipeline.kernels.sample import thresholds
-from pipeline.kernels.shaping import Shaping
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
 from tools.gpu_check import gpu
@@ -153,9 +153,9 @@ def _race(logits: Tensor, row: Row, key: Tensor) -> tuple[Tensor, float, Tensor]
 
 def _shaped(context: Context) -> Iterator[Reading]:
     """Every wish a row may have, each at least once, beside rows that have none; with and without grammars."""
-    from pipeline.kernels.shaping import bits_of, mask, num_words, pack_runs
-    from pipeline.kernels.shaping import shape as shape_in_torch
-    from pipeline.kernels.triton.shape import ShapeScratch, shape
+    from pipeline.kernels.logits_processors import bits_of, mask, num_words, pack_runs
+    from pipeline.kernels.logits_processors import shape as shape_in_torch
+    from pipeline.kernels.triton.logits_processors import ShapeScratch, shape
     from tests.kernels.triton.params import Row as ShapedRow
     from tests.kernels.triton.params import heap_of, params_of
 
@@ -224,8 +224,8 @@ def _shaped(context: Context) -> Iterator[Reading]:
 
 def _records(context: Context) -> Iterator[Reading]:
     """Log probabilities, and the likeliest ids with theirs, against a sort."""
-    from pipeline.kernels.records import likeliest, log_softmax
-    from pipeline.kernels.triton.record import RecordScratch, records, stats
+    from pipeline.kernels.logprobs import likeliest, log_softmax
+    from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
 
     for name, vocab_size in {"tiny": 300}.items() if context.interpreted else VOCABS.items():
         for num, most in ((3, 5),) if context.interpreted else ((1, 20), (64, 20), (3, 1024)):

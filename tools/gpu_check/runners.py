@@ -45,7 +45,7 @@ def settings_for(
 
 def make_cpu_runner(settings: Settings, folder: Path) -> Any:
     """The CPU's executor for a prepared folder."""
-    from pipeline.stages.execute.runner import Runner
+    from pipeline.stages.execute.cpu.runner import Runner
 
     return Runner(settings, folder)
 

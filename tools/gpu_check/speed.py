@@ -23,7 +23,7 @@ from pipeline.config.settings import Quantization
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute import planned as steps
+from pipeline.stages.execute.measuring import planned as steps
 from tools.gpu_check import gpu, machine
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import WeightsOnDevice

@@ -17,13 +17,13 @@ import torch
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.kv_layout import block_bytes
+from pipeline.kernels.logits_processors import shape
 from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
 from pipeline.kernels.sample import thresholds
-from pipeline.kernels.shaping import shape
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute import planned as steps
-from pipeline.stages.execute.wants import shaping_of
+from pipeline.stages.execute.measuring import planned as steps
+from pipeline.stages.execute.sampling_features import shaping_of
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_prepared

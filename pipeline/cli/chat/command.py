@@ -14,8 +14,8 @@ from pipeline.cli.chat.dialogue import FAILED, Dialogue
 from pipeline.cli.chat.options import DEFAULT_URL
 from pipeline.cli.chat.reader import Reader
 from pipeline.cli.chat.screen import Screen
-from pipeline.client.embedded.log import http_address
-from pipeline.client.embedded.server import OwnServer
+from pipeline.client.embedded.server import EmbeddedServer
+from pipeline.client.embedded.server_log import http_address
 from pipeline.client.progress import StartStatus
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
@@ -34,13 +34,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         raise ConfigError(["--url: --config and --set are for a server of this command's own"])
     screen = Screen(is_live=sys.stdin.isatty() and sys.stdout.isatty())
     with asyncio.Runner() as runner:
-        own: OwnServer | None = None
+        own: EmbeddedServer | None = None
         connection: Connection | None = None
         try:
             connection, url = _running(args, runner)
             if connection is None:
                 key = secrets.token_urlsafe()  # others on this machine may find its port
-                own = OwnServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
+                own = EmbeddedServer(_own_settings(settings), environ={SERVER_VARIABLE: key})
                 url = _started(own)
                 connection = runner.run(_connect(args, url, None, key))
             screen.remark(f"{connection.model} at {url} · /help lists commands, Ctrl-D ends")
@@ -92,7 +92,7 @@ def _own_settings(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, gateway=gateway, log_level="info")
 
 
-def _started(own: OwnServer) -> str:
+def _started(own: EmbeddedServer) -> str:
     """Wait until it serves. Returns its address. Raises StartError."""
     with StartStatus(progress=True) as status:
         while (url := http_address(own.log())) is None:
@@ -102,7 +102,7 @@ def _started(own: OwnServer) -> str:
     return url
 
 
-def _why_gone(own: OwnServer | None) -> str | None:
+def _why_gone(own: EmbeddedServer | None) -> str | None:
     """Why our own server is gone for good; None where it is somebody else's, or lives."""
     if own is None or not own.wait(LAST_WORDS_S):
         return None

@@ -27,7 +27,7 @@ from pipeline.runtime.logs import open_log
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.supervisor import gpu
 
-EXECUTE = "pipeline.stages.execute.check"
+EXECUTE = "pipeline.stages.execute.measuring.check"
 """Its `compute(settings, folder, plan)` makes our side, after `set_up(settings)`."""
 REFERENCE = "pipeline.stages.prepare.reference"
 """Its `Reference` makes transformers'."""

@@ -53,14 +53,14 @@ def _serve(args: argparse.Namespace) -> int:
             raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}"])
         args.model = args.given_model
     settings = settings_of(args)
-    from pipeline.runtime.run_mode import Manner, recordings, stage_name, terminal
+    from pipeline.runtime.run_mode import RunMode, recordings, stage_name, terminal
     from pipeline.supervisor.supervisor import serve
 
     if args.break_at and not args.foreground:
         raise ConfigError(["--break needs --foreground: the stage that has the function"])
     if args.inline and args.foreground:
         raise ConfigError(["--inline has no stage to put into the foreground: all are there"])
-    manner = Manner(
+    run_mode = RunMode(
         record=recordings(args.record, settings),
         instant=args.instant,
         foreground=stage_name(args.foreground, settings, "--foreground") if args.foreground else "",
@@ -69,7 +69,7 @@ def _serve(args: argparse.Namespace) -> int:
     )
     try:
         with terminal():
-            return serve(settings, manner)
+            return serve(settings, run_mode)
     except BrokenPipeError:
         raise
     except OSError as error:  # the address can't be listened on, in words for the user

@@ -20,7 +20,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.logs import open_log
 from pipeline.supervisor import gpu
 
-EXECUTE = "pipeline.stages.execute.profile"
+EXECUTE = "pipeline.stages.execute.measuring.profile"
 """Its `profile(settings, plan, prepare)` measures."""
 PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
 

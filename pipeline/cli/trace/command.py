@@ -7,7 +7,7 @@ import threading
 from pipeline.cli.out_file import require_writable
 from pipeline.errors import UserError
 from pipeline.metrics import chrome_trace
-from pipeline.metrics.request_timings import CallTimes
+from pipeline.metrics.request_timings import RequestTimings
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _window(server: Admin, seconds: float) -> bytes:
-    started = server.tell(m.Trace(0, seconds + MARGIN_S), [])
+    started = server.send_command(m.Trace(0, seconds + MARGIN_S), [])
     names = [name for name, answer in started.items() if not answer.error]
     for name, answer in started.items():
         if answer.error:
@@ -49,7 +49,7 @@ def _window(server: Admin, seconds: float) -> bytes:
         print("pipeline trace: ended early", file=sys.stderr)
     decoder: MessageDecoder[StageTrace] = MessageDecoder(StageTrace)
     stages = []
-    for name, answer in server.tell(m.TakeTrace(0), names, TAKE_S).items():
+    for name, answer in server.send_command(m.TakeTrace(0), names, TAKE_S).items():
         if answer.error:
             print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
             continue
@@ -61,8 +61,8 @@ def _window(server: Admin, seconds: float) -> bytes:
 
 
 def _request(server: Admin, call_id: str) -> bytes:
-    decoder: MessageDecoder[CallTimes | None] = MessageDecoder(CallTimes | None)
-    answers = server.tell(m.FindCall(0, call_id), ["gateway"])
+    decoder: MessageDecoder[RequestTimings | None] = MessageDecoder(RequestTimings | None)
+    answers = server.send_command(m.FindRequest(0, call_id), ["gateway"])
     for answer in answers.values():
         if not answer.error and (times := decoder.decode(bytes(answer.body))) is not None:
             return chrome_trace.of_call(times)

@@ -1,5 +1,5 @@
 """The first process of a server that belongs to another Python process. Run as a script by `own_server.py`, with the
-number of an inherited descriptor that holds an `OwnLaunch`.
+number of an inherited descriptor that holds an `EmbeddedLaunch`.
 
 From here on it is the supervisor that `pipeline serve` runs. Besides it watches its owner, and ends when that does:
 however the owner ended, nothing is left of the server.
@@ -19,10 +19,10 @@ def main(launch_fd: int) -> int:
     import msgspec
     import setproctitle
 
-    from pipeline.client.embedded.server import OwnLaunch
+    from pipeline.client.embedded.server import EmbeddedLaunch
 
     with open(launch_fd, "rb") as file:
-        launch = msgspec.msgpack.decode(file.read(), type=OwnLaunch)
+        launch = msgspec.msgpack.decode(file.read(), type=EmbeddedLaunch)
     _end_with(launch.owner_fd, launch.death_fd)
     setproctitle.setproctitle("pipeline: supervisor.0")
 

@@ -1,6 +1,6 @@
 """A server that belongs to this Python process: an ordinary supervisor with its stages, started by exec.
 
-    OwnServer() ──► starting ──► whoever waits finds its door open ──► close(): SIGTERM, a while, SIGKILL
+    EmbeddedServer() ──► starting ──► whoever waits finds its door open ──► close(): SIGTERM, a while, SIGKILL
                         └──► it ends: `reason()` says why, in its own words
 
 It never outlives this process, however that ends (see own_entry.py). Started by exec it needs no main guard, and
@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import msgspec
 
-from pipeline.client.embedded import entry, log
+from pipeline.client.embedded import entry, server_log
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
@@ -34,7 +34,7 @@ NUM_LAST_LINES = 20
 """Of the log, where a server ends without saying why."""
 
 
-class OwnLaunch(msgspec.Struct, array_like=True, frozen=True):
+class EmbeddedLaunch(msgspec.Struct, array_like=True, frozen=True):
     """What the first process of the server is told."""
 
     settings: Settings
@@ -70,7 +70,7 @@ def private_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return address, {**given, "gateway": {"port": 0, **gateway, "zmq": address}}
 
 
-class OwnServer:
+class EmbeddedServer:
     """The process, its log and its end. Usable from any thread."""
 
     def __init__(
@@ -90,7 +90,7 @@ class OwnServer:
         owner_fd = os.pidfd_open(os.getpid())
         launch_fd = os.memfd_create("pipeline-launch")
         try:
-            os.write(launch_fd, msgspec.msgpack.encode(OwnLaunch(settings, owner_fd, death_read)))
+            os.write(launch_fd, msgspec.msgpack.encode(EmbeddedLaunch(settings, owner_fd, death_read)))
             os.lseek(launch_fd, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(entry.__file__)), str(launch_fd)],
@@ -155,11 +155,11 @@ class OwnServer:
 
     def last_line(self) -> str:
         """What it does just now, for a person."""
-        return log.last_words(self.log())
+        return server_log.last_words(self.log())
 
     def complaints(self) -> str:
         """What it has said that is wrong; empty where it has nothing to complain of."""
-        return log.complaints(self.log())
+        return server_log.complaints(self.log())
 
     def reason(self) -> str:
         """Why it ended, in its own words, which come from its log."""

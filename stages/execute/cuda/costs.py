@@ -11,7 +11,7 @@ from pipeline.cli.profile.results import Case, KernelTime, OpTime, Rates, StepTi
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.launches import Launches
 from pipeline.stages.execute.cuda.model import DeviceModel
-from pipeline.stages.execute.measure import floor_of
+from pipeline.stages.execute.measuring.measure import floor_of
 
 PRODUCTS, ATTENTION, REST = "products", "attention", "rest"
 """What the kernels of a step are parts of."""

@@ -13,12 +13,12 @@ from typing import assert_never
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
-from pipeline.stages.execute.counting import Counting
+from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.completions import Completions
-from pipeline.stages.execute.cuda.flight import Flight
+from pipeline.stages.execute.cuda.in_flight_step import Flight
 from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.execute.metrics import Counting
 from pipeline.stages.execute.publishing import Publisher, Times
-from pipeline.stages.execute.runner import Sampled
 
 IDLE_S = 1.0
 """Longest wait before the loop turns."""
@@ -48,16 +48,16 @@ class Loop:
     def __init__(self, stage: "Stage[m.ExecuteInbox]", runner: CudaRunner, completions: Completions) -> None:
         self._stage, self._runner, self._completions = stage, runner, completions
         self._counting = Counting()
-        stage.asides.own_counts = lambda: self._counting.counts(runner.rows.num_live)
+        stage.control_requests.own_counts = lambda: self._counting.counts(runner.rows.num_live)
         self._publisher = Publisher(stage, self._counting)
         runner.publish = self._publish
         self._ended_ns = 0
         """When the last step ended, by the GPU's clock."""
         self._launched: dict[int, tuple[float, list[int]]] = {}
         """By step: when it was launched, by the stage's clock, and the requests that begin with it."""
-        self._ended_s = stage.tape.monotonic()
+        self._ended_s = stage.replay_context.monotonic()
         if stage.inbox.is_replayed:
-            stage.tape.perform("complete", lambda key, data: self._collect_again(key))
+            stage.replay_context.perform("complete", lambda key, data: self._collect_again(key))
         else:
             stage.inbox.wake_by(completions.fd)
 
@@ -92,7 +92,7 @@ class Loop:
                 records_more, timeout_s = runner.record_more(), 0.0
 
     def _launch(self, step: m.Step) -> None:
-        began_s = self._stage.tape.monotonic()
+        began_s = self._stage.replay_context.monotonic()
         self._launched[step.step_id] = began_s, [add.request_id for add in step.adds]
         self._completions.put(self._runner.launch(step, self._stage.arrays.take))
 
@@ -106,7 +106,7 @@ class Loop:
         """Publish what is over, or all that was launched; in a replay, what was published then. Returns whether there
         was anything."""
         if self._stage.inbox.is_replayed:
-            self._stage.tape.catch_up()
+            self._stage.replay_context.catch_up()
             return False
         self._completions.clear()
         return bool(self._runner.drain() if waits else self._runner.collect_done())
@@ -128,7 +128,7 @@ class Loop:
             # No clock of a GPU's, or nothing that it computed.
             compute_s, wait_s = now_s - max(launched_s, self._ended_s), max(0.0, launched_s - self._ended_s)
         times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s)
-        now_s, compute_s, wait_s, copy_s = TIMES.unpack(stage.tape.happened("complete", flight.step_id, times))
+        now_s, compute_s, wait_s, copy_s = TIMES.unpack(stage.replay_context.observe("complete", flight.step_id, times))
         self._ended_s = now_s
         if copy_s != sampled.copy_s:
             sampled = replace(sampled, copy_s=copy_s)

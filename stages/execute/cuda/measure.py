@@ -22,12 +22,12 @@ from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.costs import Samples, costs_of, summarize, weight_bytes
 from pipeline.stages.execute.cuda.device import make_device
-from pipeline.stages.execute.cuda.flight import Flight
+from pipeline.stages.execute.cuda.in_flight_step import Flight
 from pipeline.stages.execute.cuda.launches import Launches, traced
 from pipeline.stages.execute.cuda.rates import Probe
 from pipeline.stages.execute.cuda.runner import CudaRunner
-from pipeline.stages.execute.measure import check_positions, cpu_name, num_blocks_of
-from pipeline.stages.execute.planned import row_add, step, take
+from pipeline.stages.execute.measuring.measure import check_positions, cpu_name, num_blocks_of
+from pipeline.stages.execute.measuring.planned import row_add, step, take
 from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton import fused, gate, linear, norm
+from pipeline.kernels.triton import fused, linear, norm, swiglu
 from pipeline.kernels.triton.attention import attend
 from pipeline.kernels.triton.attention_decode import attend_decode
 from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
@@ -33,8 +33,8 @@ from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.program import AttentionWeights, Linear, MlpWeights, Recorder
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.program import AttentionWeights, Linear, MlpWeights, Recorder
 from pipeline.stages.execute.rope import rope_frequencies
 
 
@@ -281,7 +281,7 @@ class DeviceModel(Recorder):
                 attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
             parts = self._linear(self._narrow, attended, layer.out)
             norm.add_norm(normed, residual, parts, mlp.norm, eps)
-            gate.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
+            swiglu.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
             parts = self._linear(self._narrow, gated, mlp.down)
 
     def _few(self, step: StepArrays) -> None:

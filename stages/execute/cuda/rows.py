@@ -7,14 +7,14 @@ collected while a step's message is read, and go to the GPU in front of the step
 import numpy as np
 import torch
 
-from pipeline.kernels.shaping import Shaping, num_words
+from pipeline.kernels.logits_processors import Shaping, num_words
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.heap import Heap
+from pipeline.stages.execute.cuda.device_allocator import Heap
 from pipeline.stages.execute.cuda.staging import Run
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.wants import Want
+from pipeline.stages.execute.sampling_features import Want
 
 HEAP_WORDS = 4 * 1024**2
 """For lists of wishes: 16 MiB."""

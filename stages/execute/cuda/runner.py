@@ -21,30 +21,30 @@ import torch
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.draw_inputs import NO_ID
-from pipeline.kernels.record_inputs import ByteArray
+from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
 from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.program import LogitArray
+from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.device import Device, make_device
-from pipeline.stages.execute.cuda.flight import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps
+from pipeline.stages.execute.cuda.host_transfer import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
+from pipeline.stages.execute.cuda.in_flight_step import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.model import DeviceModel, Sums, allocate_kv
 from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
+from pipeline.stages.execute.cuda.sampling_extras import Masked, Wishes
 from pipeline.stages.execute.cuda.shapes import Shape, Shapes
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
-from pipeline.stages.execute.cuda.swap import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
-from pipeline.stages.execute.cuda.wishes import Masked, Wishes
+from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.kv import divide_swap, plan_device_kv
-from pipeline.stages.execute.masks import Masks
 from pipeline.stages.execute.models.registry import record_model
 from pipeline.stages.execute.pooling import Pool
-from pipeline.stages.execute.program import LogitArray
-from pipeline.stages.execute.prompts import NO_BYTES
+from pipeline.stages.execute.prompt_logprobs import NO_BYTES
 from pipeline.stages.execute.rows import NOT_YET, RowTable, Take
-from pipeline.stages.execute.runner import Sampled
-from pipeline.stages.execute.wants import Want, why_nothing_is_left
+from pipeline.stages.execute.sampling_features import Want, why_nothing_is_left
 from pipeline.stages.execute.weights import Weights
 
 Publish = Callable[[Flight, Sampled], None]

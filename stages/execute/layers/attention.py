@@ -2,7 +2,7 @@
 keys, a sliding window."""
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear
+from pipeline.stages.execute.cpu.program import AttentionWeights, HeadNorms, Linear
 from pipeline.stages.execute.weights import Weights
 
 

@@ -1,7 +1,7 @@
 """The gated feed-forward layer."""
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.program import Linear, MlpWeights
+from pipeline.stages.execute.cpu.program import Linear, MlpWeights
 from pipeline.stages.execute.weights import Weights
 
 

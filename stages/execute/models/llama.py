@@ -7,9 +7,9 @@ embedding → layers × (norm → attention → + → norm → feed-forward → 
 """
 
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.program import Recorder
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
-from pipeline.stages.execute.program import Recorder
 from pipeline.stages.execute.weights import Weights
 
 

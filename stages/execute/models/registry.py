@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from pipeline.runtime.model_folder import Architecture, ModelConfig
+from pipeline.stages.execute.cpu.program import Recorder
 from pipeline.stages.execute.models import llama
-from pipeline.stages.execute.program import Recorder
 from pipeline.stages.execute.weights import Weights
 
 MODELS: dict[Architecture, Callable[[ModelConfig, Weights, Recorder], None]] = {

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.build import build
-from pipeline.kernels.cpu.levels import available
+from pipeline.kernels.cpu.isa import available
 
 
 @pytest.fixture(scope="session", params=[*available(), "emulated"])

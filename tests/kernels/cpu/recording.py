@@ -17,8 +17,8 @@ import torch
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Format, Matrix, quantize
-from pipeline.kernels.record_inputs import ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 
 FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
@@ -238,7 +238,7 @@ def read_floats(rows: native.Rows, num: int, width: int) -> np.ndarray:
 
 
 def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K] int8 or int16 and scales [N, K / 32] float32, rounded as quantize() in product.h writes it down."""
+    """Codes [N, K] int8 or int16 and scales [N, K / 32] float32, rounded as quantize() in gemm.h writes it down."""
     groups = values.reshape(len(values), -1, GROUP)
     tops = np.abs(groups).max(-1)
     most, dtype = (127, np.int8) if form is Form.BYTES else (32767, np.int16)

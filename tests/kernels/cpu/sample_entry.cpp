@@ -1,4 +1,4 @@
-// sample.h, shaping.h and record.h, as a test calls them.
+// sample.h, logits_processors.h and logprobs.h, as a test calls them.
 #include "../../../kernels/cpu/record.h"
 #include "../../../kernels/cpu/sample.h"
 #include "../../../kernels/cpu/shaping.h"

@@ -1,4 +1,4 @@
-"""sample.h, shaping.h and record.h as a library of their own, at every level, for tests."""
+"""sample.h, logits_processors.h and logprobs.h as a library of their own, at every level, for tests."""
 
 import ctypes
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.kernels.cpu.build import build
-from pipeline.kernels.cpu.levels import available
-from pipeline.kernels.shaping import SHAPING, Shaping
+from pipeline.kernels.cpu.isa import available
+from pipeline.kernels.logits_processors import SHAPING, Shaping
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
 LEVELS = [*available(), "emulated"]

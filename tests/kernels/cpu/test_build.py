@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels.cpu import build as build_module
-from pipeline.kernels.cpu import levels
+from pipeline.kernels.cpu import isa
 from pipeline.kernels.cpu.build import (
     MAX_KEPT,
     BuildError,
@@ -92,7 +92,7 @@ class Bench:
         eventually(lambda: path.exists() and path.read_text().endswith("\n"))
         return int(path.read_text())
 
-    def build(self, level: levels.Level = "portable", *, emulate: bool = False, timeout_s: float = PATIENCE_S) -> Path:
+    def build(self, level: isa.Level = "portable", *, emulate: bool = False, timeout_s: float = PATIENCE_S) -> Path:
         return build(
             level, self.said.append, self.source, cache_root=self.cache_root, emulate=emulate, timeout_s=timeout_s
         )
@@ -174,7 +174,7 @@ def change_flags(_: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change_cpu(_: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "cpuinfo", lambda: "model name : another\nflags : fpu\n")
+    monkeypatch.setattr(isa, "cpuinfo", lambda: "model name : another\nflags : fpu\n")
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_a_library_of_each_level_knows_its_level(bench: Bench) -> None:
         "#if defined(LEVEL_AVX512)\n#define ANSWER 512\n#elif defined(LEVEL_AVX2)\n#define ANSWER 2\n"
         "#elif defined(LEVEL_PORTABLE)\n#define ANSWER 0\n#endif\n"
     )
-    answers = {level: answer(bench.build(level)) for level in levels.available()}
+    answers = {level: answer(bench.build(level)) for level in isa.available()}
     assert answers == {
-        level: {"avx512_bf16": 512, "avx512": 512, "avx2": 2, "portable": 0}[level] for level in levels.available()
+        level: {"avx512_bf16": 512, "avx512": 512, "avx2": 2, "portable": 0}[level] for level in isa.available()
     }
 
 

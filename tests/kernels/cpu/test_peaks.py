@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels.cpu.build import LEVEL_FLAGS, build
-from pipeline.kernels.cpu.levels import Level, available
+from pipeline.kernels.cpu.isa import Level, available
 from pipeline.kernels.cpu.peaks import SOURCE, buffer_bytes, cache_bytes, measure
 
 MIB = 1 << 20

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.kernels.logits_processors import Shaping
 from pipeline.kernels.noise import sequence_key
-from pipeline.kernels.shaping import Shaping
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
 
 

@@ -5,8 +5,8 @@ import torch
 
 from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.kernels.triton import device_matrix as device_matrix_module
+from pipeline.kernels.triton.dequantize import widen_rows
 from pipeline.kernels.triton.device_matrix import DeviceMatrix, to_int4, to_int8
-from pipeline.kernels.triton.widen import widen_rows
 from tests.kernels.triton.products import random
 
 

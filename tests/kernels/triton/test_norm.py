@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pipeline.kernels.triton.fused import gate_up, norm_gate_up, norm_linear
-from pipeline.kernels.triton.gate import silu_mul
 from pipeline.kernels.triton.linear import num_parts, parts_dtype
 from pipeline.kernels.triton.norm import add_norm, embed, take_norm
+from pipeline.kernels.triton.swiglu import silu_mul
 from pipeline.kernels.triton.tuned import Config
 from tests.kernels.triton.products import (
     FORMATS,

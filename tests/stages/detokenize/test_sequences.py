@@ -12,7 +12,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.sequences import Sequences
 from pipeline.text.incremental_decoder import Text
 from pipeline.text.vocabulary import Vocabulary
-from tests.stages.detokenize.test_stops import expected
+from tests.stages.detokenize.test_stop_matcher import expected
 from tests.stages.detokenize.vocabularies import byte_ids, byte_level
 
 VOCABULARY = Vocabulary(byte_level())

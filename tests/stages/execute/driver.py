@@ -10,8 +10,8 @@ from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.runner import Runner, Sampled
-from pipeline.stages.execute.torch_program import TorchProgram
+from pipeline.stages.execute.cpu.runner import Runner, Sampled
+from pipeline.stages.execute.cpu.torch_program import TorchProgram
 
 GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
 

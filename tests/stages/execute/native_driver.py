@@ -11,12 +11,12 @@ import pytest
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.kernels.cpu.levels import available
+from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.matrix import Format, quantize
 from pipeline.runtime.model_folder import ModelConfig, format_key
-from pipeline.stages.execute import backend
-from pipeline.stages.execute.native_program import NativeProgram
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.cpu import backend
+from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.runner import Runner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, settings
 

@@ -13,7 +13,7 @@ from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.cpu.runner import Runner
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
 from tests.rig import raw

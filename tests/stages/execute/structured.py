@@ -10,7 +10,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.cpu.runner import Runner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings, take
 from tests.stages.ingest.models import byte_tokenizer

@@ -7,10 +7,10 @@ import psutil
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.kernels.cpu.levels import available
-from pipeline.stages.execute import backend
-from pipeline.stages.execute.runner import Runner
-from pipeline.stages.execute.torch_program import TorchProgram
+from pipeline.kernels.cpu.isa import available
+from pipeline.stages.execute.cpu import backend
+from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
 from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write

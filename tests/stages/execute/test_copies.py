@@ -12,9 +12,9 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.native_program import NativeProgram, layer_bytes
-from pipeline.stages.execute.runner import Runner
-from pipeline.stages.execute.torch_program import TorchProgram
+from pipeline.stages.execute.cpu.native_program import NativeProgram, layer_bytes
+from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
 from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write

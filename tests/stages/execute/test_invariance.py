@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.native_program import NativeProgram
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.runner import Runner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Ask, Pair, make_runner

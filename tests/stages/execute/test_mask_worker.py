@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.grammars.engine import Engine
 from pipeline.grammars.worker import receive
-from pipeline.stages.execute.mask_memory import Begin, Fill, MaskMemory, Order, Report, State
-from pipeline.stages.execute.mask_worker import MaskWorker
+from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, Order, Report, State
+from pipeline.stages.execute.grammar_masks.worker import MaskWorker
 from tests.stages.execute.structured import lark
 from tests.stages.ingest import models as tiny
 

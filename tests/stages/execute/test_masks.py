@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from pipeline.runtime.messages import NOTHING_LEFT, Finish
-from pipeline.stages.execute import masks as masks_module
+from pipeline.stages.execute.grammar_masks import masks as masks_module
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, sampling, write
 
 SCHEMA = {

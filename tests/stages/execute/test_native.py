@@ -16,8 +16,8 @@ from pipeline.kernels.matrix import Format
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.native_program import MasksLate
-from pipeline.stages.execute.torch_program import TorchProgram
+from pipeline.stages.execute.cpu.native_program import MasksLate
+from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID
 from tests.stages.execute.driver import GREEDY, Driver, GivenMasks, row_add, settings

@@ -17,15 +17,15 @@ from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu.build import BuildError
-from pipeline.kernels.cpu.levels import available
+from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.peaks import Peaks
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute import measure as module
-from pipeline.stages.execute import profile as entry
-from pipeline.stages.execute.measure import Samples, fill, floor_s, measure, overlapped_s, summarize
-from pipeline.stages.execute.random_weights import RandomWeights
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.measuring import measure as module
+from pipeline.stages.execute.measuring import profile as entry
+from pipeline.stages.execute.measuring.measure import Samples, fill, floor_s, measure, overlapped_s, summarize
+from pipeline.stages.execute.measuring.random_weights import RandomWeights
 from pipeline.stages.execute.weights import Weights
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
@@ -276,7 +276,7 @@ def test_random_weights_leave_logits_that_are_numbers(tmp_path: Path, monkeypatc
     SMALL.save(tmp_path)
     for quantization in ("none", "q8_0", "q4_1"):
         weights = RandomWeights(SMALL, torch.bfloat16, quantization)
-        monkeypatch.setattr("pipeline.stages.execute.runner.Weights", lambda *_, made=weights: made)
+        monkeypatch.setattr("pipeline.stages.execute.cpu.runner.Weights", lambda *_, made=weights: made)
         runner = Runner(settings(dtype="bfloat16", kv_mib=1), tmp_path)
         runner.program.keep_logits()
         fill(runner.inputs, Case("prefill", 1, 30, 30), np.arange(30, dtype=np.int32), np.arange(2, dtype=np.int32))

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.cpu.runner import Runner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.stages.execute.driver import GREEDY, Driver, make_step, row_add, settings, take

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.logits_processors import bits_of, shape
 from pipeline.kernels.sample import probabilities_reference
 from pipeline.kernels.select import select
-from pipeline.kernels.shaping import bits_of, shape
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime import messages as m
+from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampler import Sampler
 from tests.kernels.test_sample import assert_follows
 
 VOCAB_SIZE = 60

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.runner import Runner
+from pipeline.stages.execute.cpu.runner import Runner
 from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
 from tests.rig import raw

@@ -18,8 +18,8 @@ from pipeline.stages.gateway.deadlines import Deadlines
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, events_of, read_until
 from tests.stages.gateway.peers import RawPeer
-from tests.stages.gateway.test_counting import counts_of
-from tests.stages.gateway.test_door import address_of, all_of, do
+from tests.stages.gateway.test_metrics import counts_of
+from tests.stages.gateway.zmq.test_server import address_of, all_of, do
 
 SOON = {"timeout_s": 0.05}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -82,7 +82,7 @@ class TestWithoutAnyToken:
         nothing_is_left(gate)
 
     def test_in_a_stream_that_has_begun_it_is_an_event(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pipeline.stages.gateway.writing.HEADERS_AFTER_S", 0.01)
+        monkeypatch.setattr("pipeline.stages.gateway.http.response_writer.HEADERS_AFTER_S", 0.01)
         with gate.raw(CHAT | STREAM | SOON) as connection:
             submit = gate.begin()
             read_until(connection, b"text/event-stream")
@@ -92,7 +92,7 @@ class TestWithoutAnyToken:
         nothing_is_left(gate)
 
     def test_a_prompt_that_was_echoed_is_no_token(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pipeline.stages.gateway.writing.HEADERS_AFTER_S", 0.01)
+        monkeypatch.setattr("pipeline.stages.gateway.http.response_writer.HEADERS_AFTER_S", 0.01)
         with gate.raw(COMPLETION | STREAM | SOON | {"echo": True}, "/v1/completions") as connection:
             submit = gate.begin()
             data = read_until(connection, END)

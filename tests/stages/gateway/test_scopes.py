@@ -13,10 +13,10 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys, scoped_salt
+from tests.stages.gateway.admin.test_aborts import counts, ended
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
+from tests.stages.gateway.http.test_guard import KEY, SECOND, free_port, locked
 from tests.stages.gateway.peers import RawPeer
-from tests.stages.gateway.test_aborts import counts, ended
-from tests.stages.gateway.test_guard import KEY, SECOND, free_port, locked
 from tests.stages.test_replay import entries, replays_alike
 
 
@@ -145,19 +145,19 @@ class TestAborts:
         gate.rig.launch = msgspec.structs.replace(gate.rig.launch, keys_fd=keys_fd)
         with contextlib.closing(os.fdopen(keys_fd, "rb")), gate:
             answer = gate.do(abort, gate, KEY, "there")
-            question = gate.rig.receive("gateway.1", m.AbortCalls)
+            question = gate.rig.receive("gateway.1", m.AbortRequests)
             assert (question.names, question.scope) == (["there"], keys.scope_of(KEY))
-            gate.rig.send(m.CallsAborted(1, question.nonce, [0]), "gateway.1")
+            gate.rig.send(m.RequestsAborted(1, question.nonce, [0]), "gateway.1")
             assert answer.result() == counts(1, 0)
 
             response = post(gate, KEY)
             submit = gate.begin()
             for scope in (keys.scope_of(SECOND) or "", ""):
-                gate.rig.send(m.AbortCalls(1, 7, ["mine"], scope), "gateway.1")
-                assert gate.rig.receive("gateway.1", m.CallsAborted) == m.CallsAborted(0, 7, [])
+                gate.rig.send(m.AbortRequests(1, 7, ["mine"], scope), "gateway.1")
+                assert gate.rig.receive("gateway.1", m.RequestsAborted) == m.RequestsAborted(0, 7, [])
             assert gate.rig.nothing("schedule", 0)
-            gate.rig.send(m.AbortCalls(1, 8, ["mine"], keys.scope_of(KEY) or ""), "gateway.1")
-            assert gate.rig.receive("gateway.1", m.CallsAborted) == m.CallsAborted(0, 8, [0])
+            gate.rig.send(m.AbortRequests(1, 8, ["mine"], keys.scope_of(KEY) or ""), "gateway.1")
+            assert gate.rig.receive("gateway.1", m.RequestsAborted) == m.RequestsAborted(0, 8, [0])
             ended(gate, submit)
             assert response.result().status_code == 200
 

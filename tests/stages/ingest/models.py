@@ -9,8 +9,8 @@ from pipeline.config.settings import Limits
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.ingest.chats import Chats
 from pipeline.stages.ingest.prompt import Prompts
+from pipeline.stages.ingest.templates.chats import Chats
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"

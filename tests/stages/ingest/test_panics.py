@@ -10,7 +10,7 @@ from tokenizers import decoders
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import PromptOptions
-from pipeline.stages.ingest import shape
+from pipeline.stages.ingest import reply_grammar
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.bad_words import BadWord, as_ids
 from pipeline.stages.ingest.prompt import Refusal
@@ -97,7 +97,7 @@ def test_a_panic_while_a_prompt_is_decoded_is_a_400() -> None:
     submit = msgspec.structs.replace(tiny.submit(tiny.chat("hi")), prompt_options=PromptOptions(with_tail=True))
     ids = np.array([tokenizer.token_to_id("a")], np.int32)
     with pytest.raises(Refusal) as caught:
-        shape.tail(submit, ids, tokenizer)
+        reply_grammar.tail(submit, ids, tokenizer)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "messages")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.stages.schedule.limits import Limits
-from pipeline.stages.schedule.policy import MAX_PASSED
+from pipeline.stages.schedule.policies.policy import MAX_PASSED
 from tests.stages.schedule.test_scheduler import Bench, limits
 
 

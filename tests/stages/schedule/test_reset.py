@@ -5,12 +5,12 @@ import pytest
 
 from pipeline.config.settings import Schedule, Settings
 from pipeline.runtime import messages as m
-from pipeline.stages.schedule.blocks import BlockPool
+from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.scheduler import Limits
 from tests.fakes import expected
 from tests.rig import Rig
-from tests.stages.schedule.test_preemption import crowd, short_of_memory
+from tests.stages.schedule.policies.test_preemption import crowd, short_of_memory
 from tests.stages.schedule.test_scheduler import Bench
 from tests.stages.schedule.test_stage import FACTS, Neighbours
 

@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.limits import Limits, Means
-from pipeline.stages.schedule.policy import Name
+from pipeline.stages.schedule.policies.policy import Name
 from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Scheduler
 from tests.fakes import FakeExecutor, expected, next_id, record
 from tests.rig import raw

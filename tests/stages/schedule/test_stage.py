@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import ShmRef
-from pipeline.stages.schedule.outgoing import Outgoing
+from pipeline.stages.schedule.output_buffer import Outgoing
 from tests.fakes import FakeExecutor, expected
 from tests.rig import PATIENCE_S, Rig, raw
 

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.settings import Chat
 from pipeline.text.formats.chat_formats import TAIL_CHARS, ChatFormats
 from pipeline.text.formats.reasoning import Stage
-from tests.stages.ingest.chats import TEMPLATES, by_transformers
+from tests.stages.ingest.templates.chats import TEMPLATES, by_transformers
 from tests.text.formats.replies import Reply, read
 
 SOURCES = {path.name.removesuffix(".jinja"): path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}

@@ -110,9 +110,9 @@ class Harness:
         self.send(m.Ping(0), SUPERVISOR)
         self.wait_for(lambda message: isinstance(message, m.Pong), START_S, "to begin")
 
-    def ask(self, aside: m.Aside) -> m.Answer:
+    def ask(self, control_request: m.ControlRequest) -> m.Answer:
         """Have it do something beside its work, and return its answer. Raises UserError where it can't."""
-        self.send(aside, SUPERVISOR)
+        self.send(control_request, SUPERVISOR)
         found = self.wait_for(lambda message: isinstance(message, m.Answer), START_S, "to answer")
         assert isinstance(found, m.Answer)
         if found.error:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.kernels.triton import fused, gate, norm
+from pipeline.kernels.triton import fused, norm, swiglu
+from pipeline.kernels.triton.dequantize import widen_rows
 from pipeline.kernels.triton.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.linear import config_of, launch_product, num_parts, parts_dtype
-from pipeline.kernels.triton.widen import widen_rows
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -143,7 +143,7 @@ def _take_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
 def _gate(sizes: Sizes, num_tokens: int, num_parts_in: int) -> None:
     parts = _parts(num_parts_in, num_tokens, 2 * sizes.inner)
     assert parts is not None
-    gate.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), parts)
+    swiglu.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), parts)
 
 
 def _embed(format: str, sizes: Sizes) -> None:

@@ -3,9 +3,9 @@
 import torch
 
 from pipeline.kernels.triton.draw import DrawScratch, draw
-from pipeline.kernels.triton.record import RecordScratch, records, stats
+from pipeline.kernels.triton.logits_processors import ShapeScratch, shape
+from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
 from pipeline.kernels.triton.rows import NUM_FIELDS
-from pipeline.kernels.triton.shape import ShapeScratch, shape
 
 LLAMA, SMOLLM = 128256, 49152
 

@@ -10,7 +10,7 @@ import torch
 from pipeline.cli.check.cases import Plan
 from pipeline.config.settings import Execute, Settings
 from pipeline.errors import UserError
-from pipeline.stages.execute import check
+from pipeline.stages.execute.measuring import check
 from tests.stages.execute import checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter

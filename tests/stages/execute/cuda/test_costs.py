@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.cli.profile.results import Case, Rates
-from pipeline.kernels.triton import attention, attention_decode, skinny, vector, widen
+from pipeline.kernels.triton import attention, attention_decode, dequantize, skinny, vector
 from pipeline.stages.execute.cuda.costs import Cost, Samples, costs_of, op_of, summarize
 from pipeline.stages.execute.cuda.launches import Launches
 from tests.stages.execute import checkpoints
@@ -77,7 +77,7 @@ def test_kernels_are_told_as_parts_of_ops() -> None:
 
 
 def test_a_kernel_is_known_by_its_name() -> None:
-    functions: list[Any] = [vector.vector_product, skinny.skinny_product, widen._widen]
+    functions: list[Any] = [vector.vector_product, skinny.skinny_product, dequantize._widen]
     assert {op_of(function.fn.__name__) for function in functions} == {"products"}
     functions = [attention._attend_kernel, attention_decode._decode_kernel]
     assert {op_of(function.fn.__name__) for function in functions} == {"attention"}

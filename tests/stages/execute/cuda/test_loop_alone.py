@@ -12,14 +12,14 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.replay import format as f
-from pipeline.replay.player import ReplayInbox, ReplayTape
+from pipeline.replay.player import PlaybackContext, ReplayInbox
 from pipeline.runtime import messages as m
-from pipeline.runtime.replay_context import Tape
+from pipeline.runtime.replay_context import ReplayContext
+from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda import loop as loops
 from pipeline.stages.execute.cuda.completions import Completions
-from pipeline.stages.execute.cuda.flight import Flight
+from pipeline.stages.execute.cuda.in_flight_step import Flight
 from pipeline.stages.execute.cuda.loop import PAUSE_S, TIMES, Loop
-from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import make_step, row_add
 
 NONE: Any = None
@@ -58,13 +58,13 @@ class IdleRunner:
         return True
 
 
-def stage_of(inbox: Any, tape: Tape) -> tuple[Any, list[m.StepResult]]:
+def stage_of(inbox: Any, replay_context: ReplayContext) -> tuple[Any, list[m.StepResult]]:
     """What the loop needs of a stage, and the results that it sends."""
     sent: list[m.StepResult] = []
     stage = SimpleNamespace(
         inbox=inbox,
-        tape=tape,
-        asides=SimpleNamespace(),
+        replay_context=replay_context,
+        control_requests=SimpleNamespace(),
         arrays=SimpleNamespace(take=None, put=lambda array: array.tobytes()),
         outbox=lambda peer: SimpleNamespace(send=lambda message: sent.append(message) or True),
         trace=SimpleNamespace(on=False),
@@ -120,7 +120,7 @@ def test_graphs_are_recorded_when_nothing_has_come_for_a_while(monkeypatch: pyte
     ]
     inbox = ScriptedInbox(runner, wakes)
     monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
-    stage, sent = stage_of(inbox, Tape())
+    stage, sent = stage_of(inbox, ReplayContext())
     run(stage, runner)
     assert inbox.num_recorded == [0, 0, 0, 0, 0, 0, 0, 1, 2, 2]
     assert inbox.now_s == pytest.approx(100 + 0.0051 + 2 * PAUSE_S), "and one after the other, without another pause"
@@ -138,21 +138,21 @@ def test_pings_are_answered_beside_a_step_but_not_beside_one_that_never_ends(mon
         (0.0, [m.Ping(4), m.Stop()], 0),
     ]
     inbox = ScriptedInbox(runner, wakes)
-    tape = Tape()
-    monkeypatch.setattr(tape, "monotonic", lambda: inbox.now_s)
+    replay_context = ReplayContext()
+    monkeypatch.setattr(replay_context, "monotonic", lambda: inbox.now_s)
     monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
-    stage, _ = stage_of(inbox, tape)
+    stage, _ = stage_of(inbox, replay_context)
     pongs: list[int] = []
     stage.supervisor = SimpleNamespace(send=lambda pong: pongs.append(pong.nonce))
     run(stage, runner)
     assert pongs == [1, *[2] * 59, 4]
 
 
-def recording(path: Path, entries: list[f.Entry], *, from_start: bool) -> ReplayTape:
+def recording(path: Path, entries: list[f.Entry], *, from_start: bool) -> PlaybackContext:
     settings = msgspec.Raw(msgspec.msgpack.encode(Settings()))
     header = f.Header(f.FORMAT, "", "execute", 0, 0, 1, from_start, False, settings, "", [], [])
     path.write_bytes(f.MAGIC + b"".join(map(f.frame, [header, *entries])))
-    return ReplayTape(m.Replay(str(path), str(path) + ".out", paced=False), m.ExecuteInbox)
+    return PlaybackContext(m.Replay(str(path), str(path) + ".out", paced=False), m.ExecuteInbox)
 
 
 def wake(*messages: Any) -> f.Wake:
@@ -184,10 +184,10 @@ def test_a_recording_that_began_in_the_middle_is_replayed_with_its_own_times(tmp
         complete(13),
         f.End("its time was up"),
     ]
-    tape = recording(tmp_path / "it.rec", entries, from_start=False)
-    stage, sent = stage_of(ReplayInbox(tape), tape)
+    replay_context = recording(tmp_path / "it.rec", entries, from_start=False)
+    stage, sent = stage_of(ReplayInbox(replay_context), replay_context)
     run(stage, IdleRunner())
-    tape.close()
+    replay_context.close()
     assert [(one.step_id, one.compute_s, one.wait_s) for one in sent] == [(11, 0.25, 0.125), (13, 0.25, 0.125)]
 
 
@@ -215,10 +215,10 @@ def test_so_are_results_that_a_later_step_waited_for(tmp_path: Path) -> None:
         complete(14),
         f.End("its time was up"),
     ]
-    tape = recording(tmp_path / "it.rec", entries, from_start=False)
-    stage, sent = stage_of(ReplayInbox(tape), tape)
+    replay_context = recording(tmp_path / "it.rec", entries, from_start=False)
+    stage, sent = stage_of(ReplayInbox(replay_context), replay_context)
     run(stage, DrainingRunner())
-    tape.close()
+    replay_context.close()
     assert [(one.step_id, one.compute_s) for one in sent] == [(11, 0.25), (13, 0.25), (14, 0.25)]
 
 
@@ -228,8 +228,8 @@ def test_what_was_in_flight_when_a_recording_ended_is_not_told(tmp_path: Path, s
     steps = [make_step(step_id=1), make_step(step_id=2)]
     entries = [LAUNCHED, wake(*steps), LAUNCHED, LAUNCHED, wake(), complete(1)]
     entries += [wake(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it had reached its size")]
-    tape = recording(tmp_path / "it.rec", entries, from_start=True)
-    stage, sent = stage_of(ReplayInbox(tape), tape)
+    replay_context = recording(tmp_path / "it.rec", entries, from_start=True)
+    stage, sent = stage_of(ReplayInbox(replay_context), replay_context)
     run(stage, IdleRunner())
-    tape.close()
+    replay_context.close()
     assert [one.step_id for one in sent] == [1, 2][: 1 + stops]

@@ -1,0 +1,48 @@
+"""Records of ids in torch: their log probabilities, and the likeliest ids with theirs; kernels/cpu/logprobs.h in C++.
+
+Shapes: N rows, V vocabulary.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.kernels.logprob_inputs import RecordInputs
+from pipeline.kernels.step_inputs import IntArray
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """The natural logarithm of each id's probability by the softmax of logits [N, V] as they are, float64. NaN has
+    probability 0. Where the largest logit is infinite, 0 for its ids and -inf for others; never NaN."""
+    wide = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    top = wide.amax(dim=-1, keepdim=True)
+    below = wide - top
+    logprobs = below - below.exp().sum(dim=-1, keepdim=True).log()
+    return torch.where(top.isfinite(), logprobs, torch.where(wide == top, 0.0, -torch.inf))
+
+
+def likeliest(logits: Tensor, num: int) -> Tensor:
+    """The `num` likeliest ids of one row [V], likeliest first, of equal ones the lowest first; NaN counts as -inf.
+    `num` is at most V. Returns [num] int64. Only what is found is sorted."""
+    clean = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if not num:
+        return torch.zeros(0, dtype=torch.int64)
+    candidates = (clean >= clean.topk(num).values[-1]).nonzero()[:, 0]
+    order = clean[candidates].argsort(descending=True, stable=True)
+    return candidates[order][:num]
+
+
+def write_records(logits: Tensor, ids: IntArray, records: RecordInputs) -> None:
+    """Leave the records that are asked for: logits [N, V]; ids [N], of which those below 0 have none."""
+    asking = np.flatnonzero((records.addresses[: len(ids)] != 0) & (ids >= 0))
+    if not len(asking):
+        return
+    rows = logits[torch.from_numpy(asking).to(logits.device)]
+    values = log_softmax(rows).float().cpu()
+    for place, i in enumerate(asking.tolist()):
+        logprob, top_ids, top_logprobs = records.parts(i)
+        num = min(len(top_ids), rows.shape[1])
+        top = likeliest(rows[place], num).cpu()
+        logprob[0] = values[place, ids[i]]
+        top_ids[:num], top_ids[num:] = top.numpy(), -1
+        top_logprobs[:num], top_logprobs[num:] = values[place, top].numpy(), -np.inf

@@ -1,0 +1,68 @@
+"""Which back end computes: chosen once, when the executor starts."""
+
+import logging
+from pathlib import Path
+
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.kernels.cpu import build, native
+from pipeline.kernels.cpu.isa import Level, available
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.logprob_inputs import ScoreInputs
+from pipeline.kernels.step_inputs import StepInputs
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
+from pipeline.stages.execute.cpu.program import Program, SwapArray
+from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from pipeline.stages.execute.kv import KVPlan
+
+
+def make_program(
+    settings: Settings,
+    config: ModelConfig,
+    inputs: StepInputs,
+    draws: DrawInputs,
+    scores: ScoreInputs,
+    kv: KVPlan,
+    num_threads: int,
+    swap: SwapArray | None = None,
+) -> Program:
+    """An empty program of the back end that `execute.kernels` names, by default the fastest that this machine has.
+
+    Raises UserError where the one that is named can't compute this model here.
+    """
+    library = _library(settings, config)
+    if library is None:
+        return TorchProgram(settings, config, inputs, draws, scores, kv.num_blocks, swap)
+    level, path = library
+    return NativeProgram(
+        native.load(path), level, num_threads, config, inputs, draws, scores, kv.num_blocks, kv.max_model_len, swap
+    )
+
+
+def _library(settings: Settings, config: ModelConfig) -> tuple[Level, Path] | None:
+    """The level and the library that compute, or None for torch."""
+    log = logging.getLogger("pipeline")
+    wanted = settings.execute.kernels
+    if wanted == "torch" or (wanted == "auto" and settings.execute.dtype != "bfloat16"):
+        return None
+    try:
+        levels = available()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    level = levels[0] if wanted == "auto" else wanted
+    if level not in levels:
+        raise UserError(f"execute.kernels is {level!r}, but this CPU runs {', '.join(levels)} and torch")
+    problem = unsupported(config)
+    if settings.execute.dtype != "bfloat16":
+        problem = f"these kernels compute with bfloat16, and execute.dtype is {settings.execute.dtype!r}"
+    if problem is None:
+        try:
+            root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
+            return level, build.build(level, log.info, cache_root=root)
+        except build.BuildError as error:
+            problem = str(error)
+    if wanted == "auto":
+        log.warning("computing with torch, which is several times slower: %s", problem)
+        return None
+    raise UserError(f"execute.kernels is {wanted!r}, but {problem}")

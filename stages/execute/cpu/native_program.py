@@ -1,0 +1,358 @@
+"""A program in the CPU library: a step is one native call, in which Python has no part.
+
+Weights are packed into panels when the program is recorded, keys and values lie in the order in which products read
+them (kernels/cpu/gemm.h and linear.h), and the threads are the library's own.
+"""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
+from pipeline.kernels.matrix import Matrix, join
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.program import (
+    AttentionWeights,
+    HeadNorms,
+    Linear,
+    LogitArray,
+    MasksLate,
+    MlpWeights,
+    Program,
+    SwapArray,
+)
+from pipeline.stages.execute.rope import rope_frequencies
+
+PAIR = 8
+"""Numbers of a panel's halves: those that turn together, and those of gate and up, stand this far apart."""
+
+MASKS_LATE = 1
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """Why the library can't compute a model of this shape, or None."""
+    if config.head_dim > native.MAX_HEAD_DIM:
+        return f"head_dim is {config.head_dim}, above {native.MAX_HEAD_DIM}"
+    if config.head_dim % native.PANEL:
+        return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        return "hidden_size and intermediate_size must be even"
+    return None
+
+
+class NativeProgram(Program):
+    """Owns the packed weights, the KV memory and, by its team, the threads."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        level: str,
+        num_threads: int,
+        config: ModelConfig,
+        inputs: StepInputs,
+        draws: DrawInputs,
+        scores: ScoreInputs,
+        num_blocks: int,
+        max_model_len: int,
+        swap: SwapArray | None = None,
+    ) -> None:
+        assert unsupported(config) is None
+        self.name = f"cpu, {level}"
+        self._library = library
+        self._config = config
+        self._inputs, self._draws = inputs, draws
+        self._scores = scores
+        self._scoring: int | None = None
+        self._team = native.Team(library, num_threads)
+        self._kept: list[Any] = []
+        self._table: tuple[Matrix, Any] | None = None
+        self._num_layers = 0
+        self._ticket = native.MaskTicket(None, 0, 0)
+        self._handle = library.program_new(self._team.handle, ctypes.byref(self._step_arrays()))
+        max_num_tokens = inputs.max_num_tokens
+        width = config.num_heads * config.head_dim
+        self._residual = self._floats(max_num_tokens, config.hidden_size)
+        self._queries = self._floats(max_num_tokens, width)
+        self._normed = self._rows(max_num_tokens, config.hidden_size)
+        self._attended = self._rows(max_num_tokens, width)
+        self._gated = self._rows(max_num_tokens, config.intermediate_size)
+        self._wide = self._floats(max_num_tokens, -(-max(width, config.intermediate_size) // PAIR) * PAIR)
+        self._logits = self._floats(inputs.max_num_rows, config.vocab_size)
+        self._cos, self._sin = self._angles(max_model_len)
+        self._kv = [
+            native.LayerMemory(self._memory(layer_bytes(config, num_blocks)), config.num_kv_heads, config.head_dim)
+            for _ in range(config.num_layers)
+        ]
+        self._swap = swap
+        """Kept, for the library knows its address alone."""
+        self._blocks = self._block_places(num_blocks)
+        self._plans: dict[int, int] = {}
+
+    def embed(self, table: Matrix) -> None:
+        self._table = table, self._pack((table,))
+        self._library.program_embed(self._handle, self._residual, self._table[1])
+
+    def attention(self, weights: AttentionWeights) -> None:
+        config, library = self._config, self._library
+        kv = ctypes.byref(self._kv[self._num_layers])
+        self._num_layers += 1
+        heads = config.num_heads + 2 * config.num_kv_heads
+        order = _turning_order(config.num_heads + config.num_kv_heads, heads, config.head_dim)
+        normed = self._norm(weights.norm, weights.qkv.matrices)
+        qkv = self._pack(weights.qkv.matrices, order, weights.qkv.bias)
+        norms = self._head_norms(weights.head_norms)
+        library.program_qkv(self._handle, self._queries, normed, qkv, config.num_heads, kv, self._cos, self._sin, norms)
+        width = config.num_heads * config.head_dim
+        rows, floats = self._written(self._attended, width, weights.out.matrices)
+        library.program_attention(self._handle, rows, floats, self._queries, kv, self._plan(weights.window or 0))
+        self._add(self._attended, width, weights.out)
+
+    def mlp(self, weights: MlpWeights) -> None:
+        inner = self._config.intermediate_size
+        normed = self._norm(weights.norm, weights.gate_up.matrices)
+        rows, floats = self._written(self._gated, inner, weights.down.matrices)
+        gate_up = self._pack(weights.gate_up.matrices, _gated_order(inner), weights.gate_up.bias)
+        self._library.program_gate_up(self._handle, rows, floats, normed, gate_up)
+        self._add(self._gated, inner, weights.down)
+
+    def sample(self, norm: Tensor, head: Matrix) -> None:
+        self.last_norm = norm.float().numpy()
+        # An embedding that is the head too is there once.
+        tied = self._table is not None and self._table[0] is head
+        packed = self._table[1] if self._table is not None and tied else self._pack((head,))
+        places = packed, self._config.vocab_size, self._logits, self._inputs.max_num_rows
+        form, weight = _form((head,)), self._vector(norm)
+        self._record_norm(self._handle, form, weight, sampled=True)
+        self._library.program_pick(
+            self._handle,
+            self._normed,
+            *places,
+            ctypes.byref(self._ticket),
+            ctypes.byref(native.DrawArrays.of(self._draws)),
+        )
+        # Another program, of the same residual and head, for tokens that are not sampled.
+        arrays = self._step_arrays()
+        arrays.sampled = self._scores.places.ctypes.data
+        self._scoring = self._library.program_new(self._team.handle, ctypes.byref(arrays))
+        self._record_norm(self._scoring, form, weight, sampled=True)
+        scores = native.ScoreArrays.of(self._scores)
+        self._library.program_score(self._scoring, self._normed, *places, ctypes.byref(scores))
+
+    def run(self) -> IntArray:
+        inputs = self._inputs
+        status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
+        if status == MASKS_LATE:
+            raise MasksLate(f"masks did not come within {self._ticket.timeout_ms} ms")
+        return self._draws.ids[: inputs.num_samples].copy()
+
+    def score(self) -> None:
+        self._library.program_run(self._scoring, self._inputs.num_tokens, 0, self._scores.num)
+
+    def residual(self) -> FloatArray:
+        size = self._inputs.num_tokens, self._config.hidden_size
+        array: FloatArray = np.ctypeslib.as_array(ctypes.cast(self._residual, ctypes.POINTER(ctypes.c_float)), size)
+        return array
+
+    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape
+        sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+        self._library.copy_blocks(
+            self._team.handle, ctypes.byref(self._blocks), sources.ctypes.data, targets.ctypes.data, len(sources)
+        )
+
+    def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
+        self._ticket.wanted, self._ticket.timeout_ms = wanted, timeout_ms
+        self._ticket.word = word or None
+
+    def logits(self) -> LogitArray:
+        num, width = self._inputs.num_samples, self._config.vocab_size
+        array: LogitArray = np.ctypeslib.as_array(
+            ctypes.cast(self._logits, ctypes.POINTER(ctypes.c_float)), (num, width)
+        )
+        return array
+
+    def keep_logits(self) -> None:
+        self._draws.keeps_logits = True
+        self._draws.greedy[:] = 0
+
+    def profile(self) -> list[tuple[str, float]]:
+        """Compute the step that the inputs hold. Returns each op's name and seconds."""
+        inputs, library = self._inputs, self._library
+        seconds = np.zeros(library.program_size(self._handle), np.float64)
+        library.program_profile(
+            self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples, seconds.ctypes.data
+        )
+        names = [library.program_name(self._handle, i).decode() for i in range(len(seconds))]
+        return list(zip(names, seconds.tolist(), strict=True))
+
+    def costs(self) -> list[tuple[float, float, bool]]:
+        """For each op of the step that the inputs hold: bytes it must move, operations, whether they are integers'."""
+        inputs, library = self._inputs, self._library
+        out = (ctypes.c_double * 3)()
+        costs = []
+        for i in range(library.program_size(self._handle)):
+            library.program_cost(self._handle, i, inputs.num_tokens, inputs.num_rows, inputs.num_samples, out)
+            costs.append((out[0], out[1], bool(out[2])))
+        return costs
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.program_delete(self._handle)
+            if self._scoring:
+                self._library.program_delete(self._scoring)
+            self._handle = self._scoring = None
+            self._team.close()
+            self._kept.clear()
+            self._swap = None
+
+    # What follows lays out memory. Addresses are plain numbers; `_kept` keeps what they point to.
+
+    def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.Rows:
+        """Record the norm before a product with `matrices`. Returns where it leaves its rows."""
+        self._record_norm(self._handle, _form(matrices), self._vector(weight))
+        return self._normed
+
+    def _record_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
+        size, eps = self._config.hidden_size, self._config.rms_norm_eps
+        self._library.program_norm(handle, self._normed, form, self._residual, weight, size, eps, sampled)
+
+    def _head_norms(self, norms: HeadNorms | None) -> Any:
+        """The weights in the order in which panels have a head's numbers, or null."""
+        if norms is None:
+            return None
+        order = torch.from_numpy(_turning_order(1, 1, self._config.head_dim)).long()
+        query, key = self._vector(norms.query[order]), self._vector(norms.key[order])
+        return ctypes.byref(native.HeadNorms(query, key, self._config.rms_norm_eps))
+
+    def _plan(self, window: int) -> int:
+        """That of all layers with this window, 0 for none. It is an op where the first of them stands."""
+        if window not in self._plans:
+            config = self._config
+            self._plans[window] = self._library.program_attention_plan(
+                self._handle, config.num_heads, config.num_kv_heads, window
+            )
+        return self._plans[window]
+
+    def _written(self, rows: native.Rows, width: int, matrices: tuple[Matrix, ...]) -> tuple[native.Rows, bool]:
+        """Where an op in front of a product leaves its rows, and whether as floats that become codes then."""
+        if _form(matrices) is Form.PLAIN:
+            return rows, False
+        return native.Rows(self._wide, width * 4), True
+
+    def _add(self, rows: native.Rows, width: int, linear: Linear) -> None:
+        form = _form(linear.matrices)
+        if form is not Form.PLAIN:
+            self._library.program_quantize(self._handle, rows, form, self._wide, width)
+        self._library.program_linear_add(
+            self._handle, self._residual, rows, self._pack(linear.matrices, bias=linear.bias), self._config.hidden_size
+        )
+
+    def _step_arrays(self) -> native.StepArrays:
+        inputs = self._inputs
+        names = ("starts", "counts", "offsets", "block_tables")
+        tensors = ("ids", "positions", "slots", "sampled")
+        return native.StepArrays(
+            **{name: getattr(inputs, name).ctypes.data for name in names},
+            **{name: getattr(inputs, name).data_ptr() for name in tensors},
+            max_blocks=inputs.block_tables.shape[1],
+        )
+
+    def _block_places(self, num_blocks: int) -> native.Blocks:
+        """Where the blocks of all layers lie, and those of swap space."""
+        layers = np.array([layer.data for layer in self._kv], np.uint64)
+        self._kept.append(layers)
+        return native.Blocks(
+            layers=layers.ctypes.data,
+            swap=None if self._swap is None else self._swap.ctypes.data,
+            num_layers=len(layers),
+            num_blocks=num_blocks,
+            layer_bytes=layer_bytes(self._config, 1),
+        )
+
+    def _memory(self, num_bytes: int) -> int:
+        array = self._team.allocate(num_bytes)
+        self._kept.append(array)
+        return int(array.ctypes.data)
+
+    def _floats(self, rows: int, width: int) -> int:
+        return self._memory(rows * width * 4)
+
+    def _rows(self, rows: int, width: int) -> native.Rows:
+        """Rows of activations, of either form."""
+        stride = max(self._library.activation_bytes(form, width) for form in Form)
+        return native.Rows(self._memory(rows * stride), stride)
+
+    def _vector(self, values: Tensor) -> int:
+        kept = values.to(torch.float32).contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _angles(self, max_model_len: int) -> tuple[int, int]:
+        """Cosines and sines of every position: [max_model_len, head_dim / 2] each."""
+        config = self._config
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
+        return self._vector(torch.cos(angles)), self._vector(torch.sin(angles))
+
+    def _pack(self, matrices: tuple[Matrix, ...], order: IntArray | None = None, bias: Tensor | None = None) -> Any:
+        """Matrices, one below the other, in panels: output i is row order[i], and zeros where that is negative."""
+        if len({matrix.format for matrix in matrices}) > 1:
+            matrices = (join(matrices),)
+        rows = np.concatenate([_row_addresses(matrix) for matrix in matrices])
+        if order is None:
+            order = np.arange(len(rows), dtype=np.int32)
+        columns = -(-len(order) // native.PANEL) * native.PANEL
+        order = np.concatenate([order, np.full(columns - len(order), -1, np.int32)])
+        # Row -1 is the null behind the last.
+        addresses = np.append(rows, np.uint64(0))[order]
+        packed = native.PackedMatrix(native.FORMATS[matrices[0].format], columns, matrices[0].num_columns, None, None)
+        reference = ctypes.byref(packed)
+        panels = self._memory(self._library.panel_bytes(reference) * columns // native.PANEL)
+        packed.panels = panels
+        self._library.pack(self._team.handle, reference, panels, addresses.ctypes.data)
+        if bias is not None:
+            padded = torch.cat([bias.to(torch.float32), torch.zeros(1)])
+            packed.bias = self._vector(padded[torch.from_numpy(order).long()])
+        return reference
+
+
+def layer_bytes(config: ModelConfig, num_blocks: int) -> int:
+    """Bytes of one layer's keys and values, which are bfloat16."""
+    return 2 * num_blocks * BLOCK_SIZE * config.num_kv_heads * config.head_dim * 2
+
+
+def _row_addresses(matrix: Matrix) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+    data = matrix.data
+    stride = data.stride(0) * data.element_size()
+    return data.data_ptr() + np.arange(matrix.num_rows, dtype=np.uint64) * np.uint64(stride)
+
+
+def _form(matrices: tuple[Matrix, ...]) -> Form:
+    """Of the activations that a product with them reads. Formats that differ become bfloat16."""
+    formats = {matrix.format for matrix in matrices}
+    return native.READ_BY[formats.pop()] if len(formats) == 1 else Form.PLAIN
+
+
+def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:
+    """Rows of queries, keys and values as panels have them: in the heads that turn, eight of a head's first half and
+    the eight of its second half that turn with them."""
+    half = np.arange(head_dim // 2).reshape(-1, 1, PAIR)
+    turned = np.concatenate([half, half + head_dim // 2], axis=1).reshape(-1)
+    plain = np.arange(head_dim)
+    heads = [head * head_dim + (turned if head < num_turning else plain) for head in range(num_heads)]
+    return np.concatenate(heads).astype(np.int32)
+
+
+def _gated_order(inner: int) -> IntArray:
+    """Rows of gate and up as panels have them: eight of gate and the eight of up beside them."""
+    padded = np.arange(-(-inner // PAIR) * PAIR)
+    gate = np.where(padded < inner, padded, -1).reshape(-1, 1, PAIR)
+    up = np.where(gate >= 0, gate + inner, -1)
+    return np.concatenate([gate, up], axis=1).reshape(-1).astype(np.int32)

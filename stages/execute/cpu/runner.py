@@ -1,0 +1,274 @@
+"""One step, from the message to what was sampled: apply its changes, run the program, sample, end rows."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from pipeline.config.settings import Settings
+from pipeline.kernels.draw_inputs import NO_ID, DrawInputs
+from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
+from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.backend import make_program
+from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
+from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
+from pipeline.stages.execute.kv import divide_swap, plan_kv
+from pipeline.stages.execute.models.registry import record_model
+from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
+from pipeline.stages.execute.rows import RowTable, Take
+from pipeline.stages.execute.sampling_features import Want, why_nothing_is_left
+from pipeline.stages.execute.weights import Weights
+
+Clock = Callable[[], float]
+
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+
+NO_WIDTHS: LongArray = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled: parallel arrays, one value for each of its entries with `samples` set."""
+
+    rows: IntArray
+    generations: "np.ndarray[Any, np.dtype[np.uint32]]"
+    ids: IntArray
+    finishes: "np.ndarray[Any, np.dtype[np.uint8]]"
+    num_rows: int = 0
+    """Entries that were computed, those that had ended before left out; likewise"""
+    num_tokens: int = 0
+    num_copies: int = 0
+    copy_s: float = 0.0
+    """What the step's copies took."""
+    records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    """Those of `ids`, of the rows that ask and have one, one after the other"""
+    prompt_records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    """As in `StepResult`"""
+    errors: tuple[str, ...] = ()
+    """Why, for each finish that is `ERROR`, in order"""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of entries that have not ended; parallel arrays, one value for each of those with `samples` set."""
+
+    ids: IntArray
+    """`NO_ID` where nothing could be drawn"""
+    records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    widths: LongArray = field(default_factory=lambda: NO_WIDTHS)
+    """Bytes of each one's record; empty where none has any"""
+    prompt_records: ByteArray = field(default_factory=lambda: NO_BYTES)
+
+
+class Runner:
+    """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
+    words, where the model can't be run so."""
+
+    def __init__(self, settings: Settings, model_dir: Path, swap: memoryview | None = None) -> None:
+        config = ModelConfig.load(model_dir)
+        kv = plan_kv(settings, config)
+        max_num_seqs = settings.schedule.max_num_seqs
+        swapped = None if swap is None else divide_swap(settings, config, swap)
+        num_swap_blocks = 0 if swapped is None else len(swapped)
+        self.facts = ExecuteFacts(
+            kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
+        )
+        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
+        self.inputs = StepInputs(
+            settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
+        )
+        self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
+        self.draws = DrawInputs(max_num_seqs, config.vocab_size, self.masks.words)
+        self.scores = ScoreInputs(max_num_seqs)
+        self.failed: dict[int, str] = {}
+        """Rows whose sequence can't go on, and why, to be told with the next id that is drawn for each: it has none
+        then. Whoever knows of such a row notes it here while it is taken."""
+        num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
+        self.program = make_program(settings, config, self.inputs, self.draws, self.scores, kv, num_threads, swapped)
+        dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+        weights = Weights(model_dir, config, dtype)
+        record_model(config, weights, self.program)
+        self.weight_formats = "+".join(weights.taken)
+        """As `q8_0+q4_1`."""
+        self._eos_ids = config.eos_ids
+        self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
+        self._samplings = msgspec.msgpack.Decoder(Sampling)
+
+    @property
+    def name(self) -> str:
+        """What computes, for people."""
+        return self.program.name
+
+    def logits(self) -> LogitArray:
+        """Those of the last step's samples; see `Program.logits`."""
+        return self.program.logits()
+
+    def close(self) -> None:
+        """Give back threads and memory, and end the process that computes masks."""
+        self.program.close()
+        self.masks.close()
+
+    def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
+        """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage. Copies alone are
+        timed here, by `clock`."""
+        self._change_rows(step, take)
+        num_copies, copy_s = self._copy(step, take, clock)
+        rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
+        samples = take(step.samples, np.uint8).astype(bool)
+        assert len(rows) == len(starts) == len(counts) == len(samples)
+        running = ~self.rows.ended[rows]
+        if running.all() and len(rows):
+            computed = self._compute(rows, starts, counts, samples)
+        elif running.any():
+            computed = self._compute(rows[running], starts[running], counts[running], samples[running])
+        else:
+            computed = Computed(np.empty(0, np.int32))
+        sampled = self._result(rows[samples], running[samples], computed)
+        num_tokens = int(counts[running].sum())
+        return replace(
+            sampled, num_rows=int(running.sum()), num_tokens=num_tokens, num_copies=num_copies, copy_s=copy_s
+        )
+
+    def _change_rows(self, step: Step, take: Take) -> None:
+        drops = take(step.drops, np.int32)
+        self.rows.drop(drops)
+        self.masks.drop(drops)
+        for row in drops.tolist():
+            self.failed.pop(row, None)
+            self._pool.drop(row)
+        for add in step.adds:
+            sampling = self._samplings.decode(add.sampling)
+            self.rows.take_in(add, sampling, self._eos_ids, take)
+            if self.rows.wants[add.row] & Want.MASK:
+                self.masks.add(add.row, sampling, add.num_prompt)
+        self.rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
+
+    def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
+        """Make the step's copies. Returns how many and the seconds they took; a step without any asks no clock."""
+        sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
+        assert len(sources) == len(targets), f"{len(sources)} blocks to copy from, {len(targets)} to copy to"
+        if not len(sources):
+            return 0, 0.0
+        end = self.facts.num_blocks + self.facts.num_swap_blocks
+        for blocks in (sources, targets):
+            assert blocks.min() >= 0 and blocks.max() < end, f"blocks {blocks} are copied, of {end}"
+        assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
+        began = clock()
+        self.program.copy_blocks(sources, targets)
+        return len(sources), clock() - began
+
+    def _compute(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Computed:
+        """Run the program over entries that have not ended."""
+        self.rows.begin(rows, starts, counts, samples)
+        if len(rows) == int(counts.sum()):
+            entry, positions = rows, starts
+        else:
+            repeated = np.repeat(np.arange(len(rows)), counts)
+            positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
+            entry = rows[repeated]
+        ids = self.rows.ids[entry, positions]
+        num_blocks = int(self.rows.num_blocks[rows].max())
+        wanted = self.rows.wanted
+        pooled = self.rows.wants[rows] & Want.EMBEDDING != 0 if wanted & Want.EMBEDDING else None
+        # The head computes nothing for a row that is pooled.
+        drawn = samples if pooled is None else samples & ~pooled
+        self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], drawn)
+        self.rows.fill_draws(self.draws, rows[drawn])
+        computed = Computed(self._run(rows[drawn]), self.draws.records.memory, self.draws.records.widths)
+        if wanted & Want.PROMPT_RECORDS:
+            prompt_records = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
+            computed = replace(computed, prompt_records=prompt_records)
+        if pooled is not None:
+            computed = self._embed(rows, samples, pooled, computed)
+        return computed
+
+    def _run(self, rows: IntArray) -> IntArray:
+        """Run the program, which draws for these rows, with the masks of those that have a grammar. Rows that can have
+        none are noted as failed. Returns the ids."""
+        if not len(self.draws.masked):
+            return self.program.run()
+        masks = self.masks
+        masks.ask(rows, self.rows.ids, self.rows.num_ids)
+        try:
+            while True:
+                self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
+                try:
+                    ids = self.program.run()
+                    break
+                except MasksLate:
+                    masks.wait()
+        finally:
+            self.program.wait_for(0, 0, 0)
+        for place, why in masks.take_failed().items():
+            self.failed[int(rows[place])] = why
+        return ids
+
+    def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
+        """Pool what the step has computed, and put the embeddings between the records of what was drawn."""
+        inputs, residual = self.inputs, self.program.residual()
+        embeddings = []
+        for i in np.flatnonzero(pooled).tolist():
+            row, start, count = int(rows[i]), int(inputs.starts[i]), int(inputs.counts[i])
+            tokens = residual[inputs.offsets[i] : inputs.offsets[i] + count]
+            self._pool.add(row, start, tokens)
+            if samples[i]:
+                embeddings.append(self._pool.take(row, self.rows.pooling[row], start + count, tokens[-1]))
+        sampled = pooled[samples]
+        ids, widths = np.zeros(len(sampled), np.int32), np.zeros(len(sampled), np.int64)
+        ids[~sampled] = computed.ids
+        if len(computed.widths):
+            widths[~sampled] = computed.widths
+        widths[sampled] = 4 * self.facts.hidden_size
+        records = np.empty(int(widths.sum()), np.uint8)
+        theirs = np.repeat(sampled, widths)
+        records[~theirs] = computed.records
+        if embeddings:
+            records[theirs] = np.concatenate(embeddings).view(np.uint8)
+        return replace(computed, ids=ids, records=records, widths=widths)
+
+    def _result(self, rows: IntArray, running: BoolArray, computed: Computed) -> Sampled:
+        """Write ids to their rows, end those that stop or can't go on, and leave a gap for the rows that had ended
+        before."""
+        ids = np.full(len(rows), NO_ID, np.int32)
+        finishes = np.full(len(rows), Finish.NONE, np.uint8)
+        records = computed.records
+        errors: tuple[str, ...] = ()
+        failing = computed.ids == NO_ID
+        if self.failed:
+            failing |= np.isin(rows[running], list(self.failed))
+        if failing.any():
+            errors = tuple(self._fail(row) for row in rows[running][failing].tolist())
+            finishes[np.flatnonzero(running)[failing]] = Finish.ERROR
+            if len(computed.widths):
+                records = records[np.repeat(~failing, computed.widths)]
+            computed = replace(computed, ids=computed.ids[~failing])
+            running = running & (finishes != Finish.ERROR)
+        ids[running] = computed.ids
+        finishes[running] = self.rows.append_ids(rows[running], computed.ids)
+        generations = self.rows.generations[rows]
+        return Sampled(
+            rows,
+            generations,
+            ids,
+            finishes,
+            records=records,
+            prompt_records=computed.prompt_records,
+            errors=errors,
+        )
+
+    def _fail(self, row: int) -> str:
+        """End a row for which there is no id. Returns why."""
+        table = self.rows
+        table.end(row)
+        num_output = int(table.num_ids[row] - table.num_prompt[row])
+        why = why_nothing_is_left(table.shapings[row], num_output, bool(table.wants[row] & Want.MASK))
+        return self.failed.pop(row, why)

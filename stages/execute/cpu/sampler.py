@@ -1,0 +1,94 @@
+"""From logits to ids in torch: greedy rows by their largest logit, the others by a draw whose noise is keyed."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.kernels.draw_inputs import GREEDY_BELOW, NO_ID, DrawInputs
+from pipeline.kernels.logits_processors import mask, shape
+from pipeline.kernels.logprobs import write_records
+from pipeline.kernels.noise import halves
+from pipeline.kernels.select import Ops
+from pipeline.kernels.step_inputs import IntArray, LongArray
+
+
+class Sampler:
+    """Draws for any mix of rows; a batch that is all greedy costs one argmax."""
+
+    def __init__(self, ops: Ops, draws: DrawInputs) -> None:
+        self._ops = ops
+        self.draws = draws
+
+    def sample(self, logits: Tensor) -> IntArray:
+        """The ids that `draws` asks for, and their records where it does: logits [N, V], one row for each, which stay
+        as they are. Returns [N] int32; `NO_ID` where nothing can be drawn."""
+        draws, num = self.draws, len(logits)
+        others = np.flatnonzero(draws.greedy[:num] == 0)
+        if not len(others):
+            return self._largest(logits)
+        ids = np.empty(num, np.int32)
+        plain = np.flatnonzero(draws.greedy[:num])
+        if len(plain):
+            ids[plain] = self._largest(logits[torch.from_numpy(plain)])
+        shaped = logits[torch.from_numpy(others)]
+        self._shape(shaped, others)
+        cold = draws.temperature[others] < GREEDY_BELOW
+        if cold.any():
+            ids[others[cold]] = self._largest(shaped[torch.from_numpy(cold)])
+        if not cold.all():
+            ids[others[~cold]] = self._drawn(shaped[torch.from_numpy(~cold)], others[~cold])
+        write_records(logits, ids, draws.records)
+        return ids
+
+    def _shape(self, logits: Tensor, rows: LongArray) -> None:
+        """Change the logits of these rows as each of them wants it."""
+        draws = self.draws
+        for place in np.flatnonzero((draws.masks[rows] != 0) | (draws.shapings[rows] != 0)).tolist():
+            row = int(rows[place])
+            grammar = draws.mask_words[row] if draws.masks[row] else None
+            if grammar is not None:
+                mask(logits[place], grammar)
+            if (shaping := draws.shaping(row)) is not None:
+                shape(logits[place], shaping, int(draws.num_known[row]), grammar)
+
+    def _largest(self, logits: Tensor) -> IntArray:
+        """The id of each row's largest logit; NaN counts as -inf."""
+        ids = self._ops.argmax(logits)
+        # NaN, which argmax takes for the largest, is above nothing.
+        if not bool((logits.gather(1, ids[:, None]) > -torch.inf).all()):
+            clean = _clean(logits)
+            ids = self._ops.argmax(clean).masked_fill_(clean.amax(dim=-1) == -torch.inf, NO_ID)
+        largest: IntArray = ids.cpu().numpy().astype(np.int32)
+        return largest
+
+    def _drawn(self, logits: Tensor, rows: LongArray) -> IntArray:
+        """A draw for each row, which has its temperature and filters at `rows`."""
+        draws = self.draws
+        finite = logits.amax(dim=-1).isfinite()
+        if not bool(finite.all()):
+            logits = _clean(logits)
+            finite = logits.amax(dim=-1).isfinite()
+        if not bool(finite.all()):
+            # Infinitely likely, or nothing is.
+            ids = self._largest(logits)
+            kept = finite.cpu().numpy()
+            if kept.any():
+                ids[kept] = self._drawn(logits[finite], rows[kept])
+            return ids
+        drawn: IntArray = (
+            self._ops.sample(
+                logits,
+                torch.from_numpy(draws.temperature[rows]),
+                torch.from_numpy(draws.top_k[rows]).long(),
+                torch.from_numpy(draws.top_p[rows]),
+                torch.from_numpy(draws.min_p[rows]),
+                halves(draws.keys[rows]),
+            )
+            .numpy()
+            .astype(np.int32)
+        )
+        return drawn
+
+
+def _clean(logits: Tensor) -> Tensor:
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

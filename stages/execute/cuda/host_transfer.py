@@ -1,0 +1,169 @@
+"""Copies of KV blocks that a step's plan asks for: to swap space, from it, and from block to block.
+
+Swap space is the host's memory. A block goes out gathered into one piece on the compute stream, which takes no time to
+speak of, and from there over the bus on the copy stream, beside the step; it comes in the other way round, and what is
+read of it waits:
+
+    compute   gather ─────┐              ┌─► scatter │ the step, which may write to blocks that went out
+    copy                  └─► out · in ──┘
+
+All copies over the bus are in the order of the plan, for a slot of swap space may be written and read in one step. What
+was gathered is not written to again until it has gone out, which each half of the room between has an event for. The
+step's result counts as complete when its copies are: the scheduler lets go of blocks and slots by it.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.triton import copy
+from pipeline.stages.execute.cpu.program import SwapArray
+from pipeline.stages.execute.cuda.device import Device, Event
+
+PACKED_BYTES = 32 * 1024**2
+"""Of each of the two rooms between, at least one block."""
+NUM_ROOMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Copies of a step over the bus."""
+
+    began: Event
+    ended: Event
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the end of the last, which have happened."""
+        return self.began.elapsed_time(self.ended) / 1000
+
+
+class _Room:
+    """Packed blocks between KV memory and the bus, and when each side has done with them."""
+
+    def __init__(self, device: Device, num_blocks: int, pieces: int, words: int) -> None:
+        self.packed = torch.zeros(num_blocks, pieces, words, dtype=torch.int32, device=device.where)
+        self.computed = device.event()
+        self.copied = device.event()
+
+
+class Copies:
+    """Owned by the runner. `kv` is the KV memory, blocks its third dimension; `swap` the swap space, or None."""
+
+    def __init__(self, device: Device, kv: Tensor, swap: SwapArray | None) -> None:
+        self._device = device
+        num_layers, parts, self._num_blocks = kv.shape[:3]
+        self._memory = kv.view(torch.int32).view(num_layers * parts, self._num_blocks, -1)
+        pieces, _, words = self._memory.shape
+        self._block_bytes = pieces * words * 4
+        self._swap = None if swap is None else torch.from_numpy(swap).view(torch.int32).view(-1, pieces, words)
+        if swap is not None and not device.lock(swap):
+            logging.getLogger("pipeline").warning(
+                "swap space can't be locked for the GPU: copies to and from it hold up the steps"
+            )
+        num = max(1, PACKED_BYTES // self._block_bytes)
+        self._rooms = [_Room(device, num, pieces, words) for _ in range(NUM_ROOMS)]
+        self._next = 0
+        self._begins: Crossing | None = None
+        """Of the step whose copies are given to the streams, until the first is."""
+
+    def enqueue(self, sources: IntArray, targets: IntArray) -> Crossing | None:
+        """Give copies, one after the other, to the streams; ids from the number of KV blocks on are of swap space.
+        Returns the way of those over the bus, which has to have ended before their step counts as complete."""
+        crossing: Crossing | None = None
+        for kind, from_blocks, to_blocks in self._runs(sources, targets):
+            if crossing is None and kind != (False, False):
+                crossing = self._begins = Crossing(self._device.event(timed=True), self._device.event(timed=True))
+            for begin in range(0, len(from_blocks), len(self._rooms[0].packed)):
+                part = slice(begin, begin + len(self._rooms[0].packed))
+                if kind == (False, False):
+                    self._fork(from_blocks[part], to_blocks[part])
+                elif kind == (False, True):
+                    self._out(from_blocks[part], to_blocks[part])
+                elif kind == (True, False):
+                    self._in(from_blocks[part], to_blocks[part])
+                else:
+                    raise AssertionError(f"a copy inside swap space: {from_blocks[part]} to {to_blocks[part]}")
+        if crossing is not None:
+            with self._device.copying():
+                crossing.ended.record()
+        return crossing
+
+    def _runs(self, sources: IntArray, targets: IntArray) -> Iterator[tuple[tuple[bool, bool], list[int], list[int]]]:
+        """Copies of one kind, which don't depend on each other: whether from and to swap space, and the blocks."""
+        most = self._num_blocks
+        pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+        for kind, group in groupby(pairs, key=lambda pair: (pair[0] >= most, pair[1] >= most)):
+            # Of dictionaries, for a long sequence has thousands of blocks; a source may be there more than once.
+            from_blocks: list[int] = []
+            to_blocks: dict[int, None] = {}
+            read: set[int] = set()
+            for source, target in group:
+                if source in to_blocks or target in to_blocks or target in read:
+                    yield kind, from_blocks, list(to_blocks)
+                    from_blocks, to_blocks, read = [], {}, set()
+                from_blocks.append(source)
+                to_blocks[target] = None
+                read.add(source)
+            yield kind, from_blocks, list(to_blocks)
+
+    def _room(self) -> _Room:
+        room = self._rooms[self._next]
+        self._next = (self._next + 1) % NUM_ROOMS
+        return room
+
+    def _begin(self) -> None:
+        """Note when the first copy over the bus begins: behind what it waits for, which is all that the GPU was given
+        before."""
+        if self._begins is not None:
+            self._begins.began.record()
+            self._begins = None
+
+    def _sent(self, blocks: list[int]) -> Tensor:
+        return self._device.send(np.array(blocks, np.int32))
+
+    def _fork(self, from_blocks: list[int], to_blocks: list[int]) -> None:
+        copy.fork(self._memory, self._sent(to_blocks), self._sent(from_blocks))
+
+    def _out(self, blocks: list[int], slots: list[int]) -> None:
+        assert self._swap is not None
+        room = self._room()
+        room.copied.wait()
+        copy.gather(room.packed, self._memory, self._sent(blocks))
+        room.computed.record()
+        with self._device.copying():
+            room.computed.wait()
+            self._begin()
+            for begin, end, slot in _ranges(slots):
+                place = slot - self._num_blocks
+                self._swap[place : place + end - begin].copy_(room.packed[begin:end], non_blocking=True)
+            room.copied.record()
+
+    def _in(self, slots: list[int], blocks: list[int]) -> None:
+        assert self._swap is not None
+        room = self._room()
+        with self._device.copying():
+            room.computed.wait()
+            self._begin()
+            for begin, end, slot in _ranges(slots):
+                place = slot - self._num_blocks
+                room.packed[begin:end].copy_(self._swap[place : place + end - begin], non_blocking=True)
+            room.copied.record()
+        room.copied.wait()
+        copy.scatter(self._memory, self._sent(blocks), room.packed)
+        room.computed.record()
+
+
+def _ranges(slots: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Where slots follow each other: from which place in the list to which, and the first."""
+    begin = 0
+    for i in range(1, len(slots) + 1):
+        if i == len(slots) or slots[i] != slots[i - 1] + 1:
+            yield begin, i, slots[begin]
+            begin = i

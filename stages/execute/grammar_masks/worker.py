@@ -1,0 +1,237 @@
+"""The process that computes masks: a matcher for each row that has a grammar, fed with the ids that were drawn.
+
+It computes while the forward pass runs, and the program waits for it before it draws (mask_memory.py). Grammars are
+prepared by a thread, so that rows with one that is ready need not wait for others. What it knows follows from (grammar,
+ids), so it may be killed at any time and another told again.
+"""
+
+import gc
+import os
+import socket
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher
+
+from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
+from pipeline.grammars.worker import receive, send
+from pipeline.runtime.messages import NOTHING_LEFT
+from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
+from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, Order, Report, State, WordArray
+
+MAX_GRAMMARS = 64
+"""Prepared grammars that are kept; each takes some hundred kilobytes, seldom more."""
+
+STACK_BYTES = 64 * 1024**2
+"""Of the threads that prepare: what the checker could do with a process's own stack, it can."""
+
+MAX_BYTES = 4 * 1024**3
+"""Memory that matchers may take: a row that needs more brings this process down, and fails."""
+
+MAX_THREADS = 8
+CPUS_PER_THREAD = 4
+"""Processors for each thread that computes masks: they take them from the forward pass."""
+
+
+class Failed(Exception):
+    """A row has no mask; says why, in words for the client."""
+
+
+@dataclass(slots=True)
+class Row:
+    matcher: LLMatcher
+    stop_ids: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+    ignores_eos: bool
+
+
+class Grammars:
+    """Prepared matchers that have been told nothing yet, by their grammar."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ready: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        threading.stack_size(STACK_BYTES)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prepare")
+
+    def prepare(self, grammar: str) -> "Future[LLMatcher]":
+        if grammar in self._ready:
+            self._ready.move_to_end(grammar)
+        else:
+            self._ready[grammar] = self._threads.submit(self._make, grammar)
+            if len(self._ready) > MAX_GRAMMARS:
+                self._ready.popitem(last=False)
+        return self._ready[grammar]
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A row's own. Raises Failed."""
+        matcher = self.prepare(grammar).result()
+        if matcher.is_error():
+            raise Failed(f"the grammar can't be used: {words_of(matcher.get_error())}")
+        return matcher.deep_copy()
+
+    def _make(self, grammar: str) -> LLMatcher:
+        matcher = self._engine.matcher(grammar)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what the first of them finds out, its copies know
+        return matcher
+
+
+class MaskWorker:
+    """What it holds: the rows, by their number."""
+
+    def __init__(self, of: socket.socket, engine: Engine, memory: MaskMemory, num_threads: int) -> None:
+        self._socket, self._engine, self._memory = of, engine, memory
+        self._grammars = Grammars(engine)
+        self._rows: dict[int, Row] = {}
+        self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
+        self._fence = threading.Lock()
+        self._eos_ids = np.array(engine.eos_ids, np.int64)
+        # Ids beyond the model's are cut off; the library writes masks for all that the tokenizer has.
+        num_words = -(-engine.tokenizer.vocab_size // 32)
+        self._wide = num_words if engine.tokenizer.vocab_size != engine.vocab_size else 0
+        self._last_bits = np.uint32(2 ** ((engine.vocab_size - 1) % 32 + 1) - 1)
+        self._texts = texts(engine)
+
+    def loop(self) -> None:
+        """Ends with Gone, when the executor has."""
+        decoder = msgspec.msgpack.Decoder(Order)
+        while True:
+            self._do(decoder.decode(receive(self._socket)))
+
+    def _do(self, order: Order) -> None:
+        for row in order.drops:
+            self._rows.pop(row, None)
+        for grammar in order.prepare:
+            self._grammars.prepare(grammar)
+        if not order.fills:
+            return
+        # Those that may have to wait for their grammar come last.
+        fills = sorted(order.fills, key=lambda fill: fill.begin is not None)
+        for fill in fills:
+            if fill.begin is not None:
+                self._grammars.prepare(fill.begin.grammar)
+        run = map if self._threads is None else self._threads.map
+        failed = [(fill.place, error) for fill, error in zip(fills, run(self._fill, fills), strict=True) if error]
+        if failed:
+            report = Report(order.ticket, [place for place, _ in failed], [error for _, error in failed])
+            send(self._socket, msgspec.msgpack.encode(report))
+        # Masks before the word, on processors that keep no order of their own, too: a lock is let go, then taken.
+        with self._fence:
+            pass
+        with self._fence:
+            self._memory.word[0] = order.ticket
+
+    def _fill(self, fill: Fill) -> str:
+        """Returns why there is no mask, or nothing."""
+        states = self._memory.states
+        states[fill.place] = State.WORKING
+        try:
+            with panics_as_errors():
+                self._write(fill)
+        except (Failed, RustPanic) as error:
+            self._rows.pop(fill.row, None)
+            states[fill.place] = State.FAILED
+            return str(error) if isinstance(error, Failed) else f"the grammar can't be used: {words_of(str(error))}"
+        states[fill.place] = State.DONE
+        return ""
+
+    def _write(self, fill: Fill) -> None:
+        if fill.begin is not None:
+            self._rows[fill.row] = self._row(fill.begin)
+        row = self._rows[fill.row]
+        ids = np.frombuffer(fill.ids, np.int32).tolist()
+        if ids and not row.matcher.consume_tokens(ids):
+            raise Failed(_why(row.matcher, "the output does not match the grammar"))
+        words = self._memory.words[fill.place]
+        if self._wide:
+            wide = np.frombuffer(row.matcher.compute_bitmask(), np.uint32)
+            words[:] = wide[: len(words)]
+            words[-1] &= self._last_bits
+        else:
+            row.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if row.matcher.is_error():
+            raise Failed(_why(row.matcher, "the grammar's next ids could not be computed"))
+        if not (words & self._texts).any():
+            self._spell(row.matcher, words)
+        if row.ignores_eos or len(row.stop_ids):
+            self._end_by(row, words)
+        if not words.any():
+            raise Failed(f"{NOTHING_LEFT}the grammar allows none of the model's")
+
+    def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
+        """Only ids that are no text are allowed. Where one text alone can follow, the library allows what its tokenizer
+        makes of it, and that takes a text like <|im_end|> for the token of this name, with which the grammar could not
+        go on: then the text's own first part it is. A token that the grammar itself wants is forced as byte 0xFF and
+        its number."""
+        text = matcher.compute_ff_bytes().partition(b"\xff")[0].decode(errors="ignore")
+        if parts := self._engine.tokenizer.greedy_tokenize(text):
+            words[:] = 0
+            if parts[0] < self._engine.vocab_size:
+                words[parts[0] // 32] = np.uint32(1) << np.uint32(parts[0] % 32)
+
+    def _row(self, begin: Begin) -> Row:
+        stop_ids = np.setdiff1d(np.array(begin.stop_ids, np.int64), self._eos_ids)
+        return Row(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
+
+    def _end_by(self, row: Row, words: WordArray) -> None:
+        """Which ids may end the output here. The library allows the model's own just where it may end."""
+        may_end = has(words, int(self._eos_ids[0]))
+        if may_end and row.ignores_eos:
+            without(words, self._eos_ids)
+        if len(row.stop_ids):
+            if may_end:
+                np.bitwise_or.at(words, row.stop_ids // 32, _bits(row.stop_ids))
+            else:
+                without(words, row.stop_ids)
+
+
+def texts(engine: Engine) -> WordArray:
+    """A mask of all ids but those of special tokens."""
+    words = np.full(-(-engine.vocab_size // 32), 0xFFFF_FFFF, np.uint32)
+    num_ids = min(engine.vocab_size, engine.tokenizer.vocab_size)
+    special = np.array([token for token in range(num_ids) if engine.tokenizer.is_special_token(token)], np.int64)
+    np.bitwise_and.at(words, special // 32, ~_bits(special))
+    return words
+
+
+def has(words: WordArray, token: int) -> bool:
+    """Whether a mask allows an id."""
+    return bool(words[token // 32] >> np.uint32(token % 32) & 1)
+
+
+def without(words: WordArray, ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+    """Forbid ids, unless nothing else would be left."""
+    before = words.copy()
+    np.bitwise_and.at(words, ids // 32, ~_bits(ids))
+    if not words.any():
+        words[:] = before
+
+
+def _bits(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> WordArray:
+    return np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
+
+
+def _why(matcher: LLMatcher, what: str) -> str:
+    return f"{what}: {words_of(matcher.get_error())}" if matcher.get_error() else what
+
+
+def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size: str) -> None:
+    """Compute masks until the executor ends."""
+    memory = MaskMemory(int(num_places), int(vocab_size), int(fd))
+    try:
+        engine = Engine(Path(model_dir))
+    except NoEngine as error:
+        send(of, msgspec.msgpack.encode(Report(0, errors=[str(error)])))
+        return
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // CPUS_PER_THREAD)
+    worker = MaskWorker(of, engine, memory, num_threads)
+    bound_memory(MAX_BYTES)
+    gc.collect()
+    gc.freeze()
+    send(of, msgspec.msgpack.encode(Report(0)))
+    worker.loop()

@@ -1,0 +1,183 @@
+"""A model computed in every way that a scheduler may ask for, to be compared: whole prompts, chunks, mixed batches,
+rows behind a prefix that another has computed. Steps are planned by hand here."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, Made, Ours, Plan
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.measuring.planned import Entry, row_add, step, take
+from pipeline.stages.execute.stage import SPIN_COUNT
+
+CHUNKS = (33, 7)
+"""Tokens of a chunk: more than a block and less than one, and no divisors of anything."""
+
+MAX_TOKENS = 2**31 - 1
+"""Of a step, where nothing bounds them."""
+
+BATCH_TOKENS = 48
+"""Of a step in which prompts and texts are mixed."""
+
+
+def set_up(settings: Settings) -> None:
+    """Tell libraries of their threads, as a stage does. To be called before any of them is imported."""
+    num_threads = str(settings.execute.threads or len(os.sched_getaffinity(0)))
+    os.environ.update(OMP_NUM_THREADS=num_threads, MKL_NUM_THREADS=num_threads, OPENBLAS_NUM_THREADS="1")
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+def compute(settings: Settings, folder: Path, plan: Plan) -> Iterator[Ours]:
+    """The plan by torch in float32; then in bfloat16 by what a server would take, unless that is torch; on a GPU in
+    float32 as well. Raises UserError where the model can't be run so."""
+    import torch
+
+    torch.set_num_threads(settings.execute.threads or len(os.sched_getaffinity(0)))
+    yield _ours(_settings(settings, folder, plan, "float32", "torch", "cpu"), folder, plan)
+    device, kernels = settings.execute.device, settings.execute.kernels
+    if device == "cuda":
+        yield _ours(_settings(settings, folder, plan, "float32", kernels, device), folder, plan)
+    if kernels != "torch":
+        yield _ours(_settings(settings, folder, plan, "bfloat16", kernels, device), folder, plan)
+
+
+def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels: str, device: str) -> Settings:
+    """With just the memory that the plan takes: every prompt and its text, once more for rows that share nothing."""
+    import torch
+
+    from pipeline.kernels.kv_layout import block_bytes
+    from pipeline.kernels.step_inputs import BLOCK_SIZE
+
+    config = ModelConfig.load(folder)
+    element: torch.dtype = getattr(torch, dtype)
+    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element)
+    lengths = [len(prompt) + NUM_GREEDY for prompt in plan.prompts]
+    num_blocks = sum(math.ceil(length / BLOCK_SIZE) for length in lengths) + 2 * len(lengths)
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        max_model_len=max(lengths),
+        execute=replace(
+            settings.execute, device=device, dtype=dtype, kernels=kernels, kv_cache_bytes=num_blocks * num_bytes
+        ),
+        schedule=replace(
+            settings.schedule,
+            max_num_seqs=len(lengths),
+            max_num_batched_tokens=max(*lengths, BATCH_TOKENS),
+        ),
+    )
+
+
+def _ours(settings: Settings, folder: Path, plan: Plan) -> Ours:
+    runner: Any
+    if settings.execute.device == "cuda":
+        from pipeline.stages.execute.cuda.available import require
+
+        require(settings, ModelConfig.load(folder), folder)
+        from pipeline.stages.execute.cuda.runner import CudaRunner
+
+        runner = CudaRunner(settings, folder)
+    else:
+        from pipeline.stages.execute.cpu.runner import Runner
+
+        runner = Runner(settings, folder)
+        runner.program.keep_logits()
+    try:
+        # A GPU's products of float32 are as exact as a CPU's, but summed in another order.
+        exact = settings.execute.dtype == "float32"
+        ours = Ours(f"{runner.name}, {settings.execute.dtype}", exact)
+        _Ways(runner, ours, plan).all()
+        return ours
+    finally:
+        runner.close()
+
+
+class _Ways:
+    """Computes a plan in each way, keeping the logits of every sampled row."""
+
+    def __init__(self, runner: Any, ours: Ours, plan: Plan) -> None:
+        self._runner = runner
+        self._ours = ours
+        self._prompts = plan.prompts
+        self._way = ""
+
+    def all(self) -> None:
+        self._begin("whole")
+        self._keep_texts([text for prompt in self._prompts for text in self._texts([prompt])])
+        for chunk in CHUNKS:
+            self._begin(f"in chunks of {chunk}")
+            self._keep_texts([text for prompt in self._prompts for text in self._texts([prompt], chunk=chunk)])
+        self._begin("all in one batch")
+        self._keep_texts(self._texts(self._prompts, budget=BATCH_TOKENS))
+        self._begin("behind a cached prefix")
+        self._keep_texts(self._behind_prefix())
+
+    def _begin(self, way: str) -> None:
+        self._way = way
+
+    def _keep_texts(self, texts: list[list[int]]) -> None:
+        self._ours.texts[self._way] = texts
+
+    def _behind_prefix(self) -> list[list[int]]:
+        """One row computes the prefix; then all rows that begin with it share its blocks, in one batch."""
+        prefix = self._prompts[0][:PREFIX]
+        sharing = [prompt[:PREFIX] == prefix and len(prompt) > PREFIX for prompt in self._prompts]
+        return self._texts(self._prompts, budget=BATCH_TOKENS, shared=[PREFIX if shares else 0 for shares in sharing])
+
+    def _texts(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        chunk: int | None = None,
+        budget: int = MAX_TOKENS,
+        shared: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Greedy texts of prompts, all of them in one batch, from empty memory. `chunk` bounds the tokens of a row in a
+        step, `budget` those of a step; of row i the first `shared[i]` ids lie in blocks that a first step computes."""
+        from pipeline.kernels.step_inputs import BLOCK_SIZE
+
+        computed = list(shared or [0] * len(prompts))
+        common = list(range(max(computed) // BLOCK_SIZE))
+        next_block = len(common)
+        if common:
+            add = row_add(0, prompts[0][: max(computed)], common)
+            self._step([add], [(0, 0, max(computed), False)])
+            self._drop([0])
+        adds = []
+        for row, prompt in enumerate(prompts):
+            own = math.ceil((len(prompt) + NUM_GREEDY) / BLOCK_SIZE) - computed[row] // BLOCK_SIZE
+            adds.append(
+                row_add(row, prompt, [*common[: computed[row] // BLOCK_SIZE], *range(next_block, next_block + own)])
+            )
+            next_block += own
+        known = [list(prompt) for prompt in prompts]
+        while any(len(ids) < len(prompt) + NUM_GREEDY for ids, prompt in zip(known, prompts, strict=True)):
+            left = budget
+            entries: list[Entry] = []
+            for row, ids in enumerate(known):
+                count = min(len(ids) - computed[row], chunk or left, left)
+                if count and len(ids) < len(prompts[row]) + NUM_GREEDY:
+                    entries.append((row, computed[row], count, computed[row] + count == len(ids)))
+                    computed[row] += count
+                    left -= count
+            for row, token, logits in self._step(adds, entries):
+                self._ours.made.append(Made(self._way, tuple(known[row]), logits))
+                known[row].append(token)
+            adds = []
+        self._drop(list(range(len(prompts))))
+        return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]
+
+    def _step(self, adds: list[m.RowAdd], entries: Sequence[Entry]) -> list[tuple[int, int, Any]]:
+        """Compute entries. Returns row, id and logits of those that are sampled."""
+        sampled = self._runner.step(step(entries, adds), take)
+        logits = self._runner.logits().copy() if len(sampled.rows) else []
+        return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), logits[: len(sampled.rows)], strict=True))
+
+    def _drop(self, rows: list[int]) -> None:
+        self._runner.step(step(drops=rows), take)

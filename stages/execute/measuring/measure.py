@@ -1,0 +1,326 @@
+"""Measuring steps: the cases of a plan have their turns in rounds, so that a machine which drifts does so for all."""
+
+import gc
+import logging
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.cli.profile.results import Case, Floor, OpTime, Plan, Profile, Rates, StepTime
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.kernels.cpu import peaks
+from pipeline.kernels.cpu.build import BuildError
+from pipeline.kernels.cpu.isa import Level, available, cpuinfo
+from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.kv_layout import block_bytes
+from pipeline.kernels.logprob_inputs import ScoreInputs
+from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.shm.available import available_bytes
+from pipeline.stages.execute.cpu.backend import make_program
+from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.models.registry import record_model
+from pipeline.stages.execute.weights import Weights
+from pipeline.version import VERSION
+
+PEAK_S = 1.5
+"""How long each of the two measurements of the machine takes, about."""
+VISIT_S = 0.05
+"""A short step is repeated for so long in each of its turns."""
+
+OpCost = tuple[float, float, bool]
+"""Bytes, operations, whether they are integers': of one op, as `NativeProgram.costs` gives them."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """What was measured of one case."""
+
+    op_names: list[str] = field(default_factory=list)
+    op_costs: list[OpCost] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    ops_s: list[list[float]] = field(default_factory=list)
+    """[steps that were timed op by op][ops]"""
+    against_s: list[float] = field(default_factory=list)
+
+
+def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Plan, num_threads: int) -> Profile:
+    """Measure the steps of a plan. Raises UserError where the model can't be run so, or the plan does not fit it."""
+    log = logging.getLogger("pipeline")
+    cases = plan.cases()
+    check_positions(cases, config, config.max_position)
+    inputs = StepInputs(
+        max(case.num_tokens for case in cases),
+        max(case.num_seqs for case in cases),
+        max(num_blocks_of(case) // case.num_seqs for case in cases),
+    )
+    draws, scores = DrawInputs(inputs.max_num_rows, config.vocab_size), ScoreInputs(inputs.max_num_rows)
+    chosen = [settings]
+    if plan.against is not None:
+        other = msgspec.structs.replace(settings.execute, kernels=plan.against)
+        chosen.append(msgspec.structs.replace(settings, execute=other))
+    kv = _plan_kv(settings, config, cases, len(chosen))
+    counted = CountedWeights(weights)
+    with ExitStack() as stack:
+        programs = []
+        for each in chosen:
+            log.info("loading %s for execute.kernels=%s", config.name, each.execute.kernels)
+            program = stack.enter_context(closing(make_program(each, config, inputs, draws, scores, kv, num_threads)))
+            counted.num_bytes.clear()
+            record_model(config, cast(Weights, counted), program)
+            programs.append(program)
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        native = isinstance(programs[0], NativeProgram)
+        before = _rates(settings, num_threads, log) if native else None
+        samples = run_rounds(programs, inputs, cases, kv, plan.rounds, config.vocab_size, log)
+        after = _rates(settings, num_threads, log) if native else None
+        rates = before.best(after) if before and after else None
+        return Profile(
+            version=VERSION,
+            model=config.name,
+            weight_bytes=dict(counted.num_bytes),
+            kv_dtype=settings.execute.dtype,
+            kernels=programs[0].name,
+            cpu=cpu_name(),
+            num_threads=num_threads,
+            plan=plan,
+            before=before,
+            after=after,
+            steps=[summarize(case, samples[i], rates) for i, case in enumerate(cases)],
+            against=programs[1].name if plan.against else None,
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+
+
+def run_rounds(
+    programs: Sequence[Program],
+    inputs: StepInputs,
+    cases: Sequence[Case],
+    kv: KVPlan,
+    num_rounds: int,
+    vocab_size: int,
+    log: logging.Logger,
+) -> list[Samples]:
+    """Each case's samples. All cases have their turn in each round, with one program after the other; the first round,
+    one step of each, counts for nothing."""
+    samples = [Samples() for _ in cases]
+    random = np.random.default_rng(0)
+    # Blocks of a sequence lie anywhere, as they do in a server that has run for a while.
+    blocks: IntArray = random.permutation(kv.num_blocks).astype(np.int32)
+    ids: IntArray = random.integers(0, vocab_size, inputs.max_num_tokens, np.int32)
+    for number in range(num_rounds + 1):
+        begun_s = time.perf_counter()
+        for i, case in enumerate(cases):
+            fill(inputs, case, ids, blocks)
+            for j, program in enumerate(programs):
+                if number == 0:
+                    program.run()
+                elif j == 0:
+                    _visit(program, samples[i])
+                else:
+                    samples[i].against_s += [_timed(program.run) for _ in _visit_steps()]
+        what = f"round {number} of {num_rounds}" if number else "warmed up"
+        log.info("%s took_s=%.1f", what, time.perf_counter() - begun_s)
+    return samples
+
+
+def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray) -> None:
+    """Make a case the next step. `ids` and `blocks` are at least as many as it needs; each sequence has blocks of its
+    own, and the last token of each is sampled."""
+    starts = np.full(case.num_seqs, case.context - case.num_new, np.int32)
+    counts = np.full(case.num_seqs, case.num_new, np.int32)
+    tables = blocks[: num_blocks_of(case)].reshape(case.num_seqs, -1)
+    inputs.fill(ids[: case.num_tokens], starts, counts, tables, np.ones(case.num_seqs, np.bool_))
+
+
+def _visit(program: Program, samples: Samples) -> None:
+    """One turn of a case: whole steps, and between them steps that are timed op by op where the program can do that."""
+    for _ in _visit_steps():
+        samples.steps_s.append(_timed(program.run))
+        if isinstance(program, NativeProgram):
+            ops = program.profile()
+            samples.ops_s.append([seconds for _, seconds in ops])
+            samples.op_names = [name for name, _ in ops]
+    if isinstance(program, NativeProgram):
+        samples.op_costs = program.costs()
+
+
+def _visit_steps() -> Iterator[None]:
+    """Once, and again until a turn is over."""
+    end_s = time.perf_counter() + VISIT_S
+    yield
+    while time.perf_counter() < end_s:
+        yield
+
+
+def _timed(step: Callable[[], object]) -> float:
+    begun_s = time.perf_counter()
+    step()
+    return time.perf_counter() - begun_s
+
+
+def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> Rates:
+    """Measure the machine. Raises UserError where that can't be done."""
+    wanted = settings.execute.kernels
+    assert wanted != "torch"
+    level: Level = available()[0] if wanted == "auto" else wanted
+    root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
+    log.info("measuring this machine threads=%d", num_threads)
+    try:
+        found = peaks.measure(level, num_threads, PEAK_S, log.info, cache_root=root)
+    except (BuildError, OSError) as error:
+        raise UserError(f"this machine can't be measured: {error}") from error
+    return Rates(found.read_bytes_per_s, found.float32_flop_per_s, found.bf16_flop_per_s, found.int8_op_per_s)
+
+
+# ------------------------------------------------------------------------------------------------------- summarizing
+
+
+def summarize(case: Case, samples: Samples, rates: Rates | None) -> StepTime:
+    """Medians of a case's samples, and its floors where the machine's rates are known."""
+    step_s = median(samples.steps_s)
+    ops: list[OpTime] = []
+    in_turn = overlapped = None
+    if rates is not None:
+        floors_s = [floor_s(cost, rates) for cost in samples.op_costs]
+        ops = _op_times(samples, floors_s)
+        in_turn = floor_of(sum(floors_s), step_s)
+        overlapped = floor_of(overlapped_s(samples.op_costs, rates), step_s)
+    against_s = median(samples.against_s) if samples.against_s else None
+    return StepTime(
+        case=case,
+        ms=step_s * 1e3,
+        num_samples=len(samples.steps_s),
+        tokens_per_s=case.num_tokens / step_s,
+        ops=ops,
+        in_turn=in_turn,
+        overlapped=overlapped,
+        against_ms=None if against_s is None else against_s * 1e3,
+        speedup=None if against_s is None else against_s / step_s,
+    )
+
+
+def floor_s(cost: OpCost, rates: Rates) -> float:
+    """The least seconds of one op: of its bytes or of its operations, whichever takes longer."""
+    num_bytes, operations, is_integer = cost
+    rate = rates.int8_ops if is_integer else rates.bf16_flops
+    assert rate is not None, "these rates are of a machine that has no integers' products"
+    return max(num_bytes / rates.read_bytes, operations / rate)
+
+
+def overlapped_s(costs: Sequence[OpCost], rates: Rates) -> float:
+    """The least seconds of all ops, were all that is moved moved while all that is computed is computed."""
+    bytes_s = sum(num_bytes for num_bytes, _, _ in costs) / rates.read_bytes
+    return max(bytes_s, sum(floor_s((0.0, operations, is_integer), rates) for _, operations, is_integer in costs))
+
+
+def _op_times(samples: Samples, floors_s: Sequence[float]) -> list[OpTime]:
+    """Ops of one name and kind together, in the order in which they first come."""
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for i, (name, (_, _, is_integer)) in enumerate(zip(samples.op_names, samples.op_costs, strict=True)):
+        groups.setdefault((name, is_integer), []).append(i)
+    times = []
+    for (name, is_integer), members in groups.items():
+        seconds = median(sum(ops[i] for i in members) for ops in samples.ops_s)
+        num_bytes = sum(samples.op_costs[i][0] for i in members)
+        operations = sum(samples.op_costs[i][1] for i in members)
+        per_s = 1 / seconds if seconds else 0.0
+        times.append(
+            OpTime(
+                name=name,
+                is_integer=is_integer,
+                count=len(members),
+                ms=seconds * 1e3,
+                bytes=num_bytes,
+                operations=operations,
+                gb_per_s=num_bytes * per_s / 1e9,
+                gflop_per_s=operations * per_s / 1e9,
+                floor=floor_of(sum(floors_s[i] for i in members), seconds),
+            )
+        )
+    return times
+
+
+def floor_of(least_s: float, seconds: float) -> Floor | None:
+    """A least time, and its share of a time; None where either is zero."""
+    return Floor(least_s * 1e3, least_s / seconds) if least_s and seconds else None
+
+
+def cpu_name() -> str:
+    """What the processor calls itself; the architecture where it says nothing."""
+    for line in cpuinfo().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+class CountedWeights:
+    """Counts the bytes of the matrices that a model takes from its weights, by format. It stands for a `Weights`."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.num_bytes: Counter[str] = Counter()
+        self._weights = weights
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        matrix = self._weights.matrix(name, rows, columns)
+        self.num_bytes[matrix.format] += matrix.data.nbytes
+        return matrix
+
+    def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[Matrix, ...]:
+        return tuple(self.matrix(name, num, columns) for name, num in zip(names, rows, strict=True))
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self._weights.vector(name, size)
+
+    def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+        return self._weights.join_vectors(names, sizes)
+
+
+def check_positions(cases: Sequence[Case], config: ModelConfig, most: int) -> None:
+    """Raise UserError where a case's sequences have more than `most` tokens."""
+    for case in cases:
+        if case.context > most:
+            option = "--prefill" if case.phase == "prefill" else "--context"
+            raise UserError(f"{option} {case.context}: the sequences of {config.name} have {most} tokens at most")
+
+
+def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num_programs: int) -> KVPlan:
+    """As much KV memory as the largest case needs. Raises UserError where the machine hasn't got it."""
+    dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+    num_blocks = max(num_blocks_of(case) for case in cases)
+    wanted = num_blocks * block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype) * num_programs
+    free = available_bytes()
+    if wanted > free:
+        raise UserError(
+            f"keys and values of these steps take {wanted} bytes, but only {free} bytes of memory are free: lower "
+            "--batch, --context or --prefill"
+        )
+    return KVPlan(num_blocks, max(case.context for case in cases))
+
+
+def num_blocks_of(case: Case) -> int:
+    """Of all its sequences."""
+    return case.num_seqs * -(-case.context // BLOCK_SIZE)

@@ -1,0 +1,219 @@
+"""The API's description: OpenAPI 3.1, made from the table of routes and the types of their bodies and replies.
+
+It is that of this very server: the model's name, its limits, and whether it asks for keys are in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from pipeline.config.settings import Limits as Caps
+from pipeline.stages.gateway.apidocs.examples import example_of
+from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
+from pipeline.stages.gateway.errors import ErrorBody
+from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.parsing.conversation import Tool
+from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
+from pipeline.version import VERSION
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
+"""Of routes whose replies are no JSON."""
+SECURITY = "apiKey"
+
+TAGS = {
+    "Text": "Chats and texts, and what they would be to the model.",
+    "Tokens": "Token ids, texts and vectors.",
+    "Model": "What is served.",
+    "Server": "How the server is, and what an operator asks of it.",
+}
+_TAG_OF = {
+    "chat_completions": "Text",
+    "completions": "Text",
+    "render_chat": "Text",
+    "render_completion": "Text",
+    "models": "Model",
+    "model": "Model",
+}
+
+ERRORS: dict[int, str] = {
+    400: "What is asked for can't be read, or can't be done: `param` names the field.",
+    401: "No API key, or none of this server's.",
+    403: "Without API keys: the `Host` or `Origin` header is not one that this server allows.",
+    404: "There is no such model.",
+    408: "The body did not come in time.",
+    413: "The body is larger than `gateway.max_body_bytes`.",
+    415: "The body's `Content-Type` is not JSON, or it is packed otherwise than by gzip or deflate.",
+    417: "An Expect other than 100-continue.",
+    431: "A header, or the address, is too large.",
+    500: "The server failed on this request.",
+    503: "As much is open as may be, or the server takes no requests: `Retry-After` says when to try again.",
+    504: "The request's time was up, and it had no token yet.",
+}
+_ALWAYS = (400, 401, 403, 417, 431, 500, 503)
+_WITH_BODY = (408, 413, 415)
+_OF_CALLS = (404, 504)
+_HEADERS: dict[int, dict[str, Schema]] = {
+    401: {"WWW-Authenticate": {"schema": {"type": "string"}, "required": True}},
+    503: {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}, "required": True}},
+}
+
+
+def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = True) -> dict[str, Any]:
+    """The whole description. `has_admin_routes`: they are here, and not at a listener of their own."""
+    schemas = Schemas()
+    schemas.of(ErrorBody)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        if has_admin_routes or not route.is_admin:
+            operation = _operation(route, model, schemas, has_keys)
+            paths.setdefault(route.path, {})[route.method.lower()] = operation
+    tool = schemas.of(Tool)
+    _narrow(schemas.components, model, caps, tool)
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Pipeline",
+            "version": VERSION,
+            "summary": "An inference server for large language models.",
+            "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions. Fields that are "
+            "not named are ignored, null stands for a default, and of a field that comes twice the last counts.",
+        },
+        "servers": [{"url": "/", "description": "This one."}],
+        "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "responses": {_name_of(status): _error(status) for status in ERRORS},
+        },
+    }
+    if has_keys:
+        found["security"] = [{SECURITY: []}]
+        found["components"]["securitySchemes"] = {
+            SECURITY: {"type": "http", "scheme": "bearer", "description": "One of the server's API keys."}
+        }
+    return found
+
+
+def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": route.does,
+        "summary": route.summary,
+        "tags": [_TAG_OF.get(route.does, "Tokens" if route.is_call else "Server")],
+        "parameters": _parameters(route, model),
+        "responses": {"200": _success(route, schemas)} | _failures(route, has_keys),
+    }
+    if route.body is not None:
+        schema = schemas.of(route.body)
+        if route.neutral:
+            schema = {"allOf": [schema, {"properties": _neutral(route.body, route.neutral)}]}
+        content: dict[str, Any] = {"schema": schema}
+        if (example := example_of(route.does, model)) is not None:
+            content["example"] = example
+        operation["requestBody"] = {"required": True, "content": {JSON: content}}
+    if route.is_admin:
+        operation["security"] = []
+    if not operation["parameters"]:
+        del operation["parameters"]
+    return operation
+
+
+def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
+    found = []
+    if "{model}" in route.path:
+        schema = {"type": "string", "enum": [model]}
+        found.append({"name": "model", "in": "path", "required": True, "schema": schema})
+    if route.is_call:
+        found.append(
+            {
+                "name": "X-Request-Id",
+                "in": "header",
+                "description": "Your own name for the request: the response brings it back, its id ends in it, and "
+                "/abort_requests takes it.",
+                "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
+            }
+        )
+    return found
+
+
+def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
+    if route.reply is None:
+        media = TEXTS.get(route.path, JSON)
+        return {
+            "description": route.summary,
+            "content": {media: {"schema": {"type": "string"} if media != JSON else {}}},
+        }
+    content: dict[str, Any] = {JSON: {"schema": schemas.of(route.reply)}}
+    words = route.summary
+    if route.event is not None:
+        name = schemas.of(route.event)["$ref"].rpartition("/")[2]
+        words += f" With `stream`: server-sent events, each `data: ` and a {name} as JSON; the last is `data: [DONE]`. "
+        words += "Where it fails on the way, an event holds an ErrorBody."
+        content[EVENTS] = {"schema": {"type": "string", "description": f"Events of {name}."}}
+    return {"description": words, "content": content}
+
+
+def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
+    statuses: list[int] = [*_ALWAYS, *(_WITH_BODY if route.body is not None else ())]
+    if route.method == "POST" and route.body is None:
+        statuses.append(415)
+    if route.is_call or "{model}" in route.path:
+        statuses += _OF_CALLS
+    if not has_keys or route.is_admin:
+        statuses.remove(401)
+    return {str(status): {"$ref": f"#/components/responses/{_name_of(status)}"} for status in sorted(statuses)}
+
+
+def _name_of(status: int) -> str:
+    return HTTPStatus(status).phrase.replace(" ", "").replace("-", "")
+
+
+def _error(status: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "description": ERRORS[status],
+        "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}},
+    }
+    if status in _HEADERS:
+        found["headers"] = _HEADERS[status]
+    return found
+
+
+def _neutral(body: Any, neutral: Mapping[str, Sequence[Any]]) -> dict[str, Schema]:
+    """Fields that the API knows and this server does not: the values at which they are no error."""
+    known = body.__struct_fields__
+    words = "Not supported: null, or the value that changes nothing."
+    return {
+        name: {"enum": [None, *values], "description": words} for name, values in neutral.items() if name not in known
+    }
+
+
+_NUMBERS = {
+    "n": "max_n",
+    "best_of": "max_best_of",
+    "logprobs": "max_logprobs",
+    "top_logprobs": "max_logprobs",
+    "prompt_logprobs": "max_logprobs",
+}
+_LISTS = {**COUNTED, "tools": "max_tools"}
+"""Fields of bodies, and the settings of `limits` that bound them."""
+
+
+def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema) -> None:
+    """What this server's settings say, and what a tool is."""
+    for schema in components.values():
+        is_reply = "id" in schema.get("required", ()) or "root" in schema.get("required", ())
+        for name, one in schema.get("properties", {}).items():
+            if name == "model" and not is_reply:
+                one.pop("type", None)
+                one["enum"] = [model] if name in schema.get("required", ()) else [model, None]
+            for part in (one, *one.get("anyOf", ())):
+                kinds = part.get("type", ())
+                if name in _NUMBERS and "integer" in kinds:
+                    part["maximum"] = getattr(caps, _NUMBERS[name])
+                if name in _LISTS and "array" in kinds:
+                    part["maxItems"] = getattr(caps, _LISTS[name])
+                if name in _LISTS and "object" in kinds:
+                    part["maxProperties"] = getattr(caps, _LISTS[name])
+                if name == "tools" and "array" in kinds:
+                    part["items"] = tool

@@ -1,0 +1,208 @@
+"""Request bodies of the OpenAI API, and which of its fields must keep their neutral value here.
+
+Fields that neither struct nor table names are ignored, as OpenAI's own clients and proxies expect. So are fields that
+change nothing about the text: user, metadata, prompt_cache_key, safety_identifier ...
+Null stands for a field's default everywhere.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw
+
+from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.runtime.messages import MAX_SHOWN_IDS
+from pipeline.stages.gateway.parsing.conversation import (
+    Documents,
+    Kwargs,
+    Message,
+    Messages,
+    ReasoningEffort,
+    ToolChoice,
+    Tools,
+)
+from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
+
+MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
+BestOf = Annotated[int, Meta(ge=1, description="Sequences that are generated, of which the n best are returned.")]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: Annotated[bool, Meta(description="true adds an event with usage.")] | None = None
+    continuous_usage_stats: (
+        Annotated[bool, Meta(description="Together with include_usage: every event has usage.")] | None
+    ) = None
+
+
+class Body(SamplingFields, kw_only=True):
+    """What both endpoints take."""
+
+    model: Annotated[str, Meta(description="The name that /v1/models gives.")]
+    max_tokens: Annotated[MaxTokens, Meta(description="The most tokens to generate.")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[bool, Meta(description="true adds token_ids and prompt_token_ids.")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Meta(description='true calls tokens in log probabilities "token_id:123".')] | None
+    ) = None
+    truncate_prompt_tokens: (
+        Annotated[
+            int, Meta(ge=-1, lt=2**31, description="Keep this many of the prompt's last tokens; -1: as many as fit.")
+        ]
+        | None
+    ) = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Whether the tokenizer puts its own around the prompt.")] | None
+    ) = None
+    request_id: str | None = None
+    """The client's own name for it; a header, X-Request-Id, wins."""
+    timings: bool | None = None
+    """Ours: the reply says where its time went."""
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    """vLLM's: lower goes first"""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    """vLLM's"""
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    """Ours: from its arrival to its end"""
+
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class ChatBody(Body, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Messages
+    max_completion_tokens: MaxTokens | None = None
+    """Wins over max_tokens, which it replaces in OpenAI's API."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, Meta(description="true: the reply goes on with the last one.")] | None = (
+        None
+    )
+    tools: Tools = Raw()
+    tool_choice: ToolChoice = Raw()
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call in a reply.")] | None = None
+    documents: Documents = Raw()
+    chat_template_kwargs: Kwargs = Raw()
+    chat_template: Any = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: Annotated[bool, Meta(description="false leaves reasoning out of the reply.")] | None = None
+    logprobs: Annotated[bool, Meta(description="true tells the log probability of each token.")] | None = None
+    top_logprobs: (
+        Annotated[int, Meta(ge=0, description="With logprobs: of so many of the likeliest tokens too.")] | None
+    ) = None
+
+
+class CompletionBody(Body, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[str | Id | list[Id]]
+    """A text, texts, ids, or lists of ids; not a mixture."""
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """0 only together with echo"""
+    best_of: BestOf | None = None
+    """Sequences that are generated, of which the n best are returned; by default n"""
+    echo: bool | None = None
+    logprobs: (
+        Annotated[int, Meta(ge=0, description="Log probabilities of the tokens, and of so many of the likeliest.")]
+        | None
+    ) = None
+
+
+class ParamsBody(Body, kw_only=True):
+    """A request that comes over ZeroMQ"""
+
+    best_of: BestOf | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: of a text or of a chat"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_SHOWN_IDS)] | None = None
+    continue_final_message: bool | None = None
+    tools: Tools = Raw()
+    tool_choice: ToolChoice = Raw()
+    parallel_tool_calls: bool | None = None
+    documents: Documents = Raw()
+    chat_template_kwargs: Kwargs = Raw()
+    chat_template: Any = None
+    reasoning_effort: ReasoningEffort | None = None
+    add_special_tokens: bool | None = None
+    """By default those of a text are added, and those of a chat are left to its template."""
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[list[Id], Meta(max_length=MAX_SHOWN_IDS)]
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI, both endpoints
+    # OpenAI, chat
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": ([], ["text"]),
+    "prediction": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # OpenAI, completions
+    "suffix": ("",),
+    # vLLM
+    "ec_transfer_params": ({},),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logprob_token_ids": (),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+"""Fields the API knows and this server does not support: the values, besides null, at which they change nothing.
+Any other value is an error, so that nobody gets text other than what they asked for without being told."""
+
+CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,), "echo": (False,)}
+COMPLETION_NEUTRAL = NEUTRAL | {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "max_completion_tokens": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value changes nothing. To Python False is 0, but in this API 0 may ask for something, and is of another
+    type."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+
+
+def with_unsupported(body: type[B], neutral: Mapping[str, tuple[Any, ...]]) -> type[B]:
+    """A body that also takes the fields of a table, whatever their values, so that one pass over the bytes reads
+    both."""
+    fields = [(name, Any, None) for name in neutral]
+    wider: type[Any] = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
+    return wider

@@ -1,0 +1,196 @@
+"""How tokens are drawn and text is cut: the fields that say so, on every route that generates, and their checks.
+
+What the types below don't say depends on the server: `COUNTED` has the settings that bound lists, and ids must be the
+model's. Each is counted before anything is made of its entries.
+"""
+
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import invalid, shown
+from pipeline.stages.gateway.parsing.structured_outputs import StructuredFields
+
+MAX_STOP_CHARS = 256
+"""Of a stop string, and of an entry of bad_words."""
+MAX_BIAS = 100.0
+MAX_ALLOWED = 2**20
+"""Entries of allowed_token_ids, of all sequences of a request: as many as a vocabulary has for a few."""
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+"""vLLM takes all above 0; logits times what lies outside of these are no numbers any more."""
+
+Id = Annotated[int, Meta(ge=0, lt=2**31)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+COUNTED = {
+    "stop": "max_stop_strings",
+    "stop_token_ids": "max_stop_token_ids",
+    "logit_bias": "max_logit_bias",
+    "bad_words": "max_bad_words",
+}
+"""Fields that have several entries, and the setting of `limits` that says how many."""
+
+
+class SamplingFields(StructuredFields, kw_only=True):
+    """What every route takes that generates."""
+
+    n: Annotated[int, Meta(ge=1, description="Choices for each prompt; by default 1.")] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the likeliest token; by default 1.")] | None = (
+        None
+    )
+    top_p: Annotated[float, Meta(gt=0, le=1, description="By default 1.")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1, description="By default 0.")] | None = None
+    seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed draws the same text.")] | None = None
+    repetition_penalty: (
+        Annotated[
+            float,
+            Meta(
+                ge=MIN_REPETITION_PENALTY,
+                le=MAX_REPETITION_PENALTY,
+                description="Above 1 makes tokens of the prompt and the output less likely; by default 1.",
+            ),
+        ]
+        | None
+    ) = None
+    presence_penalty: (
+        Annotated[Penalty, Meta(description="Above 0 makes tokens of the output less likely; by default 0.")] | None
+    ) = None
+    frequency_penalty: (
+        Annotated[Penalty, Meta(description="As presence_penalty, as many times as they occur; by default 0.")] | None
+    ) = None
+    logit_bias: (
+        Annotated[dict[str, float], Meta(description="Token ids, and what is added to their logits: -100 to 100.")]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[list[Id], Meta(min_length=1, description="No other is drawn.")] | None = None
+    bad_words: Annotated[list[ShortText], Meta(description="Texts that the output never has.")] | None = None
+    min_tokens: (
+        Annotated[int, Meta(ge=0, lt=2**31, description="Tokens before which nothing ends a choice; by default 0.")]
+        | None
+    ) = None
+    stop: Annotated[str | list[ShortText], Meta(description="The text ends before the first that comes.")] | None = None
+    stop_token_ids: Annotated[list[Id], Meta(description="Ids that end a choice.")] | None = None
+    ignore_eos: Annotated[bool, Meta(description="true goes on behind the model's own end.")] | None = None
+    skip_special_tokens: Annotated[bool, Meta(description="false shows them; by default true.")] | None = None
+    spaces_between_special_tokens: Annotated[bool, Meta(description="Changes nothing.")] | None = None
+    """vLLM's: no vocabulary that is served here has spaces put between its special tokens."""
+    include_stop_str_in_output: Annotated[bool, Meta(description="true lets the text end behind it.")] | None = None
+    prompt_logprobs: (
+        Annotated[int, Meta(ge=0, description="Log probabilities of the prompt's tokens, and so many likeliest.")]
+        | None
+    ) = None
+
+
+def check_counts(fields: SamplingFields, caps: Caps) -> None:
+    """That no list has more entries than it may. Raises ApiError."""
+    for name, setting in COUNTED.items():
+        value, most = getattr(fields, name), getattr(caps, setting)
+        if isinstance(value, list | dict) and len(value) > most:
+            message = f"'{name}' has {len(value)} entries, and at most {most} are taken: limits.{setting}"
+            raise invalid(name, message, "invalid_value")
+
+
+def check_num_allowed(sampling: m.Sampling, num_sequences: int) -> None:
+    """Each sequence that starts brings its ids along, and many may start in one step. Raises ApiError."""
+    num_ids = len(sampling.allowed_ids) // 4
+    if num_ids * num_sequences > MAX_ALLOWED:
+        message = (
+            f"'allowed_token_ids' has {num_ids} entries for each of {num_sequences} sequences, and at most "
+            f"{MAX_ALLOWED} are taken in all: ask for fewer sequences"
+        )
+        raise invalid("allowed_token_ids", message, "invalid_value")
+
+
+def sampling_of(fields: SamplingFields, max_tokens: int | None, vocab_size: int | None) -> m.Sampling:
+    """How tokens are drawn, but for the seed and what is told of them; after `check_counts`. Raises ApiError."""
+    bias = _bias(fields.logit_bias or {}, vocab_size)
+    stop_ids = fields.stop_token_ids or []
+    _check_ids(stop_ids, "stop_token_ids", vocab_size)
+    return m.Sampling(
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(0, fields.top_k or 0),
+        min_p=fields.min_p or 0.0,
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(fields.ignore_eos),
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        bias_ids=list(bias),
+        bias_values=list(bias.values()),
+        allowed_ids=_allowed(fields.allowed_token_ids, vocab_size),
+        min_tokens=_min_tokens(fields.min_tokens or 0, max_tokens),
+    )
+
+
+def text_of(fields: SamplingFields) -> m.TextOptions:
+    """How the ids become text, but for what is told of them; after `check_counts`. Raises ApiError."""
+    return m.TextOptions(
+        stop=_stop(fields.stop),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        stop_token_ids=fields.stop_token_ids or [],
+        min_tokens=fields.min_tokens or 0,
+    )
+
+
+def seed_of(seed: int | None) -> int | None:
+    """Signed and unsigned 64-bit integers are both in use; the sampler's key is unsigned. Raises ApiError."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise invalid("seed", "'seed' must be a 64-bit integer", "invalid_value")
+    return None if seed is None else seed % 2**64
+
+
+def _bias(logit_bias: dict[str, float], vocab_size: int | None) -> dict[int, float]:
+    """By ids. Each is written in one way alone, so that none comes twice."""
+    bias = {}
+    for key, value in logit_bias.items():
+        param = shown(f"logit_bias.{key}")
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < 2**31):
+            raise invalid(param, f"'{param}': names in 'logit_bias' must be token ids, as \"50256\"", "invalid_value")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise invalid(param, f"'{param}' must be a number from -100 to 100", "invalid_value")
+        _check_id(int(key), param, vocab_size)
+        bias[int(key)] = value
+    return bias
+
+
+def _allowed(ids: list[int] | None, vocab_size: int | None) -> bytes:
+    if ids is None:
+        return b""
+    rising = np.unique(np.array(ids, np.int64))
+    if vocab_size is not None and rising[-1] >= vocab_size:
+        _check_ids(ids, "allowed_token_ids", vocab_size)
+    return rising.astype("<i4").tobytes()
+
+
+def _check_ids(ids: list[int], param: str, vocab_size: int | None) -> None:
+    for place, token_id in enumerate(ids):
+        _check_id(token_id, f"{param}[{place}]", vocab_size)
+
+
+def _check_id(token_id: int, param: str, vocab_size: int | None) -> None:
+    if vocab_size is not None and token_id >= vocab_size:
+        message = f"'{param}': token id {token_id} is not one of the model's 0..{vocab_size - 1}"
+        raise invalid(param, message, "invalid_value")
+
+
+def _min_tokens(min_tokens: int, max_tokens: int | None) -> int:
+    if max_tokens is not None and min_tokens > max_tokens:
+        message = f"'min_tokens' must be at most the {max_tokens} tokens that may be generated, not {min_tokens}"
+        raise invalid("min_tokens", message, "invalid_value")
+    return min_tokens
+
+
+def _stop(stop: str | list[str] | None) -> list[str]:
+    if isinstance(stop, str):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise invalid("stop", f"'stop' must be a string of 1 to {MAX_STOP_CHARS} characters", "invalid_value")
+        return [stop]
+    return stop or []

@@ -1,0 +1,116 @@
+"""Parts of a request that came over ZeroMQ, read as those of HTTP's bodies are: what the output is to match, and chats
+with tools. Where a part is JSON text, so that the wire has one type for it, it is decoded and checked here.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pipeline.client import protocol as p
+from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError, invalid
+from pipeline.stages.gateway.parsing.conversation import (
+    CalledFunction,
+    ContentPart,
+    Message,
+    ReasoningEffort,
+    ToolCall,
+    chat_prompt,
+)
+from pipeline.stages.gateway.parsing.json_depth import check_depth
+from pipeline.stages.gateway.parsing.structured_outputs import KINDS, StructuredOutputs
+
+NULL = Raw(b"null")
+
+
+class _Chat(msgspec.Struct):
+    """The same as a body of HTTP has it."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    tools: Raw
+    tool_choice: Raw
+    parallel_tool_calls: bool | None
+    documents: Raw
+    chat_template_kwargs: Raw
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template: Any = None
+
+
+def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputs | None:
+    """The same as a body of HTTP has it. Raises ApiError."""
+    if given is None:
+        return None
+    match given.kind:
+        case "json":
+            return StructuredOutputs(json=Raw(msgspec.json.encode(given.source)))
+        case "structural_tag":
+            return StructuredOutputs(structural_tag=Raw(msgspec.json.encode(given.source)))
+        case "json_object":
+            return StructuredOutputs(json_object=True)
+        case "regex":
+            return StructuredOutputs(regex=given.source)
+        case "grammar":
+            return StructuredOutputs(grammar=given.source)
+        case "choice":
+            return StructuredOutputs(choice=_decoded(given.source, list[str], "structured_outputs.choice"))
+    param = "structured_outputs.kind"
+    raise invalid(param, f"'{param}' must be one of {', '.join(KINDS)}", "invalid_value")
+
+
+def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
+    """A chat. Raises ApiError."""
+    choice: Any = chat.tool_choice
+    if choice == "named":
+        choice = {"type": "function", "function": {"name": chat.tool_name}}
+    body = _Chat(
+        chat.add_generation_prompt,
+        chat.continue_final_message,
+        _raw(chat.tools, "tools", caps),
+        Raw(msgspec.json.encode(choice)),
+        chat.parallel_tool_calls,
+        _raw(chat.documents, "documents", caps),
+        _raw(chat.chat_template_kwargs, "chat_template_kwargs", caps),
+    )
+    return chat_prompt(body, [_message(one) for one in chat.messages], caps)
+
+
+def _message(one: p.ChatMessage) -> Message:
+    calls = [ToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in one.tool_calls]
+    content = one.content
+    return Message(
+        one.role,
+        [ContentPart("text", text) for text in content] if isinstance(content, list) else content,
+        one.name,
+        calls or None,
+        one.tool_call_id,
+        one.reasoning,
+    )
+
+
+def _raw(text: str | None, param: str, caps: Caps) -> Raw:
+    """JSON text of one value, no deeper than a body's. What it must be is checked where bodies are."""
+    if text is None:
+        return NULL
+    data = text.encode()
+    try:
+        check_depth(data, caps.max_json_depth)
+    except ApiError:
+        message = f"'{param}' is nested too deeply: it may have {caps.max_json_depth} levels of arrays and objects"
+        raise invalid(param, message, "invalid_json") from None
+    _decoded(text, Any, param)
+    return Raw(data)
+
+
+def _decoded(text: str, kind: Any, param: str) -> Any:
+    """JSON text as what it must be. Raises ApiError."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid(param, f"'{param}': {error}", "invalid_type") from error
+    except msgspec.DecodeError as error:
+        raise invalid(param, f"'{param}' is not valid JSON: {error}", "invalid_value") from error
+    except RecursionError as error:
+        raise invalid(param, f"'{param}' is nested too deeply", "invalid_value") from error

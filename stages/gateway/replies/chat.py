@@ -1,0 +1,157 @@
+"""Replies to chats in which calls and reasoning are looked for: what each choice says, whole and in a stream. Pure.
+
+A call's first delta has its index, id, type and name, and arguments that are empty; pieces of the arguments follow.
+finish_reason is `tool_calls` where a reply that has come to its own end calls tools, and `stop` where the client named
+the one to be called, as OpenAI and vLLM have it. What breaks off in a call ends as it ended, `length` or `stop`.
+Reasoning goes by the name it has with DeepSeek and vLLM, and by vLLM's newer one.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import assert_never
+
+from msgspec import UNSET
+
+from pipeline.stages.gateway.replies.types import (
+    CalledFunction,
+    CalledTool,
+    Delta,
+    FunctionDelta,
+    ReplyMessage,
+    ToolDelta,
+)
+from pipeline.stages.gateway.requests import Call, Request
+from pipeline.text.formats.chat_formats import ReplyParser
+from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+
+
+class ReplyReader:
+    """Of one choice. `place` is its index."""
+
+    def __init__(self, call: Call, request: Request, place: int) -> None:
+        assert call.ask.reply is not None
+        self._form = call.ask.reply
+        self._call = call
+        self._request = request
+        self._place = place
+        self._num_calls = 0
+        self._num_ended = 0
+        self._made: ReplyParser | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing can be read yet: how the prompt ends says where the reply begins. Text may overtake it."""
+        needs_tail = self._call.ask.prompt_options.with_tail and not self._call.is_finished
+        return needs_tail and self._request.prompt_ids is None
+
+    def deltas(self, text: str) -> list[Delta]:
+        """What has come with a text of a stream."""
+        return list(self._deltas(self._parser.push(text)))
+
+    def rest(self) -> list[Delta]:
+        """What was held back, at the end of a stream."""
+        return list(self._deltas(self._parser.finish()))
+
+    def message(self, text: str) -> ReplyMessage:
+        """The whole of a reply."""
+        content, reasoning = [], []
+        calls: list[CalledTool] = []
+        for event in self._kept([*self._parser.push(text), *self._parser.finish()]):
+            match event:
+                case Content(piece):
+                    content.append(piece)
+                case Reasoning(piece):
+                    reasoning.append(piece)
+                case CallBegun(index, name):
+                    calls.append(CalledTool(self._id_of(index), CalledFunction(name, "")))
+                case Arguments(index, piece):
+                    calls[index].function.arguments += piece
+                case CallEnded():
+                    pass
+                case _:
+                    assert_never(event)
+        message = ReplyMessage("".join(content))
+        if calls:
+            message.tool_calls = calls
+        if reasoning:
+            message.reasoning_content = message.reasoning = "".join(reasoning)
+        if not message.content and (calls or reasoning):
+            message.content = None
+        return message
+
+    def finish_reason(self, finish_reason: str) -> str:
+        """What a client is told, of a reply that has been read to its end."""
+        is_calls = self._num_calls and self._num_calls == self._num_ended
+        if finish_reason == "stop" and is_calls and self._form.tool_choice != "named":
+            return "tool_calls"
+        return finish_reason
+
+    @property
+    def _parser(self) -> ReplyParser:
+        if self._made is None:
+            form = self._form
+            self._made = self._call.formats.parser(
+                form.tool_choice, form.names, self._request.tail, shows_specials=form.shows_specials
+            )
+        return self._made
+
+    def _kept(self, events: Iterable[Event]) -> list[Event]:
+        """Those that the client is told: where it wants one call at most, no more than the first; and reasoning only
+        where it does."""
+        kept: list[Event] = []
+        for event in events:
+            match event:
+                case Content():
+                    pass
+                case Reasoning():
+                    if not self._form.with_reasoning:
+                        continue
+                case CallBegun(index) | Arguments(index) | CallEnded(index):
+                    if index and not self._form.parallel:
+                        continue
+                    self._num_calls += isinstance(event, CallBegun)
+                    self._num_ended += isinstance(event, CallEnded)
+                case _:
+                    assert_never(event)
+            kept.append(event)
+        return kept
+
+    def _deltas(self, events: Sequence[Event]) -> Iterable[Delta]:
+        for event in _merged(self._kept(events)):
+            match event:
+                case Content(text):
+                    yield Delta(content=text)
+                case Reasoning(text):
+                    yield Delta(reasoning_content=text, reasoning=text)
+                case CallBegun(index, name):
+                    function = FunctionDelta(name=name, arguments="")
+                    yield Delta(tool_calls=[ToolDelta(index, self._id_of(index), "function", function)])
+                case Arguments(index, text):
+                    yield Delta(tool_calls=[ToolDelta(index, UNSET, UNSET, FunctionDelta(arguments=text))])
+                case CallEnded():
+                    pass
+                case _:
+                    assert_never(event)
+
+    def _id_of(self, index: int) -> str:
+        """The same when the call is replayed, and no other call's."""
+        form = self._call.formats.tools_of(self._form.tool_choice)
+        assert form is not None, "a call was read without a format of calls"
+        seed = f"{self._call.salt:x} {self._place} {index}".encode()
+        return form.call_id(int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest()))
+
+
+def _merged(events: Iterable[Event]) -> list[Event]:
+    """Neighbours of one kind as one: a client that does not keep up gets much at once."""
+    merged: list[Event] = []
+    for event in events:
+        match event, merged[-1] if merged else None:
+            case Content(text), Content(before):
+                merged[-1] = Content(before + text)
+            case Reasoning(text), Reasoning(before):
+                merged[-1] = Reasoning(before + text)
+            case Arguments(index, text), Arguments(_, before):
+                merged[-1] = Arguments(index, before + text)
+            case _:
+                merged.append(event)
+    return merged

@@ -1,0 +1,143 @@
+"""What replies to chats and completions are made of, in OpenAI's shapes, whole and in the events of a stream.
+
+`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are vLLM's additions, in its places: what is said
+of a prompt stands with the reply of a chat, and with each choice of a completion. Fields that are UNSET are left out.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
+from pipeline.stages.gateway.timings import Timings
+
+StopReason = Annotated[str | int, Meta(description="The stop string or the id of stop_token_ids that ended it.")]
+FinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls", "abort"]})]
+Assistant = Annotated[str, Meta(extra_json_schema={"enum": ["assistant"]})]
+TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None], Meta(description="With prompt_logprobs: by ids, null for the first.")
+]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: Annotated[int, Meta(description="Found in the prefix cache, and not computed.")]
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON text, as the model wrote it.")]
+
+
+class CalledTool(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ReplyMessage(msgspec.Struct):
+    content: Annotated[str, Meta(description="null beside calls or reasoning where there is none.")] | None
+    role: Assistant = "assistant"
+    refusal: None = None
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+    reasoning_content: Annotated[str, Meta(description="What the model thought before.")] | UnsetType = UNSET
+    reasoning: Annotated[str, Meta(description="As reasoning_content.")] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ReplyMessage
+    finish_reason: FinishReason
+    stop_reason: StopReason | None
+    logprobs: ChatLogprobs | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct):
+    """POST /v1/chat/completions"""
+
+    id: str
+    object: Annotated[str, Meta(description="chat.completion")]
+    created: Annotated[int, Meta(description="Unix time, in seconds.")]
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolDelta(msgspec.Struct):
+    index: Annotated[int, Meta(description="Of the choice's calls.")]
+    id: str | UnsetType
+    type: str | UnsetType
+    function: FunctionDelta
+
+
+class Delta(msgspec.Struct):
+    role: Assistant | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+
+
+class ChatDeltaChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: FinishReason | None
+    stop_reason: StopReason | UnsetType | None = UNSET
+    logprobs: ChatLogprobs | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """An event of a stream of POST /v1/chat/completions"""
+
+    id: str
+    object: Annotated[str, Meta(description="chat.completion.chunk")]
+    created: int
+    model: str
+    choices: list[ChatDeltaChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: StopReason | UnsetType | None = UNSET
+    logprobs: TextLogprobs | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class TextReply(msgspec.Struct):
+    """POST /v1/completions; an event of its stream has the same shape."""
+
+    id: str
+    object: Annotated[str, Meta(description="text_completion")]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET

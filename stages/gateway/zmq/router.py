@@ -1,0 +1,356 @@
+"""The door's socket: the server's end of ZMTP, with a bound on what clients can make it hold.
+
+    accepted ──greeting, READY──► messages, one frame each ──► ended
+        └──────── no hello in time, or no ZMTP ───────────────►┘
+
+What is read is taken apart and handled in the same turn of the loop, so nothing queues here. A connection holds two
+reads' worth of bytes and at most one frame; frames above `SMALL_BYTES` share `NUM_LARGE` messages' worth of room, and a
+connection that finds none is not read until there is. All else waits in the kernel, and then at the client.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, cast
+
+from pipeline.client.zmq_address import check_free, refusal
+from pipeline.errors import UserError
+from pipeline.runtime.peer_credentials import uid_of_peer
+from pipeline.stages.gateway.zmq import zmtp
+
+MAX_CONNECTIONS = 1024
+"""At most; fewer where the process may have few descriptors."""
+RECEIVE_BOUND = 16
+"""Messages of one connection that are handled in a row, before others have their turn."""
+MAX_TURN_MESSAGES = 64
+"""Messages of all connections that are handled in one turn of the loop, so that others than clients have theirs."""
+SMALL_BYTES = 65536
+"""Messages up to this size need no room."""
+NUM_LARGE = 8
+"""Messages of the largest size for which there is room at once."""
+SEND_BOUND_BYTES = 256 * 1024
+"""A connection for which more than this waits takes nothing; what is more waits in its requests, merged."""
+GRACE_S = 0.1
+"""How long last words may take to leave before their connection is ended."""
+LISTEN_BACKLOG = 1024
+
+Sent = Literal["sent", "full", "gone"]
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client's connection."""
+
+    def __init__(self, owner: "DoorSocket", max_first_bytes: int) -> None:
+        self.opened_s = 0.0
+        self.is_ending = False
+        """What it still says is not heard."""
+        self.begun_s: float | None = None
+        """Since when a message is on its way of which a part has come; None where none is, or where we do not read."""
+        self.decoder = zmtp.Decoder(max_first_bytes)
+        self.room_bytes = 0
+        """What its large message takes of the room."""
+        self.is_waiting = False
+        """For room, or for its next turn; it is not read until then."""
+        self.transport: asyncio.Transport | None = None
+        self._owner = owner
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._owner.opened(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        missing = self.decoder.missing
+        return self._owner.scratch if missing is None else missing
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.is_ending:
+            return
+        if self.decoder.missing is None:
+            self.decoder.feed(self._owner.scratch[:nbytes])
+        else:
+            self.decoder.fill(nbytes)
+        self._owner.read(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.lost(self)
+        self.transport = None
+
+
+class DoorSocket:
+    """Owns the listening socket and its connections. `on_open` is called with each connection, `on_message` with each
+    message, `on_refusal` where one is not read, after which none of its connection is, and `on_end` with each
+    connection that has ended."""
+
+    def __init__(
+        self,
+        address: str,
+        max_message_bytes: int,
+        max_first_bytes: int,
+        *,
+        on_open: Callable[[Connection], None],
+        on_message: Callable[[Connection, bytes | bytearray], None],
+        on_refusal: Callable[[Connection, zmtp.Refusal], None],
+        on_end: Callable[[Connection], None],
+    ) -> None:
+        """Bind; `start` accepts. `max_first_bytes` bounds a connection's messages until `welcome`. Raises UserError
+        where the address can't be listened on."""
+        self._on_open, self._on_message, self._on_refusal, self._on_end = on_open, on_message, on_refusal, on_end
+        self._max_message_bytes = max_message_bytes
+        self._max_first_bytes = max_first_bytes
+        self._loop = asyncio.get_running_loop()
+        self.scratch = memoryview(bytearray(zmtp.READ_BYTES))
+        """What every connection is read into: each read is taken over before the next one begins."""
+        self._room_bytes = NUM_LARGE * max_message_bytes
+        self._room_queue: deque[Connection] = deque()
+        self._turn_queue: deque[Connection] = deque()
+        self._num_left = MAX_TURN_MESSAGES
+        self._is_turn_due = False
+        self._connections: dict[Connection, None] = {}
+        self._is_closed = False
+        self._all_lost = asyncio.Event()
+        self._max_connections = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._is_ipc = address.startswith("ipc://")
+        self._path = address.removeprefix("ipc://") if self._is_ipc else ""
+        self._listener = _listen(address)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Accept connections."""
+        create = self._loop.create_unix_server if self._is_ipc else self._loop.create_server
+        make = lambda: Connection(self, self._max_first_bytes)  # noqa: E731
+        self._server = await create(make, sock=self._listener, backlog=LISTEN_BACKLOG)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self._connections)
+
+    # ------------------------------------------------------------------------------------------------------ receive
+
+    def opened(self, connection: Connection) -> None:
+        assert connection.transport is not None
+        fd = connection.transport.get_extra_info("socket").fileno()
+        is_foreign = self._is_ipc and uid_of_peer(fd) != os.geteuid()
+        if is_foreign or self._is_closed or len(self._connections) >= self._max_connections:
+            connection.is_ending = True
+            connection.transport.abort()
+            return
+        connection.opened_s = self._loop.time()
+        self._connections[connection] = None
+        connection.transport.write(zmtp.GREETING)
+        self._on_open(connection)
+
+    def welcome(self, connection: Connection) -> None:
+        """Its messages may be as large as any from now on."""
+        connection.decoder.max_frame_bytes = self._max_message_bytes
+
+    def read(self, connection: Connection) -> None:
+        """Handle what a connection has said: all of it, or what may be handled in a row."""
+        self._have_turn()
+        for _ in range(RECEIVE_BOUND):
+            if connection.is_ending or connection.transport is None:
+                return
+            if self._num_left == 0:
+                break
+            try:
+                event = connection.decoder.next()
+            except zmtp.ProtocolError:
+                self._shut(connection)
+                return
+            if event is None:
+                self._resume(connection)
+                return
+            self._num_left -= 1
+            if isinstance(event, zmtp.Large):
+                if not self._admit(connection, event.num_bytes):
+                    return
+                continue
+            self._free_room(connection)
+            self._handle(connection, event)
+        self._pause(connection)
+        self._turn_queue.append(connection)
+
+    def _handle(self, connection: Connection, event: zmtp.Message | zmtp.Command | zmtp.Refusal) -> None:
+        connection.begun_s = None
+        match event:
+            case zmtp.Message(data):
+                self._on_message(connection, data)
+            case zmtp.Refusal():
+                self._on_refusal(connection, event)
+            case zmtp.Command(b"greeting"):
+                self._write(connection, zmtp.ready(b"ROUTER"))
+            case zmtp.Command(b"PING", data):
+                if not self._is_full(connection):  # else what waits is a sign of life
+                    self._write(connection, zmtp.pong(data))
+            case zmtp.Command():
+                pass
+
+    def _have_turn(self) -> None:
+        """Have the next turn of the loop begin a count of its own."""
+        if not self._is_turn_due and not self._is_closed:
+            self._is_turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        self._num_left = MAX_TURN_MESSAGES
+        for _ in range(len(self._turn_queue)):
+            if self._num_left == 0:
+                break
+            self.read(self._turn_queue.popleft())
+        if self._turn_queue:
+            self._have_turn()
+
+    def _pause(self, connection: Connection) -> None:
+        """Read nothing more of it for now."""
+        connection.begun_s = None
+        if not connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
+            connection.is_waiting = True
+            connection.transport.pause_reading()
+
+    def _resume(self, connection: Connection) -> None:
+        """All that has come is handled: read on."""
+        if connection.begun_s is None and connection.decoder.is_inside:
+            connection.begun_s = self._loop.time()
+        if connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
+            connection.is_waiting = False
+            connection.transport.resume_reading()
+
+    # --------------------------------------------------------------------------------------------------------- room
+
+    def _admit(self, connection: Connection, num_bytes: int) -> bool:
+        """Begin a large frame, or have it wait until there is room. Returns whether it has begun."""
+        if num_bytes > SMALL_BYTES:
+            if num_bytes > self._room_bytes or (self._room_queue and self._room_queue[0] is not connection):
+                self._pause(connection)
+                self._room_queue.append(connection)
+                return False
+            self._room_bytes -= num_bytes
+            connection.room_bytes = num_bytes
+        connection.decoder.admit()
+        return True
+
+    def _free_room(self, connection: Connection) -> None:
+        if connection.room_bytes:
+            self._room_bytes += connection.room_bytes
+            connection.room_bytes = 0
+            self._turn_queue.extend(self._room_queue)
+            self._room_queue.clear()
+            self._have_turn()
+
+    # --------------------------------------------------------------------------------------------------------- send
+
+    def send(self, connection: Connection, data: bytes) -> Sent:
+        """Send one message. Never blocks: says where the client takes nothing, or is gone."""
+        if connection.transport is None or connection.transport.is_closing():
+            return "gone"
+        if self._is_full(connection):
+            return "full"
+        self._write(connection, zmtp.message(data))
+        return "sent"
+
+    def _is_full(self, connection: Connection) -> bool:
+        return connection.transport is not None and connection.transport.get_write_buffer_size() > SEND_BOUND_BYTES
+
+    def _write(self, connection: Connection, data: bytes) -> None:
+        if connection.transport is not None and not connection.transport.is_closing():
+            connection.transport.write(data)
+
+    # ---------------------------------------------------------------------------------------------------------- end
+
+    def end(self, connection: Connection) -> None:
+        """End a connection; what was sent to it has a moment to leave. `on_end` follows."""
+        if not connection.is_ending:
+            connection.is_ending = True
+            self._pause(connection)
+            self._free_room(connection)
+            self._loop.call_later(GRACE_S, self._shut, connection)
+
+    def _shut(self, connection: Connection) -> None:
+        connection.is_ending = True
+        if connection.transport is not None:
+            connection.transport.abort()
+
+    def lost(self, connection: Connection) -> None:
+        """It is no more."""
+        connection.is_ending = True
+        self._free_room(connection)
+        if connection in self._connections:
+            del self._connections[connection]
+            self._on_end(connection)
+        if self._is_closed and not self._connections:
+            self._all_lost.set()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close all; what is queued has `linger_s` to leave, for which `wait_closed` waits."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._server is not None:
+            self._server.close()
+        self._listener.close()
+        if self._path and not self._path.startswith("@"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(self._path).unlink()
+        for connection in self.connections:
+            connection.is_ending = True
+            if connection.transport is not None:
+                connection.transport.close()
+            self._loop.call_later(linger_s, self._shut, connection)
+        if not self._connections:
+            self._all_lost.set()
+
+    async def wait_closed(self) -> None:
+        """Wait until what was queued has left or its time is up."""
+        await self._all_lost.wait()
+
+
+def _listen(address: str) -> socket.socket:
+    """A bound socket. Raises UserError."""
+    try:
+        check_free(address)
+        if address.startswith("ipc://"):
+            return _listen_ipc(address.removeprefix("ipc://"))
+        return _listen_tcp(address.removeprefix("tcp://"))
+    except OSError as error:
+        words = str(error)  # of check_free, which has no number
+        why = error.strerror or words
+        raise UserError(refusal(address, why) if error.errno else words) from error
+
+
+def _listen_ipc(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if name.startswith("@"):
+            listener.bind("\0" + name[1:])
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()  # nobody listens there: it was left behind
+            listener.bind(name)
+        listener.listen(LISTEN_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen_tcp(place: str) -> socket.socket:
+    host, _, port = place.rpartition(":")
+    is_v6 = host.startswith("[")
+    host = "" if host == "*" else host.strip("[]")
+    listener = socket.create_server(
+        (host, int(port)),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=LISTEN_BACKLOG,
+        dualstack_ipv6=is_v6 and host == "::",
+    )
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
+    return listener

@@ -1,0 +1,71 @@
+"""Chats become text by the model's templates: the one for chats, and the one for chats with tools where it has two."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.runtime.messages import ChatPrompt
+from pipeline.stages.ingest.templates import conversation
+from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
+from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+SHORT_STEPS = 15_000
+"""What a template may take where others wait for it: about 10 ms."""
+
+
+class NeedsTime(Exception):
+    """The template takes longer than others should wait."""
+
+
+class Chats:
+    """The templates of one model, by name; `failure` says why there is none that works."""
+
+    def __init__(self, templates: Mapping[str, ChatTemplate], failure: str, timeout_s: float) -> None:
+        self._templates = templates
+        self._failure = failure
+        self._timeout_s = timeout_s
+
+    def text(self, prompt: ChatPrompt, *, max_chars: int, now_s: float | None, is_short: bool) -> str:
+        """The prompt's text, no longer than `max_chars`. Raises BadChat, TemplateFailure, TextTooLong, or OutOfTime
+        where it takes longer than the settings allow.
+
+        With `is_short` it takes no longer than a few milliseconds, or raises NeedsTime. What it raises and what it
+        makes depend on the prompt alone, but for OutOfTime on a machine that is very slow.
+        """
+        template = self._template(prompt)
+        variables = conversation.variables(prompt, template.wants)
+        if is_short:
+            budget = Budget(SHORT_STEPS)
+        else:
+            num_steps = int(STEPS_PER_S * self._timeout_s) + conversation.num_chars(prompt)
+            budget = Budget(num_steps, self._timeout_s, time.monotonic)
+        try:
+            text = template.render(variables, max_chars=max_chars, budget=budget, now_s=now_s)
+        except OutOfTime:
+            if is_short:
+                raise NeedsTime from None
+            raise
+        return conversation.up_to_tag(text, prompt) if prompt.continue_final_message else text
+
+    def _template(self, prompt: ChatPrompt) -> ChatTemplate:
+        names = (TOOL_USE, DEFAULT) if conversation.has_tools(prompt) else (DEFAULT,)
+        for name in names:
+            if (template := self._templates.get(name)) is not None:
+                return template
+        raise TemplateFailure(self._failure)
+
+
+def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float) -> Chats:
+    """The templates in a prepared folder. One that is not valid is said to those who want to chat."""
+    templates = {}
+    failure = "this model has no chat template: use /v1/completions"
+    for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"chat_template.{TOOL_USE}.jinja")):
+        if (path := folder / file).is_file():
+            try:
+                templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), bos_token, eos_token)
+            except TemplateFailure as error:
+                failure = str(error)
+    return Chats(templates, failure, timeout_s)

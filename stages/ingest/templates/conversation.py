@@ -1,0 +1,213 @@
+"""A chat as the names that a template knows: plain dicts and lists, as transformers' `apply_chat_template` gives them
+and vLLM makes them of a request. Pure.
+
+    role, content, name                       as they are
+    tool_calls        [{id, type, function: {name, arguments}}], with arguments as an object, {} where the text is none;
+                      or as text for a template that wants that
+    tool_call_id      of a tool's message
+    reasoning         as `reasoning`, `reasoning_content` and `thinking`
+"""
+
+from typing import Any
+
+import msgspec
+
+from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
+from pipeline.stages.ingest.templates.template_inspection import Wants
+
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Written behind the text that the output goes on with, to find it again in what the template makes of it. Its space
+tells whether the template keeps what a text ends with."""
+
+OWN_FIELDS = {
+    "add_generation_prompt": "it is a field of the request itself",
+    "chat_template": "the model's own template is used",
+    "continue_final_message": "it is a field of the request itself",
+    "documents": "it is a field of the request itself",
+    "messages": "it is a field of the request itself",
+    "tokenize": "the prompt is always tokenized",
+    "tools": "it is a field of the request itself",
+}
+"""Names that `chat_template_kwargs` can't give, and why."""
+
+
+class BadChat(Exception):
+    """The chat can't be given to a template; the words are for the client."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def variables(prompt: ChatPrompt, wants: Wants) -> dict[str, Any]:
+    """What the template is given. Raises BadChat."""
+    kwargs = _object(prompt.template_kwargs)
+    for name in kwargs:
+        if name in OWN_FIELDS:
+            raise BadChat(f"'chat_template_kwargs' can't have {name!r}: {OWN_FIELDS[name]}", "chat_template_kwargs")
+    messages = [_message(message, wants) for message in prompt.messages]
+    if any(message.role == "developer" for message in prompt.messages) and not wants.developer:
+        messages = _with_one_system(messages)
+    if prompt.continue_final_message:
+        if prompt.add_generation_prompt:
+            raise BadChat(
+                "'continue_final_message' and 'add_generation_prompt' can't both be true: the output goes on with the "
+                "last message, or begins a new one",
+                "continue_final_message",
+            )
+        _tag(messages[-1])
+    return {
+        **kwargs,
+        "messages": messages,
+        "tools": _tools(prompt),
+        "documents": _array(prompt.documents, "documents"),
+        "add_generation_prompt": prompt.add_generation_prompt,
+    }
+
+
+def has_tools(prompt: ChatPrompt) -> bool:
+    """Whether the template is told of tools. It is not where none may be called."""
+    return bool(prompt.tools) and prompt.tool_choice != "none"
+
+
+def up_to_tag(text: str, prompt: ChatPrompt) -> str:
+    """The text as far as the last message's content goes. Raises BadChat where the template has left it out.
+
+    As transformers finds it: a template that strips what it is given strips the tag's space too, and then the space
+    before it is not the message's."""
+    message = prompt.messages[-1]
+    said = (message.parts[-1] if message.parts else message.content) or ""
+    place = text.rfind(CONTINUE_TAG.strip())
+    if place < 0 or said.strip() not in text:
+        raise BadChat(
+            "the model's chat template does not write the last message as it is, so the output can't go on with it",
+            "continue_final_message",
+        )
+    return text[:place] if text.startswith(CONTINUE_TAG, place) else text[:place].rstrip()
+
+
+def num_chars(prompt: ChatPrompt) -> int:
+    """About how long a chat is in the end."""
+    size = len(prompt.tools) + len(prompt.documents) + len(prompt.template_kwargs)
+    return size + sum(map(_message_chars, prompt.messages))
+
+
+MESSAGE_CHARS = 40
+"""What a template puts around a message, more or less."""
+
+
+def _message_chars(message: ChatMessage) -> int:
+    size = MESSAGE_CHARS + len(message.content or "") + len(message.reasoning or "")
+    for call in message.tool_calls:
+        size += MESSAGE_CHARS + len(call.name) + len(call.arguments)
+    return size
+
+
+def _message(message: ChatMessage, wants: Wants) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    if message.reasoning is not None:
+        plain["thinking"] = message.reasoning
+    plain["role"] = message.role
+    plain["content"] = _content(message, wants)
+    if message.tool_calls:
+        plain["tool_calls"] = [_tool_call(call, wants) for call in message.tool_calls]
+    if message.reasoning is not None:
+        plain["reasoning"] = plain["reasoning_content"] = message.reasoning
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _content(message: ChatMessage, wants: Wants) -> Any:
+    """Text for most; parts for a template that goes through them, unless a tool says it or the template takes text too
+    and the client gave text. Nothing is None for a template that asks for it, and empty otherwise."""
+    if message.content is None:
+        if wants.none:
+            return None
+        return [] if wants.parts and not wants.text_too else ""
+    if wants.parts and (not wants.text_too or (message.parts is not None and message.role != "tool")):
+        texts = [message.content] if message.parts is None else message.parts
+        return [{"type": "text", "text": text} for text in texts]
+    return message.content
+
+
+def _tool_call(call: ToolCall, wants: Wants) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if not wants.json_arguments:
+        try:
+            arguments = _decoded(call.arguments)
+        except ValueError:
+            arguments = None
+        # What a model wrote may have been cut off by max_tokens, and a chat with that in it goes on all the same.
+        arguments = arguments if isinstance(arguments, dict) else {}
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The developer's messages as the system's, all of them as one that comes first: what the role means to a model
+    that has not heard of it."""
+    said = []
+    others = []
+    for message in messages:
+        if message["role"] not in ("developer", "system"):
+            others.append(message)
+            continue
+        content = message["content"]
+        text = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+        if text:
+            said.append((text, content))
+    as_parts = any(isinstance(content, list) for _, content in said)
+    whole: Any = "\n\n".join(text for text, _ in said)
+    return [{"role": "system", "content": [{"type": "text", "text": whole}] if as_parts else whole}, *others]
+
+
+def _tag(message: dict[str, Any]) -> None:
+    content = message["content"]
+    if isinstance(content, list) and content:
+        content[-1]["text"] += CONTINUE_TAG
+    elif isinstance(content, str) and content:
+        message["content"] = content + CONTINUE_TAG
+    else:
+        raise BadChat("the last message has no content that the output could go on with", "continue_final_message")
+
+
+def _tools(prompt: ChatPrompt) -> list[Any] | None:
+    return _array(prompt.tools, "tools") if has_tools(prompt) else None
+
+
+def _array(text: str, param: str) -> list[Any] | None:
+    """The array of objects that a client gave; None where it gave none."""
+    if not text:
+        return None
+    try:
+        value = _decoded(text)
+    except ValueError as error:
+        raise BadChat(f"'{param}' is not valid JSON: {error}", param) from error
+    if not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+        raise BadChat(f"'{param}' must be an array of objects", param)
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        value = _decoded(text)
+    except ValueError as error:
+        raise BadChat(f"'chat_template_kwargs' is not valid JSON: {error}", "chat_template_kwargs") from error
+    if not isinstance(value, dict):
+        raise BadChat("'chat_template_kwargs' must be an object", "chat_template_kwargs")
+    return value
+
+
+def _decoded(text: str) -> Any:
+    """Raises ValueError."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ValueError(str(error)) from error
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None

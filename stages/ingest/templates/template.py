@@ -1,0 +1,89 @@
+"""A model's chat template: what a chat is to it in, text out, within bounds.
+
+A template is a program that came with the model, and what it is given came from a client: whatever it does wrong is an
+answer to that client and nothing more, and what it takes is bounded (see sandbox.py).
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import jinja2
+
+from pipeline.stages.ingest.templates.budget import Budget, OutOfTime, TooLarge, active
+from pipeline.stages.ingest.templates.sandbox import TemplateEnvironment
+from pipeline.stages.ingest.templates.template_inspection import wants
+
+MAX_WORDS_CHARS = 500
+
+MAX_SOURCE_CHARS = 2**18
+
+
+class TemplateFailure(Exception):
+    """The template refused the messages or failed on them; the words are for the client."""
+
+
+class TextTooLong(Exception):
+    """The template wrote more than `max_chars`."""
+
+
+class ChatTemplate:
+    """A compiled template. Raises TemplateFailure where `source` isn't valid.
+
+    `wants` is what it wants a message to look like.
+    """
+
+    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
+        self._specials = {"bos_token": bos_token, "eos_token": eos_token}
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateFailure(f"the model's chat template is longer than {MAX_SOURCE_CHARS} characters")
+        try:
+            environment = TemplateEnvironment()
+            self.wants = wants(environment, source)
+            self._template = environment.from_string(source)
+        except Exception as error:
+            # Compiling descends into what is nested, so a template from anywhere may raise MemoryError, RecursionError
+            # and others besides its syntax errors. The stage must outlive it.
+            raise TemplateFailure(f"the model's chat template is not valid: {_words(error)}") from error
+
+    def render(
+        self, variables: Mapping[str, Any], *, max_chars: int, budget: Budget, now_s: float | None = None
+    ) -> str:
+        """The prompt's text. Raises TemplateFailure, OutOfTime, or TextTooLong as soon as it is longer than
+        `max_chars`.
+
+        `now_s` is what a template that writes the date takes for the time, Unix seconds; without it, the clock's.
+        """
+        pieces: list[str] = []
+        num_chars = 0
+        active.budget = budget
+        try:
+            names = {**self._specials, "strftime_now": partial(_strftime, now_s), **variables}
+            for piece in self._template.generate(names):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > max_chars:
+                    raise TextTooLong
+        except (TextTooLong, OutOfTime):
+            raise
+        except TooLarge as error:
+            raise TemplateFailure(f"the chat template takes too much: {error}") from error
+        except Exception as error:  # a template is somebody's program: it may raise anything
+            raise TemplateFailure(f"the chat template refused the messages: {_words(error)}") from error
+        return "".join(pieces)
+
+
+def _words(error: Exception) -> str:
+    """What the client is told. A template may quote the client, so this is cut, and made fit for the wire."""
+    name, text = type(error).__name__, str(error)
+    if not text:
+        text = name
+    elif not isinstance(error, jinja2.TemplateError):
+        text = f"{name}: {text}"
+    return text[:MAX_WORDS_CHARS].encode(errors="replace").decode()
+
+
+def _strftime(now_s: float | None, pattern: str) -> str:
+    now = datetime.now() if now_s is None else datetime.fromtimestamp(now_s)
+    return now.strftime(pattern)

@@ -1,0 +1,144 @@
+"""What one step may compute: tokens, and time as predicted from the steps before.
+
+Decoding rows come first and are not held back. What is left goes to prompts, in chunks:
+
+    tokens    at most `max_num_batched_tokens` in all
+    time      while others decode, the step is to be done within `max_step_s`
+    stretch   while others decode, a step with a part of a long prompt takes at most `stretch` times as long as without
+
+A prompt that gets anything gets MIN_CHUNK tokens, whatever that takes: so it is computed, however slow the machine is.
+"""
+
+import msgspec
+import numpy as np
+
+from pipeline.stages.schedule.arrays import Bools, Int64s
+from pipeline.stages.schedule.policies.step_cost_model import StepTimes
+
+MIN_CHUNK = 16
+"""Fewer tokens than this at once cost hardly less time."""
+
+ENDLESS = float("inf")
+
+
+class Shape(msgspec.Struct):
+    """What a step computes, as its time depends on it."""
+
+    num_decodes: int = 0
+    context: int = 0
+    """Tokens that the decoding rows look back at, in all"""
+    num_chunk_tokens: int = 0
+    pairs: float = 0.0
+    """Pairs of a chunk's token and one that it looks at, in all"""
+
+    def add_chunk(self, start: int, count: int) -> None:
+        self.num_chunk_tokens += count
+        self.pairs += count * (start + count / 2)
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """The settings of a budget."""
+
+    tokens: int
+    step_s: float = ENDLESS
+    stretch: float = ENDLESS
+
+
+class StepBudget:
+    """What is left of one step. `shape` is what was given away."""
+
+    def __init__(self, bounds: Bounds, times: StepTimes, num_decodes: int, context: int) -> None:
+        self.shape = Shape(num_decodes, context)
+        self.tokens = bounds.tokens - num_decodes
+        self._times = times
+        self._held = 0
+        self._long_rank = ENDLESS
+        self._base_s = 0.0
+        self._left_s = self._long_left_s = ENDLESS
+        self._is_timed = num_decodes > 0 and times.is_known and min(bounds.step_s, bounds.stretch) < ENDLESS
+        if self._is_timed:
+            self._base_s = times.predict(num_decodes, context, 0, 0.0)
+            self._left_s = bounds.step_s - self._base_s
+            self._long_left_s = self._base_s * (bounds.stretch - 1)
+
+    def hold_for_long(self, rank: int) -> None:
+        """The first of the long prompts that come last has this rank: keep a chunk for it, and let no other long one of
+        its rank or a higher one start."""
+        self._long_rank = rank
+        self._held = max(0, min(MIN_CHUNK, (self.tokens + 1) // 2))
+        self.tokens -= self._held
+
+    def release_held(self) -> None:
+        """It is the turn of those that come last."""
+        self.tokens += self._held
+        self._held = 0
+        self._long_rank = ENDLESS
+
+    def has_room_for_long(self, rank: int) -> bool:
+        """Whether a long prompt of this rank may start."""
+        return rank < self._long_rank and self.has_room(True)
+
+    def has_room(self, is_long: bool) -> bool:
+        """Whether a prompt may have a chunk. The first always may."""
+        left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
+        return self.tokens > 0 and (left_s > 0 or not self.shape.num_chunk_tokens)
+
+    def chunk(self, start: int, need: int, is_long: bool, reserve: int = 0, is_sure: bool = False) -> int:
+        """How many of `need` tokens, from position `start` on, a row computes; they are taken from the budget.
+        `reserve` tokens are left for others; who is sure gets something while there are tokens, though no time is
+        left."""
+        most = min(need, self.tokens - reserve)
+        if most <= 0 or not (is_sure or self.has_room(is_long)):
+            return 0
+        if self._is_timed:
+            most = self._fitting(start, most, is_long)
+        self.tokens -= most
+        self.shape.add_chunk(start, most)
+        return most
+
+    def _fitting(self, start: int, most: int, is_long: bool) -> int:
+        """The tokens that there is time for, and their time taken."""
+        left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
+        if left_s < ENDLESS:
+            shape = self.shape
+            fitting = self._times.max_chunk(self._base_s + left_s, shape.num_decodes, shape.context, start, most)
+            if fitting < most:  # what is left is too little for anything
+                most = max(fitting, min(most, MIN_CHUNK))
+                self._long_left_s = 0.0
+                if left_s == self._left_s:
+                    self._left_s = 0.0
+        seconds = self._times.prefill_s(start, most)
+        self._left_s -= seconds
+        self._long_left_s -= seconds
+        return most
+
+
+def grant_decodes(need: Int64s, budget: int) -> Int64s:
+    """Which rows decode: int64 [rows], 1 for those that need one token, 0 for the others, `budget` of them at most.
+
+    They come before all chunks of prompts, by order, so that a long prompt never stalls running streams.
+    """
+    decoding = need == 1
+    return np.asarray(decoding * (decoding.cumsum() <= budget), np.int64)
+
+
+def grant_chunks(budget: StepBudget, need: Int64s, starts: Int64s, is_long: Bools) -> Int64s:
+    """Divide what is left of a budget among running prompts: the short ones by order, then the long ones. The first of
+    the long ones gets something in any case, so that it goes on though short ones come and come.
+
+    Args:
+        budget: what is granted is taken from it.
+        need: int64 [rows], tokens each lacks, first in order first.
+        starts: int64 [rows], the position that each goes on from.
+        is_long: bool [rows].
+
+    Returns:
+        int64 [rows], at most `need` each.
+    """
+    counts = np.zeros(len(need), np.int64)
+    reserve = min(MIN_CHUNK, int(need[is_long][0]), (budget.tokens + 1) // 2) if is_long.any() else 0
+    for row in np.flatnonzero(~is_long).tolist():
+        counts[row] = budget.chunk(int(starts[row]), int(need[row]), False, reserve)
+    for place, row in enumerate(np.flatnonzero(is_long).tolist()):
+        counts[row] = budget.chunk(int(starts[row]), int(need[row]), True, is_sure=place == 0)
+    return counts

@@ -1,0 +1,109 @@
+"""Levels are chosen by what a CPU and its system say, with the flags of known ones."""
+
+import platform
+
+import pytest
+
+from pipeline.kernels.cpu import isa
+from pipeline.kernels.cpu.isa import Level, available, identity, runnable
+
+V2 = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt"
+HASWELL = f"{V2} fma movbe aes xsave avx f16c rdrand abm bmi1 avx2 bmi2"
+SKYLAKE_SP = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl"
+CASCADE_LAKE = f"{SKYLAKE_SP} avx512_vnni"
+ZEN_4 = f"{CASCADE_LAKE} avx512_bf16 avx512ifma avx512vbmi avx512_vbmi2 avx512_bitalg avx512_vpopcntdq"
+SAPPHIRE_RAPIDS = f"{ZEN_4} amx_bf16 avx512_fp16 amx_tile amx_int8 avx_vnni"
+KNIGHTS_LANDING = f"{HASWELL} avx512f avx512pf avx512er avx512cd"
+SANDY_BRIDGE = f"{V2} aes xsave avx"
+
+
+def cpuinfo(flags: str, name: str = "a CPU") -> str:
+    """As Linux tells of a machine with two such CPUs."""
+    one = (
+        f"processor\t: 0\nmodel name\t: {name}\nflags\t\t: {flags}\nvmx flags\t: avx2 fma f16c\nbugs\t\t: spectre_v1\n"
+    )
+    return one + "\n" + one.replace("processor\t: 0", "processor\t: 1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (SAPPHIRE_RAPIDS, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (ZEN_4, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (CASCADE_LAKE, ["avx512", "avx2", "portable"]),
+        (SKYLAKE_SP, ["avx2", "portable"]),
+        (KNIGHTS_LANDING, ["avx2", "portable"]),
+        (HASWELL, ["avx2", "portable"]),
+        (SANDY_BRIDGE, ["portable"]),
+        (V2, ["portable"]),
+        ("", ["portable"]),
+    ],
+    ids=[
+        "sapphire rapids",
+        "zen 4",
+        "cascade lake",
+        "skylake",
+        "knights landing",
+        "haswell",
+        "sandy bridge",
+        "v2",
+        "none",
+    ],
+)
+def test_a_known_cpu_has_its_levels_best_first(flags: str, expected: list[Level]) -> None:
+    assert runnable("x86_64", cpuinfo(flags)) == expected
+
+
+@pytest.mark.parametrize("flag", sorted(isa.NEEDED["avx512_bf16"]))
+def test_a_flag_that_the_system_hides_costs_the_levels_that_need_it(flag: str) -> None:
+    hidden = " ".join(name for name in ZEN_4.split() if name != flag)
+    expected = [level for level, needed in isa.NEEDED.items() if flag not in needed]
+    assert runnable("x86_64", cpuinfo(hidden)) == expected
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "riscv64", "ppc64le", "i686"])
+def test_every_other_machine_has_the_portable_level(machine: str) -> None:
+    assert runnable(machine, cpuinfo(ZEN_4)) == ["portable"]
+
+
+def test_a_system_that_says_nothing_has_the_portable_level() -> None:
+    assert runnable("x86_64", "") == ["portable"]
+
+
+def test_this_machine_has_the_portable_level_last() -> None:
+    assert available()[-1] == "portable"
+    assert available({}) == runnable(platform.machine(), isa.cpuinfo())
+
+
+@pytest.mark.parametrize("max_isa", isa.NEEDED)
+def test_the_environment_limits_the_level(max_isa: isa.Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(isa, "cpuinfo", lambda: cpuinfo(ZEN_4))
+    found = available({isa.MAX_ISA: max_isa})
+    assert found[0] == max_isa and found[-1] == "portable"
+
+
+def test_a_limit_above_the_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(isa, "cpuinfo", lambda: cpuinfo(CASCADE_LAKE))
+    assert available({isa.MAX_ISA: "avx512_bf16"})[0] == "avx512"
+
+
+def test_a_limit_that_is_no_level_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"PIPELINE_MAX_ISA is 'sse2'; it must be one of avx512_bf16, avx512, avx2"):
+        available({isa.MAX_ISA: "sse2"})
+
+
+def test_cpus_of_one_kind_are_the_same_and_others_are_not() -> None:
+    assert identity("x86_64", cpuinfo(ZEN_4)) == identity(
+        "x86_64", cpuinfo(ZEN_4).replace("processor\t: 0", "processor : 7")
+    )
+    kinds = {
+        identity("x86_64", cpuinfo(ZEN_4)),
+        identity("x86_64", cpuinfo(ZEN_4, "another CPU")),
+        identity("x86_64", cpuinfo(CASCADE_LAKE)),
+        identity("aarch64", "CPU part\t: 0xd40\nFeatures\t: fp asimd"),
+        identity("aarch64", "CPU part\t: 0xd4f\nFeatures\t: fp asimd"),
+        identity("aarch64", ""),
+    }
+    assert len(kinds) == 6

@@ -1,0 +1,195 @@
+"""Logits are changed as each of a request's wishes says, in vLLM's order, by the library at each level and in torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.kernels.logits_processors import Shaping, bits_of, mask, pack_runs, shape
+from tests.kernels.cpu.samplers import LEVELS, Rows, load
+
+INF = float("inf")
+Shape = Callable[[np.ndarray, Shaping, int], np.ndarray]
+
+
+@pytest.fixture(scope="session", params=["torch", *LEVELS])
+def shaped(request: pytest.FixtureRequest, sampler_cache: Path) -> Shape:
+    if request.param == "torch":
+        return in_torch
+    return Rows(load(request.param, sampler_cache)).shaped
+
+
+def in_torch(logits: np.ndarray, shaping: Shaping, num_known: int) -> np.ndarray:
+    changed = torch.from_numpy(logits.astype(np.float32).copy())
+    shape(changed, shaping, num_known)
+    return changed.numpy()
+
+
+@dataclass(frozen=True)
+class Wish:
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    bias: dict[int, float] | None = None
+    allowed: Sequence[int] | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    enders: Sequence[int] = ()
+    min_tokens: int = 0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def shaping(self, vocab_size: int) -> tuple[Shaping, int]:
+        """With ids behind the known ones that are not to be read."""
+        known = [*self.prompt, *self.output]
+        ids = np.array(known + [1] * 9, np.int32)
+        runs, num_runs = pack_runs(self.bad_words, vocab_size)
+        bias = self.bias or {}
+        made = Shaping(
+            ids=ids,
+            num_prompt=len(self.prompt),
+            repetition=float(np.float32(self.repetition)),
+            presence=float(np.float32(self.presence)),
+            frequency=float(np.float32(self.frequency)),
+            bias_ids=np.array(list(bias), np.int32),
+            bias_values=np.array(list(bias.values()), np.float32),
+            allowed=None if self.allowed is None else bits_of(np.array(self.allowed, np.int32), vocab_size),
+            runs=runs,
+            num_runs=num_runs,
+            enders=np.array(self.enders, np.int32),
+            min_tokens=self.min_tokens,
+        )
+        return made, len(known)
+
+    def expected(self, logits: np.ndarray) -> list[np.float32]:
+        """One id after the other, by the definitions."""
+        single, output = np.float32, list(self.output)
+        shaped = []
+        for token, logit in enumerate(logits.astype(np.float32)):
+            forbidden = self.allowed is not None and token not in self.allowed
+            for word in self.bad_words:
+                *before, last = word
+                forbidden |= last == token and output[len(output) - len(before) :] == before
+            forbidden |= token in self.enders and len(output) < self.min_tokens
+            if forbidden:
+                shaped.append(single(-INF))
+                continue
+            logit = single(logit + single((self.bias or {}).get(token, 0)))
+            if self.repetition != 1 and token in [*self.prompt, *output]:
+                logit = single(logit / single(self.repetition) if logit > 0 else logit * single(self.repetition))
+            if times := output.count(token):
+                logit = single(logit - single(single(self.frequency) * single(times)))
+                logit = single(logit - single(self.presence))
+            shaped.append(logit)
+        return shaped
+
+
+def check(shaped: Shape, logits: np.ndarray, wish: Wish) -> np.ndarray:
+    found = shaped(logits, *wish.shaping(len(logits)))
+    np.testing.assert_allclose(found, wish.expected(logits), rtol=1e-6, atol=0)
+    return found
+
+
+def row(vocab_size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, vocab_size).astype(np.float32)
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> tuple[int, Wish]:
+    vocab_size = draw(st.sampled_from([1, 2, 31, 32, 33, 70, 500]))
+    ids = st.integers(0, min(vocab_size, 6) - 1) | st.integers(0, vocab_size - 1)
+    some = st.lists(ids, max_size=12)
+    wish = Wish(
+        prompt=draw(some),
+        output=draw(some),
+        bias=draw(st.dictionaries(ids, st.floats(-100, 100, width=32), max_size=8)),
+        allowed=draw(st.none() | st.lists(ids, unique=True, min_size=1, max_size=20).map(sorted)),
+        bad_words=draw(st.lists(st.lists(ids, min_size=1, max_size=4), max_size=5)),
+        enders=draw(st.lists(ids, max_size=4)),
+        min_tokens=draw(st.integers(0, 14)),
+        repetition=draw(st.sampled_from([1.0, 0.5, 1.1, 2.0])),
+        presence=draw(st.sampled_from([0.0, -2.0, 0.7, 2.0])),
+        frequency=draw(st.sampled_from([0.0, -2.0, 0.3, 2.0])),
+    )
+    return vocab_size, wish
+
+
+@settings(max_examples=150, deadline=None)
+@given(wishes(), st.integers(0, 1000))
+def test_any_wishes_are_what_their_definitions_say(shaped: Shape, wanted: tuple[int, Wish], seed: int) -> None:
+    vocab_size, wish = wanted
+    check(shaped, row(vocab_size, seed), wish)
+
+
+def test_bias_comes_before_penalties(shaped: Shape) -> None:
+    """1 - 3 is below zero, so a repetition penalty multiplies: -4, and not 0.5 - 3."""
+    found = shaped(np.ones(5, np.float32), *Wish(prompt=[2], bias={2: -3.0}, repetition=2.0).shaping(5))
+    assert found.tolist() == [1, 1, -4, 1, 1]
+    # The other two are subtracted behind it, one for each time.
+    wish = Wish(output=[2, 2], bias={2: 1.0}, repetition=2.0, presence=0.5, frequency=0.25)
+    assert shaped(np.ones(5, np.float32), *wish.shaping(5)).tolist() == [1, 1, 0, 1, 1]
+
+
+def test_nothing_brings_back_what_is_forbidden(shaped: Shape) -> None:
+    everything = Wish(
+        prompt=[0, 1, 2, 3],
+        output=[4, 0, 1],
+        bias=dict.fromkeys(range(6), 100.0),
+        allowed=[1, 2, 3, 5],
+        bad_words=[[2], [0, 1, 3]],
+        enders=[1],
+        min_tokens=4,
+        repetition=0.01,
+        presence=-2,
+        frequency=-2,
+    )
+    found = check(shaped, np.full(6, 50, np.float32), everything)
+    assert np.flatnonzero(found > -INF).tolist() == [5]
+    # Whatever the model says of it, and however large what is added.
+    endless = Wish(output=[0], bias={0: 3e38}, bad_words=[[0]], presence=-3e38, frequency=-3e38, repetition=1e-30)
+    found = shaped(np.array([INF, 1], np.float32), *endless.shaping(2))
+    assert not found[0] > -INF and found[1] == 1
+
+
+def test_bad_words_look_at_the_end_of_the_output_alone(shaped: Shape) -> None:
+    logits = row(50)
+    words = [[7], [3, 4], [3, 4, 5], [9, 9, 9]]
+    for prompt, output, forbidden in [
+        ([], [], [7]),
+        ([1, 3], [], [7]),
+        ([3], [4], [7]),
+        ([], [3], [4, 7]),
+        ([], [3, 4], [5, 7]),
+        ([], [3, 4, 1], [7]),
+        ([9], [9], [7]),
+        ([], [9, 9], [7, 9]),
+        ([], [1, 9, 9, 3], [4, 7]),
+    ]:
+        found = check(shaped, logits, Wish(prompt=prompt, output=output, bad_words=words))
+        assert np.flatnonzero(found == -INF).tolist() == forbidden
+
+
+def test_no_end_before_its_time(shaped: Shape) -> None:
+    for num, forbidden in [(0, [2, 11]), (3, [2, 11]), (4, []), (5, [])]:
+        wish = Wish(prompt=[2] * 9, output=[5] * num, enders=[2, 11], min_tokens=4)
+        assert np.flatnonzero(check(shaped, row(40), wish) == -INF).tolist() == forbidden
+
+
+def test_bad_words_that_cannot_come_about_are_left_out() -> None:
+    packed, num = pack_runs([[1, 2], [], [3, 300], [-1], [299], [5, 6, 7]], 300)
+    assert (packed.tolist(), num) == ([2, 1, 2, 1, 299, 3, 5, 6, 7], 3)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
+def test_bits_are_as_llguidance_has_them(vocab_size: int) -> None:
+    ids = np.flatnonzero(np.random.default_rng(vocab_size).random(vocab_size) < 0.4).astype(np.int32)
+    words = bits_of(ids, vocab_size)
+    assert words.dtype == np.uint32 and len(words) == -(-vocab_size // 32)
+    assert [v for v in range(len(words) * 32) if int(words[v // 32]) >> (v % 32) & 1] == ids.tolist()
+    logits = torch.zeros(vocab_size)
+    mask(logits, words)
+    assert np.flatnonzero(logits.numpy() == 0).tolist() == ids.tolist()

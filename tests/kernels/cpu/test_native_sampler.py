@@ -1,0 +1,398 @@
+"""The end of a program, from the last norm's rows to ids: logits, masks, penalties and draws, at every level."""
+
+import ctypes
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.sample_reference import draw_reference
+from pipeline.kernels.logits_processors import SHAPING, Shaping, bits_of, mask, pack_runs, shape
+from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.noise import draw_keys, sequence_key
+from pipeline.kernels.penalties import penalize
+from pipeline.kernels.sample import probabilities_reference
+from tests.kernels.cpu.recording import (
+    FORMATS,
+    Recording,
+    assert_near,
+    form_of,
+    product,
+    random,
+    random_matrix,
+    recording,
+)
+from tests.kernels.test_sample import assert_follows
+
+DEPTH = 64
+MASKS_LATE = 1
+
+
+class Head:
+    """Head, wait and draw, over activations that a test puts in."""
+
+    def __init__(self, r: Recording, matrix: Matrix) -> None:
+        self.r, self.matrix = r, matrix
+        most = r.inputs.max_num_rows
+        self.rows = r.rows(most, DEPTH)
+        self.logits = r.floats(np.zeros((most, matrix.num_rows)))
+        self.ticket = r.kept(native.MaskTicket(None, 0, 0))
+        r.library.program_pick(
+            r.program,
+            self.rows,
+            r.pack(matrix),
+            matrix.num_rows,
+            self.logits.ctypes.data,
+            most,
+            ctypes.byref(self.ticket),
+            ctypes.byref(native.DrawArrays.of(r.draws)),
+        )
+
+    def put(self, activations: np.ndarray) -> None:
+        """Those of the step's sampled tokens, one a row."""
+        self.kept = self.r.put(self.rows, activations, form_of(self.matrix.format))
+        self.r.tokens(len(activations))
+
+    def run(self, activations: np.ndarray) -> np.ndarray:
+        """Returns the ids."""
+        self.put(activations)
+        self.r.draws.ids[:] = -1
+        assert self.r.run() == 0
+        return self.r.draws.ids[: len(activations)].copy()
+
+    def all_logits(self, activations: np.ndarray) -> np.ndarray:
+        self.r.draws.greedy[:] = 0
+        self.logits[:] = np.nan
+        self.run(activations)
+        self.r.draws.greedy[:] = 1
+        return self.logits[: len(activations)].copy()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 37, 300, 1000])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_largest_logit_is_taken_and_the_others_need_not_be_kept(
+    library: ctypes.CDLL, format: Format, vocab_size: int
+) -> None:
+    activations = random(1, 29, DEPTH)
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(2, vocab_size, DEPTH, format))
+        logits = head.all_logits(activations)
+        assert_near(logits, *product(head.kept, head.matrix))
+        head.logits[:] = np.nan
+        np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
+        assert np.isnan(head.logits).all(), "a greedy row's logits are not written"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, threads: int) -> None:
+    """Wherever they lie: in a panel, in neighbours, in tiles that other threads compute."""
+    base, activations = random(3, 40, DEPTH), random(5, 20, DEPTH)
+    repeated = base[np.random.default_rng(4).integers(0, 40, 1500)]
+    for weights in (repeated, np.zeros_like(repeated)):
+        with recording(library, threads=threads) as r:
+            # Work before it that wakes all threads: whichever is first then has the lowest ids.
+            rows, residual = r.rows(20, DEPTH), r.floats(np.zeros((20, 1024)))
+            r.put(rows, activations, Form.PLAIN)
+            before = r.pack(random_matrix(24, 1024, DEPTH, "bf16"))
+            library.program_linear_add(r.program, residual.ctypes.data, rows, before, 1024)
+            head = Head(r, quantize(torch.from_numpy(weights), "bf16"))
+            logits = head.all_logits(activations)
+            assert ((logits == logits.max(1, keepdims=True)).sum(1) > 1).all()
+            for _ in range(200):
+                np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("vocab_size", [1, 37, 130])
+@pytest.mark.parametrize("format", FORMATS)
+def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: int, greedy: bool) -> None:
+    """Each logit is below zero, which is what the columns behind the vocabulary have."""
+    weights = -np.abs(random(6, vocab_size, DEPTH)) - 1
+    with recording(library, threads=2) as r:
+        head = Head(r, quantize(torch.from_numpy(weights), format))
+        activations = np.abs(random(7, 9, DEPTH))
+        logits = head.all_logits(activations)
+        assert (logits < -1).all()
+        r.draws.greedy[:] = greedy
+        np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_logits_have_the_same_bits_in_every_company(library: ctypes.CDLL, format: Format) -> None:
+    activations, results = random(8, 50, DEPTH), []
+    for threads in (1, 2, 3):
+        with recording(library, threads=threads) as r:
+            head = Head(r, random_matrix(9, 333, DEPTH, format))
+            results.append(head.all_logits(activations))
+            for num in range(1, 14):
+                results.append(np.concatenate([head.all_logits(activations[i : i + num]) for i in range(0, 50, num)]))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: ctypes.CDLL) -> None:
+    vocab_size, num = 333, 24
+    rng = np.random.default_rng(10)
+    activations = random(11, num, DEPTH, scale=0.5)
+    with recording(library, threads=3) as r:
+        head, draws = Head(r, random_matrix(12, vocab_size, DEPTH, "q8_0")), r.draws
+        logits = head.all_logits(activations)
+        head.logits[:] = np.nan
+        expected = []
+        for row in range(num):
+            kind = row % 6
+            scores = logits[row].copy()
+            draws.greedy[row] = kind == 0
+            draws.temperature[row] = 0.0 if kind in (0, 4) else rng.uniform(0.3, 2)
+            draws.keys[row] = rng.integers(0, 2**64, dtype=np.uint64)
+            draws.top_k[row], draws.top_p[row], draws.min_p[row] = 0, 1, 0
+            if kind == 1:
+                draws.top_k[row], draws.top_p[row], draws.min_p[row] = 40, 0.9, 0.01
+            if kind in (2, 4):
+                history = r.kept(rng.integers(0, vocab_size, 60).astype(np.int32))
+                draws.shapings[row] = address(r, Shaping(history, 20, 1.5, 0.5, 0.25))
+                draws.num_known[row] = 50
+                told = torch.from_numpy(scores)
+                penalize(told, torch.from_numpy(history[:50]), 20, 1.5, 0.5, 0.25)
+            if kind in (3, 4):
+                allowed = rng.random(vocab_size) < 0.1
+                bits = np.packbits(np.append(allowed, np.ones(-vocab_size % 32, np.bool_)), bitorder="little")
+                draws.masks[row] = r.kept(bits.view(np.uint32)).ctypes.data
+                scores[~allowed] = -np.inf
+            settings = draws.temperature[row], draws.top_k[row], draws.top_p[row], draws.min_p[row]
+            greedy = draws.temperature[row] == 0
+            expected.append(scores.argmax() if greedy else draw_reference(scores, *settings, int(draws.keys[row])))
+        np.testing.assert_array_equal(head.run(activations), expected)
+        # The ends have made a difference: these rows are not what they are without them.
+        assert (np.array(expected) != logits.argmax(1)).sum() > num // 3
+        # Nothing of a step is left in the next.
+        np.testing.assert_array_equal(head.run(activations), expected)
+
+
+def address(r: Recording, shaping: Shaping) -> int:
+    """Of what the library reads of it, kept as long as the program."""
+    described = r.kept(np.zeros(1, SHAPING))
+    r.kept(shaping).write(described, 0)
+    return int(described.ctypes.data)
+
+
+def exact(logits: np.ndarray) -> np.ndarray:
+    """The logarithms of the probabilities: [rows, vocab_size]."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(1, keepdims=True))
+
+
+def test_ids_are_told_of_by_the_logits_before_shapes_masks_and_filters(library: ctypes.CDLL) -> None:
+    vocab_size, num = 333, 24
+    rng = np.random.default_rng(20)
+    activations = random(21, num, DEPTH, scale=0.5)
+    with recording(library, threads=3) as r:
+        head, draws = Head(r, random_matrix(22, vocab_size, DEPTH, "q8_0")), r.draws
+        logits = head.all_logits(activations)
+        history = [rng.integers(0, vocab_size, 40).astype(np.int32) for _ in range(num)]
+        masks = [rng.integers(0, 2**32, -(-vocab_size // 32), dtype=np.uint32) for _ in range(num)]
+        for i in range(num):
+            draws.greedy[i] = 0
+            draws.temperature[i] = 0 if i % 3 == 0 else 1.5
+            draws.top_p[i] = 0.5 if i % 5 == 0 else 1
+            draws.keys[i] = rng.integers(0, 2**64, dtype=np.uint64)
+            if i % 2:
+                draws.shapings[i], draws.num_known[i] = address(r, Shaping(history[i], 7, 1.3, 0.5, 0.25)), 40
+            if i % 4 > 1:
+                draws.masks[i] = masks[i].ctypes.data
+        plain = head.run(activations)
+        num_top = np.where(np.arange(num) % 6 != 5, np.arange(num) % 7, -1).astype(np.int32)
+        draws.records.lay_out(num_top)
+        ids = head.run(activations)
+        np.testing.assert_array_equal(ids, plain)
+        expected = exact(logits)
+        logprobs = []
+        for i in np.flatnonzero(num_top >= 0):
+            logprob, top_ids, top_logprobs = draws.records.parts(i)
+            np.testing.assert_array_equal(top_ids, np.argsort(-logits[i], kind="stable")[: num_top[i]])
+            np.testing.assert_allclose(top_logprobs, expected[i, top_ids], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(logprob[0], expected[i, ids[i]], rtol=0, atol=1e-6)
+            logprobs.append(round(float(logprob[0]), 3))
+        assert len(set(logprobs)) > num // 2
+
+
+def test_draws_follow_what_shapes_and_filters_leave(library: ctypes.CDLL) -> None:
+    """In this order: what is forbidden, bias, penalties, temperature, min_p, top_k, top_p."""
+    vocab_size, num, rounds, temperature = 60, 64, 400, 1.3
+    known = np.array([3, 5, 5, 9, 11, 5, 11, 11], np.int32)
+    runs, num_runs = pack_runs([[11, 20], [21], [9, 22]], vocab_size)
+    with recording(library, threads=2) as r:
+        head, draws = Head(r, random_matrix(40, vocab_size, DEPTH, "bf16", scale=0.15)), r.draws
+        activations = np.repeat(random(41, 1, DEPTH), num, axis=0)
+        logits = torch.from_numpy(head.all_logits(activations)[0])
+        shaping = Shaping(
+            known,
+            num_prompt=4,
+            repetition=1.25,
+            presence=0.5,
+            frequency=0.25,
+            bias_ids=np.array([5, 30], np.int32),
+            bias_values=np.array([2, 1.5], np.float32),
+            allowed=bits_of(np.arange(50, dtype=np.int32), vocab_size),
+            runs=runs,
+            num_runs=num_runs,
+            enders=np.array([2], np.int32),
+            min_tokens=5,
+        )
+        allowed = r.kept(bits_of(np.arange(3, 60, dtype=np.int32), vocab_size))
+        shaped = logits.clone()
+        mask(shaped, allowed)
+        shape(shaped, shaping, len(known))
+        draws.greedy[:num], draws.temperature[:num], draws.num_known[:num] = 0, temperature, len(known)
+        draws.shapings[:num], draws.masks[:num] = address(r, shaping), allowed.ctypes.data
+        filters = [(0, 1, 0), (9, 0.8, 0.02)]
+        for i, (top_k, top_p, min_p) in enumerate(filters):
+            half = slice(i, num, 2)
+            draws.top_k[half], draws.top_p[half], draws.min_p[half] = top_k, top_p, min_p
+        base, drawn = np.full(num, sequence_key(7, 0), np.uint64), []
+        for step in range(rounds):
+            draws.keys[:num] = draw_keys(base, np.arange(num) + num * step)
+            drawn.append(head.run(activations))
+        for i, (top_k, top_p, min_p) in enumerate(filters):
+            expected = probabilities_reference(shaped, temperature, top_k, top_p, min_p)
+            assert_follows(torch.from_numpy(np.concatenate([ids[i::2] for ids in drawn])).long(), expected)
+
+
+def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) -> None:
+    """Beside another program of the same threads, whose sampled tokens are others."""
+    vocab_size, num = 333, 17
+    activations = random(31, num, DEPTH, scale=0.5)
+    with recording(library, threads=3) as r:
+        head, scores = Head(r, random_matrix(32, vocab_size, DEPTH, "q4_0")), r.scores
+        logits = head.all_logits(activations)
+        program = library.program_new(r.team.handle, ctypes.byref(r.arrays))
+        try:
+            library.program_score(
+                program,
+                head.rows,
+                r.pack(head.matrix),
+                vocab_size,
+                head.logits.ctypes.data,
+                len(head.logits),
+                ctypes.byref(native.ScoreArrays.of(scores)),
+            )
+            ids = np.random.default_rng(33).integers(0, vocab_size, num).astype(np.int32)
+            scores.fill(np.arange(num), ids, (np.arange(num) % 5).astype(np.int32))
+            for _ in range(20):
+                head.run(activations[:3])
+                head.put(activations)
+                scores.records.memory[:] = 0xA5
+                assert library.program_run(program, 0, 0, num) == 0
+                for i in range(num):
+                    logprob, top_ids, top_logprobs = scores.records.parts(i)
+                    np.testing.assert_array_equal(top_ids, np.argsort(-logits[i], kind="stable")[: i % 5])
+                    np.testing.assert_allclose(logprob, exact(logits)[i, ids[i]], rtol=0, atol=1e-6)
+                    np.testing.assert_allclose(top_logprobs, exact(logits)[i, top_ids], rtol=0, atol=1e-6)
+        finally:
+            library.program_delete(program)
+
+
+def test_where_all_is_forbidden_nothing_is_drawn_and_nothing_told(library: ctypes.CDLL) -> None:
+    with recording(library, threads=2) as r:
+        head, draws = Head(r, random_matrix(34, 200, DEPTH, "bf16")), r.draws
+        activations = random(35, 4, DEPTH)
+        best = head.all_logits(activations).argmax(1)
+        draws.greedy[:4] = [1, 0, 0, 0]
+        draws.temperature[:4] = [0, 0, 1, 1]
+        nothing = r.kept(np.zeros(7, np.uint32))
+        draws.masks[1:3] = nothing.ctypes.data
+        draws.shapings[3] = address(r, Shaping(r.kept(np.zeros(9, np.int32)), 5, allowed=nothing))
+        draws.records.lay_out(np.array([-1, 3, 3, 3], np.int32))
+        draws.records.memory[:] = 0xA5
+        assert head.run(activations).tolist() == [best[0], -1, -1, -1]
+        assert (draws.records.memory == 0xA5).all()
+        # Of a row whose logits are no numbers the head finds none either.
+        activations[0] = np.nan
+        assert head.run(activations)[0] == -1
+
+
+def test_a_step_knows_nothing_of_the_steps_before(library: ctypes.CDLL) -> None:
+    """Larger logits before, in more rows."""
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(13, 200, DEPTH, "bf16"))
+        small = random(14, 5, DEPTH)
+        expected = head.all_logits(small).argmax(1)
+        for _ in range(5):
+            head.run(random(15, 30, DEPTH, scale=100))
+            np.testing.assert_array_equal(head.run(small), expected)
+
+
+def test_a_step_waits_for_its_masks(library: ctypes.CDLL) -> None:
+    word, bits = np.zeros(1, np.uint32), np.full(7, 2**32 - 1, np.uint32)
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(16, 200, DEPTH, "bf16"))
+        activations = random(17, 3, DEPTH)
+        best = head.all_logits(activations).argmax(1)
+        r.draws.greedy[:] = 0
+        r.draws.masks[:3] = bits.ctypes.data
+        head.ticket.word, head.ticket.wanted, head.ticket.timeout_ms = word.ctypes.data, 7, 20_000
+        began = threading.Event()
+
+        def write() -> None:
+            began.set()
+            deadline = time.monotonic() + 10
+            while np.isnan(head.logits[:3]).any():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            bits[:] = 0
+            bits[3] = 1 << 5
+            word[0] = 7
+
+        head.logits[:] = np.nan
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert began.wait(10)
+        ids = head.run(activations)
+        writer.join(10)
+        assert not writer.is_alive()
+        assert ids.tolist() == [101] * 3
+        # The word stays: later steps wait no more. And without one there is nothing to wait for.
+        assert head.run(activations).tolist() == [101] * 3
+        head.ticket.word, head.ticket.wanted = None, 8
+        r.draws.masks[:3] = 0
+        np.testing.assert_array_equal(head.run(activations), best)
+
+
+def test_a_step_whose_masks_are_late_ends_and_leaves_nothing_behind(library: ctypes.CDLL) -> None:
+    word = np.zeros(1, np.uint32)
+    with recording(library, threads=2) as r:
+        head = Head(r, random_matrix(18, 200, DEPTH, "bf16"))
+        small = random(19, 9, DEPTH)
+        expected = head.all_logits(small).argmax(1)
+        head.ticket.word, head.ticket.wanted, head.ticket.timeout_ms = word.ctypes.data, 1, 30
+        head.put(random(20, 9, DEPTH, scale=100))
+        r.draws.ids[:] = -1
+        began = time.monotonic()
+        assert r.run() == MASKS_LATE
+        assert time.monotonic() - began >= 0.03
+        assert (r.draws.ids == -1).all()
+        word[0] = 1
+        np.testing.assert_array_equal(head.run(small), expected)
+        head.ticket.word = None
+        np.testing.assert_array_equal(head.run(small), expected)
+
+
+def test_late_masks_and_good_steps_take_turns(library: ctypes.CDLL) -> None:
+    """A thread that is slow to leave a step that ended early takes no part in the next one's draw."""
+    word = np.zeros(1, np.uint32)
+    with recording(library, threads=4) as r:
+        head = Head(r, random_matrix(21, 200, DEPTH, "bf16"))
+        large, small = random(22, 12, DEPTH, scale=100), random(23, 5, DEPTH)
+        expected = head.all_logits(small).argmax(1)
+        head.ticket.wanted = 1
+        for _ in range(100):
+            head.ticket.word = word.ctypes.data
+            head.put(large)
+            assert r.run() == MASKS_LATE
+            head.ticket.word = None
+            np.testing.assert_array_equal(head.run(small), expected)

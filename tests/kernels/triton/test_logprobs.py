@@ -1,0 +1,101 @@
+"""Records tell log probabilities and the likeliest ids as a sort of the whole vocabulary finds them."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.triton.draw import BLOCK
+from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
+from pipeline.runtime.logprob_records import logprob_dtype
+from tests.kernels.cpu.test_logprobs import expected
+
+INF, NAN = float("inf"), float("nan")
+UNTOUCHED = -7
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
+
+
+def told(logits: np.ndarray, ids: list[int], num_top: list[int], *, keep: bool) -> torch.Tensor:
+    """The words of records for logits [N, V], which become something else in between if `keep`."""
+    num, vocab_size = logits.shape
+    before = torch.from_numpy(logits.astype(np.float32))
+    most = max(0, *num_top)
+    out = torch.full((num, 1 + 2 * most), UNTOUCHED, dtype=torch.int32)
+    scratch = RecordScratch(num + 1, vocab_size, most, "cpu", keeps=keep)
+    wanted, tokens = torch.tensor(num_top, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32)
+    seen = before.clone()
+    stats(out, seen, wanted, scratch, keep=keep)
+    assert (out[:, 0] == UNTOUCHED).all() and torch.equal(seen.view(torch.int32), before.view(torch.int32))
+    if keep:
+        seen.fill_(NAN)
+    records(out, scratch.kept if keep else seen, tokens, wanted, scratch)
+    return out
+
+
+def check(logits: np.ndarray, ids: list[int], num_top: list[int], *, keep: bool = False) -> None:
+    out = told(logits, ids, num_top, keep=keep)
+    most = (out.shape[1] - 1) // 2
+    for words, row, token, num in zip(out.numpy(), logits.astype(np.float32), ids, num_top, strict=True):
+        if num < 0:
+            assert (words == UNTOUCHED).all()
+            continue
+        wanted = expected(row, max(token, 0), num)
+        assert words[1 : 1 + num].tolist() == wanted["top_ids"].tolist()
+        floats = words.view(np.float32)
+        np.testing.assert_allclose(floats[1 + most : 1 + most + num], wanted["top_logprobs"], rtol=1e-6, atol=2e-6)
+        if token < 0:
+            assert words[0] == UNTOUCHED
+        else:
+            np.testing.assert_allclose(floats[0], wanted["logprob"], rtol=1e-6, atol=2e-6)
+        rest = np.append(words[1 + num : 1 + most], words[1 + most + num :])
+        assert (rest == UNTOUCHED).all() and logprob_dtype(num).itemsize == 4 * (1 + 2 * num)
+
+
+def normal(num: int, vocab_size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, (num, vocab_size))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_rows_want_different_records_or_none(keep: bool) -> None:
+    check(normal(6, BLOCK + 77), [3, BLOCK + 76, 5, 0, -1, 9], [5, 0, -1, 20, 3, 1], keep=keep)
+
+
+def test_of_equal_logits_the_lowest_ids_are_told_and_come_first() -> None:
+    logits = np.stack([np.round(normal(1, 2 * BLOCK)[0] / 3), np.full(2 * BLOCK, -3.5)])
+    logits[1, [5, BLOCK + 1]] = 0.0, -0.0
+    check(logits, [0, BLOCK], [20, 40])
+
+
+def test_a_thousand_likeliest_ids() -> None:
+    check(normal(1, 3 * BLOCK), [7], [1024])
+
+
+def test_a_vocabulary_with_fewer_ids_than_are_asked_for() -> None:
+    check(normal(2, 7), [6, 2], [9, 40])
+
+
+def test_what_has_no_number_has_no_probability() -> None:
+    logits = normal(5, BLOCK + 3)
+    logits[0, ::2] = NAN
+    logits[1] = -INF
+    logits[2] = np.where(np.arange(BLOCK + 3) % 500 == 7, INF, logits[2])
+    logits[3, 3:] = -INF
+    logits[4] = np.where(logits[4] > 8, 3e38, -3e38)
+    check(logits, [0, 1, 7, 2, 3], [4, 3, 8, 6, 5])
+
+
+if __name__ == "__main__":
+    rng = np.random.default_rng(1)
+    for trial in range(24):
+        size = int(rng.choice([1, 7, 63, 65, BLOCK, 3000, 9000]))
+        spread = float(rng.choice([0, 0.1, 1, 5]))
+        many = rng.normal(0, spread, (3, size))
+        many = np.round(many) if trial % 3 == 0 else many
+        many = np.where(rng.random(many.shape) < rng.choice([0, 0.5, 0.999]), rng.choice([NAN, -INF, INF, 1.0]), many)
+        check(
+            many,
+            rng.integers(0, size, 3).tolist(),
+            rng.choice([0, 1, 5, 20, 100, 1024], 3).tolist(),
+            keep=trial % 2 == 0,
+        )
+        print(trial, size, spread)

@@ -1,0 +1,97 @@
+"""Stop strings: where the text ends, whatever pieces it came in."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.stages.detokenize.stop_matcher import Judge, StopStrings
+
+
+def judged(stops: list[str], pieces: list[str], *, include_stop: bool = False) -> tuple[str, str | None]:
+    judge = Judge(StopStrings(stops), include_stop=include_stop)
+    shown = ""
+    for piece in pieces:
+        shown += judge.push(piece)
+        if judge.found is not None:
+            return shown, judge.found
+    return shown + judge.finish(), None
+
+
+def expected(stops: list[str], text: str, include_stop: bool) -> tuple[str, str | None]:
+    """The rule, word by word: of the matches that are complete first, the longest."""
+    for end in range(1, len(text) + 1):
+        if found := max((stop for stop in stops if stop and text[:end].endswith(stop)), key=len, default=None):
+            return text[: end if include_stop else end - len(found)], found
+    return text, None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    stops=st.lists(st.text("abé", max_size=5), max_size=6),
+    pieces=st.lists(st.text("abé", max_size=6), max_size=12),
+    include_stop=st.booleans(),
+)
+def test_the_verdict_is_the_rules_whatever_the_pieces(stops, pieces, include_stop):
+    assert judged(stops, pieces, include_stop=include_stop) == expected(stops, "".join(pieces), include_stop)
+
+
+@settings(max_examples=300, deadline=None)
+@given(stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), text=st.text("abc", max_size=30))
+def test_just_what_may_begin_a_stop_string_is_held_back(stops, text):
+    judge = Judge(StopStrings(stops), include_stop=False)
+    shown = ""
+    for place, character in enumerate(text, 1):
+        shown += judge.push(character)
+        if judge.found is not None:
+            return
+        held = max(
+            length
+            for length in range(place + 1)
+            if length == 0 or any(stop.startswith(text[place - length : place]) for stop in stops)
+        )
+        assert shown == text[: place - held]
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "shown", "found"),
+    [
+        (["END"], ["abENDcd"], "ab", "END"),
+        (["END"], ["ab", "E", "N", "D", "x"], "ab", "END"),
+        (["END"], ["abEN"], "abEN", None),
+        (["END"], ["abEN", "O"], "abENO", None),
+        (["abcd", "bc"], ["abcd"], "a", "bc"),
+        (["bcd", "d"], ["abcd"], "a", "bcd"),
+        (["a", "ab"], ["ab"], "", "a"),
+        (["\n\n"], ["x\n", "\ny"], "x", "\n\n"),
+        (["🤖"], ["x🤖"], "x", "🤖"),
+        (["", ""], ["x"], "x", None),
+        ([], ["x"], "x", None),
+    ],
+)
+def test_cases(stops, pieces, shown, found):
+    assert judged(stops, pieces) == (shown, found)
+
+
+def test_a_stop_string_that_is_kept_holds_nothing_back():
+    judge = Judge(StopStrings(["END"]), include_stop=True)
+    assert judge.push("aEN") == "aEN"
+    assert judge.push("Dx") == "D"
+    assert judge.found == "END"
+
+
+def test_each_character_is_looked_at_once(monkeypatch):
+    """A text of nothing but beginnings, thousands of stop strings: there are never more steps back than characters."""
+    stops = StopStrings(["a" * 50 + chr(0x4E00 + i) for i in range(2000)])
+    judge = Judge(stops, include_stop=False)
+    num_steps = 0
+
+    class Counting(list):
+        def __getitem__(self, place):
+            nonlocal num_steps
+            num_steps += 1
+            return super().__getitem__(place)
+
+    monkeypatch.setattr(stops, "_fallback", Counting(stops._fallback))
+    for _ in range(5000):
+        judge.push("aaab")
+    assert 0 < num_steps <= 4 * 5000

@@ -1,0 +1,31 @@
+"""A heap against a set of words."""
+
+import random
+
+from pipeline.stages.execute.cuda.device_allocator import Heap
+
+
+def test_ranges_never_overlap_and_all_come_back() -> None:
+    chance = random.Random(5)
+    for size in (1, 7, 100):
+        heap, taken, used = Heap(size), [], set[int]()
+        for _ in range(600):
+            if chance.random() < 0.55:
+                num = chance.randint(1, max(1, size // 4))
+                begin = heap.take(num)
+                if begin is None:
+                    runs = "".join("x" if word in used else "." for word in range(size))
+                    assert "." * num not in runs
+                    continue
+                words = set(range(begin, begin + num))
+                assert not words & used and max(words) < size
+                used |= words
+                taken.append((begin, num))
+            elif taken:
+                begin, num = taken.pop(chance.randrange(len(taken)))
+                heap.give(begin, num)
+                used -= set(range(begin, begin + num))
+            assert heap.num_free == size - len(used)
+        for begin, num in taken:
+            heap.give(begin, num)
+        assert heap.take(size) == 0

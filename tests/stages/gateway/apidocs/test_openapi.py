@@ -1,0 +1,264 @@
+"""The description of the API: valid, of every route, true of the types, and a page that needs nothing else."""
+
+import json
+import re
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta, Raw
+
+from pipeline.config.settings import Limits as Caps
+from pipeline.stages.gateway.apidocs import openapi, page
+from pipeline.stages.gateway.apidocs.description import address_of
+from pipeline.stages.gateway.apidocs.schemas import Schemas
+from pipeline.stages.gateway.http.routes import ROUTES
+from pipeline.stages.gateway.replies import responses
+from tests.stages.gateway.gate import Gate
+from tests.stages.gateway.http.test_guard import RIGHT, locked
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import jsonschema
+    import openapi_spec_validator
+
+CAPS = Caps(
+    max_n=7,
+    max_logprobs=3,
+    max_stop_strings=4,
+    max_stop_token_ids=5,
+    max_bad_words=6,
+    max_logit_bias=8,
+    max_tools=9,
+)
+API = openapi.document("tiny", CAPS, has_keys=True)
+
+
+def test_it_is_valid_openapi_3_1() -> None:
+    openapi_spec_validator.validate(API)
+    openapi_spec_validator.validate(openapi.document("tiny", Caps(), has_keys=False, has_admin_routes=False))
+    for schema in API["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_every_route_is_told_with_its_body_reply_and_errors() -> None:
+    for route in ROUTES:
+        told = API["paths"][route.path][route.method.lower()]
+        assert ("requestBody" in told) == (route.body is not None)
+        assert {"400", "500", "503"} <= set(told["responses"])
+        assert ("401" in told["responses"]) == (not route.is_admin)
+        assert ("text/event-stream" in told["responses"]["200"]["content"]) == (route.event is not None)
+    assert API["security"] == [{"apiKey": []}]
+    assert API["paths"]["/health"]["get"]["security"] == []
+    assert "/health" not in openapi.document("tiny", Caps(), has_keys=True, has_admin_routes=False)["paths"]
+    assert "security" not in openapi.document("tiny", Caps(), has_keys=False)
+
+
+def test_it_has_this_servers_model_and_limits() -> None:
+    chat = API["components"]["schemas"]["ChatBody"]["properties"]
+    assert chat["model"]["enum"] == ["tiny"]
+    assert '"maximum": 7' in json.dumps(chat["n"])
+
+
+def bounds_of(struct: str, field: str) -> dict[str, Any]:
+    """A field's own keys and those of its alternatives, null aside."""
+    one = API["components"]["schemas"][struct]["properties"][field]
+    found = dict(one)
+    for part in one.get("anyOf", ()):
+        found |= {} if part == {"type": "null"} else part
+    return found
+
+
+@pytest.mark.parametrize(
+    ("struct", "field", "key", "bound"),
+    [
+        ("ChatBody", "top_logprobs", "maximum", 3),
+        ("ChatBody", "prompt_logprobs", "maximum", 3),
+        ("CompletionBody", "logprobs", "maximum", 3),
+        ("SamplingParams", "logprobs", "maximum", 3),
+        ("ChatBody", "stop", "maxItems", 4),
+        ("ChatBody", "stop_token_ids", "maxItems", 5),
+        ("CompletionBody", "bad_words", "maxItems", 6),
+        ("ChatBody", "logit_bias", "maxProperties", 8),
+        ("ChatBody", "tools", "maxItems", 9),
+        ("TokenizeBody", "tools", "maxItems", 9),
+    ],
+)
+def test_what_the_settings_bound_is_bounded(struct: str, field: str, key: str, bound: int) -> None:
+    assert bounds_of(struct, field)[key] == bound
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}], {"type": "function"}),
+        ("tools", None, [1]),
+        ("tool_choice", "required", "any"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, {"type": "function"}),
+        ("documents", [{"a": 1}], {"a": 1}),
+        ("chat_template_kwargs", {"a": 1}, [1]),
+        ("guided_json", {"type": "object"}, 1),
+        ("guided_json", "{}", True),
+        ("structured_outputs", {"json": {}}, {"json": 1}),
+        ("response_format", {"type": "text"}, {"type": "xml"}),
+        ("messages", [{"role": "user", "content": "a"}], [{"role": "bot", "content": "a"}]),
+    ],
+)
+def test_what_the_decoder_leaves_as_it_is_has_a_type_here(field: str, good: Any, bad: Any) -> None:
+    schema = full({"$ref": "#/components/schemas/ChatBody"})
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    jsonschema.validate(body | {field: good}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(body | {field: bad}, schema)
+
+
+def test_it_names_itself_as_the_server_and_why_a_choice_ends() -> None:
+    assert [server["url"] for server in API["servers"]] == ["/"]
+    reasons = {*responses.FINISH_REASONS.values(), "tool_calls"}
+    assert set(bounds_of("ChatChoice", "finish_reason")["enum"]) == reasons
+
+
+def full(schema: dict[str, Any]) -> dict[str, Any]:
+    return schema | {"components": API["components"]}
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.body is not None], ids=lambda route: route.path)
+def test_an_example_is_an_example(route: Any) -> None:
+    content = API["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
+    jsonschema.validate(content["example"], full(content["schema"]))
+    msgspec.convert(content["example"], route.body)
+    for name in content["example"]:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(content["example"] | {name: [[0.5]]}, full(content["schema"]))
+
+
+class Part(msgspec.Struct):
+    """A part."""
+
+    text: str
+    parts: list["Part"] = []
+
+
+class Whole(msgspec.Struct):
+    """The first paragraph
+    of it.
+
+    Not this."""
+
+    number: Annotated[int, Meta(ge=1, lt=9, description="From Meta.")] | None
+    part: Part
+    """From below."""
+    raw: Raw = Raw()
+    choice: Literal["a", "b"] = "a"
+    both: str | list[float] = ""
+    names: dict[str, int] = {}
+
+
+def test_what_a_schema_says_of_a_type() -> None:
+    schemas = Schemas()
+    assert schemas.of(Whole) == {"$ref": "#/components/schemas/Whole"}
+    whole = schemas.components["Whole"]
+    assert whole["description"] == "The first paragraph of it."
+    assert whole["required"] == ["number", "part"]
+    fields = whole["properties"]
+    assert fields["number"]["anyOf"][0] == {
+        "type": "integer",
+        "minimum": 1,
+        "exclusiveMaximum": 9,
+        "description": "From Meta.",
+    }
+    assert fields["part"] == {"$ref": "#/components/schemas/Part", "description": "From below."}
+    assert fields["raw"] == {}
+    assert fields["choice"] == {"enum": ["a", "b"]}
+    assert fields["both"]["type"] == ["string", "array"]
+    assert fields["names"] == {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert schemas.components["Part"]["properties"]["parts"]["items"] == {"$ref": "#/components/schemas/Part"}
+
+
+class Seen(HTMLParser):
+    """Tags, ids and links of a page; open tags must be closed in order."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+        assert not [name for name, _ in attrs if name.startswith("on") or name == "style"]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+
+def test_the_page_is_whole_and_stands_alone() -> None:
+    html = page.page(API, "http://127.0.0.1:8000")
+    seen = Seen(html)
+    assert not {"script", "link", "img", "iframe", "form"} & set(seen.tags)
+    assert len(set(seen.ids)) == len(seen.ids)
+    assert {link for link in seen.links if link.startswith("#")} <= {f"#{one}" for one in seen.ids}
+    assert [link for link in seen.links if not link.startswith("#")] == ["openapi.json"]
+    for route in ROUTES:
+        assert route.path in html
+    assert html.count("<pre>curl ") == len(ROUTES)
+    assert html.count("$PIPELINE_API_KEY") == len([route for route in ROUTES if not route.is_admin])
+
+
+def test_each_route_and_type_has_a_link_to_it() -> None:
+    seen = Seen(page.page(API, "http://127.0.0.1:8000"))
+    wanted = {route.does for route in ROUTES} | {f"type-{name}" for name in API["components"]["schemas"]}
+    assert set(seen.ids) == wanted
+    assert {f"#{one}" for one in wanted} <= set(seen.links)
+
+
+@pytest.mark.parametrize("host", ["localhost:8123", "llm.example.com", "10.0.0.7:80", "[::1]:8000", "a_b:1"])
+def test_examples_ask_where_the_reader_has_asked(tmp_path: Path, host: str) -> None:
+    with Gate(tmp_path, allowed_hosts=("*",)) as gate:
+        html = gate.client.get("/docs", headers={"Host": host}).text
+    assert html.count(f"http://{host}/") == len(ROUTES)
+    assert "127.0.0.1:8000" not in html and "%" not in re.findall(r"<pre>curl .*", html)[0]
+
+
+@pytest.mark.parametrize(
+    "host", ["", "a b", "a;reboot", "$(reboot)", "<b>", 'x"y', "a/b", "a@b", "x" * 300, "a:123456", "-o"]
+)
+def test_a_host_that_is_no_name_is_not_repeated(tmp_path: Path, host: str) -> None:
+    with locked(tmp_path) as gate:  # without keys such a host is refused
+        response = gate.client.get("/docs", headers={"Host": host} | RIGHT)
+        own = str(gate.client.base_url).rstrip("/")
+    assert response.text.count(f"{own}/") == len(ROUTES)
+
+
+def test_a_listener_of_ipv6_is_in_brackets() -> None:
+    assert address_of(None, ("::1", 8000, 0, 0)) == "http://[::1]:8000"
+
+
+def test_nothing_in_a_description_is_taken_for_html() -> None:
+    html = page.page(openapi.document("<script>alert(1)</script>", Caps(), has_keys=False), "http://x")
+    assert "<script" not in html and "&lt;script" in html
+
+
+def test_a_server_gives_both_and_makes_them_once(gate: Gate) -> None:
+    described = gate.client.get("/openapi.json")
+    assert described.headers["Content-Type"].startswith("application/json")
+    assert described.json()["components"]["schemas"]["ChatBody"]["properties"]["model"]["enum"] == ["tiny"]
+    shown = gate.client.get("/docs")
+    assert shown.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = shown.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    style = re.findall(r"<style>(.*?)</style>", shown.text, re.DOTALL)
+    assert style == [page.STYLE]
+    assert gate.client.get("/openapi.json").content == described.content

@@ -1,0 +1,279 @@
+"""Who is let in: by HTTP, at the admin listener, and at the ZeroMQ door."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.client import protocol as p
+from pipeline.runtime import messages as m
+from pipeline.runtime.api_keys import Keys
+from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
+from tests.stages.gateway.peers import RawPeer
+
+KEY = "sk-a-key-of-this-server"
+SECOND = "another-key-0123456789"
+RIGHT = {"Authorization": f"Bearer {KEY}"}
+
+
+@contextmanager
+def locked(folder: Path, keys: tuple[str, ...] = (KEY, SECOND), admin: bool = False, **gateway: Any) -> Iterator[Gate]:
+    """A gateway with keys, and with an admin listener where that is asked for (`gate.admin`)."""
+    gate = Gate(folder, **gateway)
+    keys_fd = Keys.of(keys).share()
+    more: dict[str, Any] = {"keys_fd": keys_fd}
+    if admin:
+        listener = socket.create_server(("127.0.0.1", 0))
+        gate.admin = f"http://127.0.0.1:{listener.getsockname()[1]}"  # type: ignore[attr-defined]
+        more["admin_fd"] = listener.detach()
+    gate.rig.launch = msgspec.structs.replace(gate.rig.launch, **more)
+    try:
+        with gate:
+            yield gate
+    finally:
+        os.close(keys_fd)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    with locked(tmp_path) as gate:
+        yield gate
+
+
+def assert_refused(response: Any, words: str) -> None:
+    assert response.status_code == 401, response.text
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+    assert response.headers["Content-Type"].startswith("application/json")
+    if response.request.method != "HEAD":
+        error = response.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
+        assert words in error["message"]
+
+
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("GET", "/version"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/load"),
+    ("POST", "/abort_requests"),
+    ("POST", "/reset_prefix_cache"),
+    ("GET", "/nothing/here"),
+    ("GET", "/"),
+    ("DELETE", "/v1/models"),
+    ("OPTIONS", "/v1/chat/completions"),
+    ("HEAD", "/v1/models"),
+    ("POST", "/health"),
+    ("DELETE", "/metrics"),
+    ("OPTIONS", "/health"),
+    ("GET", "/health/"),
+    ("GET", "//health"),
+    ("GET", "/%68ealth"),
+    ("GET", "/health/../v1/models"),
+    ("GET", "/metrics/x"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_nothing_is_open_without_a_key(gate: Gate, method: str, path: str) -> None:
+    body = b"{" if method == "POST" else None
+    assert_refused(gate.client.request(method, path, content=body), "an API key is needed")
+    wrong = {"Authorization": f"Bearer {KEY}x", "X-Request-Id": "mine"}
+    refused = gate.client.request(method, path, content=body, headers=wrong)
+    assert_refused(refused, "no API key of this server")
+    assert refused.headers["X-Request-Id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/models", 200), ("POST", "/v1/completions", 400), ("GET", "/nothing", 404), ("PUT", "/version", 405)],
+)
+def test_with_a_key_all_is_as_without_keys(gate: Gate, method: str, path: str, status: int) -> None:
+    body = b"{" if method == "POST" else None
+    assert gate.client.request(method, path, content=body, headers=RIGHT).status_code == status
+
+
+def test_every_route_there_is_is_behind_the_keys(gate: Gate) -> None:
+    """Also those that come later."""
+    from pipeline.stages.gateway.http.app import Api
+
+    class Blank(Api):
+        def __init__(self) -> None:
+            self._max_body = 1
+
+    resources = Blank().app().router.resources()
+    paths = {resource.canonical.replace("{model}", "x") for resource in resources} - {"/health", "/metrics"}
+    assert len(paths) >= 10
+    for path in paths:
+        for method in ("GET", "POST", "PUT"):
+            assert gate.client.request(method, path).status_code == 401, (method, path)
+
+
+def test_health_is_open(gate: Gate) -> None:
+    for method in ("GET", "HEAD"):
+        asked = gate.do(gate.client.request, method, "/health?x=1")
+        question = gate.rig.receive("supervisor", m.AskHealth)
+        gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
+        assert asked.result().status_code == 200
+
+
+@pytest.mark.parametrize("key", [KEY, SECOND])
+def test_each_key_opens(gate: Gate, key: str) -> None:
+    gate.client.headers["Authorization"] = f"bearer {key}"
+    reply = gate.complete(COMPLETION)
+    gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
+    assert reply.result().json()["choices"][0]["text"] == "Hi"
+
+
+def raw(gate: Gate, head: str, body: bytes = b"") -> bytes:
+    """Everything that comes back, until the server hangs up."""
+    with socket.create_connection(gate.address, timeout=30) as connection:
+        connection.sendall(head.encode() + body)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/abort_requests", "/nothing", "/health"])
+def test_no_body_is_asked_for(gate: Gate, path: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    with socket.create_connection(gate.address, timeout=30) as connection:
+        connection.sendall(head.encode())
+        reply = connection.recv(65536)
+        connection.sendall(b"and a body")
+        reply += b"".join(iter(lambda: connection.recv(65536), b""))
+    assert reply.startswith(b"HTTP/1.1 401 ") and b"100 Continue" not in reply and reply.count(b"HTTP/1.1") == 1
+
+
+def test_no_body_is_waited_for(gate: Gate) -> None:
+    """The answer is there though the body is not, and whatever it says it is."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n"
+    head += "Content-Encoding: x-none\r\n\r\n"
+    with socket.create_connection(gate.address, timeout=5) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+
+
+def test_what_follows_a_refusal_on_its_connection_is_not_served(gate: Gate) -> None:
+    first = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    second = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+    reply = raw(gate, first + second)
+    assert reply.count(b"HTTP/1.1") == 1 and b"Connection: close" in reply
+
+
+def test_two_headers_are_none(gate: Gate) -> None:
+    head = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nAuthorization: Bearer x\r\n\r\n"
+    assert raw(gate, head).startswith(b"HTTP/1.1 401 ")
+
+
+def test_no_key_is_logged_or_repeated(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    for client in ("httpx", "httpcore"):
+        caplog.set_level("CRITICAL", client)
+    for shown in (KEY, f"{KEY}-wrong"):
+        headers = {"Authorization": f"Bearer {shown}"}
+        texts = [gate.client.post("/v1/completions", content=b"{", headers=headers).text]
+        texts.append(gate.client.get(f"/nothing?api_key={shown}", headers=headers).text)
+        broken = f"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {shown}\r\nbad header\r\n\r\n"
+        texts.append(raw(gate, broken).decode())
+        assert not [text for text in texts if KEY in text]
+    assert KEY not in caplog.text
+
+
+def test_no_key_is_in_a_recording(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    with locked(tmp_path, record=recording) as gate:
+        reply = gate.do(gate.client.post, "/v1/chat/completions", json=CHAT, headers=RIGHT)
+        gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
+        assert reply.result().status_code == 200
+        with RawPeer(gate, hello=False) as peer:
+            peer.say(p.Hello(1, 1, "a test", KEY))
+            peer.hear(p.Welcome)
+    data = recording.read_bytes()
+    assert len(data) > 500 and KEY.encode() not in data and SECOND.encode() not in data
+
+
+# -------------------------------------------------------------------------------------------------- the admin listener
+
+
+def test_the_admin_listener_takes_health_and_metrics_away(tmp_path: Path) -> None:
+    with locked(tmp_path, admin=True) as gate:
+        admin: str = gate.admin  # type: ignore[attr-defined]
+        asked = gate.do(gate.client.get, f"{admin}/health")
+        question = gate.rig.receive("supervisor", m.AskHealth)
+        gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
+        assert asked.result().json()["status"] == "ok"
+        for path in ("/health", "/metrics"):
+            assert_refused(gate.client.get(path), "is needed")
+            missing = gate.client.get(path, headers=RIGHT)
+            assert (missing.status_code, "nothing at" in missing.text) == (404, True)
+        for path in ("/v1/models", "/load", "/version", "/reset_prefix_cache", "/"):
+            for method in ("GET", "POST"):
+                assert gate.client.request(method, f"{admin}{path}", headers=RIGHT).status_code == 404
+        assert gate.client.post(f"{admin}/health").status_code == 405
+
+
+def test_the_admin_listener_needs_no_keys_to_be_there(tmp_path: Path) -> None:
+    with locked(tmp_path, admin=True) as gate:
+        gate.rig.send(m.Drain(0.0), "supervisor.0")
+        gate.rig.receive("supervisor", m.Drained)
+        asked = gate.do(gate.client.get, f"{gate.admin}/health")  # type: ignore[attr-defined]
+        question = gate.rig.receive("supervisor", m.AskHealth)
+        gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
+        assert (asked.result().status_code, asked.result().json()["status"]) == (503, "draining")
+
+
+# --------------------------------------------------------------------------------------------------------- ZeroMQ
+
+
+def free_port(num: int = 1) -> int:
+    """The first of `num` ports in a row that nobody listens on."""
+    for port in range(20_000 + os.getpid() % 10_000, 65_000, num):
+        try:
+            for one in range(port, port + num):
+                socket.create_server(("127.0.0.1", one)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no port is free")
+
+
+def test_a_tcp_door_asks_for_a_key(tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with locked(tmp_path, zmq=address) as gate:
+        for shown, words in ((None, "an API key is needed"), ("", "is needed"), (f"{KEY}x", "no API key of this")):
+            with RawPeer(address, hello=False) as peer:
+                peer.say(p.Hello(1, 1, "a test", shown))
+                failure = peer.hear(p.Error).failure
+                assert (failure.status, failure.code) == (401, "invalid_api_key")
+                assert words in failure.message and KEY not in failure.message
+                assert peer.is_hung_up()
+        with RawPeer(address, hello=False) as peer:  # an old client, which has never heard of keys
+            peer.say(msgspec.msgpack.encode(["hello", 1, 1]))
+            assert peer.hear(p.Error).failure.status == 401
+        with RawPeer(address, hello=False) as peer:
+            peer.say(p.Hello(1, 1, "a test", SECOND))
+            peer.hear(p.Welcome)
+            peer.generate()
+            gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
+            peer.hear(p.Accepted)
+            assert peer.hear(p.Delta).outputs[0].text == "Hi"
+
+
+def test_a_door_for_this_user_asks_for_none(gate: Gate) -> None:
+    with RawPeer(gate) as peer:
+        assert peer.is_still_served()
+
+
+def test_what_a_stranger_says_at_length_is_not_looked_at(gate: Gate) -> None:
+    long = p.Generate(1, "", p.TextPrompt("x" * 100_000), p.Params(), 1)
+    with RawPeer(gate, hello=False) as peer:
+        peer.say(long)
+        assert peer.hear(p.Error).failure.code == "no_hello"
+        assert peer.is_hung_up()

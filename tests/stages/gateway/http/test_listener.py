@@ -1,0 +1,122 @@
+"""What is not even a request is answered in OpenAI's shape too."""
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.stages.gateway.http.app import Api
+from tests.stages.gateway.gate import Gate
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+CASES: dict[str, tuple[bytes, int, str]] = {
+    "a header over 8 kB": (b"GET /version HTTP/1.1\r\nX-A: " + b"a" * 9000 + b"\r\n\r\n", 431, "too long"),
+    "an address over 8 kB": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 431, "too long"),
+    "300 headers": (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(300)) + b"\r\n", 431, "headers"),
+    "a header without a colon": (b"GET /version HTTP/1.1\r\nbad header\r\n\r\n", 400, "header"),
+    "a chunk without a length": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n", 400, "chunk"),
+    "a length and chunks": (HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Length"),
+    "a negative length": (HEAD + b"Content-Length: -3\r\n\r\nabc", 400, "Content-Length"),
+    "an invented method": (b"G@T / HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "method"),
+    "an invented version": (b"GET / HTTP/9.1\r\n\r\n", 400, ""),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\r\n\r\n", 400, ""),
+    "bytes beyond ASCII in the path": (b"GET /\xff\xfe HTTP/1.1\r\n\r\n", 400, "path"),
+}
+
+
+def answer(gate: Gate, data: bytes) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and body of what comes back; the connection must end with it."""
+    with socket.create_connection(gate.address, timeout=30) as connection:
+        connection.sendall(data)
+        reply = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = reply.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return int(status.split()[1]), headers, json.loads(body)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_read_is_answered_in_shape_and_is_no_news(
+    gate: Gate, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, status, word = CASES[case]
+    got, headers, body = answer(gate, data)
+    assert got == status
+    assert headers["content-type"].startswith("application/json")
+    error = body["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", None)
+    assert error["code"] in ("invalid_http", "too_large")
+    assert word in error["message"] and len(error["message"]) < 300 and "\n" not in error["message"]
+    assert gate.client.get("/version").status_code == 200
+    assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+@pytest.mark.parametrize("begin", [b"", b"5\r\nhello\r\n"])
+def test_a_body_that_breaks_off_is_answered_at_once_and_once(gate: Gate, path: bytes, begin: bytes) -> None:
+    """Not after the time that a body may take."""
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(gate.address, timeout=10) as connection:
+        connection.sendall(head + begin)
+        assert gate.client.get("/load").status_code == 200  # the head has been read by now
+        connection.sendall(b"zz\r\nhello\r\n0\r\n\r\n")
+        reply = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert reply.count(b"HTTP/1.") == 1
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+    assert "the body can't be read" in error["message"]
+
+
+def test_what_a_route_does_not_catch_is_500_in_shape_and_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: Api, request: Any) -> Any:
+        raise ZeroDivisionError("a secret of the server")
+
+    monkeypatch.setattr(Api, "version", broken)
+    with Gate(tmp_path) as gate:
+        for accept in ("*/*", "text/html"):
+            result = gate.client.get("/version", headers={"Accept": accept})
+            assert (result.status_code, result.headers["Content-Type"]) == (500, "application/json; charset=utf-8")
+            assert result.json()["error"]["type"] == "server_error"
+            assert "secret" not in result.text
+        assert gate.client.get("/load").status_code == 200
+    assert "a secret of the server" in caplog.text
+
+
+def test_a_crowd_that_connects_at_once_waits_for_no_timer(gate: Gate) -> None:
+    connections = [socket.create_connection(gate.address, timeout=30) for _ in range(400)]
+    try:
+        for connection in connections:
+            connection.sendall(b"GET /load HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert all(b'{"server_load":0,' in connection.recv(4096) for connection in connections)
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_a_body_of_crumbs_is_refused_before_it_costs_anything(gate: Gate) -> None:
+    """60,000 chunks of a byte, 360 kB, would have taken the loop for nine seconds."""
+    begin_s = time.monotonic()
+    with socket.create_connection(gate.address, timeout=30) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 60_000)
+        reply = connection.recv(65536)
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"chunks are too small" in reply
+    assert time.monotonic() - begin_s < 5
+
+
+@pytest.mark.parametrize("begin", [b"", b"G", b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-A: "])
+def test_a_head_that_does_not_come_ends_its_connection(
+    tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stages.gateway.http.listener.HEAD_S", 0.2)
+    with Gate(tmp_path) as gate, socket.create_connection(gate.address, timeout=10) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" if begin else b"")
+        if begin:
+            assert b"200 OK" in connection.recv(65536)
+            connection.sendall(begin)
+        assert connection.recv(65536) == b""

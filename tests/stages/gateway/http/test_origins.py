@@ -1,0 +1,226 @@
+"""What a server without API keys refuses: requests that a page of another site may have had a browser send."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.runtime import messages as m
+from tests.stages.gateway.gate import CHAT, Gate
+from tests.stages.gateway.http.test_guard import RIGHT, locked
+
+EVERYWHERE = [
+    ("GET", "/version"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/docs"),
+    ("GET", "/nothing"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/abort_requests"),
+    ("OPTIONS", "/v1/chat/completions"),
+    ("HEAD", "/v1/models"),
+]
+FOREIGN = [
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "notlocalhost",
+    "user@localhost",
+    "",
+]
+OWN = [
+    "localhost",
+    "LOCALHOST:1",
+    "localhost.:8000",
+    "app.localhost:8000",
+    "127.0.0.1",
+    "192.168.7.7:80",
+    "[::1]:8000",
+    "[FE80::1]",
+]
+
+
+def assert_forbidden(response: Any, code: str, setting: str) -> None:
+    assert response.status_code == 403, response.text
+    assert response.headers["Content-Type"].startswith("application/json")
+    if response.request.method != "HEAD":
+        error = response.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
+        assert setting in error["message"]
+
+
+def raw(gate: Gate, head: str) -> bytes:
+    """Everything that comes back, until the server hangs up."""
+    with socket.create_connection(gate.address, timeout=30) as connection:
+        connection.sendall(head.replace("\n", "\r\n").encode())
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+class TestHosts:
+    @pytest.mark.parametrize(("method", "path"), EVERYWHERE)
+    def test_a_foreign_name_is_refused_everywhere(self, gate: Gate, method: str, path: str) -> None:
+        body = json.dumps(CHAT) if method == "POST" else None
+        headers = {"Host": "evil.example:8000", "Content-Type": "application/json", "X-Request-Id": "mine"}
+        refused = gate.client.request(method, path, content=body, headers=headers)
+        assert_forbidden(refused, "host_not_allowed", "gateway.allowed_hosts=evil.example,")
+        assert (refused.headers["X-Request-Id"], refused.headers["Connection"]) == ("mine", "close")
+        assert gate.rig.nothing("ingest", 0) and gate.rig.nothing("schedule", 0)
+
+    @pytest.mark.parametrize("host", FOREIGN)
+    def test_which_names_are_foreign(self, gate: Gate, host: str) -> None:
+        assert gate.client.get("/version", headers={"Host": host}).status_code == 403
+
+    @pytest.mark.parametrize("host", OWN)
+    def test_which_names_are_its_own(self, gate: Gate, host: str) -> None:
+        assert gate.client.get("/version", headers={"Host": host}).status_code == 200
+
+    def test_a_listed_name_is_allowed(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, host="llm.internal", allowed_hosts=("Pipeline.svc", "*.example.com")) as gate:
+            for host in ("llm.internal:8000", "pipeline.svc.", "a.example.com"):
+                assert gate.client.get("/version", headers={"Host": host}).status_code == 200, host
+            for host in ("example.com", "pipeline", "internal"):
+                assert gate.client.get("/version", headers={"Host": host}).status_code == 403, host
+
+    def test_the_target_counts_too(self, gate: Gate) -> None:
+        for target, status in (("http://evil.example/version", b"403"), ("http://localhost:1/version", b"200")):
+            reply = raw(gate, f"GET {target} HTTP/1.1\nHost: 127.0.0.1\nConnection: close\n\n")
+            assert reply.startswith(b"HTTP/1.1 " + status), reply
+
+    def test_a_request_has_one_host(self, gate: Gate) -> None:
+        two = raw(gate, "GET /version HTTP/1.1\nHost: localhost\nHost: evil.example\nConnection: close\n\n")
+        assert two.split()[1] in (b"400", b"403")
+        none = raw(gate, "GET /version HTTP/1.1\nConnection: close\n\n")
+        assert none.split()[1] in (b"400", b"403")
+        assert raw(gate, "GET /version HTTP/1.0\n\n").startswith(b"HTTP/1.0 200")  # which no browser sends
+
+    def test_no_body_is_asked_for(self, gate: Gate) -> None:
+        head = "POST /v1/completions HTTP/1.1\nHost: evil.example\nContent-Length: 9\nExpect: 100-continue\n\n"
+        with socket.create_connection(gate.address, timeout=30) as connection:
+            connection.sendall(head.replace("\n", "\r\n").encode())
+            assert connection.recv(65536).startswith(b"HTTP/1.1 403 ")
+
+
+class TestOrigins:
+    @pytest.mark.parametrize(("method", "path"), EVERYWHERE)
+    def test_a_foreign_one_is_refused_everywhere(self, gate: Gate, method: str, path: str) -> None:
+        body = json.dumps(CHAT) if method == "POST" else None
+        headers = {"Origin": "https://evil.example", "Content-Type": "application/json"}
+        refused = gate.client.request(method, path, content=body, headers=headers)
+        assert_forbidden(refused, "origin_not_allowed", "gateway.allowed_origins")
+        assert gate.rig.nothing("ingest", 0) and gate.rig.nothing("schedule", 0)
+
+    def test_its_own_is_scheme_host_and_port(self, gate: Gate) -> None:
+        def status(host: str, origin: str) -> int:
+            return gate.client.get("/version", headers={"Host": host, "Origin": origin}).status_code
+
+        own = [
+            ("localhost:8000", "http://localhost:8000"),
+            ("localhost", "http://LOCALHOST"),
+            ("[::1]", "http://[::1]:80"),
+        ]
+        assert [status(*one) for one in own] == [200] * len(own)
+        others = [
+            ("localhost:8000", "http://localhost"),
+            ("localhost:8000", "http://localhost:3000"),
+            ("localhost:8000", "https://localhost:8000"),
+            ("localhost:8000", "http://127.0.0.1:8000"),
+            ("localhost:8000", "http://a.localhost:8000"),
+            ("localhost", "https://localhost"),
+            ("localhost:8000", "http://localhost:8000/"),
+            ("localhost:8000", "null"),
+            ("localhost:8000", ""),
+        ]
+        assert [status(*one) for one in others] == [403] * len(others)
+
+    def test_a_listed_one_is_allowed(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, allowed_origins=("https://Chat.example.com", "app://obsidian.md")) as gate:
+            for origin, status in (
+                ("https://chat.example.com", 200),
+                ("https://chat.example.com:443", 200),
+                ("app://obsidian.md", 200),
+                ("http://chat.example.com", 403),
+                ("https://example.com", 403),
+                ("null", 403),
+            ):
+                assert gate.client.get("/version", headers={"Origin": origin}).status_code == status, origin
+            headers = {"Origin": "https://chat.example.com", "Host": "evil.example"}
+            assert gate.client.get("/version", headers=headers).status_code == 403
+
+    def test_any_may_be_allowed(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, allowed_origins=("*",)) as gate:
+            assert gate.client.get("/version", headers={"Origin": "https://any.example"}).status_code == 200
+
+    def test_two_are_both_looked_at(self, gate: Gate) -> None:
+        head = "GET /version HTTP/1.1\nHost: localhost\nOrigin: http://localhost\nOrigin: http://evil.example\n\n"
+        assert raw(gate, head).startswith(b"HTTP/1.1 403")
+
+    def test_a_browser_s_post_without_one_is_known_by_its_site(self, gate: Gate) -> None:
+        def status(site: str) -> int:
+            return gate.client.post("/abort_requests", content=b"{", headers={"Sec-Fetch-Site": site}).status_code
+
+        assert [status(site) for site in ("cross-site", "same-site", "same-origin", "none")] == [403, 403, 400, 400]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/abort_requests", "/reset_prefix_cache", "/tokenize"])
+@pytest.mark.parametrize(
+    "given", ["text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded"]
+)
+def test_a_body_that_a_form_may_send_is_refused(gate: Gate, path: str, given: str) -> None:
+    response = gate.client.post(path, content=json.dumps(CHAT), headers={"Content-Type": given})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
+    assert "-H 'Content-Type: application/json'" in error["message"]
+    assert gate.rig.nothing("ingest", 0) and gate.rig.nothing("schedule", 0)
+
+
+@pytest.mark.parametrize("given", ["application/jsonp", "text/json", "application/json-seq", "*/*", "json", ""])
+def test_other_types_are_refused_too(gate: Gate, given: str) -> None:
+    response = gate.client.post("/tokenize", content=b"{}", headers={"Content-Type": given})
+    assert response.status_code == 415
+
+
+def test_a_reset_needs_neither_body_nor_type(gate: Gate) -> None:
+    response = gate.do(gate.client.post, "/reset_prefix_cache")
+    question = gate.rig.receive("schedule", m.ResetPrefixCache)
+    gate.rig.send(m.PrefixCacheReset(0, question.nonce, 5), "detokenize.0")
+    assert (response.result().status_code, response.result().json()) == (200, {"num_blocks": 5})
+
+
+@pytest.fixture
+def admin(tmp_path: Path) -> Iterator[tuple[Gate, str]]:
+    """A server without keys, and its admin listener."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    gate = Gate(tmp_path)
+    gate.rig.launch = msgspec.structs.replace(gate.rig.launch, admin_fd=listener.detach())
+    with gate:
+        yield gate, url
+
+
+def test_the_admin_listener_refuses_them_too(admin: tuple[Gate, str]) -> None:
+    gate, url = admin
+    for path in ("/health", "/metrics"):
+        assert_forbidden(
+            gate.client.get(url + path, headers={"Host": "evil.example"}), "host_not_allowed", "allowed_hosts"
+        )
+        refused = gate.client.get(url + path, headers={"Origin": "http://evil.example"})
+        assert_forbidden(refused, "origin_not_allowed", "allowed_origins")
+    asked = gate.do(gate.client.get, f"{url}/health")
+    question = gate.rig.receive("supervisor", m.AskHealth)
+    gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
+    assert asked.result().status_code == 200
+
+
+def test_a_server_with_keys_asks_for_the_key_alone(tmp_path: Path) -> None:
+    with locked(tmp_path) as gate:
+        headers = RIGHT | {"Host": "evil.example", "Origin": "https://evil.example"}
+        assert gate.client.get("/version", headers=headers).status_code == 200
+        response = gate.client.post("/tokenize", content=b"{}", headers=headers | {"Content-Type": "text/plain"})
+        assert response.status_code == 415
+        assert gate.client.post("/tokenize", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 401

@@ -1,0 +1,38 @@
+"""The table of routes: the application has all of them, and each type in it can be looked into."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec.inspect
+import pytest
+
+from pipeline.config.settings import Settings
+from pipeline.stages.gateway.http.app import Api, Doors
+from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.parsing.parse import Limits
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "http.md"
+
+
+def test_the_application_has_them_and_no_other() -> None:
+    none: Any = None
+    app = Api(Doors(), none, none, none, none, none, Limits("x", 1), Settings().gateway).app()
+    found = {
+        (route.method, route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+    assert found >= {(route.method, route.path) for route in ROUTES}
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=[f"{route.method} {route.path}" for route in ROUTES])
+def test_each_is_told_and_its_types_can_be_looked_into(route: Route) -> None:
+    text = DOCUMENT.read_text("utf-8")
+    assert re.search(rf"^{re.escape(route.heading)}$", text, re.MULTILINE)
+    for kind in (route.body, route.reply, route.event):
+        if kind is not None:
+            assert msgspec.inspect.type_info(kind)
+    assert (route.body is None) <= (not route.neutral)
+    for name in route.neutral:
+        assert name not in route.body.__struct_fields__, f"{name} is both taken and refused"

@@ -1,0 +1,336 @@
+"""Streams: their framing, their errors, and that each client holds up only itself."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.http import response_writer
+from tests.stages.gateway.gate import (
+    CHAT,
+    COMPLETION,
+    END,
+    NONE_CACHED,
+    Gate,
+    ends_with_an_error,
+    events_of,
+    read_until,
+)
+
+STREAM = CHAT | {"stream": True}
+
+
+class TestAStreamedChat:
+    def test_is_a_role_then_text_then_a_reason(self, gate: Gate) -> None:
+        response = gate.post(STREAM)
+        submit = gate.submit()
+        gate.accept(submit)
+        gate.delta(submit, "Hel")
+        gate.finish(submit, "lo")
+        result = response.result()
+        assert result.status_code == 200
+        assert result.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        events = events_of(result.text)
+        assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
+        assert events[0]["object"] == "chat.completion.chunk"
+        choices = [choice for event in events for choice in event["choices"]]
+        assert choices[0] == {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+            "logprobs": None,
+        }
+        assert "".join(c["delta"]["content"] for c in choices[:-1]) == "Hello"
+        assert all(c["finish_reason"] is None for c in choices[:-1])
+        assert choices[-1] == {
+            "index": 0,
+            "delta": {},
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "logprobs": None,
+        }
+        assert all("usage" not in event for event in events)
+        assert gate.closed() == (submit.request_id, 1)
+
+    def test_ends_with_usage_where_it_is_asked_for(self, gate: Gate) -> None:
+        response = gate.post(STREAM | {"stream_options": {"include_usage": True}, "n": 2})
+        submit = gate.submit()
+        gate.accept(submit, num_ids=4)
+        gate.finish(submit, "a", 0)
+        gate.finish(submit, "b", 1)
+        *events, last = events_of(response.result().text)
+        assert all(event["usage"] is None for event in events)
+        assert last["choices"] == []
+        assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6, **NONE_CACHED}
+
+    def test_text_that_comes_again_is_not_repeated(self, gate: Gate) -> None:
+        response = gate.post(STREAM | {"stream_options": {"include_usage": True}})
+        submit = gate.submit()
+        gate.accept(submit)
+        gate.delta(submit, "abc", num_ids=3)
+        gate.delta(submit, "bcdef", num_ids=5, back=2)
+        gate.delta(submit, "f", num_ids=1, back=1)
+        gate.delta(submit, "fg", num_ids=2, back=1, finish=m.Finish.LENGTH)
+        *events, usage = events_of(response.result().text)
+        assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "abcdefg"
+        assert usage["usage"]["completion_tokens"] == 7
+
+    def test_what_an_earlier_attempt_says_is_dropped(self, gate: Gate) -> None:
+        response = gate.post(CHAT)
+        submit = gate.begin()
+        gate.rig.send(m.Deltas([submit.request_id], [0], [0], ["old"], [0], b"", [0], [0], [0], [None]), "detokenize.0")
+        gate.rig.send(m.Rejected(submit.request_id, 0, m.Failure(400, "old")), "ingest.0")
+        gate.finish(submit, "new")
+        assert response.result().json()["choices"][0]["message"]["content"] == "new"
+
+    def test_text_that_came_after_a_finish_is_dropped(self, gate: Gate) -> None:
+        response = gate.post(CHAT | {"n": 2})
+        submit = gate.begin()
+        gate.finish(submit, "a", 0)
+        gate.delta(submit, "more", index=0)
+        gate.finish(submit, "b", 1)
+        assert [c["message"]["content"] for c in response.result().json()["choices"]] == ["a", "b"]
+
+    def test_works_over_http_1_0(self, gate: Gate) -> None:
+        body = json.dumps(STREAM).encode()
+        with socket.create_connection(gate.address, timeout=30) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            gate.serve("Hello")
+            data = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert [e["choices"][0]["delta"].get("content") for e in events_of(data.decode().split("\r\n\r\n", 1)[1])] == [
+            "",
+            "Hello",
+            None,
+        ]
+
+
+def test_a_streamed_completion_is_text_then_a_reason(gate: Gate) -> None:
+    response = gate.complete(COMPLETION | {"stream": True, "prompt": ["a", "b"]})
+    first, second = gate.submit(), gate.submit()
+    gate.accept(first)
+    gate.accept(second)
+    gate.finish(second, "y")
+    gate.finish(first, "x")
+    events = events_of(response.result().text)
+    assert {e["object"] for e in events} == {"text_completion"}
+    choices = [e["choices"][0] for e in events]
+    for index, text in ((0, "x"), (1, "y")):
+        mine = [c for c in choices if c["index"] == index]
+        assert [(c["text"], c["finish_reason"]) for c in mine] == [(text, None), ("", "stop")]
+
+
+class TestAnErrorOfAStream:
+    def test_before_its_first_token_has_its_own_status(self, gate: Gate) -> None:
+        response = gate.post(STREAM)
+        submit = gate.submit()
+        gate.accept(submit)
+        gate.reject(submit, m.Failure(400, "it can never fit", "max_tokens"), "detokenize.0")
+        result = response.result()
+        assert (result.status_code, result.json()["error"]["param"]) == (400, "max_tokens")
+
+    def test_before_its_prompt_is_accepted_has_its_own_status(self, gate: Gate) -> None:
+        response = gate.post(STREAM)
+        gate.reject(gate.submit(), m.Failure(503, "no room"))
+        result = response.result()
+        assert (result.status_code, result.headers["Retry-After"]) == (503, "1")
+
+    def test_after_its_first_token_is_its_last_event(self, gate: Gate) -> None:
+        with gate.raw(STREAM) as connection:
+            submit = gate.submit()
+            gate.accept(submit)
+            gate.delta(submit, "Hel")
+            assert read_until(connection, b'"Hel"').startswith(b"HTTP/1.1 200 ")
+            gate.delta(submit, "lo", finish=m.Finish.ERROR)
+            rest = read_until(connection, END)
+        assert rest.index(b'"lo"') < rest.index(b'data: {"error":')
+        assert ends_with_an_error(rest, "the server could not finish this request")
+        assert gate.closed() == (submit.request_id, 1)
+
+    @pytest.mark.parametrize(
+        ("wishes", "why", "status", "param"),
+        [
+            ({"allowed_token_ids": [5]}, m.NOTHING_LEFT, 400, "allowed_token_ids"),
+            ({"bad_words": ["x"]}, m.NOTHING_LEFT, 400, "bad_words"),
+            ({"bad_words": ["x"]}, "another reason", 500, None),
+            ({}, m.NOTHING_LEFT, 400, None),
+        ],
+    )
+    def test_is_the_clients_where_it_has_left_no_token(
+        self, gate: Gate, wishes: dict[str, Any], why: str, status: int, param: str | None
+    ) -> None:
+        response = gate.post(CHAT | wishes)
+        gate.delta(gate.begin(), "", 0, finish=m.Finish.ERROR, error=why)
+        error = response.result().json()["error"]
+        assert (response.result().status_code, error["param"]) == (status, param)
+        assert why in error["message"]
+
+
+def test_headers_do_not_wait_for_the_first_token_for_ever(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_writer, "HEADERS_AFTER_S", 0.05)
+    with gate.raw(STREAM) as connection:
+        submit = gate.submit()
+        gate.accept(submit)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        gate.reject(submit, m.Failure(400, "it can never fit"), "detokenize.0")
+        rest = read_until(connection, END)
+    assert ends_with_an_error(rest, "it can never fit")
+
+
+@contextmanager
+def leaving(gate: Gate, body: Any) -> Iterator[m.Submit]:
+    """A client that leaves at the end of the block."""
+    with gate.raw(body):
+        submit = gate.submit()
+        gate.accept(submit)
+        yield submit
+
+
+class TestAClientThatLeaves:
+    @pytest.mark.parametrize("body", [CHAT, STREAM, STREAM | {"n": 2}])
+    def test_has_its_request_aborted_and_closed(self, gate: Gate, body: Any) -> None:
+        with leaving(gate, body) as submit:
+            gate.delta(submit, "Hel")
+        abort = m.Abort(submit.request_id, 1)
+        assert gate.rig.receive("ingest", m.Abort) == abort
+        assert gate.rig.receive("schedule", m.Abort) == abort
+        assert gate.rig.load().num_open_requests == 1
+        gate.delta(submit, "lo")
+        for index in range(submit.n):
+            gate.rig.load()
+            assert gate.rig.nothing("schedule", 0)
+            gate.finish(submit, index=index, finish=m.Finish.ABORT)
+        assert gate.closed() == (submit.request_id, 1)
+        assert gate.rig.until(lambda load: load.num_open_requests == 0)
+        assert gate.rig.nothing("schedule", 0)
+
+    def test_before_its_prompt_is_accepted_is_closed_by_a_rejection(self, gate: Gate) -> None:
+        with gate.raw(STREAM):
+            submit = gate.submit()
+        gate.rig.receive("ingest", m.Abort)
+        gate.reject(submit, m.Failure(499, "aborted"))
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+
+    def test_with_several_prompts_has_each_aborted(self, gate: Gate) -> None:
+        with gate.raw(COMPLETION | {"prompt": ["a", "b", "c"]}, "/v1/completions"):
+            submits = [gate.begin() for _ in range(3)]
+            gate.finish(submits[1])
+            assert gate.closed()[0] == submits[1].request_id
+        aborted = {gate.rig.receive("schedule", m.Abort).request_id for _ in range(2)}
+        assert aborted == {submits[0].request_id, submits[2].request_id}
+        for submit in (submits[0], submits[2]):
+            gate.finish(submit, finish=m.Finish.ABORT)
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+
+    def test_in_a_crowd_leaves_nothing(self, gate: Gate) -> None:
+        connections = [gate.raw(STREAM) for _ in range(40)]
+        submits = [gate.submit() for _ in connections]
+        for i, submit in enumerate(submits):
+            if i % 3:
+                gate.accept(submit)
+            if i % 3 == 2:
+                gate.delta(submit, "x")
+        for connection in connections:
+            connection.close()
+        for _ in submits:
+            gate.rig.receive("schedule", m.Abort)
+        for submit in submits:
+            gate.finish(submit, finish=m.Finish.ABORT)
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+
+
+def test_a_delta_of_a_request_that_nobody_knows_is_answered_with_abort(gate: Gate) -> None:
+    unknown = m.Submit(77, 3, 0, 0.0, m.TextPrompt(""), 1, 1, m.Sampling(), m.TextOptions())
+    gate.delta(unknown, "x")
+    for stage in ("ingest", "schedule"):
+        assert gate.rig.receive(stage, m.Abort) == m.Abort(77, 3)
+    gate.finish(unknown)
+    gate.rig.load()
+    assert gate.rig.nothing("schedule", 0)
+
+
+class TestASlowReader:
+    def test_holds_up_nobody_and_gets_everything(self, gate: Gate) -> None:
+        with gate.raw(STREAM) as slow:
+            submit = gate.submit()
+            gate.accept(submit)
+            piece, num = "Z" * 200_000, 100  # far more than sockets hold
+            for _ in range(num):
+                gate.delta(submit, piece)
+            gate.finish(submit)
+            for _ in range(3):
+                other = gate.post(STREAM)
+                gate.serve("quick")
+                assert "quick" in other.result().text
+            text = read_until(slow, END)
+        assert text.count(b"Z") == len(piece) * num
+        # What had to wait was joined.
+        assert text.count(b"data: ") < num
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_that_takes_nothing_is_cut_off(self, tmp_path: Path, whole: bool) -> None:
+        with Gate(tmp_path, slow_client_timeout_s=0.2) as gate, gate.raw(CHAT if whole else STREAM):
+            submit = gate.submit()
+            gate.accept(submit)
+            for _ in range(100):
+                gate.delta(submit, "x" * 100_000)
+            if whole:
+                gate.finish(submit)
+            else:
+                assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+                gate.finish(submit, finish=m.Finish.ABORT)
+            gate.rig.until(lambda load: load.num_open_requests == 0)
+
+    def test_that_takes_a_little_now_and_then_is_given_its_time(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, slow_client_timeout_s=0.5) as gate, gate.raw(STREAM) as slow:
+            submit = gate.submit()
+            gate.accept(submit)
+            gate.finish(submit, "Z" * 20_000_000)
+            num_z, begun = 0, time.monotonic()
+            data = b""
+            while not data.endswith(END):
+                data = slow.recv(1_000_000)
+                num_z += data.count(b"Z")
+                threading.Event().wait(0.05)
+            assert num_z == 20_000_000
+            assert time.monotonic() - begun > 1.0, "it took no longer than its patience, so this shows nothing"
+
+
+def test_many_streams_at_once_get_each_their_own(gate: Gate) -> None:
+    responses = [gate.post(STREAM | {"seed": i}) for i in range(16)]
+    submits = [gate.submit() for _ in responses]
+    for submit in submits:
+        gate.accept(submit)
+    for step in range(20):
+        for submit in submits:
+            gate.delta(submit, f"{submit.sampling.seed}-{step} ")
+    for submit in submits:
+        gate.finish(submit)
+    for i, response in enumerate(responses):
+        text = "".join(e["choices"][0]["delta"].get("content", "") for e in events_of(response.result().text))
+        assert text == "".join(f"{i}-{step} " for step in range(20))
+
+
+def test_usage_says_what_was_found_in_the_prefix_cache(gate: Gate) -> None:
+    """By the sequence of each prompt that found least: the others find what that one has computed."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    response = gate.complete(COMPLETION | usage | {"prompt": ["a", "b"], "n": 2})
+    for num_cached in ((32, 48), (16, 0)):
+        submit = gate.begin()
+        for index in range(2):
+            gate.delta(submit, "x", index=index, num_cached=num_cached[index])
+            gate.finish(submit, index=index)
+    usage = events_of(response.result().text)[-1]["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
+    whole = gate.complete(COMPLETION)
+    submit = gate.begin()
+    gate.delta(submit, "x", num_cached=2)
+    gate.finish(submit)
+    assert whole.result().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}

@@ -1,0 +1,254 @@
+"""Chats as clients give them: messages of every role, tools, and what is for the template."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.config.settings import Chat
+from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.conversation import ReplyForm
+from pipeline.stages.gateway.parsing.parse import Ask, Limits, parse_chat, parse_tokenize
+from pipeline.text.formats.chat_formats import ChatFormats
+from pipeline.text.formats.tool_format import AddedToken
+
+HERMES = ChatFormats.of("", Chat(tool_format="hermes"))
+THINKING = ChatFormats.of("", Chat(tool_format="hermes", reasoning_format="qwen3"))
+LLAMA = ChatFormats.of("", Chat(tool_format="llama3"), [AddedToken(5, "<|python_tag|>", True)])
+NONE = ChatFormats()
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"text": "a"}'}}
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}, "x-note": [1]}}
+NOW = {"type": "function", "function": {"name": "now"}}
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+def ask(formats: ChatFormats = HERMES, caps: Caps = Caps(), **fields: Any) -> Ask:  # noqa: B008 - frozen
+    limits = Limits("tiny", 64, max_prompt_tokens=1000, caps=caps, formats=formats)
+    return parse_chat(json.dumps({"model": "tiny", "messages": [USER]} | fields).encode(), limits)
+
+
+def prompt(**fields: Any) -> m.ChatPrompt:
+    (made,) = ask(**fields).prompts
+    assert isinstance(made, m.ChatPrompt)
+    return made
+
+
+def refused(**fields: Any) -> tuple[str | None, str | None]:
+    with pytest.raises(ApiError) as error:
+        ask(**fields)
+    assert error.value.status == 400
+    assert error.value.param is None or error.value.param.split(".")[-1] in error.value.message
+    return error.value.param, error.value.code
+
+
+class TestMessages:
+    def test_of_every_role_become_the_prompt(self) -> None:
+        messages = [
+            {"role": "developer", "content": "Be brief."},
+            USER | {"name": "Ann"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "x"}, {"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "refusal": "no", "reasoning": "Oh."},
+        ]
+        assert prompt(messages=messages).messages == [
+            m.ChatMessage("developer", "Be brief."),
+            m.ChatMessage("user", "Hi", "Ann"),
+            m.ChatMessage(
+                "assistant", None, tool_calls=[m.ToolCall("call_1", "find", '{"text": "a"}')], reasoning="Hm."
+            ),
+            m.ChatMessage("tool", "b", parts=["b"], tool_call_id="call_1"),
+            m.ChatMessage("assistant", "x\nno", parts=["x", "no"]),
+            m.ChatMessage("assistant", "no", reasoning="Oh."),
+        ]
+
+    @pytest.mark.parametrize(
+        ("message", "field", "code"),
+        [
+            ({"role": "function", "name": "f", "content": "x"}, "role", "invalid_value"),
+            ({"role": "tool", "content": "x"}, "tool_call_id", None),
+            ({"role": "tool", "content": "x", "tool_call_id": ""}, "tool_call_id", None),
+            ({"role": "tool", "tool_call_id": "c"}, "content", None),
+            ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls", "invalid_value"),
+            ({"role": "assistant"}, "content", None),
+            ({"role": "assistant", "tool_calls": []}, "content", None),
+            ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, "tool_calls[0].type", "unsupported"),
+            ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls[0].function", None),
+            ({"role": "assistant", "tool_calls": [CALL | {"id": ""}]}, "tool_calls[0].id", "invalid_value"),
+            ({"role": "assistant", "function_call": {"name": "f"}}, "function_call", "unsupported"),
+            ({"role": "assistant", "audio": {"id": "a"}}, "audio", "unsupported"),
+            ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content[0].type", "unsupported"),
+            ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0].type", "unsupported"),
+            ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "content[0].type", "unsupported"),
+            ({"role": "assistant", "content": [{"type": "refusal"}]}, "content[0].refusal", None),
+        ],
+    )
+    def test_that_are_wrong_are_refused_by_field(self, message: Any, field: str, code: str | None) -> None:
+        assert refused(messages=[USER, message]) == (f"messages[1].{field}", code)
+
+    def test_and_calls_are_counted_before_anything_is_made_of_them(self) -> None:
+        message = {"role": "assistant", "tool_calls": [CALL] * 1001}
+        assert refused(messages=[message]) == ("messages", "context_length_exceeded")
+
+
+class TestTools:
+    def test_are_told_as_the_client_gave_them(self) -> None:
+        made = prompt(tools=[FIND, NOW], tool_choice="auto", parallel_tool_calls=False)
+        assert json.loads(made.tools) == [FIND, NOW]
+        assert (made.tool_choice, made.tool_name, made.parallel_tool_calls) == ("auto", "", False)
+        assert prompt(tools=[]) == prompt(tools=None, tool_choice=None) == prompt()
+
+    def test_may_be_called_as_the_client_says(self) -> None:
+        for choice in ("none", "auto", "required"):
+            assert prompt(tools=[FIND], tool_choice=choice).tool_choice == choice
+        made = prompt(tools=[FIND, NOW], tool_choice=NAMED)
+        assert (made.tool_choice, made.tool_name) == ("named", "find")
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "code"),
+        [
+            ({"tools": {}}, "tools", "invalid_type"),
+            ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", None),
+            ({"tools": [{"type": "function"}]}, "tools[0].function", None),
+            ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "unsupported"),
+            ({"tools": [FIND, {"type": "function", "function": {}}]}, "tools[1].function.name", None),
+            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
+            ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "invalid_value"),
+            (
+                {"tools": [{"type": "function", "function": {"name": "f" * 65}}]},
+                "tools[0].function.name",
+                "invalid_value",
+            ),
+            ({"tools": [FIND, FIND]}, "tools[1].function.name", "invalid_value"),
+            (
+                {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+                "tools[0].function.parameters",
+                "invalid_type",
+            ),
+            (
+                {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+                "tools[0].function.parameters.type",
+                "invalid_value",
+            ),
+            ({"tool_choice": "required"}, "tool_choice", None),
+            ({"tool_choice": NAMED}, "tool_choice", "invalid_value"),
+            ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "invalid_value"),
+            ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "invalid_value"),
+            ({"tools": [NOW], "tool_choice": 5}, "tool_choice", "invalid_type"),
+            ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.function", None),
+            ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "unsupported"),
+            (
+                {"tools": [FIND], "tool_choice": "required", "response_format": {"type": "json_object"}},
+                "response_format",
+                "invalid_value",
+            ),
+            (
+                {"tools": [FIND], "tool_choice": NAMED, "structured_outputs": {"regex": "a"}},
+                "structured_outputs.regex",
+                "invalid_value",
+            ),
+            ({"functions": [{"name": "f"}]}, "functions", "unsupported"),
+        ],
+    )
+    def test_that_are_wrong_are_refused_by_field(self, fields: Any, param: str, code: str | None) -> None:
+        assert refused(**fields) == (param, code)
+
+    def test_are_as_many_as_the_settings_allow(self) -> None:
+        tools = [{"type": "function", "function": {"name": f"f{place}"}} for place in range(3)]
+        assert refused(caps=Caps(max_tools=2), tools=tools) == ("tools", "invalid_value")
+        assert ask(caps=Caps(max_tools=3), tools=tools)
+
+    def test_need_a_form_of_calls_unless_a_grammar_makes_one(self) -> None:
+        assert refused(formats=NONE, tools=[FIND]) == ("tools", "unsupported")
+        assert ask(formats=NONE, tools=[FIND], tool_choice="none").reply is None
+        for choice in ("required", NAMED):
+            made = ask(formats=NONE, tools=[FIND], tool_choice=choice)
+            assert made.grammar is not None and made.reply is not None
+
+
+class TestReplies:
+    def test_are_read_only_where_there_is_something_to_look_for(self) -> None:
+        assert ask().reply is None
+        assert ask(tools=[FIND], tool_choice="none").reply is None
+        assert ask(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm("auto", ["find", "now"], False)
+        assert ask(formats=THINKING).reply == ReplyForm("none")
+        assert ask(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
+        assert ask(formats=THINKING).prompt_options.with_tail
+        assert not ask(tools=[FIND]).prompt_options.with_tail
+
+    def test_show_special_tokens_only_where_a_mark_is_one(self) -> None:
+        assert not ask(formats=LLAMA, tools=[FIND]).text.skip_special_tokens
+        assert ask(formats=LLAMA).text.skip_special_tokens
+        assert ask(tools=[FIND]).text.skip_special_tokens
+        shown = ask(formats=LLAMA, tools=[FIND], skip_special_tokens=False)
+        assert not shown.text.skip_special_tokens
+        assert shown.reply is not None and shown.reply.shows_specials
+
+    def test_are_made_calls_where_the_client_insists(self) -> None:
+        assert ask(tools=[FIND]).grammar is None
+        required, named = ask(tools=[FIND, NOW], tool_choice="required"), ask(tools=[FIND, NOW], tool_choice=NAMED)
+        assert required.grammar is not None and named.grammar is not None
+        assert (required.grammar.kind, required.grammar.param) == ("calls", "tools")
+        assert (named.grammar.kind, named.grammar.param) == ("calls", "tools[0].function.parameters")
+        assert "now" in required.grammar.source
+        assert "now" not in named.grammar.source
+
+    def test_may_be_calls_or_what_the_output_is_to_match(self) -> None:
+        made = ask(tools=[FIND], response_format={"type": "json_object"})
+        assert made.grammar is not None and made.grammar.kind == "json_object"
+
+    def test_are_looked_at_the_same_way_when_they_are_replayed(self) -> None:
+        made = ask(formats=THINKING, tools=[FIND])
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Ask) == made
+
+
+class TestTemplate:
+    def test_is_told_what_is_meant_for_it(self) -> None:
+        made = prompt(chat_template_kwargs={"enable_thinking": False}, documents=[{"text": "a"}])
+        assert json.loads(made.template_kwargs) == {"enable_thinking": False}
+        assert json.loads(made.documents) == [{"text": "a"}]
+        assert prompt(chat_template_kwargs={}, documents=[]) == prompt(chat_template_kwargs=None) == prompt()
+
+    def test_is_told_of_the_effort(self) -> None:
+        assert json.loads(prompt(reasoning_effort="high").template_kwargs) == {"reasoning_effort": "high"}
+        none = {"reasoning_effort": "none", "enable_thinking": False}
+        assert json.loads(prompt(reasoning_effort="none").template_kwargs) == none
+        own = {"enable_thinking": True}
+        made = prompt(reasoning_effort="none", chat_template_kwargs=own)
+        assert json.loads(made.template_kwargs) == none | own
+
+    def test_begins_a_reply_or_goes_on_with_the_last_message(self) -> None:
+        assert (prompt().add_generation_prompt, prompt().continue_final_message) == (True, False)
+        assert not prompt(add_generation_prompt=False).add_generation_prompt
+        made = prompt(continue_final_message=True)
+        assert (made.add_generation_prompt, made.continue_final_message) == (False, True)
+        both = {"continue_final_message": True, "add_generation_prompt": True}
+        assert refused(**both) == ("continue_final_message", "invalid_value")
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "code"),
+        [
+            ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported"),
+            ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_type"),
+            ({"documents": {}}, "documents", "invalid_type"),
+            ({"documents": ["a"]}, "documents[0]", "invalid_type"),
+            ({"reasoning_effort": "extreme"}, "reasoning_effort", "invalid_value"),
+            ({"continue_final_message": 1}, "continue_final_message", "invalid_type"),
+        ],
+    )
+    def test_fields_that_are_wrong_are_refused(self, fields: Any, param: str, code: str) -> None:
+        assert refused(**fields) == (param, code)
+
+
+def test_tokenize_takes_the_same_chats() -> None:
+    body = {"messages": [USER], "tools": [FIND], "chat_template_kwargs": {"a": 1}, "continue_final_message": True}
+    limits = Limits("tiny", 64)
+    (made,) = parse_tokenize(json.dumps(body).encode(), limits).prompts
+    assert made == prompt(**{name: value for name, value in body.items() if name != "messages"})
+    with pytest.raises(ApiError) as error:
+        parse_tokenize(json.dumps(body | {"tools": [{}]}).encode(), limits)
+    assert error.value.param == "tools[0].type"

@@ -1,0 +1,215 @@
+"""Each field of how tokens are drawn, and of what is told of them: where it goes, and what it can't be."""
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.config.settings import Limits as Caps
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing import sampling_fields
+from pipeline.stages.gateway.parsing.parse import Limits, parse_chat, parse_completion
+from pipeline.stages.gateway.parsing.token_detail_options import IdDetails
+from tests.stages.gateway.gate import CHAT, COMPLETION
+from tests.stages.gateway.parsing.test_parse import LIMITS, chat, completion, refused
+
+KNOWN = Limits(model="tiny", max_sequences=64, max_prompt_tokens=512, vocab_size=1000, hidden_size=8)
+
+
+def refused_by(limits: Limits, body: Any, parse: Any = parse_completion) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(json.dumps(body).encode(), limits)
+    return error.value
+
+
+class TestWhereTheyGo:
+    @pytest.mark.parametrize(
+        ("fields", "sampling"),
+        [
+            ({"repetition_penalty": 1.2}, m.Sampling(repetition_penalty=1.2)),
+            ({"presence_penalty": -2}, m.Sampling(presence_penalty=-2.0)),
+            ({"frequency_penalty": 0.5}, m.Sampling(frequency_penalty=0.5)),
+            ({"logit_bias": {"5": -100, "0": 1.5}}, m.Sampling(bias_ids=[5, 0], bias_values=[-100.0, 1.5])),
+            ({"allowed_token_ids": [7, 3, 7]}, m.Sampling(allowed_ids=np.array([3, 7], "<i4").tobytes())),
+        ],
+    )
+    def test_to_the_executor(self, fields: dict[str, Any], sampling: m.Sampling) -> None:
+        assert chat(**fields).sampling == sampling
+        assert completion(**fields).sampling == sampling
+
+    def test_min_tokens_to_the_executor_and_to_detokenize(self) -> None:
+        ask = completion(min_tokens=3)
+        assert (ask.sampling.min_tokens, ask.text.min_tokens) == (3, 3)
+
+    def test_bad_words_to_ingest(self) -> None:
+        assert chat(bad_words=["a b", "é"]).bad_words == ["a b", "é"]
+
+    def test_what_is_kept_of_a_prompt_to_ingest(self) -> None:
+        assert completion(truncate_prompt_tokens=5).prompt_options == m.PromptOptions(truncate=5)
+        assert chat(truncate_prompt_tokens=-1, add_special_tokens=True).prompt_options == m.PromptOptions(
+            True, truncate=-1
+        )
+        long = completion_of(KNOWN, prompt=[1] * 5000, truncate_prompt_tokens=9)
+        assert len(long.prompts[0].ids) == 20_000
+
+    def test_what_changes_nothing(self) -> None:
+        for value in (True, False):
+            assert chat(spaces_between_special_tokens=value) == chat()
+        assert chat(guided_decoding_backend="outlines") == chat()
+        for name, value in (("repetition_penalty", 1), ("presence_penalty", 0), ("logit_bias", {}), ("bad_words", [])):
+            assert chat(**{name: value}) == chat()
+
+
+def completion_of(limits: Limits, **fields: Any) -> Any:
+    return parse_completion(json.dumps(COMPLETION | fields).encode(), limits)
+
+
+class TestDetails:
+    @pytest.mark.parametrize("num_top", [0, 3, 20])
+    def test_log_probabilities_of_ids_are_asked_of_the_stages(self, num_top: int) -> None:
+        for ask in (chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)):
+            assert ask.details == IdDetails(num_top=num_top)
+            assert ask.sampling == m.Sampling(with_logprobs=True, num_top=num_top)
+            assert ask.text == m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
+            assert not ask.prompt_options.with_pieces
+
+    def test_of_the_prompt(self) -> None:
+        for ask in (chat(prompt_logprobs=2), completion(prompt_logprobs=2)):
+            assert (ask.sampling.with_logprobs, ask.sampling.prompt_num_top) == (False, 2)
+            assert (ask.text.record_bytes, ask.text.prompt_num_top, ask.text.with_pieces) == (0, 2, True)
+            assert ask.prompt_options.with_pieces
+
+    def test_of_a_prompt_that_is_repeated_are_as_many_as_either_shows(self) -> None:
+        assert completion(echo=True, logprobs=1, prompt_logprobs=4).sampling.prompt_num_top == 4
+        assert completion(echo=True, logprobs=5, prompt_logprobs=4).sampling.prompt_num_top == 5
+        assert completion(echo=True, logprobs=0).sampling.prompt_num_top == 0
+        assert completion(echo=True).sampling.prompt_num_top == -1
+
+    def test_of_a_prompt_alone_take_a_step(self) -> None:
+        ask = completion(echo=True, logprobs=0, max_tokens=0)
+        assert (ask.max_tokens, ask.hides_output) == (1, True)
+        plain = completion(echo=True, max_tokens=0)
+        assert (plain.max_tokens, plain.hides_output) == (0, False)
+
+    def test_best_of_needs_records_that_nobody_is_shown(self) -> None:
+        ask = completion(best_of=3)
+        assert ask.details == IdDetails() and not ask.text.with_pieces and ask.text.record_bytes == 4
+        assert completion(best_of=3, logprobs=2).text.record_bytes == logprob_bytes(2)
+
+    def test_none_are_told_where_none_are_asked_for(self) -> None:
+        assert chat(logprobs=False) == chat(top_logprobs=0) == chat(logprobs=None) == chat()
+        assert chat(logprobs=True) != chat()
+
+    def test_ids(self) -> None:
+        assert chat(return_token_ids=True, return_tokens_as_token_ids=True).details == IdDetails(
+            with_ids=True, names_ids=True
+        )
+
+    def test_usage_in_each_event_goes_with_usage_at_the_end(self) -> None:
+        both = {"include_usage": True, "continuous_usage_stats": True}
+        assert chat(stream=True, stream_options=both).continuous_usage
+        assert not chat(stream=True, stream_options=both | {"include_usage": False}).continuous_usage
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"repetition_penalty": 0}, "repetition_penalty", ">= 0.01"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty", "<= 100"),
+    ({"repetition_penalty": "1"}, "repetition_penalty", "a number"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "<= 2"),
+    ({"presence_penalty": False}, "presence_penalty", "a number"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", ">= -2"),
+    ({"logit_bias": [5]}, "logit_bias", "an object"),
+    ({"logit_bias": {"4": 1, "504": "a", "6": 2}}, "logit_bias.504", "must be a number, not a string"),
+    ({"logit_bias": {"4": 1, "504": None}}, "logit_bias.504", "must be a number, not null"),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias.5", "-100 to 100"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "token ids"),
+    ({"logit_bias": {"05": 1}}, "logit_bias.05", "token ids"),
+    ({"logit_bias": {"٥": 1}}, "logit_bias.٥", "token ids"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias.999", "token ids"),
+    ({"logit_bias": {"2147483648": 1}}, "logit_bias.2147483648", "token ids"),
+    ({"logit_bias": {"1000": 1}}, "logit_bias.1000", "0..999"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "limits.max_logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "length >= 1"),
+    ({"allowed_token_ids": [1, 1000]}, "allowed_token_ids[1]", "0..999"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]", ">= 0"),
+    ({"bad_words": [""]}, "bad_words[0]", "length >= 1"),
+    ({"bad_words": ["x" * 257]}, "bad_words[0]", "length <= 256"),
+    ({"bad_words": ["x"] * 1025}, "bad_words", "limits.max_bad_words"),
+    ({"stop": ["x"] * 1_000_000}, "stop", "at most 16 are taken: limits.max_stop_strings"),
+    ({"stop_token_ids": [1, 1000]}, "stop_token_ids[1]", "0..999"),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids", "limits.max_stop_token_ids"),
+    ({"min_tokens": -1}, "min_tokens", ">= 0"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "at most the 5 tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
+    ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "512"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", ">= 0"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "limits.max_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", "an integer"),
+    ({"return_token_ids": 1}, "return_token_ids", "true or false"),
+    ({"n": 129}, "n", "limits.max_n"),
+    ({"seed": 2**64}, "seed", "64-bit"),
+]
+
+
+class TestWhatTheyCanNotBe:
+    @pytest.mark.parametrize(("fields", "param", "words"), BAD)
+    def test_is_told_by_the_fields_name(self, fields: dict[str, Any], param: str, words: str) -> None:
+        for body, parse in ((CHAT, parse_chat), (COMPLETION, parse_completion)):
+            error = refused_by(KNOWN, body | fields, parse)
+            assert error.status == 400
+            assert error.param == param or (error.param or "").startswith(param + "9")
+            assert words in error.message
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"logprobs": 1}, "logprobs"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+            ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+            ({"top_logprobs": True, "logprobs": True}, "top_logprobs"),
+        ],
+    )
+    def test_of_log_probabilities_of_a_chat(self, fields: dict[str, Any], param: str) -> None:
+        assert refused(CHAT | fields).param == param
+
+    @pytest.mark.parametrize("logprobs", [True, False, -1, 21, 1.5, "2"])
+    def test_of_log_probabilities_of_a_completion(self, logprobs: Any) -> None:
+        assert refused(COMPLETION | {"logprobs": logprobs}, parse_completion).param == "logprobs"
+
+    def test_a_prompt_that_is_repeated_is_not_cut(self) -> None:
+        error = refused(COMPLETION | {"echo": True, "truncate_prompt_tokens": 3}, parse_completion)
+        assert error.param == "truncate_prompt_tokens"
+
+    def test_caps_are_those_of_the_settings(self) -> None:
+        caps = Caps(max_n=2, max_best_of=3, max_logprobs=1, max_stop_strings=1, max_bad_words=1, max_prompt_bytes=1024)
+        limits = msgspec.structs.replace(LIMITS, caps=caps)
+        for fields, param in (
+            ({"n": 3}, "n"),
+            ({"best_of": 4}, "best_of"),
+            ({"logprobs": 2}, "logprobs"),
+            ({"stop": ["a", "b"]}, "stop"),
+            ({"bad_words": ["a", "b"]}, "bad_words"),
+            ({"prompt": "é" * 513}, "prompt"),
+            ({"prompt": ["a", "b" * 1025]}, "prompt[1]"),
+        ):
+            assert refused_by(limits, COMPLETION | fields).param == param
+        assert completion_of(limits, n=2, best_of=3, logprobs=1, prompt="é" * 512, stop=["a"]).n == 2
+        long = [{"role": "user", "content": "x" * 1000}, {"role": "user", "content": "x" * 25}]
+        assert refused_by(limits, CHAT | {"messages": long}, parse_chat).param == "messages"
+        raised = msgspec.structs.replace(LIMITS, caps=Caps(max_stop_strings=100, max_logprobs=50))
+        assert completion_of(raised, stop=["a"] * 100, logprobs=50).details.num_top == 50
+
+
+def test_allowed_ids_are_bounded_by_what_all_sequences_bring_along() -> None:
+    sampling = m.Sampling(allowed_ids=np.arange(2**18, dtype="<i4").tobytes())
+    sampling_fields.check_num_allowed(sampling, 4)
+    with pytest.raises(ApiError, match="for each of 5 sequences") as error:
+        sampling_fields.check_num_allowed(sampling, 5)
+    assert (error.value.status, error.value.param) == (400, "allowed_token_ids")

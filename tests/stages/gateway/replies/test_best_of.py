@@ -1,0 +1,236 @@
+"""`best_of`: more sequences are generated than are asked for, and the best of them are returned."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.parse import parse_completion, parse_generate
+from pipeline.stages.gateway.replies.best_of import best
+from pipeline.stages.gateway.requests import Sequence
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate
+from tests.stages.gateway.parsing.test_parse import LIMITS, completion, refused
+from tests.stages.gateway.peers import RawPeer
+
+SCORES = {0: [-1.0, -1.0], 1: [-0.25, -0.5, -3.0], 2: [-0.5], 3: [-0.75, -0.75, -0.75]}
+"""Log probabilities of each sequence's ids: 2, 3, 0, 1 is their order by the mean, and no other by the sum."""
+
+
+def play(gate: Gate, submit: m.Submit, order: tuple[int, ...] = (1, 3, 0, 2)) -> None:
+    """End the four sequences in this order, each in two deltas where it has two ids."""
+    for index in order:
+        scores = SCORES[index]
+        gate.delta(submit, f"{index}", len(scores) - 1, index=index, logprobs=scores[:-1])
+        finish = m.Finish.LENGTH if index == 3 else m.Finish.STOP
+        reason = "." if index == 2 else None
+        gate.delta(submit, "!", index=index, logprobs=scores[-1:], finish=finish, stop_reason=reason)
+
+
+class TestChoice:
+    def sequence(self, *logprobs: float) -> Sequence:
+        return Sequence(records=bytearray(np.array(logprobs, "<f4").tobytes()))
+
+    def test_is_by_the_mean_and_not_by_the_sum(self) -> None:
+        long, short = self.sequence(*[-0.5] * 100), self.sequence(-0.6)
+        assert best([short, long], 1) == [long]
+
+    def test_of_equal_ones_the_first_go_first(self) -> None:
+        each = [self.sequence(-1.0, -2.0), self.sequence(-1.5), self.sequence(-0.5), self.sequence(-2.0, -1.0)]
+        assert list(map(id, best(each, 4))) == [id(each[place]) for place in (2, 0, 1, 3)]
+
+    def test_who_has_no_ids_comes_last(self) -> None:
+        each = [self.sequence(), self.sequence(-900.0), self.sequence(-float("inf"))]
+        assert best(each, 3)[0] is each[1]
+
+
+class TestParse:
+    def test_says_how_many_are_generated_and_asks_for_their_log_probabilities(self) -> None:
+        ask = completion(best_of=4, n=2)
+        assert (ask.n, ask.best_of, ask.num_sequences) == (2, 4, 4)
+        assert ask.sampling.with_logprobs and ask.text.record_bytes == 4
+        assert completion(best_of=3).num_sequences == 3
+
+    @pytest.mark.parametrize("fields", [{}, {"best_of": 1}, {"n": 3, "best_of": 3}, {"n": 2, "best_of": None}])
+    def test_as_many_as_n_is_nothing_at_all(self, fields: dict[str, Any]) -> None:
+        plain = completion(**{name: value for name, value in fields.items() if name == "n"})
+        assert completion(**fields) == plain
+        assert completion(**fields, stream=True) == msgspec.structs.replace(plain, stream=True)
+        assert not plain.sampling.with_logprobs and plain.text.record_bytes == 0
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"best_of": 2, "n": 3}, "at least n = 3"),
+            ({"best_of": 2, "stream": True}, "must equal n = 1"),
+            ({"best_of": 0}, ">= 1"),
+            ({"best_of": 129}, "at most 128"),
+            ({"best_of": "2"}, "integer"),
+            ({"best_of": 2.5}, "integer"),
+            ({"best_of": 65}, "best_of = 65 is more than this server takes at once (64)"),
+        ],
+    )
+    def test_what_it_can_not_be_is_refused_by_its_name(self, fields: dict[str, Any], words: str) -> None:
+        error = refused(COMPLETION | fields, parse_completion)
+        assert (error.status, error.param) == (400, "best_of")
+        assert words in error.message
+
+    def test_many_prompts_count_with_all_their_sequences(self) -> None:
+        error = refused(COMPLETION | {"prompt": ["a"] * 17, "best_of": 4}, parse_completion)
+        assert error.param == "prompt" and "17 prompts × best_of = 4 sequences" in error.message
+
+    def test_a_chat_has_none_over_http(self) -> None:
+        assert refused(CHAT | {"best_of": 2}).param == "best_of"
+
+    def test_over_zmq_it_goes_with_chats_too_but_not_behind_ids(self) -> None:
+        chat = p.ChatPrompt([p.ChatMessage("user", "Hi")])
+        ask = parse_generate(p.Generate(1, "", chat, p.Params(n=2, best_of=5), 1), LIMITS)
+        assert (ask.n, ask.num_sequences) == (2, 5)
+        with pytest.raises(ApiError) as error:
+            parse_generate(p.Generate(1, "", p.TextPrompt("a"), p.Params(n=2, best_of=5), 1, [b"", b""]), LIMITS)
+        assert (error.value.status, error.value.param) == (400, "received")
+        same = parse_generate(p.Generate(1, "", p.TextPrompt("a"), p.Params(n=2, best_of=2), 1, [b"", b""]), LIMITS)
+        assert same.num_sequences == 2
+
+
+class TestHttp:
+    @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+    def test_the_best_come_in_order_of_quality_and_all_are_counted(self, gate: Gate, order: tuple[int, ...]) -> None:
+        response = gate.complete(COMPLETION | {"best_of": 4, "n": 3, "seed": 7})
+        submit = gate.begin()
+        assert submit.n == 4 and submit.sampling.with_logprobs and submit.text.record_bytes == 4
+        play(gate, submit, order)
+        body = response.result().json()
+        assert [(c["index"], c["text"], c["finish_reason"], c["stop_reason"]) for c in body["choices"]] == [
+            (0, "2!", "stop", "."),
+            (1, "3!", "length", None),
+            (2, "0!", "stop", None),
+        ]
+        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12, **NONE_CACHED}
+
+    def test_each_prompt_has_its_own_best(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "best_of": 2, "echo": True})
+        for good, name in ((1, "x"), (0, "y")):
+            submit = gate.begin()
+            for index in (0, 1):
+                score = -1.0 if index == good else -2.0
+                gate.delta(submit, f"{name}{index}", index=index, logprobs=[score], finish=m.Finish.STOP)
+        choices = response.result().json()["choices"]
+        assert [(c["index"], c["text"]) for c in choices] == [(0, "ax1"), (1, "by0")]
+
+    def test_what_is_sent_again_is_scored_once(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"best_of": 2})
+        submit = gate.begin()
+        gate.delta(submit, "ab", 2, logprobs=[-1.0, -1.0])
+        gate.delta(submit, "bc", 2, back=1, logprobs=[-1.0, -4.0])
+        gate.delta(submit, "", 0, finish=m.Finish.STOP)
+        gate.delta(submit, "d", index=1, logprobs=[-1.9], finish=m.Finish.STOP)
+        body = response.result().json()
+        assert body["choices"][0]["text"] == "d", "-2 is the mean of the other's three ids, and -1.75 of four"
+        assert body["usage"]["completion_tokens"] == 4
+
+    def test_timings_are_of_the_choices_first(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"best_of": 4, "n": 2, "timings": True})
+        play(gate, gate.begin())
+        choices = response.result().json()["timings"]["choices"]
+        assert [(c["index"], c["output_tokens"]) for c in choices] == [(0, 1), (1, 3), (2, 2), (3, 3)]
+
+    def test_all_that_are_generated_count_as_open(self, tmp_path: Any) -> None:
+        with Gate(tmp_path, max_open_requests=5) as gate:
+            first = gate.complete(COMPLETION | {"best_of": 4, "n": 2})
+            submit = gate.begin()
+            full = gate.complete(COMPLETION | {"best_of": 2}).result()
+            assert full.status_code == 503 and "opens 2" in full.json()["error"]["message"]
+            play(gate, submit)
+            assert first.result().status_code == 200
+            again = gate.complete(COMPLETION | {"best_of": 5})
+            submit_again = gate.begin()
+            play(gate, submit_again)
+            assert not again.done()
+            gate.delta(submit_again, "best", index=4, logprobs=[-0.1], finish=m.Finish.STOP)
+            assert [choice["text"] for choice in again.result().json()["choices"]] == ["best"]
+
+    def test_a_stream_is_refused_before_anything_is_computed(self, gate: Gate) -> None:
+        response = gate.complete(COMPLETION | {"best_of": 4, "stream": True}).result()
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+        streamed = gate.complete(COMPLETION | {"best_of": 1, "stream": True})
+        gate.serve("Hi")
+        assert "[DONE]" in streamed.result().text
+
+
+class TestZmq:
+    def test_the_best_are_sent_at_the_end_in_one_delta(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(n=2, best_of=4, seed=7)
+            submit = gate.begin()
+            assert (submit.n, submit.sampling.seed) == (4, 7)
+            assert peer.hear(p.Accepted).seed == 7
+            play(gate, submit)
+            delta = peer.hear(p.Delta)
+            assert [(o.index, o.text, o.text_offset, o.token_offset, o.finish_reason) for o in delta.outputs] == [
+                (0, "2!", 0, 0, "stop"),
+                (1, "3!", 0, 0, "length"),
+            ]
+            assert [len(o.token_ids) // 4 for o in delta.outputs] == [1, 3]
+            finished = peer.hear(p.Finished)
+            assert (finished.num_prompt_tokens, finished.num_output_tokens) == (3, 9)
+
+    def test_nothing_is_sent_before_the_end_and_then_it_waits_for_credit(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(n=1, best_of=4, num_credits=0)
+            submit = gate.begin()
+            peer.hear(p.Accepted)
+            gate.delta(submit, "x", logprobs=[-1.0])
+            assert peer.is_still_served()
+            play(gate, submit, (1, 3, 2))
+            gate.finish(submit, "y")
+            assert peer.is_still_served()
+            peer.say(p.Credit(1, 1))
+            assert [o.text for o in peer.hear(p.Delta).outputs] == ["2!"]
+            peer.hear(p.Finished)
+
+    def test_an_abort_gets_the_best_of_what_is_there(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(n=2, best_of=3)
+            submit = gate.begin()
+            peer.hear(p.Accepted)
+            gate.delta(submit, "bad", index=0, logprobs=[-5.0])
+            gate.delta(submit, "good", index=1, logprobs=[-1.0], finish=m.Finish.STOP)
+            gate.delta(submit, "fair", index=2, logprobs=[-2.0])
+            other = gate.complete(COMPLETION)  # what came before it was handled before it
+            gate.serve()
+            other.result()
+            peer.say(p.Abort(1))
+            delta = peer.hear(p.Delta)
+            assert [(o.index, o.text, o.finish_reason) for o in delta.outputs] == [
+                (0, "good", "stop"),
+                (1, "fair", "abort"),
+            ]
+            peer.hear(p.Finished)
+
+    async def test_the_client_gets_n(self, gate: Gate) -> None:
+        address = f"ipc://@pipeline/{gate.address[1]}/door"
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            await AsyncClient.connect(address, timeout_s=PATIENCE_S) as client,
+        ):
+            stream = client.generate("Hi", SamplingParams(n=2, best_of=4))
+            play(gate, await asyncio.to_thread(gate.begin))
+            outputs = [output async for output in stream]
+            assert [(o.index, o.text) for o in outputs] == [(0, "2!"), (1, "3!")]
+            assert stream.num_output_tokens == 9
+
+
+def test_parameters_are_checked_when_they_are_made() -> None:
+    assert SamplingParams(best_of=3).num_sequences == 3
+    assert SamplingParams(n=2, best_of=2).num_sequences == SamplingParams(n=2).num_sequences == 2
+    for wrong, error in ((1, ValueError), (65537, ValueError), ("3", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="best_of"):
+            SamplingParams(n=2, best_of=wrong)  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""`echo`: the prompt's text stands before the output's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.parsing import parse
+from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate, events_of
+from tests.stages.gateway.parsing.test_parse import LIMITS, refused
+
+ECHO = COMPLETION | {"echo": True}
+STREAM = ECHO | {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def accept(gate: Gate, submit: m.Submit, num_ids: int = 3, text: str | None = None) -> None:
+    ids = np.arange(num_ids, dtype=np.int32).tobytes()
+    gate.rig.send(m.Accepted(submit.request_id, submit.attempt, ids, text), "ingest.0")
+
+
+def texts_of(stream: str) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for event in events_of(stream):
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+class TestWhole:
+    def test_every_choice_of_every_prompt_begins_with_its_prompt(self, gate: Gate) -> None:
+        response = gate.complete(ECHO | {"prompt": ["Ä ", "b"], "n": 2})
+        submits = [gate.submit(), gate.submit()]
+        for submit, name in zip(submits, "xy", strict=True):
+            accept(gate, submit, 2)
+            for index in range(2):
+                gate.finish(submit, f"{name}{index}", index)
+        body = response.result().json()
+        assert [c["text"] for c in body["choices"]] == ["Ä x0", "Ä x1", "by0", "by1"]
+        assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8, **NONE_CACHED}
+
+    def test_the_text_of_ids_is_asked_of_ingest(self, gate: Gate) -> None:
+        response = gate.complete(ECHO | {"prompt": [[1, 2], [3]]})
+        first, second = gate.submit(), gate.submit()
+        assert first.prompt_options == second.prompt_options == m.PromptOptions(with_text=True)
+        accept(gate, first, 2, "one")
+        accept(gate, second, 1, "two")
+        gate.finish(second, "!")
+        gate.finish(first, "?")
+        assert [c["text"] for c in response.result().json()["choices"]] == ["one?", "two!"]
+
+    def test_a_text_is_not_sent_back_and_forth(self, gate: Gate) -> None:
+        response = gate.complete(ECHO)
+        assert gate.serve("!").prompt_options == m.PromptOptions()
+        assert response.result().json()["choices"][0]["text"] == "Hi!"
+
+    def test_output_that_overtakes_the_acceptance_comes_behind_the_prompt(self, gate: Gate) -> None:
+        response = gate.complete(ECHO)
+        submit = gate.submit()
+        gate.finish(submit, " there")
+        gate.rig.load()
+        accept(gate, submit)
+        assert response.result().json()["choices"][0]["text"] == "Hi there"
+
+
+class TestAStream:
+    @pytest.mark.parametrize("early", [False, True])
+    def test_begins_with_the_prompt_of_each_choice(self, gate: Gate, early: bool) -> None:
+        response = gate.complete(STREAM | {"prompt": ["a", "b"], "n": 2})
+        submits = [gate.submit(), gate.submit()]
+        if early:  # deltas come by another way than the acceptance
+            for submit in submits:
+                gate.delta(submit, "-", index=0)
+            gate.rig.load()
+        for submit in submits:
+            accept(gate, submit, 2)
+        for submit in submits:
+            for index in range(2):
+                gate.finish(submit, f"{index}", index)
+        text = response.result().text
+        dash = "-" if early else ""
+        assert texts_of(text) == {0: f"a{dash}0", 1: "a1", 2: f"b{dash}0", 3: "b1"}
+        assert events_of(text)[-1]["usage"]["completion_tokens"] == (6 if early else 4)
+
+    def test_text_that_comes_again_is_cut_at_the_same_place(self, gate: Gate) -> None:
+        response = gate.complete(STREAM)
+        submit = gate.submit()
+        accept(gate, submit)
+        gate.delta(submit, "abc", 3)
+        gate.delta(submit, "bcd", 3, back=2)
+        gate.finish(submit, "e")
+        assert texts_of(response.result().text) == {0: "Hiabcde"}
+
+
+class TestOfNoOutput:
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_is_the_prompt_alone_and_needs_no_step(self, gate: Gate, n: int) -> None:
+        response = gate.complete(ECHO | {"max_tokens": 0, "n": n})
+        submit = gate.submit()
+        assert submit.max_tokens == 0
+        accept(gate, submit, 5)
+        body = response.result().json()
+        assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [("Hi", "length")] * n
+        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5, **NONE_CACHED}
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+        assert gate.rig.nothing("schedule", 0)
+
+    def test_streams(self, gate: Gate) -> None:
+        response = gate.complete(STREAM | {"max_tokens": 0})
+        accept(gate, gate.submit(), 5)
+        *events, usage = events_of(response.result().text)
+        assert [e["choices"][0]["finish_reason"] for e in events] == [None, "length"]
+        assert texts_of(response.result().text) == {0: "Hi"}
+        assert usage["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5, **NONE_CACHED}
+
+    def test_is_refused_without_echo(self, tmp_path: Path) -> None:
+        error = refused(COMPLETION | {"max_tokens": 0}, parse.parse_completion)
+        assert (error.status, error.param) == (400, "max_tokens")
+        assert parse.parse_completion(json.dumps(ECHO | {"max_tokens": 0}).encode(), LIMITS).max_tokens == 0
+
+
+@pytest.mark.parametrize("value", [0, "yes", [True]])
+def test_echo_is_true_or_false(value: Any) -> None:
+    error = refused(COMPLETION | {"echo": value}, parse.parse_completion)
+    assert (error.status, error.param) == (400, "echo")
+
+
+def test_chats_have_no_echo() -> None:
+    error = refused(CHAT | {"echo": True})
+    assert (error.status, error.param, error.code) == (400, "echo", "unsupported")

@@ -1,0 +1,133 @@
+"""An `AsyncLLM` at the ZeroMQ door of a gateway whose stages the test plays."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import AsyncLLM, RequestOutput, SamplingParams
+from pipeline.client import protocol as p
+from pipeline.client.prompts import Ready
+from pipeline.client.request_options import CallOptions
+from pipeline.errors import UserError
+from pipeline.runtime import messages as m
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.admin.test_aborts import abort, counts, ended
+from tests.stages.gateway.gate import CHAT, Gate
+from tests.stages.gateway.test_metrics import counts_of
+from tests.stages.gateway.zmq.test_server import address_of, do
+
+
+@pytest.fixture
+async def llm(gate: Gate) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
+        yield llm
+
+
+async def last_of(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    async with asyncio.timeout(PATIENCE_S):
+        return [output async for output in stream][-1]
+
+
+async def test_a_name_of_the_callers_own_is_the_servers_too(gate: Gate, llm: AsyncLLM) -> None:
+    task = asyncio.create_task(last_of(llm.generate("Hi", request_id="story")))
+    submit = await do(gate.begin)
+    assert await do(abort, gate, "story") == counts(1, 0)
+    await do(ended, gate, submit, "so far")
+    output = await task
+    assert (output.request_id, output.finished) == ("story", True)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("so far", "abort")
+
+
+async def test_a_name_that_nobody_chose_is_not(gate: Gate, llm: AsyncLLM) -> None:
+    """Each `AsyncLLM` counts its own from 0, and the server has many clients."""
+    task = asyncio.create_task(last_of(llm.generate("Hi")))
+    submit = await do(gate.begin)
+    assert await do(abort, gate, "0") == counts(0, 1)
+    gate.finish(submit, "all")
+    output = await task
+    assert (output.request_id, output.outputs[0].text) == ("0", "all")
+
+
+@pytest.mark.parametrize("name", ["", "my story", "x" * 257, "ümlaut", 5])
+async def test_a_name_that_is_none_is_said_before_anything_is_sent(llm: AsyncLLM, name: str) -> None:
+    with pytest.raises(UserError, match=r"^request_id must be 1 to 256 visible ASCII characters without spaces, not "):
+        await last_of(llm.generate("Hi", request_id=name))
+
+
+async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: Gate, llm: AsyncLLM) -> None:
+    news: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+    ready = Ready(p.TextPrompt("Hi"), "Hi")
+    complete = llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers), CallOptions())
+    whole = asyncio.create_task(complete)
+    submit = await do(gate.begin)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await news.get() == (3, 0)
+        gate.delta(submit, "Hel", 2)
+        assert await news.get() == (0, 2)
+        gate.delta(submit, "l", 0)
+        assert await news.get() == (0, 0)
+        gate.finish(submit, "o")
+        output = await whole
+    assert output.finished
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("Hello", [0, 1, 2])
+    assert output.outputs[0].finish_reason == "stop"
+
+
+async def test_options_reach_the_server_and_cached_ids_the_last_output(gate: Gate, llm: AsyncLLM) -> None:
+    task = asyncio.create_task(last_of(llm.generate({"prompt": "Hi", "cache_salt": "own"}, cache_salt="for all")))
+    submit = await do(gate.begin)
+    assert submit.cache_salt == "own"
+    gate.delta(submit, "x", num_cached=2)
+    gate.finish(submit, "y")
+    output = await task
+    assert (output.outputs[0].text, output.num_cached_tokens) == ("xy", 2)
+    chat = asyncio.create_task(last_of(llm.chat([{"role": "user", "content": "Hi"}], cache_salt="for all")))
+    assert (await do(gate.serve)).cache_salt == "for all"
+    assert (await chat).finished
+
+
+@pytest.mark.parametrize("where", ["ingest", "schedule"])
+async def test_one_whose_time_is_up_before_any_output_is_aborted(gate: Gate, llm: AsyncLLM, where: str) -> None:
+    task = asyncio.create_task(last_of(llm.generate("Hi", SamplingParams(n=2), timeout_s=0.1)))
+    submit = await do(gate.submit if where == "ingest" else gate.begin)
+    output = await task
+    assert output.finished
+    assert [(one.text, one.finish_reason) for one in output.outputs] == [("", "abort")] * 2
+    assert output.num_cached_tokens is None
+    for index in range(2):
+        gate.finish(submit, index=index, finish=m.Finish.ABORT)
+    again = asyncio.create_task(last_of(llm.generate("Hi")))
+    await do(gate.serve)
+    assert (await again).outputs[0].text == "Hello"
+
+
+@pytest.mark.parametrize("options", [{"priority": "x"}, {"cache_salt": 5}, {"timeout_s": 0}])
+async def test_options_that_are_none_are_named(llm: AsyncLLM, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^{next(iter(options))} must"):
+        llm.generate("Hi", **options)
+
+
+async def test_one_that_is_not_let_in_comes_again_when_the_server_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as soon as it would where nobody says anything."""
+    monkeypatch.setattr("pipeline.client.open_request.BUSY_FIRST_S", 1e-9)
+    monkeypatch.setattr("pipeline.client.open_request.BUSY_MOST_S", 0.2)
+    with Gate(tmp_path, max_open_requests=1) as gate:
+        async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
+            other = gate.post(CHAT)
+            held = await do(gate.begin)
+            begin_s = time.monotonic()
+            waiting = asyncio.create_task(last_of(llm.generate("Hi")))
+            async with asyncio.timeout(PATIENCE_S):
+                while (await do(counts_of, gate)).num_overloaded < 3:
+                    assert not waiting.done()
+            assert (await do(counts_of, gate)).num_overloaded <= 1 + (time.monotonic() - begin_s) / 0.1
+            gate.finish(held)
+            await do(other.result)
+            await do(gate.serve, "let in")
+            assert (await waiting).outputs[0].text == "let in"

@@ -1,0 +1,119 @@
+"""ZMTP as the door reads it: every division of the bytes gives the same, and nothing is kept beyond the bounds."""
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.stages.gateway.zmq import zmtp
+from pipeline.stages.gateway.zmq.zmtp import Command, Decoder, Large, Message, ProtocolError, Refusal
+
+MAX_BYTES = 40_000
+HANDSHAKE = zmtp.GREETING + zmtp.ready(b"DEALER")
+BODIES = st.lists(
+    st.one_of(st.binary(max_size=600), st.integers(zmtp.READ_BYTES - 1, MAX_BYTES).map(lambda size: b"x" * size)),
+    max_size=4,
+)
+
+
+def read(decoder: Decoder, data: bytes, sizes: list[int]) -> list[Any]:
+    """What comes of bytes that are read in pieces of these sizes, over and over."""
+    events, place, number = [], 0, 0
+    while place < len(data):
+        size = min(sizes[number % len(sizes)], zmtp.READ_BYTES)
+        if (missing := decoder.missing) is None:
+            decoder.feed(piece := data[place : place + size])
+        else:
+            piece = data[place : place + min(size, len(missing))]
+            missing[: len(piece)] = piece
+            decoder.fill(len(piece))
+        place, number = place + len(piece), number + 1
+        while (event := decoder.next()) is not None:
+            events.append(event)
+            if isinstance(event, Large):
+                decoder.admit()
+            elif isinstance(event, Refusal):
+                return events
+    return events
+
+
+def opened(max_frame_bytes: int = MAX_BYTES) -> Decoder:
+    decoder = Decoder(max_frame_bytes)
+    assert [event.name for event in read(decoder, HANDSHAKE, [1000])] == [b"greeting", b"READY"]
+    return decoder
+
+
+@given(BODIES, st.lists(st.integers(1, 20_000), min_size=1, max_size=5))
+def test_messages_come_whole_however_their_bytes_are_divided(bodies: list[bytes], sizes: list[int]) -> None:
+    decoder = Decoder(MAX_BYTES)
+    data = HANDSHAKE + b"".join(zmtp.message(body) for body in bodies)
+    messages = [event.data for event in read(decoder, data, sizes) if isinstance(event, Message)]
+    assert messages == bodies
+    assert not decoder.is_inside
+
+
+@given(st.binary(max_size=400), st.booleans(), st.integers(1, 100))
+def test_whatever_bytes_come_nothing_else_is_raised(data: bytes, is_open: bool, size: int) -> None:
+    decoder = opened() if is_open else Decoder(MAX_BYTES)
+    with contextlib.suppress(ProtocolError):
+        read(decoder, data, [size])
+
+
+@pytest.mark.parametrize("header", [b"\x01\x00", b"\x01\x22", b"\x03" + (2**62).to_bytes(8, "big")])
+def test_a_message_of_several_frames_is_refused_at_its_first_header(header: bytes) -> None:
+    assert read(opened(), header, [100]) == [Refusal("more frames")]
+
+
+def test_a_message_that_is_too_large_is_refused_at_its_header() -> None:
+    decoder = opened(300)
+    assert read(decoder, zmtp.message(bytes(300)), [1000]) == [Message(bytes(300))]
+    assert read(decoder, zmtp.message(bytes(301))[:9], [1000]) == [Refusal("too large")]
+
+
+def test_a_large_frame_has_no_buffer_until_it_is_admitted() -> None:
+    decoder = opened()
+    decoder.feed(zmtp.message(bytes(MAX_BYTES))[:1000])
+    assert decoder.next() == decoder.next() == Large(MAX_BYTES)
+    assert decoder.missing is None
+    decoder.admit()
+    assert decoder.missing is not None
+    assert len(decoder.missing) == MAX_BYTES - 991
+    assert decoder.next() is None
+
+
+@pytest.mark.parametrize("kind", [b"DEALER", b"REQ", b"ROUTER"])
+def test_sockets_that_may_speak_to_a_router_do(kind: bytes) -> None:
+    (_, ready) = read(Decoder(MAX_BYTES), zmtp.GREETING + zmtp.ready(kind), [1000])
+    assert ready.name == b"READY"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" + bytes(9),
+        zmtp.GREETING[:10] + b"\x02\x00",
+        zmtp.GREETING.replace(b"NULL", b"CURVE"[:4]),
+        zmtp.GREETING + zmtp.message(b"hello"),
+        zmtp.GREETING + zmtp.command(b"PING", bytes(2)),
+        zmtp.GREETING + zmtp.ready(b"SUB"),
+        zmtp.GREETING + zmtp.command(b"READY"),
+        zmtp.GREETING + zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\xffDEALER"),
+        zmtp.GREETING + zmtp.command(b"READY", bytes(zmtp.MAX_COMMAND_BYTES)),
+        HANDSHAKE + b"\x04\x00",
+        HANDSHAKE + b"\x04\x02\x05A",
+        HANDSHAKE + b"\x05\x02\x01A",
+        HANDSHAKE + b"\x08\x00",
+    ],
+)
+def test_what_is_no_zmtp_of_a_client_is_an_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read(Decoder(MAX_BYTES), data, [1000])
+
+
+def test_a_ping_is_answered_with_its_context_and_no_more() -> None:
+    (ping,) = read(opened(), zmtp.command(b"PING", b"\x00\x64" + b"0123456789abcdefXYZ"), [7])
+    assert ping == Command(b"PING", b"\x00\x640123456789abcdefXYZ")
+    assert zmtp.pong(ping.data) == zmtp.command(b"PONG", b"0123456789abcdef")

@@ -1,0 +1,146 @@
+"""Templates of real models write for us, byte for byte, what they write for transformers."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.stages.ingest.templates.conversation import BadChat
+from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
+from pipeline.stages.ingest.templates.template_inspection import Wants
+from tests.stages.ingest.templates.chats import TEMPLATES, Chat, by_transformers, prompt, render
+
+SOURCES = {path.name.removesuffix(".jinja"): path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a <city> & its 'surroundings'\n – daily",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer", "enum": [1, 7]}},
+            "required": ["city"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object"}}}
+
+WHERE = '{"city": "Ürgüp", "days": 7}'
+CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": WHERE}}
+ASKED: Chat = [
+    {"role": "user", "content": "How is the weather in Ürgüp?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"sky": "blue"}', "tool_call_id": "call12345", "name": "weather"},
+]
+
+CHATS: dict[str, Chat] = {
+    "one": [{"role": "user", "content": " Hi <|im_end|> {{ there }} \n"}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+    "turns": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
+        {"role": "user", "content": "💥 é"},
+    ],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "first"}, {"type": "text", "text": " second "}]}],
+    "called": ASKED,
+    "called and answered": [*ASKED, {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "Thanks"}],
+    "reasoned": [
+        {"role": "user", "content": "2 + 2"},
+        {"role": "assistant", "content": "4", "reasoning_content": "It is easy."},
+        {"role": "user", "content": "really?"},
+    ],
+}
+
+
+TAKE_JSON = {"deepseek-r1-distill"}
+"""Those that write the arguments of a call as they are given."""
+
+TAKE_PARTS = {"gemma3", "llama4", "mistral3"}
+"""Those that go through the parts of a message; the others want text, so that is what transformers is given."""
+
+
+REFUSING = {"gemma2", "hermes3.tool_use"}
+"""Those that take not every chat below."""
+
+
+def joined(messages: Chat) -> Chat:
+    def text(content: Any) -> Any:
+        return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+
+    return [message | {"content": text(message["content"])} for message in messages]
+
+
+def same(name: str, messages: Chat, **options: Any) -> None:
+    source = SOURCES[name]
+    for_them = messages if name in TAKE_PARTS else joined(messages)
+    try:
+        expected = by_transformers(source, for_them, with_json=name in TAKE_JSON, **options)
+    except Exception:
+        assert name in REFUSING
+        with pytest.raises((TemplateFailure, BadChat)):
+            render(source, prompt(messages, **options))
+        return
+    assert render(source, prompt(messages, **options)) == expected
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_chat_is_written_as_transformers_writes_it(name: str, chat: str) -> None:
+    for generates in (True, False):
+        same(name, CHATS[chat], add_generation_prompt=generates)
+        same(name, CHATS[chat], add_generation_prompt=generates, tools=[WEATHER, TIME])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_call_without_content_is_written_as_transformers_writes_it(name: str) -> None:
+    chat = [ASKED[0], ASKED[1] | {"content": None}, ASKED[2]]
+    if name in ("gemma3", "llama4"):
+        # They fail on None; ours gives them a text, for they do not ask for None.
+        asked = prompt(chat, tools=[WEATHER], add_generation_prompt=True)
+        assert render(SOURCES[name], asked) == by_transformers(
+            SOURCES[name], ASKED, tools=[WEATHER], add_generation_prompt=True
+        )
+    else:
+        same(name, chat, add_generation_prompt=True, tools=[WEATHER])
+
+
+@pytest.mark.parametrize("ending", ["Once upon", "Once upon a \n ", "a\nb"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_output_goes_on_where_it_does_for_transformers(name: str, ending: str) -> None:
+    chat: Chat = [{"role": "user", "content": "Tell me"}, {"role": "assistant", "content": ending}]
+    same(name, chat, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("qwen3", {"enable_thinking": False}),
+        ("qwen3", {"enable_thinking": True}),
+        ("deepseek-v3.1", {"thinking": True}),
+        ("llama3.1", {"date_string": "1 Apr 2025", "custom_tools": [WEATHER]}),
+        ("llama3.2", {"tools_in_user_message": False}),
+        ("llama4", {"tools_in_user_message": False}),
+        ("command-r7b", {"enable_citations": True, "add_generation_prompt_": 1}),
+    ],
+)
+def test_names_of_the_clients_reach_the_template(name: str, kwargs: dict[str, Any]) -> None:
+    for tools in ([WEATHER, TIME], None):
+        same(name, CHATS["system"], add_generation_prompt=True, tools=tools, kwargs=kwargs)
+
+
+def test_documents_reach_the_template() -> None:
+    documents = [{"title": "Ürgüp", "text": "A town"}]
+    options: Any = {"documents": documents, "tools": [WEATHER], "add_generation_prompt": True}
+    expected = by_transformers(SOURCES["command-r7b"], CHATS["one"], **options)
+    asked = prompt(CHATS["one"], tools=[WEATHER], documents=json.dumps(documents))
+    assert render(SOURCES["command-r7b"], asked) == expected
+    assert "A town" in expected
+
+
+def test_what_templates_want_is_told_from_them() -> None:
+    asked = {name: ChatTemplate(source).wants for name, source in SOURCES.items()}
+    assert {name for name, wants in asked.items() if wants.parts} == TAKE_PARTS
+    assert {name for name, wants in asked.items() if wants.none} == {"deepseek-r1-distill", "deepseek-v3.1"}
+    assert {name for name, wants in asked.items() if wants.json_arguments} == TAKE_JSON
+    assert asked["qwen3"] == Wants(text_too=True)

@@ -1,0 +1,134 @@
+"""The table of imports holds, and the check that says so finds what breaks it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.check_imports import ROOT, wrong_imports
+
+
+def plant(root: Path, file: str, source: str) -> list[str]:
+    path = root / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return wrong_imports(root)
+
+
+def test_no_file_imports_what_it_may_not() -> None:
+    assert wrong_imports() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "fault"),
+    [
+        ("config/a.py", "import torch", "config/a.py:1: config never imports torch"),
+        ("config/a.py", "from pipeline.shm import arena", "config/a.py:1: config may not import pipeline.shm.arena"),
+        ("config/a.py", "from ..shm import arena", "config/a.py:1: config may not import pipeline.shm.arena"),
+        ("config/a.py", "from pipeline import errors", "config/a.py:1: config may not import pipeline.errors"),
+        ("config/a.py", "import pipeline", "config/a.py:1: config may not import pipeline"),
+        ("shm/a.py", "import zmq.asyncio", "shm/a.py:1: shm never imports zmq"),
+        ("shm/a.py", "x = 1\nimport aiohttp", "shm/a.py:2: shm never imports aiohttp"),
+        (
+            "kernels/cpu/a.py",
+            "from pipeline import config",
+            "kernels/cpu/a.py:1: kernels may not import pipeline.config",
+        ),
+        ("kernels/a.py", "from transformers import x", "kernels/a.py:1: kernels never imports transformers"),
+        ("pipeline/a.py", "def f():\n    import torch", "pipeline/a.py:2: pipeline never imports torch"),
+        (
+            "pipeline/a.py",
+            "from safetensors.torch import x",
+            "pipeline/a.py:1: pipeline never imports safetensors.torch",
+        ),
+        ("pipeline/a.py", "from .stages import x", "pipeline/a.py:1: pipeline may not import pipeline.stages.x"),
+        ("pipeline/a.py", "from . import kernels", "pipeline/a.py:1: pipeline may not import pipeline.kernels"),
+        ("pipeline/b/c.py", "from .. import kernels", "pipeline/b/c.py:1: pipeline may not import pipeline.kernels"),
+        (
+            "pipeline/a.py",
+            "import pipeline.stages.x.stage",
+            "pipeline/a.py:1: pipeline may not import pipeline.stages.x.stage",
+        ),
+        (
+            "pipeline/a.py",
+            "import importlib\nimportlib.import_module('pipeline.stages.x')",
+            "pipeline/a.py:2: pipeline may not import pipeline.stages.x",
+        ),
+        (
+            "pipeline/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor",
+            "pipeline/a.py:3: pipeline never imports torch",
+        ),
+        ("pipeline/a.py", "from tests import rig", "pipeline/a.py:1: pipeline never imports tests"),
+        (
+            "stages/ingest/a.py",
+            "from pipeline.stages.gateway import parse",
+            "stages/ingest/a.py:1: stages.ingest may not import pipeline.stages.gateway.parsing.parse",
+        ),
+        (
+            "stages/ingest/a.py",
+            "from ..gateway import parse",
+            "stages/ingest/a.py:1: stages.ingest may not import pipeline.stages.gateway.parsing.parse",
+        ),
+        (
+            "stages/schedule/a.py",
+            "from pipeline.kernels import x",
+            "stages/schedule/a.py:1: stages.schedule may not import pipeline.kernels.x",
+        ),
+        ("stages/schedule/a.py", "import torch", "stages/schedule/a.py:1: stages.schedule never imports torch"),
+        (
+            "stages/execute/a.py",
+            "import huggingface_hub",
+            "stages/execute/a.py:1: stages.execute never imports huggingface_hub",
+        ),
+        (
+            "stages/prepare/a.py",
+            "import pipeline.kernels.x",
+            "stages/prepare/a.py:1: stages.prepare may not import pipeline.kernels.x",
+        ),
+        ("stages/execute/a.py", "import kernels", "stages/execute/a.py:1: imports kernels; write pipeline.kernels"),
+        ("tests/a.py", "from config import load", "tests/a.py:1: imports config.load; write pipeline.config.load"),
+        ("tools/check", "#!/usr/bin/env python3\nimport shm", "tools/check:2: imports shm; write pipeline.shm"),
+    ],
+)
+def test_a_wrong_arrow_is_found_with_its_place(tmp_path: Path, file: str, source: str, fault: str) -> None:
+    assert plant(tmp_path, file, source) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("config/a.py", "from pipeline.config import keys\nfrom . import keys\nimport msgspec, torchlike"),
+        ("kernels/a.py", "import torch\nfrom pipeline.kernels import b"),
+        ("pipeline/a.py", "from pipeline import messages\nfrom pipeline.shm.arena import Arena\nimport zmq, aiohttp"),
+        ("stages/ingest/a.py", "from pipeline.stages.ingest import b\nfrom . import c\nfrom pipeline import stage"),
+        ("stages/execute/a.py", "import torch\nfrom pipeline.kernels import x\nfrom pipeline.shm import arrays"),
+        ("stages/prepare/a.py", "import torch, transformers, huggingface_hub"),
+        ("tests/a.py", "import torch, transformers\nfrom pipeline.stages.x import stage\nfrom tests.config import a"),
+    ],
+)
+def test_allowed_imports_pass(tmp_path: Path, file: str, source: str) -> None:
+    assert plant(tmp_path, file, source) == []
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "stages").symlink_to("../stages")
+    assert plant(tmp_path, "stages/prepare/a.py", "import transformers") == []
+
+
+def test_the_command_line_loads_neither_torch_nor_the_stages() -> None:
+    code = (
+        "import sys; import pipeline.__main__; pipeline.__main__._parser();"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'zmq', 'aiohttp', 'numpy', 'rich'};"
+        "print(sorted(heavy & set(sys.modules)), [name for name in sys.modules if name.startswith('pipeline.stages')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"import sys; sys.path.append({str(ROOT)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "[] []\n"

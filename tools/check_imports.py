@@ -1,0 +1,169 @@
+"""Who may import whom: docs/architecture.md's table, checked over the syntax tree of every file.
+
+Imports inside functions and under TYPE_CHECKING count, relative ones are resolved, and literal calls of
+`import_module` are seen. Run it to check the repository: each wrong import is a line `file:line: what is wrong`.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FOLDERS = ("config", "shm", "kernels", "pipeline", "stages")
+CHECKED = (*FOLDERS, "tests", "tools")
+LINKED = ("config", "shm", "kernels", "stages")
+"""Folders that are imported below `pipeline`; their bare names belong to other people's packages."""
+
+TRANSFORMERS = ("transformers", "huggingface_hub")
+TORCH = ("torch", "safetensors.torch")
+"""Modules that load torch."""
+
+
+class Rules(NamedTuple):
+    """What one room may import of ours, and what of others it never does. Prefixes of dotted names."""
+
+    ours: tuple[str, ...]
+    never: tuple[str, ...]
+
+
+class Import(NamedTuple):
+    """An import: the dotted name, and the line that it stands on."""
+
+    target: str
+    line: int
+
+
+def rules_of(room: str) -> Rules:
+    """The row of the table for a room: a top-level folder, or `stages.x`."""
+    match room.split("."):
+        case ["config" | "shm"]:
+            return Rules((f"pipeline.{room}",), (*TORCH, "zmq", "aiohttp", *TRANSFORMERS))
+        case ["kernels"]:
+            return Rules(("pipeline.kernels",), ("zmq", "aiohttp", *TRANSFORMERS))
+        case ["pipeline"]:
+            return Rules(("pipeline.config", "pipeline.shm", "pipeline"), (*TORCH, *TRANSFORMERS))
+        case ["stages", stage]:
+            ours = ("pipeline.config", "pipeline.shm", "pipeline", f"pipeline.stages.{stage}")
+            match stage:
+                case "execute":
+                    return Rules((*ours, "pipeline.kernels"), TRANSFORMERS)
+                case "prepare":
+                    return Rules(ours, ())
+                case _:
+                    return Rules(ours, (*TORCH, *TRANSFORMERS))
+    raise ValueError(f"no such room: {room}")
+
+
+def wrong_imports(root: Path = ROOT) -> list[str]:
+    """Every import that the table does not allow, as `file:line: what is wrong`."""
+    return [
+        f"{path.relative_to(root)}:{found.line}: {fault}"
+        for folder in CHECKED
+        for path in _files(root / folder)
+        for found in imports_of(ast.parse(path.read_bytes(), str(path)), _package(path, root))
+        if (fault := _fault(found.target, _room(path, root)))
+    ]
+
+
+def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
+    """All imports of a file in the dotted `package`, as absolute names."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    yield Import(alias.name, node.lineno)
+            case ast.ImportFrom():
+                base = _absolute(node, package)
+                for alias in node.names:
+                    yield Import(base if alias.name == "*" else f"{base}.{alias.name}", node.lineno)
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if _imports(function):
+                yield Import(name, node.lineno)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Python files below a folder, scripts without a suffix among them, not following the links."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not _through_link(path, folder) and (path.suffix == ".py" or _is_script(path))
+    )
+
+
+def _through_link(path: Path, folder: Path) -> bool:
+    return any(parent.is_symlink() for parent in (path, *path.parents) if folder in parent.parents)
+
+
+def _is_script(path: Path) -> bool:
+    if path.suffix:
+        return False
+    with path.open("rb") as file:
+        first = file.readline()
+    return first.startswith(b"#!") and b"python" in first
+
+
+def _package(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).parent.parts
+    return ".".join(("pipeline", *parts) if parts[0] in LINKED else parts)
+
+
+def _room(path: Path, root: Path) -> str:
+    folder, *below = path.relative_to(root).parts
+    return f"stages.{below[0]}" if folder == "stages" and len(below) > 1 else folder
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = package.split(".")
+    base = ".".join(parts[: len(parts) - (node.level - 1)])
+    return f"{base}.{node.module}" if node.module else base
+
+
+def _imports(function: ast.expr) -> bool:
+    match function:
+        case ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"):
+            return True
+    return False
+
+
+def _fault(target: str, room: str) -> str | None:
+    """What is wrong with importing a name from a room."""
+    top = target.partition(".")[0]
+    if top in LINKED:
+        return f"imports {target}; write pipeline.{target}"
+    if room in ("tests", "tools"):
+        return None
+    if room == "stages":
+        return f"stages imports {target}; only the folders in it hold code"
+    rules = rules_of(room)
+    if banned := _match(target, rules.never):
+        return f"{room} never imports {banned}"
+    if top in ("tests", "tools"):
+        return f"{room} never imports {top}"
+    if top == "pipeline" and not any(_is_ours(target, allowed) for allowed in rules.ours):
+        return f"{room} may not import {target}"
+    return None
+
+
+def _is_ours(target: str, allowed: str) -> bool:
+    """Whether a name lies in what is allowed; `pipeline` means that folder without those linked into it."""
+    if allowed != "pipeline":
+        return _within(target, allowed)
+    return _match(target, tuple(f"pipeline.{folder}" for folder in LINKED)) is None
+
+
+def _match(target: str, prefixes: tuple[str, ...]) -> str | None:
+    return next((prefix for prefix in prefixes if _within(target, prefix)), None)
+
+
+def _within(target: str, prefix: str) -> bool:
+    return target == prefix or target.startswith(prefix + ".")
+
+
+if __name__ == "__main__":
+    faults = wrong_imports()
+    print("\n".join(faults) if faults else "all imports are as the table has them")
+    sys.exit(1 if faults else 0)
