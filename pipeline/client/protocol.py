@@ -31,7 +31,7 @@ RequestId = Annotated[
     int,
     Meta(
         ge=0,
-        description="Chosen by the client (u64): one that this connection has not used before.",
+        description="Chosen by the client (u64). Use each id once per connection.",
         extra_json_schema={"maximum": 2**64 - 1},
     ),
 ]
@@ -40,29 +40,31 @@ JsonText = Annotated[str | None, Meta(description="JSON text.")]
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
-    """What every message is. Subclasses give a tag."""
+    """Base of all messages. Subclasses define the tag."""
 
 
 # -------------------------------------------------------------------------------------------------- parts of messages
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """An error, in the shape of OpenAI's."""
+    """An error, with the fields of OpenAI's errors."""
 
     status: Annotated[int, Meta(description="The HTTP status it maps to: 400, 401, 404, 408, 413, 500, 503, 504.")]
     message: Annotated[str, Meta(description="For people: what is wrong, and what would be right.")]
-    param: Annotated[str | None, Meta(description="The field to blame, as `temperature` or `messages[0].role`.")] = None
-    code: Annotated[str | None, Meta(description="For programs, as `context_length_exceeded`.")] = None
+    param: Annotated[
+        str | None, Meta(description="The invalid field, such as `temperature` or `messages[0].role`.")
+    ] = None
+    code: Annotated[str | None, Meta(description="For programs, such as `context_length_exceeded`.")] = None
     retry_after_s: Annotated[
-        int | None, Meta(description="At status 503: in how many seconds there may be room, as the server expects.")
+        int | None, Meta(description="At status 503: the server's estimate of when to try again, in seconds.")
     ] = None
 
 
 class ToolCall(msgspec.Struct, array_like=True, frozen=True):
-    """A call of a tool, in a message of the assistant that the client gives back."""
+    """A tool call in an assistant message that the client returns."""
 
-    id: Annotated[str, Meta(description="What the message of the tool names as `tool_call_id`.")]
-    name: Annotated[str, Meta(description="Of the function.")]
+    id: Annotated[str, Meta(description="The `tool_call_id` of the tool's message.")]
+    name: Annotated[str, Meta(description="The function's name.")]
     arguments: Annotated[str, Meta(description="JSON text: an object.")]
 
 
@@ -72,17 +74,14 @@ class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
     role: Annotated[str, Meta(description="system, developer, user, assistant or tool.")]
     content: Annotated[
         str | list[str] | None,
-        Meta(
-            description="Its text, or the texts of its parts; null in a message of the assistant that has tool calls "
-            "alone."
-        ),
+        Meta(description="The text, or the texts of the parts. Null in an assistant message that has only tool calls."),
     ]
-    name: Annotated[str | None, Meta(description="Who speaks, for templates that show it.")] = None
-    tool_calls: Annotated[list[ToolCall], Meta(description="What the assistant called.")] = []
-    tool_call_id: Annotated[str | None, Meta(description="In a message of a tool: the call that it answers.")] = None
-    reasoning: Annotated[
-        str | None, Meta(description="What the assistant thought before, for templates that show it.")
+    name: Annotated[str | None, Meta(description="The speaker's name, for templates that show it.")] = None
+    tool_calls: Annotated[list[ToolCall], Meta(description="The assistant's tool calls.")] = []
+    tool_call_id: Annotated[
+        str | None, Meta(description="In a tool's message: the id of the call that it answers.")
     ] = None
+    reasoning: Annotated[str | None, Meta(description="The assistant's reasoning, for templates that show it.")] = None
 
 
 class TextPrompt(msgspec.Struct, array_like=True, frozen=True, tag_field="kind", tag="text"):
@@ -100,22 +99,22 @@ class TokensPrompt(msgspec.Struct, array_like=True, frozen=True, tag_field="kind
 class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag_field="kind", tag="chat"):
     """A chat to answer. The server applies the model's chat template."""
 
-    messages: Annotated[list[ChatMessage], Meta(description="In order; at least one.")]
+    messages: Annotated[list[ChatMessage], Meta(description="At least one, in order.")]
     add_generation_prompt: Annotated[bool, Meta(description="Whether the template opens the assistant's turn.")] = True
     continue_final_message: Annotated[
-        bool, Meta(description="The output goes on with the last message; not together with add_generation_prompt.")
+        bool, Meta(description="The output continues the last message. Requires add_generation_prompt to be false.")
     ] = False
     tools: Annotated[
-        JsonText, Meta(description="JSON text: the array of tools, as the HTTP API has it; null where there are none.")
+        JsonText, Meta(description="JSON text: the array of tools, as in the HTTP API. Null without tools.")
     ] = None
     tool_choice: Annotated[
-        str, Meta(description="none, auto, required, or named, which takes `tool_name`: what the output must be.")
+        str, Meta(description="none, auto, required or named. named requires a call of `tool_name`.")
     ] = "auto"
-    tool_name: Annotated[str, Meta(description="Of the tool that is to be called.")] = ""
-    parallel_tool_calls: Annotated[bool, Meta(description="Whether more than one tool may be called at once.")] = True
-    documents: Annotated[JsonText, Meta(description="JSON text: an array, for templates that show them.")] = None
+    tool_name: Annotated[str, Meta(description="The tool to call if tool_choice is named.")] = ""
+    parallel_tool_calls: Annotated[bool, Meta(description="Whether the output may have more than one call.")] = True
+    documents: Annotated[JsonText, Meta(description="JSON text: an array, for templates that show documents.")] = None
     chat_template_kwargs: Annotated[
-        JsonText, Meta(description="JSON text: an object of further names for the template.")
+        JsonText, Meta(description="JSON text: an object with further variables for the template.")
     ] = None
 
 
@@ -123,7 +122,7 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
 class StructuredOutputs(msgspec.Struct, array_like=True, frozen=True):
-    """What the output is to match, as `structured_outputs` of the HTTP API."""
+    """A constraint that the output must match, as in `structured_outputs` of the HTTP API."""
 
     kind: Annotated[
         str,
@@ -133,33 +132,34 @@ class StructuredOutputs(msgspec.Struct, array_like=True, frozen=True):
         str,
         Meta(
             description="JSON text of a schema (json), of an array of strings (choice) or of a structural tag; a "
-            "pattern (regex); a grammar in Lark's or EBNF notation. Empty for json_object."
+            "pattern (regex); a grammar in Lark or EBNF. Empty for json_object."
         ),
     ] = ""
 
 
 class Params(msgspec.Struct, array_like=True, frozen=True):
-    """How tokens are drawn and text is cut. Names, meanings and limits are those of the HTTP API."""
+    """How tokens are sampled and where text ends. Names, meanings and limits are those of the HTTP API."""
 
     n: Annotated[int, Meta(description="Sequences to generate, 1 to 128.")] = 1
     temperature: Annotated[float, Meta(description="0 to 2; 0 is greedy.")] = 1.0
     top_p: Annotated[float, Meta(description="Above 0, at most 1.")] = 1.0
     top_k: Annotated[int, Meta(description="0 and -1 are off.")] = 0
     min_p: Annotated[float, Meta(description="0 to 1.")] = 0.0
-    seed: Annotated[int | None, Meta(description="-2^63 to 2^64 - 1; null has the server draw one.")] = None
+    seed: Annotated[int | None, Meta(description="-2^63 to 2^64 - 1. With null the server chooses one.")] = None
     max_tokens: Annotated[
-        int | None, Meta(description="Output ids of each sequence at most; null: as many as fit the model.")
+        int | None, Meta(description="Maximum output ids of each sequence. Null: as many as fit the context.")
     ] = None
     stop: Annotated[list[str], Meta(description="Strings that end the text: at most 16, of 1 to 256 characters.")] = []
     stop_token_ids: Annotated[list[int], Meta(description="Ids that end a sequence: at most 128.")] = []
-    ignore_eos: Annotated[bool, Meta(description="Go on where the model would end.")] = False
+    ignore_eos: Annotated[bool, Meta(description="Continue after the model's end of sequence.")] = False
     skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] = True
-    include_stop_str_in_output: Annotated[bool, Meta(description="The text ends behind the stop string.")] = False
+    include_stop_str_in_output: Annotated[bool, Meta(description="The text ends after the stop string.")] = False
     best_of: Annotated[
         int | None,
         Meta(
-            description="n to 128: sequences to generate, of which the n with the highest log probability per output "
-            "id are sent, the best first, when all have ended. Null, and n, send all as they come."
+            description="Sequences to generate, n to 128. When all have ended, the server sends the n with the "
+            "highest log probability per output id, the best first. Null, or the value of n, sends all as "
+            "they are generated."
         ),
     ] = None
     repetition_penalty: Annotated[
@@ -167,62 +167,67 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     ] = 1.0
     presence_penalty: Annotated[float, Meta(description="-2 to 2. Above 0 makes ids of the output less likely.")] = 0.0
     frequency_penalty: Annotated[
-        float, Meta(description="-2 to 2. As presence_penalty, as many times as they occur.")
+        float, Meta(description="-2 to 2. Like presence_penalty, multiplied by the number of occurrences.")
     ] = 0.0
     logit_bias: Annotated[
         dict[str, float],
         Meta(
-            description="A map from token ids, written as decimal strings, to what is added to their logits: -100 to "
-            "100."
+            description="A map from token ids, as decimal strings, to the values that are added to their logits: -100 "
+            "to 100."
         ),
     ] = {}
     allowed_token_ids: Annotated[
-        list[int] | None, Meta(description="No other ids are drawn: at least one; null allows all.")
+        list[int] | None, Meta(description="Only these ids are sampled; at least one. Null allows all.")
     ] = None
-    bad_words: Annotated[list[str], Meta(description="Texts that the output never has: of 1 to 256 characters.")] = []
-    min_tokens: Annotated[int, Meta(description="Output ids before which nothing ends a sequence.")] = 0
+    bad_words: Annotated[
+        list[str], Meta(description="Texts of 1 to 256 characters that the output must not contain.")
+    ] = []
+    min_tokens: Annotated[int, Meta(description="Nothing ends a sequence before it has this many output ids.")] = 0
     truncate_prompt_tokens: Annotated[
-        int | None, Meta(description="Keep this many of the prompt's last ids; -1: as many as fit; null keeps all.")
+        int | None,
+        Meta(description="Keep this many of the prompt's last ids. -1 keeps as many as fit, null keeps all."),
     ] = None
     logprobs: Annotated[
         int | None,
         Meta(
-            description="Outputs have the log probability of each id, and of so many of the likeliest in its place; "
-            "see Records. Null has none."
+            description="Return the log probability of each output id, and of this many of the most likely ids in its "
+            "place; see Records. Null returns none."
         ),
     ] = None
     prompt_logprobs: Annotated[
         int | None,
         Meta(
-            description="The same of the prompt's ids, all but the first. They come with the first sequence, and so "
-            "not where `received` has the whole of it."
+            description="The same for all ids of the prompt except the first. They come with the first sequence, so "
+            "they are missing if `received` has all of its ids."
         ),
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, Meta(description="What the output is to match; null is anything.")
+        StructuredOutputs | None, Meta(description="A constraint that the output must match. Null is none.")
     ] = None
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
-    """What is new of one sequence."""
+    """New text and ids of one sequence."""
 
-    index: Annotated[int, Meta(description="Which of the request's n sequences.")]
-    text: Annotated[str, Meta(description="Text that follows what came before.")]
+    index: Annotated[int, Meta(description="Index of the sequence, below n.")]
+    text: Annotated[str, Meta(description="New text of the sequence.")]
     token_ids: PackedIds
-    text_offset: Annotated[int, Meta(description="Characters (code points) of the sequence's text before this.")]
-    token_offset: Annotated[int, Meta(description="Output ids of the sequence before these.")]
+    text_offset: Annotated[
+        int, Meta(description="Number of characters (code points) of the sequence's text before this output.")
+    ]
+    token_offset: Annotated[int, Meta(description="Number of the sequence's output ids before these.")]
     finish_reason: Annotated[
-        str | None, Meta(description="stop, length or abort where the sequence has ended; null where it goes on.")
+        str | None, Meta(description="stop, length or abort if the sequence has ended, else null.")
     ] = None
     stop_reason: Annotated[
-        str | int | None, Meta(description="The stop string, or the id of stop_token_ids, that ended it.")
+        str | int | None, Meta(description="The stop string, or the id in stop_token_ids, that ended the sequence.")
     ] = None
     records: Annotated[
-        bytes, Meta(description="Where `logprobs` were asked for: a record of each of token_ids; see Records.")
+        bytes, Meta(description="If `logprobs` were requested: a record of each of token_ids; see Records.")
     ] = b""
     pieces: Annotated[
         list[bytes],
-        Meta(description="For each record the bytes of text that its id stands for, then those of the ids it names."),
+        Meta(description="For each record, the text bytes of its id, then those of the ids in the record."),
     ] = []
 
 
@@ -230,17 +235,18 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The first message of a connection: the protocol versions that the client speaks. Answered with `welcome`, or with
-    `error` where the server speaks none of them."""
+    """The first message of a connection: the protocol versions that the client supports. The server answers with
+    `welcome`, or with `error` if it supports none of them."""
 
-    min_version: Annotated[int, Meta(description="The oldest version that the client speaks.")]
-    max_version: Annotated[int, Meta(description="The newest.")]
-    client: Annotated[str, Meta(description="What the client calls itself, for logs; cut to 200 characters.")] = ""
+    min_version: Annotated[int, Meta(description="The oldest protocol version that the client supports.")]
+    max_version: Annotated[int, Meta(description="The newest one.")]
+    client: Annotated[str, Meta(description="The client's name and version, for logs. Cut to 200 characters.")] = ""
     api_key: Annotated[
         str | None,
         Meta(
-            description="One of the server's API keys. Required at tcp:// addresses of servers that have any. Requests "
-            "are scoped to it: those of other keys do not abort them, nor share the prefix cache."
+            description="One of the server's API keys. Required at tcp:// addresses of servers that have keys. "
+            "Requests are scoped to their key: other keys can't abort them and don't share their prefix "
+            "cache."
         ),
     ] = None
 
@@ -249,71 +255,76 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Generate(Message, frozen=True, tag="generate"):
-    """Generate from a prompt. Answered with `accepted`, `delta` … and one closing: `finished` or `failed`.
+    """Generate from a prompt. The server answers with `accepted`, `delta` … and one closing message: `finished` or
+    `failed`.
 
-    With `received`, what is generated goes on behind ids that the client has already: see Resuming.
+    With `received`, generation continues after the ids that the client already has; see Resuming.
     """
 
     request_id: RequestId
-    model: Annotated[str, Meta(description="The model's name; empty takes the one that is served.")]
+    model: Annotated[str, Meta(description="The model's name. Empty selects the served model.")]
     prompt: Prompt
     params: Params
-    credits: Annotated[int, Meta(ge=0, description="Deltas that the server may send before it is granted more.")]
+    credits: Annotated[
+        int, Meta(ge=0, description="Number of deltas that the server may send before it gets more credit.")
+    ]
     received: Annotated[
         list[PackedIds],
-        Meta(description="Output ids that the client has already, one entry a sequence; empty for a fresh request."),
+        Meta(description="Output ids that the client already has, one entry per sequence. Empty for a new request."),
     ] = []
     name: Annotated[
         str | None,
         Meta(
-            description="The client's own name for it, in the server's log and for `POST /abort_requests`: 1 to 256 "
+            description="The client's name for the request, for the server's log and `POST /abort_requests`: 1 to 256 "
             "visible ASCII characters without spaces."
         ),
     ] = None
-    timings: Annotated[bool, Meta(description="Whether `finished` is to say where its time went.")] = False
+    timings: Annotated[bool, Meta(description="Whether `finished` has the request's timings.")] = False
     priority: Annotated[
         int,
         Meta(
-            description="Lower goes first, where the server's policy is `priority`; elsewhere only 0 is taken. 32 bits."
+            description="32 bits. Lower goes first if the server's policy is `priority`. Other policies accept only 0."
         ),
     ] = 0
     cache_salt: Annotated[
         str | None,
         Meta(
-            description="1 to 1,024 characters: only prompts with the same salt, and the same API key, share what is "
-            "computed of them."
+            description="1 to 1,024 characters. Only prompts with the same salt and the same API key share blocks in "
+            "the prefix cache."
         ),
     ] = None
     timeout_s: Annotated[
         float | None,
         Meta(
-            description="Above 0, to 1,000,000: how long it may take from its arrival to its end; see Deadlines. Null "
-            "takes the server's own."
+            description="Above 0, up to 1,000,000: the time from the request's arrival to its end; see Deadlines. "
+            "Null uses the server's setting."
         ),
     ] = None
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """End a request now. Its closing is the answer; for a request that is closed or unknown there is none."""
+    """End a request now. The answer is its closing message. A closed or unknown request gets no answer."""
 
     request_id: RequestId
 
 
 class Credit(Message, frozen=True, tag="credit"):
-    """Grant a request more deltas. For a request that is closed or unknown it does nothing."""
+    """Grant a request more deltas. No effect on a closed or unknown request."""
 
     request_id: RequestId
-    num_deltas: Annotated[int, Meta(ge=0, description="How many more.")]
+    num_deltas: Annotated[int, Meta(ge=0, description="How many more deltas.")]
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """A sign of life, answered with `pong`. A client that has said nothing for `silence_s` is dropped."""
+    """A heartbeat. The server answers with `pong`. It disconnects a client that sends nothing for `silence_s`."""
 
-    nonce: Annotated[int, Meta(ge=0, description="Comes back (u64).", extra_json_schema={"maximum": 2**64 - 1})] = 0
+    nonce: Annotated[
+        int, Meta(ge=0, description="Returned in `pong` (u64).", extra_json_schema={"maximum": 2**64 - 1})
+    ] = 0
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The client leaves: what it has open is aborted, unanswered."""
+    """The client disconnects. The server aborts its open requests without an answer."""
 
 
 ClientMessage = Hello | Generate | Abort | Credit | Ping | Bye
@@ -325,94 +336,98 @@ ClientMessage = Hello | Generate | Abort | Credit | Ping | Bye
 class Welcome(Message, frozen=True, tag="welcome"):
     """The answer to `hello`."""
 
-    version: Annotated[int, Meta(description="The version that is spoken from here on.")]
+    version: Annotated[int, Meta(description="The protocol version of this connection.")]
     server: Annotated[str, Meta(description="The server's name and version, for logs.")]
-    model: Annotated[str, Meta(description="The model that is served.")]
-    max_model_len: Annotated[int, Meta(description="Longest prompt and output together, in tokens.")]
+    model: Annotated[str, Meta(description="The served model.")]
+    max_model_len: Annotated[int, Meta(description="Maximum length of prompt and output together, in tokens.")]
     vocab_size: Annotated[int, Meta(description="Token ids are below this.")]
     max_open_requests: Annotated[
-        int, Meta(description="Sequences this gateway has open at most, of all its clients; one more fails with 503.")
+        int,
+        Meta(description="Maximum number of open sequences of all clients of this gateway. One more fails with 503."),
     ]
-    max_message_bytes: Annotated[int, Meta(description="Largest message the server reads; a larger one ends the peer.")]
-    max_credits: Annotated[int, Meta(description="Deltas that a request can be granted ahead.")]
-    heartbeat_s: Annotated[float, Meta(description="A client that has nothing else to say sends `ping` this often.")]
-    silence_s: Annotated[float, Meta(description="A peer that says nothing for this long is taken for gone.")]
+    max_message_bytes: Annotated[
+        int, Meta(description="Largest message that the server reads. A larger one ends the connection.")
+    ]
+    max_credits: Annotated[int, Meta(description="Maximum credit of a request, in deltas.")]
+    heartbeat_s: Annotated[float, Meta(description="A client that sends nothing else sends `ping` at this interval.")]
+    silence_s: Annotated[float, Meta(description="A peer that sends nothing for this long counts as gone.")]
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """The request is valid and waits to be computed. Comes before its first `delta`."""
+    """The request is valid and waits to run. Comes before its first `delta`."""
 
     request_id: RequestId
     prompt_token_ids: PackedIds
     seed: Annotated[
         int,
-        Meta(ge=0, description="What the noise is keyed with (u64).", extra_json_schema={"maximum": 2**64 - 1}),
+        Meta(ge=0, description="The seed of the sampling noise (u64).", extra_json_schema={"maximum": 2**64 - 1}),
     ]
     id: Annotated[
         str,
         Meta(
-            description="The server's name for it, as a reply over HTTP has it: `cmpl-…` or `chatcmpl-…`, which ends "
-            "in the client's own name where it gave one. Empty from a server that is older than this field."
+            description="The server's name for the request, as in HTTP replies: `cmpl-…` or `chatcmpl-…`. It ends "
+            "with the client's name if `generate` has one. Empty from a server that is older than this "
+            "field."
         ),
     ] = ""
     prompt_pieces: Annotated[
         list[bytes],
-        Meta(
-            description="Where `prompt_logprobs` were asked for: the bytes of text that each id of the prompt stands "
-            "for."
-        ),
+        Meta(description="If `prompt_logprobs` were requested: the text bytes of each id of the prompt."),
     ] = []
 
 
 class Delta(Message, frozen=True, tag="delta"):
-    """What is new of a request; takes one credit. Each sequence has exactly one output with a finish_reason."""
+    """New output of a request. Uses one credit. Each sequence gets exactly one output with a finish_reason."""
 
     request_id: RequestId
     outputs: Annotated[
         list[Output],
-        Meta(description="At most one for each sequence; none, perhaps, where there are records of the prompt."),
+        Meta(description="At most one per sequence. May be empty if there are records of the prompt."),
     ]
     prompt_records: Annotated[
         bytes,
         Meta(
-            description="Where `prompt_logprobs` were asked for: records of further ids of the prompt, the first of "
-            "which has none; see Records."
+            description="If `prompt_logprobs` were requested: records of the next ids of the prompt. The prompt's "
+            "first id has none; see Records."
         ),
     ] = b""
-    prompt_record_offset: Annotated[int, Meta(description="Records of the prompt before these.")] = 0
+    prompt_record_offset: Annotated[int, Meta(description="Number of the prompt's records before these.")] = 0
     prompt_record_pieces: Annotated[
-        list[bytes], Meta(description="For each of these records the bytes of text of the ids that it names.")
+        list[bytes], Meta(description="For each of these records, the text bytes of the ids in it.")
     ] = []
 
 
 class Finished(Message, frozen=True, tag="finished"):
-    """Closes a request: all of it has been sent. Takes no credit."""
+    """Closes a request: everything has been sent. Uses no credit."""
 
     request_id: RequestId
-    num_prompt_tokens: Annotated[int, Meta(description="Ids of the prompt.")]
+    num_prompt_tokens: Annotated[int, Meta(description="Number of ids of the prompt.")]
     num_output_tokens: Annotated[
         int,
-        Meta(description="Output ids of all sequences, with those received before, and those that `best_of` left out."),
+        Meta(
+            description="Number of output ids of all sequences, including `received` ones and the sequences that "
+            "`best_of` does not send."
+        ),
     ]
     timings: Annotated[
         str | None,
         Meta(
-            description="JSON text: the object that a reply over HTTP has in its field `timings`. Null where "
-            "`generate` did not ask for it, or the client aborted."
+            description="JSON text: the object in `timings` of an HTTP reply. Null if `generate` did not request it, "
+            "or the client aborted."
         ),
     ] = None
     num_cached_tokens: Annotated[
         list[int],
         Meta(
-            description="Ids of the prompt that were found in the prefix cache, by each sequence that got an id. The "
-            "least of them is what the request was spared: the others find what that sequence computed. Empty where "
-            "none got any, and from a server that is older than this field."
+            description="Number of prompt ids found in the prefix cache, for each sequence that got an id. The "
+            "smallest is what the request saved, because the other sequences find what that one computed. "
+            "Empty if no sequence got an id, and from a server that is older than this field."
         ),
     ] = []
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """Closes a request with an error, before or after it was accepted. Takes no credit."""
+    """Closes a request with an error, before or after `accepted`. Uses no credit."""
 
     request_id: RequestId
     failure: Failure
@@ -421,11 +436,13 @@ class Failed(Message, frozen=True, tag="failed"):
 class Pong(Message, frozen=True, tag="pong"):
     """The answer to `ping`."""
 
-    nonce: Annotated[int, Meta(ge=0, description="The ping's.", extra_json_schema={"maximum": 2**64 - 1})] = 0
+    nonce: Annotated[
+        int, Meta(ge=0, description="The nonce of the `ping`.", extra_json_schema={"maximum": 2**64 - 1})
+    ] = 0
 
 
 class Error(Message, frozen=True, tag="error"):
-    """The connection ends: the server drops it after this message, and aborts what it had open."""
+    """Ends the connection. The server aborts its open requests and closes it after this message."""
 
     failure: Failure
 

@@ -70,7 +70,7 @@ def test_the_page_names_the_limits_that_are() -> None:
     from pipeline.stages.gateway.parsing import sampling_fields
     from pipeline.stages.gateway.zmq import router, server, stream
 
-    page = PAGE.read_text()
+    page = " ".join(PAGE.read_text().split())
     caps = Limits()
     for words in (
         f"within {server.HELLO_S:g} s of connecting",
