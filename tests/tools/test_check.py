@@ -76,7 +76,10 @@ class Run:
 
 def test_all_steps_run_in_their_order(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(check, monkeypatch)
-    assert (run.code, run.commands) == (0, ["format", "lint", "types", "imports", "shared", "servers", "alone"])
+    assert (run.code, run.commands) == (
+        0,
+        ["format", "lint", "types", "imports", "words", "shared", "servers", "alone"],
+    )
 
 
 def test_it_goes_on_after_a_failure_or_stops_at_it(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Keep banned words out of docs, docstrings, comments and string literals.
+
+    tools/check_words.py             check; each finding is a line `file:line: word`
+    tools/check_words.py --update    lower the counts in tools/check_words.txt after mending
+
+The words belong to an old private vocabulary of this project; CONTRIBUTING.md says what to write instead. Two kinds of
+exceptions exist:
+
+- A line that contains `words: ok` is not checked. Use it, in a comment or in `<!-- -->`, for quotations and for what a
+  model wrote.
+- `tools/check_words.txt` lists files that are not yet mended, each with its number of findings. The check fails if a
+  file has more findings than listed, and if it has fewer, so that the numbers only go down. `--update` writes the
+  numbers of today, also for files that have moved, and refuses to raise their sum.
+"""
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LISTED = "tools/check_words.txt"
+MARKER = "words: ok"
+
+BANNED = re.compile(
+    r"""\b(?:
+        who(?:so)?ever | whom(?:so)?ever | nobody | somebody | lest
+      | told | wish(?:e[sd]|ing)? | desks?
+      | who(?:se|\ is)?\ (?:is\ )?alone | who\ (?:waits|wants|asks|comes|came|finds|takes|reads)
+      | (?:make|makes|made|making)\ way | way\ (?:is|was)\ made
+      | in\ whose\ stead | in\ (?:its|their)\ stead | in\ vain | (?:is|are)\ no\ more\ needed
+    )\b""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+FOLDERS = ("config", "docs", "kernels", "pipeline", "shm", "stages", "tests", "tools")
+TEXT_SUFFIXES = (".md", ".toml", ".h", ".cpp", ".mjs")
+"""Files that are checked as a whole; of Python files the comments and strings are checked."""
+SKIPPED = ("tests/data", "tools/node_client/node_modules")
+EXEMPT = ("tools/check_words.py", "tests/tools/test_check_words.py")
+"""Files that name the banned words."""
+
+
+class Finding(NamedTuple):
+    """A banned word, and the line on which it stands, or, for a string of several parts, on which that begins."""
+
+    line: int
+    word: str
+
+
+def findings_in(root: Path = ROOT) -> dict[str, list[Finding]]:
+    """The findings of each file below `root` that has any, by its path."""
+    found = {}
+    for path in _files(root):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text(encoding="utf-8")
+        if name not in EXEMPT and (findings := sorted(set(check_text(text, is_python=_is_python(path, text))))):
+            found[name] = findings
+    return found
+
+
+def check_text(text: str, is_python: bool) -> Iterator[Finding]:
+    """The findings of one file's text. Raises SyntaxError if it is meant to be Python and is not."""
+    excepted = {number for number, line in enumerate(text.splitlines(), 1) if MARKER in line}
+    for first, last, part in _python_parts(text) if is_python else _lines(text):
+        if excepted.isdisjoint(range(first, last + 1)):
+            for match in BANNED.finditer(part):
+                line = min(last, first + part.count("\n", 0, match.start()))
+                yield Finding(line, match[0].lower())
+
+
+def faults(found: dict[str, list[Finding]], listed: dict[str, int]) -> list[str]:
+    """What is wrong, a line each: words in files that have more of them than listed, and counts that are too high."""
+    lines = []
+    for name in sorted(found.keys() | listed.keys()):
+        findings, count = found.get(name, []), listed.get(name, 0)
+        if len(findings) > count:
+            lines += [f"{name}:{line}: banned word: {word}" for line, word in findings]
+            if count:
+                lines.append(f"{name}: {len(findings)} banned words, {LISTED} allows {count}")
+        elif len(findings) < count:
+            lines.append(
+                f"{name}: {len(findings)} banned words, {LISTED} says {count}; run tools/check_words.py --update"
+            )
+    return lines
+
+
+def read_listed(root: Path = ROOT) -> dict[str, int]:
+    """The counts of files that are not yet mended: lines `count path`."""
+    path = root / LISTED
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: int(count) for count, name in (line.split(maxsplit=1) for line in lines)}
+
+
+def update(found: dict[str, list[Finding]], root: Path = ROOT) -> str | None:
+    """Write the counts of today. Returns an error, and writes nothing, if their sum is higher than before."""
+    counts = {name: len(findings) for name, findings in found.items()}
+    before, after = sum(read_listed(root).values()), sum(counts.values())
+    if after > before:
+        return f"{after} banned words, but {LISTED} allows {before}: write them differently"
+    (root / LISTED).write_text("".join(f"{count} {name}\n" for name, count in sorted(counts.items())))
+    return None
+
+
+def _lines(text: str) -> Iterator[tuple[int, int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        yield number, number, line
+
+
+def _python_parts(text: str) -> Iterator[tuple[int, int, str]]:
+    """First line, last line and text of each comment and of each string. Of f-strings the code in {} is left out."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.end[0], token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.end_lineno or node.lineno, node.value
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Checked files, without those that only a link leads to."""
+    yield from sorted(path for path in root.glob("*.md"))
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            name = path.relative_to(root).as_posix()
+            links = any(parent.is_symlink() for parent in (path, *path.parents) if root in parent.parents)
+            skipped = any(name.startswith(f"{place}/") for place in SKIPPED)
+            if (
+                path.is_file()
+                and not links
+                and not skipped
+                and (path.suffix in (".py", *TEXT_SUFFIXES) or _is_script(path))
+            ):
+                yield path
+
+
+def _is_script(path: Path) -> bool:
+    if path.suffix:
+        return False
+    with path.open("rb") as file:
+        return file.readline().startswith(b"#!")
+
+
+def _is_python(path: Path, text: str) -> bool:
+    return path.suffix == ".py" or (not path.suffix and "python" in text.partition("\n")[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--update", action="store_true", help=f"write today's counts to {LISTED}; their sum may not rise"
+    )
+    args = parser.parse_args()
+    found = findings_in()
+    if args.update and (error := update(found)):
+        print(error)
+    wrong = faults(found, read_listed())
+    num_left = sum(len(findings) for findings in found.values())
+    print("\n".join(wrong) if wrong else f"no new banned words; {num_left} left in {len(found)} files")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
