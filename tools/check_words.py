@@ -60,7 +60,7 @@ def findings_in(root: Path = ROOT) -> dict[str, list[Finding]]:
     for path in _files(root):
         name = path.relative_to(root).as_posix()
         text = path.read_text(encoding="utf-8")
-        if name not in EXEMPT and (findings := sorted(set(check_text(text, is_python=_is_python(path, text))))):
+        if name not in EXEMPT and (findings := sorted(check_text(text, is_python=_is_python(path, text)))):
             found[name] = findings
     return found
 
