@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--chars", type=int, default=1000, help="characters of each event")
     args = parser.parse_args()
-    descriptors.allow_many(2 * args.streams, logging.getLogger(__name__))
+    descriptors.raise_limit(2 * args.streams, logging.getLogger(__name__))
     print(f"{args.streams} streams of {args.steps} events with {args.chars} characters")
     print("slow   median s   last s   events/s   gateway MB   still unread by")
     with tempfile.TemporaryDirectory() as folder, open_gate(Path(folder), max_open_requests=args.streams) as gate:

@@ -1,10 +1,9 @@
-"""What may be open at once: sequences, and prompt tokens. Pure.
+"""Limits on what is open at once: sequences and prompt tokens. Pure.
 
-    admit ──► take (an estimate) ──► correct (Accepted says how many) ──► give, when the request is settled
+    admit ──► take (an estimate) ──► correct (`Accepted` has the number) ──► give, when the request is settled
 
-A call that is alone is let in whatever its length: else a prompt longer than the limit could never be served. Tokens
-count once for a prompt, however many sequences it has; an estimate is a guess, so the sum may go above the limit by
-what guesses were too low.
+A request is always admitted if nothing else is open, so that a prompt longer than the limit can be served. A prompt's
+tokens count once, for any number of sequences. Estimates may be too low, so the sum may exceed the limit.
 """
 
 import math
@@ -16,13 +15,13 @@ from pipeline.stages.gateway.errors import overloaded
 
 ID_BYTES = 4
 BYTES_PER_TOKEN = 4
-"""Of text, as English has in most vocabularies."""
+"""Typical of English text."""
 WINDOW_S = 30.0
-"""How far back is looked to see how fast requests end."""
+"""Time over which the rate of ending requests is measured."""
 MAX_ENDS = 256
-"""Ends that are remembered."""
+"""Ends of requests that are kept for this."""
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
-"""What a client is asked to wait, at least and at most."""
+"""Bounds of Retry-After."""
 
 
 class _End(NamedTuple):
@@ -32,66 +31,66 @@ class _End(NamedTuple):
 
 
 class Admission:
-    """Owns the counts of what is open at one gateway. Times are by time.monotonic()."""
+    """Counts what is open at one gateway. Times are by time.monotonic()."""
 
     def __init__(self, max_sequences: int, max_tokens: int) -> None:
         self.max_sequences = max_sequences
         self.max_tokens = max_tokens
         self.max_prompt_tokens: int | None = None
-        """Longest prompt that anything is computed from; None before that is known."""
+        """Longest prompt that the model takes; None until it is known."""
         self.num_sequences = 0
         self.num_tokens = 0
         self._busy_since_s = 0.0
         self._ends: deque[_End] = deque(maxlen=MAX_ENDS)
 
     def check_room(self, now_s: float) -> None:
-        """Before a body is read: raises ApiError, 503, where no request at all would be let in."""
+        """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted."""
         if self.num_sequences >= self.max_sequences:
             raise overloaded(
-                f"all {self.max_sequences} sequences that may be open at once are", self._retry_after_s(1, 0, now_s)
+                f"the limit of {self.max_sequences} open sequences is reached", self._retry_after_s(1, 0, now_s)
             )
         if self.num_sequences and self.num_tokens >= self.max_tokens:
             raise overloaded(
-                f"all {self.max_tokens} prompt tokens that may be open at once are", self._retry_after_s(0, 1, now_s)
+                f"the limit of {self.max_tokens} open prompt tokens is reached", self._retry_after_s(0, 1, now_s)
             )
 
     def admit(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
-        """Raises ApiError, 503, where a call for so much may not be let in now."""
+        """Raises ApiError, 503, if a request of this size can't be admitted now."""
         num_left = self.max_sequences - self.num_sequences
         if num_sequences > num_left:
             raise overloaded(
-                f"of the {self.max_sequences} sequences that may be open at once, {num_left} are left, and this "
-                f"request opens {num_sequences}: n, or best_of, for each prompt",
+                f"{num_left} of {self.max_sequences} sequences are free, and this request needs {num_sequences}: n, or "
+                "best_of, for each prompt",
                 self._retry_after_s(num_sequences - num_left, 0, now_s),
             )
         num_left = max(0, self.max_tokens - self.num_tokens)
         if self.num_sequences and num_tokens > num_left:
             raise overloaded(
-                f"of the {self.max_tokens} prompt tokens that may be open at once, {num_left} are left, and this "
-                f"request has about {num_tokens}",
+                f"{num_left} of {self.max_tokens} prompt tokens are free, and this request has about {num_tokens}",
                 self._retry_after_s(0, min(num_tokens - num_left, self.num_tokens), now_s),
             )
 
     def take(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
-        """A request is open."""
+        """A prompt request was opened."""
         if not self.num_sequences:
             self._busy_since_s = now_s
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
 
     def correct(self, estimate: int, num_tokens: int) -> None:
-        """An open request has so many tokens."""
+        """The number of tokens of an open prompt is known."""
         self.num_tokens += num_tokens - estimate
 
     def give(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
-        """A request is settled."""
+        """A prompt request is settled."""
         self.num_sequences -= num_sequences
         self.num_tokens -= num_tokens
-        assert self.num_sequences >= 0 and self.num_tokens >= 0, "more was given back than taken"
+        assert self.num_sequences >= 0 and self.num_tokens >= 0, "more was returned than taken"
         self._ends.append(_End(now_s, num_sequences, num_tokens))
 
     def estimate(self, prompt: m.Prompt, *, is_computed: bool) -> int:
-        """Tokens of a prompt: exact where it is ids. `is_computed` says that it has to fit the model, or is refused."""
+        """Tokens of a prompt: exact for ids. `is_computed`: the prompt must fit the model, so that bounds the
+        estimate."""
         match prompt:
             case m.IdsPrompt(ids):
                 num_tokens = len(ids) // ID_BYTES if isinstance(ids, bytes) else ids.length // ID_BYTES
@@ -104,8 +103,8 @@ class Admission:
         return max(1, num_tokens)
 
     def _retry_after_s(self, num_sequences: int, num_tokens: int, now_s: float) -> int:
-        """When so much more will be free, if requests go on to end as fast as they have lately. Where none has, as long
-        again as that has been so."""
+        """Estimate when this much will be free, from the rate at which requests have ended lately. If none has ended,
+        use the time since the gateway became busy."""
         begin_s = max(self._busy_since_s, now_s - WINDOW_S)
         if len(self._ends) == MAX_ENDS:
             begin_s = max(begin_s, self._ends[0].at_s)

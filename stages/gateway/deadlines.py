@@ -1,9 +1,9 @@
-"""When calls have to end: one heap and one timer for all of them.
+"""Deadlines of requests: one heap and one timer for all of them.
 
-    add ──► its time comes ──► expire(number)
+    add ──► deadline passes ──► expire(number)
      └────► remove, when its response is over
 
-What was removed stays in the heap, as two numbers, until its time comes or most of the heap is such.
+Removed entries stay in the heap until their deadline passes or they are the majority.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 SLACK = 64
-"""Entries of the heap that need not be of use."""
+"""Removed entries that the heap may always hold."""
 
 
 class Deadlines:
-    """By the numbers of calls; times are by time.monotonic(). For one event loop, which must run when one is added."""
+    """Keyed by request numbers. Times are by time.monotonic(). Call `add` in the event loop."""
 
     def __init__(self, expire: Callable[[int], None]) -> None:
         self._expire = expire
@@ -29,13 +29,13 @@ class Deadlines:
         return len(self._live)
 
     def add(self, number: int, deadline_s: float) -> None:
-        """`expire(number)` is called at its time, or at once, from the loop, where that has passed."""
+        """Call `expire(number)` from the loop at the deadline, or as soon as possible if it has passed."""
         self._live.add(number)
         heapq.heappush(self._heap, (deadline_s, number))
         self._wake_at_first()
 
     def remove(self, number: int) -> None:
-        """Harmless where it is not there, or not any more."""
+        """Does nothing if it was not added or has expired."""
         self._live.discard(number)
         if len(self._heap) > 2 * len(self._live) + SLACK:
             self._heap = [entry for entry in self._heap if entry[1] in self._live]

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, and the user's words for what a decoder says."""
+"""Errors as clients see them: in OpenAI's shape, with readable messages for the decoder's errors."""
 
 import functools
 import math
@@ -11,20 +11,20 @@ import msgspec
 from msgspec import inspect as types
 
 RETRY_AFTER_S = 1
-"""What a client that is told 503 is asked to wait where nobody knows better."""
+"""Retry-After of a 503 without an estimate."""
 MAX_SHOWN_CHARS = 200
-"""The most of a client's own words that an error repeats."""
+"""Longest client text that an error repeats."""
 MAX_SEARCHED_VALUES = 100_000
-"""Values of a body that is no JSON among which the one to blame is looked for, while nobody else is served."""
+"""Values of an invalid body that are searched for the wrong one. The search blocks the event loop."""
 
 
-def shown(words: str) -> str:
-    """A client's words as an error repeats them."""
-    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"
+def shown(text: str) -> str:
+    """Truncate client text for an error message."""
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
-    """What is wrong."""
+    """The error."""
 
     message: str
     type: str
@@ -39,7 +39,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A request that ends with an error. `param` is the path of the field to blame, as `messages[0].content`."""
+    """An error reply. `param` is the path of the invalid field, such as `messages[0].content`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400, and the field to blame."""
+    """400 for an invalid field."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
@@ -77,22 +77,22 @@ def overloaded(why: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
 
 
 ENCODINGS = ("identity", "gzip", "deflate")
-"""How bodies may be packed."""
+"""Supported values of Content-Encoding."""
 
 
 def unsupported_encoding(encoding: str) -> ApiError:
     """415"""
-    what = f"a body in '{shown(encoding)}'" if encoding else "a body in this encoding"
-    message = f"{what} can't be read, only in {', '.join(ENCODINGS)}"
+    what = f"the Content-Encoding '{shown(encoding)}'" if encoding else "this Content-Encoding"
+    message = f"{what} is not supported: use {', '.join(ENCODINGS)}"
     return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
 
 
 def unsupported(param: str, what: str = "") -> ApiError:
-    """400 for what the OpenAI API knows and this server can't do yet: never silently ignored."""
+    """400 for a field of the OpenAI API that this server does not support: it is never silently ignored."""
     return invalid(param, f"'{param}' is not supported by this server{': ' + what if what else ''}", "unsupported")
 
 
-# ------------------------------------------------------------------------------------------- the decoder's complaints
+# -------------------------------------------------------------------------------------------------- decoder errors
 
 _TYPES = {
     "int": "an integer",
@@ -115,13 +115,13 @@ _JSON_NAMES: dict[type, str] = {
 _MISSING = re.compile(r"Object missing required field `(.+)`")
 _MISMATCH = re.compile(r"Expected `(.+)`, got `(.+)`")
 _BOUND = re.compile(r"Expected `(.+)` (.+)")
-_NO_LITERAL = re.compile(r"Invalid enum value (.+)")
+_INVALID_LITERAL = re.compile(r"Invalid enum value (.+)")
 _SOME_KEY = "[...]"
-"""What msgspec calls an entry of an object that may have any names."""
+"""msgspec's path for an entry of an object with arbitrary keys."""
 _CONSTANT = re.compile(rb"[:,\[]\s*-?(NaN|Infinity)\b")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_HALF_PAIR = "has half a surrogate pair, which is no character"
+_UNPAIRED = "has an unpaired surrogate"
 
 
 def _words(names: str) -> str:
@@ -129,33 +129,33 @@ def _words(names: str) -> str:
 
 
 def of_validation(error: msgspec.ValidationError, kind: Any = None, body: bytes = b"") -> ApiError:
-    """A body that is JSON but not the request it should be: msgspec's `... - at `$.field`` in the user's words.
+    """The error for JSON that does not match the request's type, from msgspec's message `... - at `$.field``.
 
-    `kind` is the struct it should be, and `body` what was read, for what msgspec leaves out: the values that a field
-    may have, and which entry of an object is wrong.
+    `kind` is the expected struct and `body` the bytes. They add what msgspec leaves out: the values that a field may
+    have, and which entry of an object is wrong.
     """
-    complaint, _, path = str(error).partition(" - at `$")
+    problem, _, path = str(error).partition(" - at `$")
     param = path.removesuffix("`").removeprefix(".")
     subject = f"'{param}'" if param else "the body"
-    if match := _MISSING.fullmatch(complaint):
+    if match := _MISSING.fullmatch(problem):
         param = f"{param}.{match[1]}" if param else match[1]
         return invalid(param, f"'{param}' is required")
-    if match := _MISMATCH.fullmatch(complaint):
+    if match := _MISMATCH.fullmatch(problem):
         if body and param.endswith(_SOME_KEY):
             param = _with_key(param.removesuffix(_SOME_KEY), match[2], body)
             subject = f"'{param}'"
         return invalid(param or None, f"{subject} must be {_words(match[1])}, not {_words(match[2])}", "invalid_type")
-    if (match := _NO_LITERAL.fullmatch(complaint)) and kind is not None and param in (values := _literals(kind)):
+    if (match := _INVALID_LITERAL.fullmatch(problem)) and kind is not None and param in (values := _literals(kind)):
         message = f"{subject} must be one of {', '.join(values[param])}, not {shown(match[1])}"
         return invalid(param, message, "invalid_value")
-    if match := _BOUND.fullmatch(complaint):
+    if match := _BOUND.fullmatch(problem):
         return invalid(param or None, f"{subject} must be {_words(match[1])} {match[2]}", "invalid_value")
-    return invalid(param or None, f"{subject}: {complaint[:1].lower()}{complaint[1:]}", "invalid_value")
+    return invalid(param or None, f"{subject}: {problem[:1].lower()}{problem[1:]}", "invalid_value")
 
 
 @functools.cache
 def _literals(kind: Any) -> dict[str, list[str]]:
-    """Fields of a struct that have one of a few values, and these."""
+    """Values of a struct's Literal fields, by field."""
     info = types.type_info(kind)
     assert isinstance(info, types.StructType)
     found = {}
@@ -168,10 +168,10 @@ def _literals(kind: Any) -> dict[str, list[str]]:
 
 
 def _with_key(path: str, got: str, body: bytes) -> str:
-    """The path of the first entry of the object at `path` that is of the type that msgspec calls `got`."""
+    """The path of the first entry of the object at `path` whose type msgspec calls `got`."""
     try:
         at = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind the entry it is no JSON
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # invalid JSON after the entry
         return path
     for step in path.split("."):
         at = at[step]
@@ -182,26 +182,26 @@ def _with_key(path: str, got: str, body: bytes) -> str:
 
 
 def of_malformed(error: Exception, body: bytes, loads: Any) -> ApiError:
-    """A body that is not JSON. Clients in Python write NaN, Infinity and halves of surrogate pairs, which are not JSON:
-    name the field then.
+    """The error for a body that is not JSON. Python clients may write NaN, Infinity and unpaired surrogates, which are
+    not JSON; then the error names the field.
 
-    `loads` is a lenient JSON decoder that takes them.
+    `loads` is a lenient JSON decoder that accepts them.
     """
     if _CONSTANT.search(body) or _ESCAPED_SURROGATE.search(body):
         try:
-            found = _find_no_json(loads(body))
+            found = _find_invalid(loads(body))
         except (ValueError, RecursionError):
             found = None
         if found is not None:
-            param, complaint = found
-            return invalid(param, f"'{param}' {complaint}", "invalid_value")
+            param, problem = found
+            return invalid(param, f"'{param}' {problem}", "invalid_value")
     return invalid(None, f"the body is not valid JSON: {error}", "invalid_json")
 
 
-def _find_no_json(root: Any) -> tuple[str, str] | None:
-    """The first value that JSON can't hold, though `loads` takes it: its path, and what is wrong with it. None where
-    none of the first MAX_SEARCHED_VALUES is such."""
-    # One iterator for each container on the way down, so that memory goes with the depth and not with the siblings.
+def _find_invalid(root: Any) -> tuple[str, str] | None:
+    """Return the path of the first value that is not valid JSON, and what is wrong with it; None if there is none among
+    the first MAX_SEARCHED_VALUES."""
+    # One iterator for each open container: memory is proportional to the depth.
     keys: list[str | int] = []
     levels = [_items(root)]
     num_left = MAX_SEARCHED_VALUES
@@ -213,9 +213,9 @@ def _find_no_json(root: Any) -> tuple[str, str] | None:
                 case float() if not math.isfinite(value):
                     return _path([*keys, key]), "must be a finite number"
                 case str() if _SURROGATE.search(value):
-                    return _path([*keys, key]), _HALF_PAIR
+                    return _path([*keys, key]), _UNPAIRED
             if isinstance(key, str) and _SURROGATE.search(key):
-                return _path([*keys, key]), _HALF_PAIR
+                return _path([*keys, key]), _UNPAIRED
             if isinstance(value, (dict, list)):
                 keys.append(key)
                 levels.append(_items(value))
@@ -237,7 +237,7 @@ def _items(container: Any) -> Iterator[tuple[str | int, Any]]:
 
 
 def _path(keys: list[str | int]) -> str:
-    """How a client finds the field: `a.b[2]`. Keys are the client's own, so they may be long, or no text at all."""
+    """The path of a field: `a.b[2]`. Keys come from the client, so they may be long, or not valid Unicode."""
     path = ""
     for key in keys:
         path += f"[{key}]" if isinstance(key, int) else f".{key[:MAX_SHOWN_CHARS]}" if path else key[:MAX_SHOWN_CHARS]

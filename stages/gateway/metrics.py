@@ -1,4 +1,4 @@
-"""What the gateway counts about sequences, from being let in to their end. Pure."""
+"""The gateway's metrics of sequences, from admission to their end. Pure."""
 
 from pipeline.metrics.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
 from pipeline.metrics.stats import GatewayCounts
@@ -6,8 +6,8 @@ from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import Admission
 
 
-class Counting:
-    """Each sequence that is opened is counted once more, when it ends: as finished, by how, or as rejected."""
+class GatewayMetrics:
+    """Each opened sequence is counted again when it ends: by finish reason, or as rejected."""
 
     def __init__(self) -> None:
         self.num_overloaded = 0
@@ -26,7 +26,7 @@ class Counting:
         self._longest = Histogram(TOKENS)
 
     def opened(self, num_sequences: int, n: int, max_tokens: int | None) -> None:
-        """One prompt, for which so many sequences are to be generated, and n returned."""
+        """A prompt was opened: `num_sequences` are generated, `n` are returned."""
         self._num_opened += num_sequences
         self._n.observe(n)
         if max_tokens is not None:
@@ -36,11 +36,12 @@ class Counting:
         self._num_rejected += 1
 
     def ended(self, finish: int) -> None:
-        """By anything but stop and length: nothing about it is measured."""
+        """A sequence ended other than by stop or length. Its times and lengths are not observed."""
         self._num_finished[finish] += 1
 
     def finished(self, finish: int, e2e_s: float, decode_s: float, num_prompt: int, num_output: int) -> None:
-        """By stop or length. `num_output` ids were generated; `decode_s` is from their first delta to their last."""
+        """A sequence ended by stop or length. `num_output` ids were generated; `decode_s` is from the first delta to
+        the last."""
         self._num_finished[finish] += 1
         self._e2e_s.observe(e2e_s)
         self._prompt_tokens.observe(num_prompt)
@@ -49,7 +50,7 @@ class Counting:
             self._per_token_s.observe(decode_s / (num_output - 1))
 
     def longest(self, num_output: int) -> None:
-        """All sequences of a prompt have ended, and this is the longest of them."""
+        """All sequences of a prompt have ended; the longest has `num_output` ids."""
         self._longest.observe(num_output)
 
     def counts(self, num_open: int, admission: Admission) -> GatewayCounts:

@@ -1,7 +1,7 @@
-"""The clients of a gateway that is replayed: what they asked, and when they were written to, is in the recording.
+"""Replays the clients of a recorded gateway.
 
-A recording of the gateway begins behind HTTP: with a call as it was parsed, and with the events of its stream as they
-were made. Connections and their bytes are not in it.
+A recording starts behind HTTP: it has each parsed request, and when the parts of its response were written.
+Connections and their bytes are not recorded.
 """
 
 import contextlib
@@ -12,29 +12,36 @@ import msgspec
 
 from pipeline.runtime.api_keys import NO_SCOPE
 from pipeline.runtime.replay_context import ReplayContext
-from pipeline.stages.gateway.admin.aborts import AbortDesk, AbortEvent
-from pipeline.stages.gateway.admin.prefix_cache_resets import ResetDesk
+from pipeline.stages.gateway.admin.abort_requests import AbortEvent, RequestAborter
+from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse import Ask
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies import shapes
-from pipeline.stages.gateway.requests import Call, Requests
+from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.request_table import RequestTable
 
 SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
 
 
 class ReplayedClients:
-    """Does what clients did, when the tape comes to it."""
+    """Repeats what clients did, at the recorded moments."""
 
-    def __init__(self, replay_context: ReplayContext, requests: Requests, aborts: AbortDesk, resets: ResetDesk) -> None:
+    def __init__(
+        self,
+        replay_context: ReplayContext,
+        requests: RequestTable,
+        aborter: RequestAborter,
+        resetter: PrefixCacheResetter,
+    ) -> None:
         self._requests = requests
-        self._aborts = aborts
-        self._decoder = msgspec.msgpack.Decoder(Ask)
-        self._calls: dict[int, tuple[Call, shapes.Events]] = {}
+        self._aborter = aborter
+        self._decoder = msgspec.msgpack.Decoder(ParsedRequest)
+        self._open_requests: dict[int, tuple[Request, shapes.Events]] = {}
         replay_context.perform("open", self._open)
-        replay_context.perform("leave", self._leave)
+        replay_context.perform("leave", self._release)
         replay_context.perform("abort", self._abort)
         replay_context.perform("timeout", self._expire)
-        replay_context.perform("reset", lambda *_: self._reset(resets))
+        replay_context.perform("reset", lambda *_: self._reset(resetter))
         replay_context.perform("fail all", lambda *_: requests.fail_all(SHUTTING_DOWN))
         for what in ("first", "due", "last", "whole"):
             replay_context.perform(what, partial(self._give, what))
@@ -42,32 +49,32 @@ class ReplayedClients:
     def _open(self, number: int, data: bytes) -> None:
         self._requests.num_opened = number - 1
         try:
-            call = self._requests.open(self._decoder.decode(data))
+            request = self._requests.open(self._decoder.decode(data))
         except ApiError:
-            return  # as it was then: it was overloaded
-        self._calls[number] = call, shapes.events(call)
+            return  # the recorded gateway refused it too
+        self._open_requests[number] = request, shapes.events(request)
 
     def _abort(self, _: int, data: bytes) -> None:
         event = msgspec.msgpack.decode(data, type=AbortEvent | list[str])
-        if isinstance(event, list):  # of before there were scopes
+        if isinstance(event, list):  # a recording from before scopes
             event = AbortEvent(event, NO_SCOPE)
-        self._aborts.begin(event.names, event.scope)
+        self._aborter.begin(event.names, event.scope)
 
     def _expire(self, number: int, _: bytes) -> None:
-        if number in self._calls:
-            self._requests.expire(self._calls[number][0])
+        if number in self._open_requests:
+            self._requests.expire(self._open_requests[number][0])
 
-    def _reset(self, resets: ResetDesk) -> None:
-        with contextlib.suppress(ApiError):  # as it was then
-            resets.begin()
+    def _reset(self, resetter: PrefixCacheResetter) -> None:
+        with contextlib.suppress(ApiError):  # as in the recording
+            resetter.begin()
 
-    def _leave(self, number: int, _: bytes) -> None:
-        if number in self._calls:  # else it could not be opened whole
-            call, _events = self._calls.pop(number)
-            self._requests.leave(call)
+    def _release(self, number: int, _: bytes) -> None:
+        if number in self._open_requests:  # else not all its prompts could be sent
+            request, _events = self._open_requests.pop(number)
+            self._requests.release(request)
 
     def _give(self, what: str, number: int, _: bytes) -> None:
-        call, events = self._calls[number]
+        request, events = self._open_requests[number]
         match what:
             case "first":
                 events.first()
@@ -76,4 +83,4 @@ class ReplayedClients:
             case "last":
                 events.last()
             case "whole":
-                shapes.told(call, shapes.body_of(call))
+                shapes.log_output(request, shapes.body_of(request))

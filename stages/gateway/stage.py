@@ -1,7 +1,7 @@
-"""The gateway's process: clients on one side, messages on the other, one asyncio loop between.
+"""The gateway process: one asyncio loop between clients and the other stages.
 
-client ──HTTP──► app ──► Requests.open ──Submit──► ingest
-client ◄──SSE─── writing ◄──wake── Requests ◄── Accepted, Rejected, Deltas
+client ──HTTP──► app ──► RequestTable.open ──Submit──► ingest
+client ◄──SSE─── response_writer ◄──wake── ResultHandler ◄── Accepted, Rejected, Deltas
 """
 
 import asyncio
@@ -24,27 +24,29 @@ from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.channels import AsyncInbox
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
-from pipeline.stages.gateway.admin.aborts import AbortDesk
-from pipeline.stages.gateway.admin.health import HealthDesk
-from pipeline.stages.gateway.admin.prefix_cache_resets import ResetDesk
-from pipeline.stages.gateway.admin.stats import StatsDesk
+from pipeline.stages.gateway.admin.abort_requests import RequestAborter
+from pipeline.stages.gateway.admin.health import HealthQuery
+from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http import descriptors
-from pipeline.stages.gateway.http.app import Api, Doors
-from pipeline.stages.gateway.http.guard import OPEN_PATHS, guarded, guarded_by_origin
-from pipeline.stages.gateway.http.listener import MAX_HEADERS, Site
+from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.http.guard import OPEN_PATHS, require_allowed_origin, require_key
+from pipeline.stages.gateway.http.listener import MAX_HEADERS, HttpListener
 from pipeline.stages.gateway.http.origins import OriginPolicy
-from pipeline.stages.gateway.parsing import parse
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.replayed import SHUTTING_DOWN, ReplayedClients
-from pipeline.stages.gateway.requests import Requests
-from pipeline.stages.gateway.zmq.server import Door
+from pipeline.stages.gateway.request_table import RequestTable
+from pipeline.stages.gateway.results import ResultHandler
+from pipeline.stages.gateway.zmq.server import ZmqServer
 
-LAST_WORDS_S = 1.5
-"""After the deadline of a drain: what the streams have to say that it is over, and the stages to close them."""
+FAIL_S = 1.5
+"""After the deadline of a drain: time for streams to send their error, and for the stages to close them."""
 CLOSE_S = 1.0
-"""Longest that responses may take to end after `Stop`."""
+"""Time for responses to end after `Stop`."""
 IDLE_CONNECTION_S = 300.0
-"""How long a connection that asks nothing is kept."""
+"""Keep-alive time of idle connections."""
 
 
 def run(launch: m.Launch) -> None:
@@ -54,23 +56,24 @@ def run(launch: m.Launch) -> None:
         Stage(launch, m.GatewayInbox) as stage,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        descriptors.allow_many(topology.max_open_of_one(launch.settings), stage.log)
+        descriptors.raise_limit(topology.max_open_of_one(launch.settings), stage.log)
         runner.run(Gateway(stage).serve())
 
 
 class Gateway:
-    """The loop, and what the supervisor asks of it."""
+    """The loop, and the supervisor's messages."""
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._stage = stage
         settings = stage.settings
-        self._doors = Doors()
-        self._requests = Requests(stage)
-        self._desk = HealthDesk(stage)
-        self._aborts = AbortDesk(stage, self._requests)
-        self._stats = StatsDesk(stage)
-        self._resets = ResetDesk(stage)
-        self._limits = limits = parse.Limits(
+        self._readiness = Readiness()
+        self._requests = RequestTable(stage)
+        self._health = HealthQuery(stage)
+        self._results = ResultHandler(stage, self._requests)
+        self._aborter = RequestAborter(stage, self._requests)
+        self._stats = StatsQuery(stage)
+        self._resetter = PrefixCacheResetter(stage)
+        self._limits = limits = RequestLimits(
             settings.served_model_name or ModelConfig.load(stage.model_dir).name,
             topology.max_open_of_one(settings),
             has_priorities=settings.schedule.policy == "priority",
@@ -78,26 +81,26 @@ class Gateway:
             formats=self._requests.formats,
         )
         self._api = Api(
-            self._doors,
+            self._readiness,
             self._requests,
-            self._desk,
-            self._aborts,
+            self._health,
+            self._aborter,
             self._stats,
-            self._resets,
+            self._resetter,
             limits,
             settings.gateway,
             has_keys=stage.launch.keys_fd >= 0,
         )
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
-        self._site: Site
+        self._site: HttpListener
         fd = stage.launch.keys_fd
         self._keys = Keys.inherited(fd) if fd >= 0 else None
-        self._door: Door | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._zmq_server: ZmqServer | None = None
+        self._drain_task: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        """Listen, say that the stage is ready, and handle messages until `Stop`."""
+        """Listen, report that the stage is ready, and handle messages until `Stop`."""
         options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
         max_header_bytes = self._stage.settings.limits.max_header_bytes
         options |= {"max_line_size": max_header_bytes, "max_field_size": max_header_bytes, "max_headers": MAX_HEADERS}
@@ -107,40 +110,40 @@ class Gateway:
         if self._keys is not None:
             assert runner.server is not None
             handle = runner.server.request_handler
-            runner.server.request_handler = guarded(handle, self._keys, () if has_admin else OPEN_PATHS)
+            runner.server.request_handler = require_key(handle, self._keys, () if has_admin else OPEN_PATHS)
         else:
             policy = OriginPolicy(self._stage.settings.gateway)
             for one in (runner, admin):
                 assert one.server is not None
-                one.server.request_handler = guarded_by_origin(one.server.request_handler, policy)
+                one.server.request_handler = require_allowed_origin(one.server.request_handler, policy)
         if self._stage.replay_context.is_replaying:
-            ReplayedClients(self._stage.replay_context, self._requests, self._aborts, self._resets)
+            ReplayedClients(self._stage.replay_context, self._requests, self._aborter, self._resetter)
         else:
             listener = socket.socket(fileno=self._stage.launch.listen_fd)
             http_port = listener.getsockname()[1]
-            self._site = Site(runner, listener, options)
+            self._site = HttpListener(runner, listener, options)
             await self._site.start()
             if has_admin:
-                await Site(admin, socket.socket(fileno=self._stage.launch.admin_fd), options).start()
+                await HttpListener(admin, socket.socket(fileno=self._stage.launch.admin_fd), options).start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 if not self._stage.replay_context.is_replaying:
-                    await self._open_door(http_port)
+                    await self._start_zmq_server(http_port)
                 self._stage.ready()
                 await self._loop(inbox)
-                self._fail_door(SHUTTING_DOWN)
+                self._fail_zmq_requests(SHUTTING_DOWN)
         except BaseExceptionGroup as group:
-            # The stage ends with what went wrong first, not with the group around it.
+            # Raise the first error itself, not the group.
             raise group.exceptions[0] from group
         finally:
-            self._requests.give_up(SHUTTING_DOWN)
-            if self._door is not None:
-                self._door.close()
+            self._requests.close_all(SHUTTING_DOWN)
+            if self._zmq_server is not None:
+                self._zmq_server.close()
             await runner.cleanup()
             await admin.cleanup()
-            if self._door is not None:
-                await self._door.wait_closed()
+            if self._zmq_server is not None:
+                await self._zmq_server.wait_closed()
             inbox.close()
 
     async def _runner(self, app: web.Application, options: dict[str, Any]) -> web.AppRunner:
@@ -148,21 +151,21 @@ class Gateway:
         await runner.setup()
         return runner
 
-    async def _open_door(self, http_port: int) -> None:
-        """Listen for clients of ZeroMQ. Raises UserError where the address can't be listened on."""
+    async def _start_zmq_server(self, http_port: int) -> None:
+        """Listen for ZeroMQ clients. Raises UserError if it can't listen on the address."""
         address = address_of(self._stage.settings.gateway.zmq, http_port, self._stage.replica)
         if address is not None:
             max_bytes = self._stage.settings.gateway.max_body_bytes
-            needs_key = address.startswith("tcp://")  # ipc is for processes of this user
-            self._door = Door(
-                address, self._doors, self._requests, self._limits, max_bytes, self._tasks, self._keys, needs_key
+            needs_key = address.startswith("tcp://")  # only processes of this user can connect to ipc
+            self._zmq_server = ZmqServer(
+                address, self._readiness, self._requests, self._limits, max_bytes, self._tasks, self._keys, needs_key
             )
-            await self._door.start()
+            await self._zmq_server.start()
 
-    def _fail_door(self, error: ApiError) -> None:
-        """Streams of the door may be open though their requests have ended: they wait for their clients' credit."""
-        if self._door is not None:
-            self._door.fail_all(error)
+    def _fail_zmq_requests(self, error: ApiError) -> None:
+        """Streams over ZeroMQ may stay open after their requests have finished, until their clients grant credit."""
+        if self._zmq_server is not None:
+            self._zmq_server.fail_all(error)
 
     async def _loop(self, inbox: AsyncInbox[m.GatewayInbox]) -> None:
         while not self._is_stopped:
@@ -174,67 +177,67 @@ class Gateway:
             self._stage.release()
             if (trace := self._stage.trace).on:
                 trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
-        if self._ending is not None:
-            self._ending.cancel()
+        if self._drain_task is not None:
+            self._drain_task.cancel()
 
     def _handle(self, message: m.GatewayInbox) -> None:
         match message:
             case m.Deltas():
-                self._requests.deltas(message)
+                self._results.deltas(message)
             case m.Accepted():
-                self._requests.accepted(message)
+                self._results.accepted(message)
             case m.Rejected():
-                self._requests.rejected(message)
+                self._results.rejected(message)
             case m.Health():
-                self._desk.answered(message)
+                self._health.handle_reply(message)
             case m.StatsAnswer():
-                self._stats.answered(message)
+                self._stats.handle_reply(message)
             case m.AbortRequests():
-                self._aborts.asked(message)
+                self._aborter.handle_request(message)
             case m.RequestsAborted():
-                self._aborts.answered(message)
+                self._aborter.handle_reply(message)
             case m.PrefixCacheReset():
-                self._resets.answered(message)
+                self._resetter.handle_reply(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
-                self._doors.facts = facts
+                self._readiness.facts = facts
                 self._requests.admission.max_prompt_tokens = facts.max_model_len
                 self._limits.max_prompt_tokens = facts.max_model_len
                 self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
                 gc.collect()
                 gc.freeze()
             case m.Drain(deadline_s):
-                self._doors.is_draining = True
-                if self._ending is None:
-                    self._end(deadline_s)
+                self._readiness.is_draining = True
+                if self._drain_task is None:
+                    self._start_drain(deadline_s)
             case m.StageDied(stage, reason):
-                self._doors.death = f"stage {stage} died: {reason}"
-                death = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self._doors.death, code="stage_died")
-                self._requests.give_up(death)
-                self._fail_door(death)
-                self._end(0.0)
+                self._readiness.failure = f"stage {stage} died: {reason}"
+                death = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, self._readiness.failure, code="stage_died")
+                self._requests.close_all(death)
+                self._fail_zmq_requests(death)
+                self._start_drain(0.0)
             case m.Stop():
                 self._is_stopped = True
             case _:
                 assert_never(message)
 
-    def _end(self, deadline_s: float) -> None:
-        """Begin to drain. A drain that goes on is replaced: there is less time now."""
+    def _start_drain(self, deadline_s: float) -> None:
+        """Start to drain. A running drain is replaced: the new deadline is earlier."""
         if self._stage.replay_context.is_replaying:
-            return  # what came of it is in the recording
-        if self._ending is not None:
-            self._ending.cancel()
-        self._ending = self._tasks.create_task(self._drain(deadline_s))
+            return  # its effects are in the recording
+        if self._drain_task is not None:
+            self._drain_task.cancel()
+        self._drain_task = self._tasks.create_task(self._drain(deadline_s))
 
     async def _drain(self, deadline_s: float) -> None:
-        """Let open streams go on until the deadline, end those that are left, then say that nothing is open."""
+        """Wait until the deadline for open streams to finish, fail the rest, then report that nothing is open."""
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
         if not await self._idle_within(deadline_s):
             self._requests.fail_all(SHUTTING_DOWN)
-            self._fail_door(SHUTTING_DOWN)
-            await self._idle_within(LAST_WORDS_S)
-        if self._doors.death is None:  # else who comes is told of it
+            self._fail_zmq_requests(SHUTTING_DOWN)
+            await self._idle_within(FAIL_S)
+        if self._readiness.failure is None:  # else keep answering with the reason
             await self._site.stop()
         self._stage.supervisor.send(m.Drained())
 
@@ -246,9 +249,8 @@ class Gateway:
         return False
 
 
-class _NotTheClientsFault(logging.Filter):
-    """What a client sends that is not even HTTP, or can't be unpacked, is answered, and is no event of the server's
-    life."""
+class _IgnoreClientErrors(logging.Filter):
+    """Drops log records of requests that are not valid HTTP or can't be decompressed: their clients get an error."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -258,5 +260,5 @@ class _NotTheClientsFault(logging.Filter):
 def _http_log() -> logging.Logger:
     log = logging.getLogger("pipeline.http")
     if not log.filters:
-        log.addFilter(_NotTheClientsFault())
+        log.addFilter(_IgnoreClientErrors())
     return log

@@ -1,4 +1,4 @@
-"""The times of a call: what `"timings": true` puts into its reply, and those of the last calls, for `pipeline trace`.
+"""Timings of a request: for `"timings": true` in its reply, and of the last requests for `pipeline trace`.
 
 {"received": unix s, "total_ms", "time_to_first_token_ms",
  "choices": [{"index", "request_id", "prompt_tokens", "cached_tokens", "output_tokens", "time_to_first_token_ms",
@@ -13,22 +13,22 @@ import msgspec
 from pipeline.metrics.request_timings import HOPS, RequestTimings, SequenceTimings, stamps
 
 if TYPE_CHECKING:
-    from pipeline.stages.gateway.requests import Call, Request, Sequence
+    from pipeline.stages.gateway.request import PromptRequest, Request, Sequence
 
 NUM_KEPT = 512
-"""Calls whose times are kept."""
+"""Requests whose timings are kept."""
 
 
 class Hop(msgspec.Struct):
     ms: float
     share: float
-    """Of the whole."""
+    """Fraction of the total."""
 
 
 class ChoiceTimings(msgspec.Struct):
     index: int
     request_id: str
-    """As it stands in log lines."""
+    """As in log lines."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -41,32 +41,40 @@ class Timings(msgspec.Struct):
     """Unix time, in seconds."""
     total_ms: float
     time_to_first_token_ms: float
-    """Of the choice that was first."""
+    """The earliest of its choices."""
     choices: list[ChoiceTimings]
 
 
-def times_of(call: "Call", now_s: float = 0.0) -> RequestTimings:
-    """A call that has finished. `now_s`: when its response was out, if it is."""
-    pairs = [(request, sequence) for request in call.requests for sequence in request.sequences]
-    if call.ask.best_of is not None:
-        # Those that are returned come first, and their index is their choice's.
-        places = {id(sequence): place for place, sequence in enumerate(call.choices)}
+def times_of(request: "Request", now_s: float = 0.0) -> RequestTimings:
+    """Timings of a finished request. `now_s`: when its response was complete, if it is."""
+    pairs = [
+        (prompt_request, sequence)
+        for prompt_request in request.prompt_requests
+        for sequence in prompt_request.sequences
+    ]
+    if request.parsed.best_of is not None:
+        # Returned sequences come first, so their index is that of their choice.
+        places = {id(sequence): place for place, sequence in enumerate(request.choices)}
         pairs.sort(key=lambda pair: places.get(id(pair[1]), len(places)))
-    sequences = [_sequence_times(call, request, sequence, now_s) for request, sequence in pairs]
+    sequences = [_sequence_times(request, prompt_request, sequence, now_s) for prompt_request, sequence in pairs]
     for index, sequence in enumerate(sequences):
         sequences[index] = msgspec.structs.replace(sequence, index=index)
-    return RequestTimings(call.id, call.requests[0].submit.arrival_s if call.requests else 0.0, sequences)
+    return RequestTimings(
+        request.id, request.prompt_requests[0].submit.arrival_s if request.prompt_requests else 0.0, sequences
+    )
 
 
-def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_s: float) -> SequenceTimings:
+def _sequence_times(
+    request: "Request", prompt_request: "PromptRequest", sequence: "Sequence", now_s: float
+) -> SequenceTimings:
     first = sequence.first
     return SequenceTimings(
-        request_id=request.id,
+        request_id=prompt_request.id,
         index=0,
         stamps_s=stamps(
-            call.received_s,
-            request.began_s,
-            request.done_s,
+            request.received_s,
+            prompt_request.began_s,
+            prompt_request.done_s,
             first.queued_s if first else 0.0,
             first.started_s if first else 0.0,
             first.first_s if first else 0.0,
@@ -75,14 +83,14 @@ def _sequence_times(call: "Call", request: "Request", sequence: "Sequence", now_
             max(now_s, sequence.ended_s),
         ),
         first_text_s=sequence.first_s,
-        num_prompt=0 if request.prompt_ids is None else len(request.prompt_ids),
+        num_prompt=0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids),
         num_cached=first.num_cached if first else 0,
         num_output=sequence.num_generated,
     )
 
 
 def timings_of(times: RequestTimings) -> Timings:
-    """The same for people."""
+    """The same in milliseconds, for replies."""
     choices = []
     for sequence in times.sequences:
         total_s = sequence.stamps_s[-1] - sequence.stamps_s[0]
@@ -106,17 +114,17 @@ def timings_of(times: RequestTimings) -> Timings:
     return Timings(times.received_unix_s, total_ms, first_ms, choices)
 
 
-def json_of(call: "Call") -> str:
-    """Those of a call that has finished, as JSON."""
-    return msgspec.json.encode(timings_of(times_of(call))).decode()
+def json_of(request: "Request") -> str:
+    """Timings of a finished request, as JSON."""
+    return msgspec.json.encode(timings_of(times_of(request))).decode()
 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-class RecentCalls:
-    """The times of the last calls that ended well."""
+class RecentRequests:
+    """Timings of the last requests that succeeded."""
 
     def __init__(self) -> None:
         self._kept: deque[RequestTimings] = deque(maxlen=NUM_KEPT)
@@ -124,9 +132,9 @@ class RecentCalls:
     def keep(self, times: RequestTimings) -> None:
         self._kept.append(times)
 
-    def find(self, call_id: str) -> RequestTimings | None:
-        """By the id in its reply, or by that of one of its requests as log lines have it; the newest."""
+    def find(self, response_id: str) -> RequestTimings | None:
+        """Find the newest by the id of its response, or by the id of a prompt request as in log lines."""
         for times in reversed(self._kept):
-            if call_id == times.call_id or any(call_id == f"{one.request_id:x}" for one in times.sequences):
+            if response_id == times.call_id or any(response_id == f"{one.request_id:x}" for one in times.sequences):
                 return times
         return None

@@ -156,7 +156,7 @@ async def test_others_that_use_a_server_up_are_waited_for(tiny_model: Path) -> N
         # Our own share is kept to: eight at once, of which only four fit, and none is refused.
         outputs = await asyncio.gather(*(all_of(own.generate("Hello", GREEDY)) for _ in range(8)))
         assert len({str(output[-1].outputs) for output in outputs}) == 1
-        with pytest.raises(PromptError, match=r"n = 5 is more than this server takes at once \(4\)"):
+        with pytest.raises(PromptError, match=r"n = 5 exceeds the limit of 4 open sequences"):
             await all_of(own.generate("Hello", SamplingParams(n=5)))
 
 

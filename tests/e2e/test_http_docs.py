@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.gateway.http.app import Api, Doors
+from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.parsing.parse import Limits
-from pipeline.stages.gateway.replies.tokens_only import PARAMS_NEUTRAL, SamplingParams
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.parsing.tokens_only import PARAMS_NEUTRAL, SamplingParams
+from pipeline.stages.gateway.readiness import Readiness
 from tests.e2e.server import Server
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "http.md"
@@ -121,7 +122,7 @@ def test_every_field_is_told_or_refused_by_name() -> None:
 def test_every_route_is_told() -> None:
     settings = Settings()
     none: Any = None
-    app = Api(Doors(), none, none, none, none, none, Limits("x", 1), settings.gateway).app()
+    app = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), settings.gateway).app()
     for route in app.router.routes():
         if route.method != "HEAD":
             path = route.resource.canonical if route.resource is not None else ""

@@ -433,4 +433,4 @@ def test_json_logs_parse_and_a_request_can_be_followed_by_its_id() -> None:
         ("detokenize.0", "ended"),
         ("gateway.0", "finished"),
     }
-    assert [line["call"] for line in lines if line["message"] == "opened"] == [reply["id"]]
+    assert [line["response_id"] for line in lines if line["message"] == "opened"] == [reply["id"]]

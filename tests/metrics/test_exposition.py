@@ -21,7 +21,7 @@ from pipeline.metrics.stats import (
 )
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import Admission
-from pipeline.stages.gateway.metrics import Counting as GatewayCounting
+from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.schedule.metrics import Counting as ScheduleCounting
 
 MODEL = 'odd "name" \\ with\nlines'
@@ -61,7 +61,7 @@ def schedule(**more: int) -> ScheduleCounts:
 
 
 def gateway(num_stopped: int, first_s: float) -> Any:
-    counting = GatewayCounting()
+    counting = GatewayMetrics()
     for _ in range(num_stopped):
         counting.opened(1, 1, 16)
         counting.first_s.observe(first_s)

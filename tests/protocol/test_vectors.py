@@ -68,24 +68,24 @@ def test_the_page_has_a_section_for_every_message_and_part() -> None:
 def test_the_page_names_the_limits_that_are() -> None:
     from pipeline.config.settings import Limits
     from pipeline.stages.gateway.parsing import sampling_fields
-    from pipeline.stages.gateway.zmq import router, server, stream
+    from pipeline.stages.gateway.zmq import listener, server, stream
 
     page = " ".join(PAGE.read_text().split())
     caps = Limits()
     for words in (
         f"within {server.HELLO_S:g} s of connecting",
         f"takes nothing for {stream.STALL_S:g} s",
-        f"more than {server.MAX_LETTERS:,} messages",
-        f"({router.MAX_CONNECTIONS:,}, or a quarter",
+        f"more than {server.MAX_PENDING_MESSAGES:,} messages",
+        f"({listener.MAX_CONNECTIONS:,}, or a quarter",
         f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_stop_token_ids} |",
         f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_logprobs} |",
         f"| within {server.HELLO_S:g} s of connecting; at most {server.MAX_HELLO_BYTES // 1024} KiB |",
         f"not come whole {server.MESSAGE_S:g} s after",
-        f"| {router.RECEIVE_BOUND}, then",
-        f"| messages above {router.SMALL_BYTES // 1024} KiB that",
-        f"room for {router.NUM_LARGE} × `max_message_bytes`",
+        f"| {listener.RECEIVE_BOUND}, then",
+        f"| messages above {listener.SMALL_BYTES // 1024} KiB that",
+        f"room for {listener.NUM_LARGE} × `max_message_bytes`",
     ):
         assert words in page, words
 

@@ -109,7 +109,7 @@ def test_a_window_has_processes_in_flow_order_slices_counters_and_arrows() -> No
         StageTrace(
             "schedule.0", 30, [Record("plan", 1.002, 1.003, {}, [big]), Record("q", 1.003, 0.0, {"n": 1}, [])], 5
         ),
-        StageTrace("gateway.0", 10, [Record("submit", 1.0, 1.001, {"call": "c"}, [big])], 0),
+        StageTrace("gateway.0", 10, [Record("submit", 1.0, 1.001, {"response_id": "c"}, [big])], 0),
         StageTrace("execute.0", 40, [Record("step", 1.003, 1.009, {"tokens": 3}, [big, 9])], 0),
     ]
     data = chrome_trace.of_window(stages)

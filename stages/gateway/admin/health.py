@@ -1,4 +1,4 @@
-"""One question to the supervisor for however many clients ask at once."""
+"""GET /health: asks the supervisor for the state of all stages. Concurrent callers share one question."""
 
 import asyncio
 
@@ -6,9 +6,10 @@ import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.admin.pending_replies import ONLY_PEER, PendingReplies
 
 GRACE_S = 1.0
-"""What the supervisor has, besides the time its stages have, to answer."""
+"""Time for the supervisor itself, besides the time that its stages have to reply."""
 
 
 class HealthBody(msgspec.Struct):
@@ -31,37 +32,33 @@ class HealthBody(msgspec.Struct):
     open_requests: int = 0
 
 
-class HealthDesk:
-    """Asks the supervisor how all stages are."""
+class HealthQuery:
+    """Sends one question at a time. Callers that arrive while it is pending share its reply."""
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._supervisor = stage.supervisor
-        self._timeout_s = stage.settings.supervisor.health_timeout_s + GRACE_S
-        self._question: asyncio.Future[m.Health | None] | None = None
-        self._nonce = 0
+        self._pending: PendingReplies[m.Health] = PendingReplies(stage.settings.supervisor.health_timeout_s + GRACE_S)
+        self._current: asyncio.Task[m.Health | None] | None = None
 
-    async def ask(self) -> m.Health | None:
-        """The supervisor's answer, or None where it does not come in time."""
-        if self._question is None:
-            self._nonce += 1
-            if not self._supervisor.send(m.AskHealth(self._nonce)):
-                return None
-            loop = asyncio.get_running_loop()
-            self._question = loop.create_future()
-            loop.call_later(self._timeout_s, self._close, self._nonce, None)
-        return await asyncio.shield(self._question)
+    async def fetch(self) -> m.Health | None:
+        """The supervisor's reply, or None if it does not come in time."""
+        if self._current is None or self._current.done():
+            self._current = asyncio.create_task(self._fetch())
+        return await asyncio.shield(self._current)
 
-    def answered(self, health: m.Health) -> None:
-        self._close(health.nonce, health)
+    async def _fetch(self) -> m.Health | None:
+        nonce = self._pending.send(lambda nonce, _: self._supervisor.send(m.AskHealth(nonce)))
+        if nonce is None:
+            return None
+        replies, _ = await self._pending.collect(nonce)
+        return replies.get(ONLY_PEER)
 
-    def _close(self, nonce: int, health: m.Health | None) -> None:
-        if self._question is not None and nonce == self._nonce:
-            self._question.set_result(health)
-            self._question = None
+    def handle_reply(self, health: m.Health) -> None:
+        self._pending.handle(health.nonce, health)
 
 
 def body_of(health: m.Health | None, status: str, reason: str | None, num_open: int) -> HealthBody:
-    """What /health says. `status` is the gateway's own; where that is ok, the worst of the stages counts."""
+    """The body of /health. `status` is the gateway's own; if that is ok, the worst status of the stages is reported."""
     if health is None:
         return HealthBody(status, reason, open_requests=num_open)
     body = HealthBody(

@@ -1,49 +1,43 @@
-"""GET /metrics: asks the supervisor for the whole server's stats, so that any gateway shows all of it."""
+"""GET /metrics: asks the supervisor for the stats of the whole server, so any gateway can report them."""
 
 import asyncio
 
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.admin.pending_replies import ONLY_PEER, PendingReplies
 
 GRACE_S = 1.0
-"""What the supervisor has, besides the time its stages have, to answer."""
+"""Time for the supervisor itself, besides the time that its stages have to reply."""
 
 
-class StatsDesk:
-    """One question at a time, however many ask: who comes while it is out shares the next one, whose counts are newer
-    than his request."""
+class StatsQuery:
+    """Sends one question at a time. Callers that arrive while it is pending share the next one, so that the stats they
+    get are newer than their request."""
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
         self._supervisor = stage.supervisor
-        self._timeout_s = stage.settings.supervisor.health_timeout_s + GRACE_S
-        self._asked: asyncio.Future[ServerStats | None] | None = None
-        self._next: asyncio.Future[ServerStats | None] | None = None
-        self._nonce = 0
+        self._pending: PendingReplies[ServerStats] = PendingReplies(
+            stage.settings.supervisor.health_timeout_s + GRACE_S
+        )
+        self._current: asyncio.Task[ServerStats | None] | None = None
+        self._next: asyncio.Task[ServerStats | None] | None = None
 
-    async def ask(self) -> ServerStats | None:
-        """The stats, or None where the supervisor does not answer in time."""
+    async def fetch(self) -> ServerStats | None:
+        """The stats, or None if the supervisor does not reply in time."""
         if self._next is None:
-            self._next = asyncio.get_running_loop().create_future()
-        mine = self._next
-        if self._asked is None:
-            self._send()
-        return await asyncio.shield(mine)
+            self._next = asyncio.create_task(self._fetch_after(self._current))
+        return await asyncio.shield(self._next)
 
-    def _send(self) -> None:
-        self._asked, self._next = self._next, None
-        self._nonce += 1
-        if not self._supervisor.send(m.AskServerStats(self._nonce)):
-            self._close(self._nonce, None)
-            return
-        asyncio.get_running_loop().call_later(self._timeout_s, self._close, self._nonce, None)
+    async def _fetch_after(self, previous: "asyncio.Task[ServerStats | None] | None") -> ServerStats | None:
+        if previous is not None:
+            await asyncio.wait([previous])
+        self._current, self._next = self._next, None
+        nonce = self._pending.send(lambda nonce, _: self._supervisor.send(m.AskServerStats(nonce)))
+        if nonce is None:
+            return None
+        replies, _ = await self._pending.collect(nonce)
+        return replies.get(ONLY_PEER)
 
-    def answered(self, message: m.StatsAnswer) -> None:
-        self._close(message.nonce, message.stats)
-
-    def _close(self, nonce: int, stats: ServerStats | None) -> None:
-        if self._asked is not None and nonce == self._nonce:
-            asked, self._asked = self._asked, None
-            asked.set_result(stats)
-            if self._next is not None:
-                self._send()
+    def handle_reply(self, message: m.StatsAnswer) -> None:
+        self._pending.handle(message.nonce, message.stats)

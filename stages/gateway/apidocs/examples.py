@@ -18,7 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def example_of(does: str, model: str) -> dict[str, Any] | None:
+def example_of(handler: str, model: str) -> dict[str, Any] | None:
     """The body of an example of a route, by what it does; None where it has none."""
-    body = BODIES.get(does)
+    body = BODIES.get(handler)
     return body and {name: model if value == "{model}" else value for name, value in body.items()}

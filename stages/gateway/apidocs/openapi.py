@@ -98,9 +98,9 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
 
 def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": route.does,
+        "operationId": route.handler,
         "summary": route.summary,
-        "tags": [_TAG_OF.get(route.does, "Tokens" if route.is_call else "Server")],
+        "tags": [_TAG_OF.get(route.handler, "Tokens" if route.opens_request else "Server")],
         "parameters": _parameters(route, model),
         "responses": {"200": _success(route, schemas)} | _failures(route, has_keys),
     }
@@ -109,7 +109,7 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
         if route.neutral:
             schema = {"allOf": [schema, {"properties": _neutral(route.body, route.neutral)}]}
         content: dict[str, Any] = {"schema": schema}
-        if (example := example_of(route.does, model)) is not None:
+        if (example := example_of(route.handler, model)) is not None:
             content["example"] = example
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     if route.is_admin:
@@ -124,7 +124,7 @@ def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
     if "{model}" in route.path:
         schema = {"type": "string", "enum": [model]}
         found.append({"name": "model", "in": "path", "required": True, "schema": schema})
-    if route.is_call:
+    if route.opens_request:
         found.append(
             {
                 "name": "X-Request-Id",
@@ -158,7 +158,7 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
     statuses: list[int] = [*_ALWAYS, *(_WITH_BODY if route.body is not None else ())]
     if route.method == "POST" and route.body is None:
         statuses.append(415)
-    if route.is_call or "{model}" in route.path:
+    if route.opens_request or "{model}" in route.path:
         statuses += _OF_CALLS
     if not has_keys or route.is_admin:
         statuses.remove(401)

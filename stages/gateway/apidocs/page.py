@@ -69,7 +69,7 @@ class _Page:
             f"<p>{escape(info['summary'])} {_text(info['description'])}</p>",
         ]
         if "security" in self._api:
-            parts.append("<p>Requests need an API key: <code>Authorization: Bearer KEY</code>.</p>")
+            parts.append("<p>RequestTable need an API key: <code>Authorization: Bearer KEY</code>.</p>")
         parts.append("<p>For programs: <a href=openapi.json>openapi.json</a>.</p>")
         for tag in self._api["tags"]:
             routes = [

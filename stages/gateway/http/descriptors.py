@@ -1,28 +1,28 @@
-"""File descriptors: each client's connection takes one."""
+"""The limit of open files: each connection needs a descriptor."""
 
 import logging
 import resource
 from pathlib import Path
 
 SPARE = 64
-"""For clients that are told 503, that ask for /health, and that are just leaving."""
+"""Descriptors for clients that get 503, for /health, and for connections that are closing."""
 
 
-def allow_many(max_open_requests: int, log: logging.Logger) -> int:
-    """Raise the limit of open files to what this process may have, and warn where that is too little for the
-    sequences that may be open at once. Returns the limit."""
+def raise_limit(max_open_requests: int, log: logging.Logger) -> int:
+    """Raise the soft limit of open files to the hard limit, and warn if it is too low for the sequences that may be
+    open. Returns the limit."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != most:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             limit = most
         except (OSError, ValueError) as error:  # "unlimited" may be more than the kernel's fs.nr_open
-            log.warning("the limit of open files can't be raised", extra={"fields": {"limit": limit, "why": error}})
+            log.warning("Failed to raise the limit of open files", extra={"fields": {"limit": limit, "why": error}})
     needed = len(list(Path("/proc/self/fd").iterdir())) + max_open_requests + SPARE
     if limit != resource.RLIM_INFINITY and limit < needed:
         log.warning(
-            "too few open files are allowed for gateway.max_open_requests: clients beyond the limit will have to wait; "
-            "raise it (ulimit -n, LimitNOFILE=) or lower gateway.max_open_requests",
+            "the limit of open files is too low for gateway.max_open_requests: clients above it will wait; raise it "
+            "(ulimit -n, LimitNOFILE=) or lower gateway.max_open_requests",
             extra={"fields": {"limit": limit, "needed": needed, "max_open_requests": max_open_requests}},
         )
     return limit

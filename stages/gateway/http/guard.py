@@ -1,9 +1,8 @@
-"""Who is let in over HTTP.
+"""Authentication of HTTP requests.
 
-It stands before the routes, so that it holds for whatever is asked, paths that lead nowhere and methods that nobody
-knows among them; and before the body, of which no byte is read or asked for until the request is known to be allowed.
-A server with API keys asks for one of them. A server without keys refuses what a web page of another site may have
-sent (see origins.py). Both refuse a body that is declared as something other than JSON.
+It runs before routing, so it also covers unknown paths and methods, and before any byte of the body is read or
+requested. A server with API keys requires one of them. A server without keys refuses requests that a web page of
+another site may have sent (see origins.py). Both refuse a body whose declared type is not JSON.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -14,21 +13,20 @@ from aiohttp import web
 
 from pipeline.runtime.api_keys import NO_SCOPE, Keys, bearer
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http import request_ids
 from pipeline.stages.gateway.http.origins import OriginPolicy, check_content_type
+from pipeline.stages.gateway.parsing import request_ids
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = ("/health", "/metrics")
-"""Where there is no admin listener. Written so and not otherwise: what a router would take for the same is not
-meant."""
+"""Paths without a key, if there is no admin listener. They are compared exactly, not as a router would."""
 OPEN_METHODS = ("GET", "HEAD")
 _scope: ContextVar[str] = ContextVar("scope", default=NO_SCOPE)
-"""Of the request that the current task handles; aiohttp has a task for each connection."""
+"""Scope of the request in the current task; aiohttp has a task for each connection."""
 
 
-def guarded(handle: Handle, keys: Keys, open_paths: Collection[str]) -> Handle:
-    """`handle`, for those who show one of the keys; whoever asks for one of `open_paths` needs none."""
+def require_key(handle: Handle, keys: Keys, open_paths: Collection[str]) -> Handle:
+    """Wrap `handle`: require one of the keys, except for GET and HEAD of `open_paths`."""
 
     async def guard(request: web.BaseRequest) -> web.StreamResponse:
         headers = request.headers.getall("Authorization", [])
@@ -46,8 +44,8 @@ def guarded(handle: Handle, keys: Keys, open_paths: Collection[str]) -> Handle:
     return guard
 
 
-def guarded_by_origin(handle: Handle, policy: OriginPolicy) -> Handle:
-    """`handle`, without keys: for requests that no web page of another site can have sent."""
+def require_allowed_origin(handle: Handle, policy: OriginPolicy) -> Handle:
+    """Wrap `handle` for a server without keys: refuse requests that a web page of another site may have sent."""
 
     async def guard(request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -61,16 +59,16 @@ def guarded_by_origin(handle: Handle, policy: OriginPolicy) -> Handle:
 
 
 def current_scope() -> str:
-    """The scope of the API key that the current request has shown; see `Keys.scope_of`."""
+    """The scope of the current request's API key; see `Keys.scope_of`."""
     return _scope.get()
 
 
-def unauthorized(has_shown: bool) -> ApiError:
-    """401. It does not repeat what was shown."""
+def unauthorized(has_key: bool) -> ApiError:
+    """401. The message does not repeat the key."""
     message = (
-        "this is no API key of this server"
-        if has_shown
-        else "an API key is needed: over HTTP as 'Authorization: Bearer KEY', over ZeroMQ as api_key of hello"
+        "Invalid API key"
+        if has_key
+        else "API key required: send 'Authorization: Bearer KEY' over HTTP, or `api_key` in hello over ZeroMQ"
     )
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
@@ -84,5 +82,5 @@ def _refusal(request: web.BaseRequest, error: ApiError, headers: dict[str, str] 
     )
     if (name := request_ids.to_repeat(request.headers)) is not None:
         response.headers[request_ids.HEADER] = name
-    response.force_close()  # what it may send still is not a request's
+    response.force_close()  # whatever the client sends next is not read as a request
     return response

@@ -1,8 +1,7 @@
-"""Large bodies take turns.
+"""Serializes the parsing of large bodies.
 
-A body is parsed in one go, and while it is nobody else is served: 4 MiB of small values take 50 ms. Many that come
-together would stand in one line before everybody else. So they are parsed one after the other, and between two of them
-others have the loop for as long as the last one took.
+Parsing a body blocks the event loop: 4 MiB of small values take 50 ms. Many large bodies in a row would delay all other
+requests. So they are parsed one at a time, with a pause after each that is as long as its parsing.
 """
 
 import asyncio
@@ -14,21 +13,21 @@ LARGE_BYTES = 65536
 MAX_PAUSE_S = 0.5
 
 
-class Turns:
-    """Owns the turn of one gateway."""
+class LargeBodyLock:
+    """The lock of one gateway."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._free_s = 0.0
-        """When the next may begin."""
+        """End of the current pause."""
 
     @asynccontextmanager
-    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """The time to work on a body of so many bytes. Small ones never wait."""
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        """Hold the lock while parsing a body of `num_bytes`. Small bodies never wait."""
         if num_bytes <= LARGE_BYTES:
             yield
             return
-        async with self._turn:
+        async with self._lock:
             await asyncio.sleep(max(0.0, self._free_s - time.monotonic()))
             begin_s = time.monotonic()
             try:

@@ -1,4 +1,4 @@
-"""The listening socket, and what is said to clients whose requests aiohttp itself can't read."""
+"""The HTTP listener, and errors for requests that aiohttp can't parse."""
 
 import asyncio
 import socket
@@ -11,20 +11,18 @@ from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpPr
 from pipeline.stages.gateway.errors import ApiError, shown, unsupported_encoding
 
 BACKLOG = 1024
-"""Connections that may wait to be accepted; aiohttp's own 128 makes a crowd that comes at once wait for TCP's timer."""
-
-
+"""Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
 MAX_HEADERS = 128
-"""Of a request."""
+"""Headers of a request."""
 MAX_CHUNKS = 8192
-"""Chunks of a body that may wait to be read. aiohttp stops reading at 16,384."""
+"""Buffered chunks of a body. aiohttp stops reading at 16,384."""
 HEAD_S = 30.0
-"""Longest that the head of a request may take to come, from its first byte on, and that of a connection's first request
-from the beginning. It costs nothing to say a byte now and then, and a connection that does takes a descriptor."""
+"""Time for the head of a request to arrive, from its first byte; for the first request, from the connection's start. A
+client that sends a byte now and then would keep a descriptor for ever."""
 
 
-class Protocol(web.RequestHandler):
-    """One connection. Its errors have OpenAI's shape like all others."""
+class HttpConnection(web.RequestHandler):
+    """One connection. Its errors have OpenAI's shape."""
 
     __slots__ = ("_head_timer",)
 
@@ -52,22 +50,22 @@ class Protocol(web.RequestHandler):
             self.force_close()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come. Where they break off a body that a route reads, aiohttp would tell it after its response
-        alone, and leave it waiting for the rest: the route is told now, and nothing more is read."""
+        """Pass data to aiohttp. If it makes the body that a route reads invalid, aiohttp would report that only after
+        the response, and the route would wait for the rest: fail the body now, and close the connection."""
         num_messages = len(self._messages)
         super().data_received(data)
         if len(self._messages) > num_messages:
             self._stop_head_timer()
             if any(getattr(message, "compression", None) for message, _ in self._messages):
-                # What a route has left of a body is read and thrown away for a while, so that the client comes to read
-                # the response. Unpacking it for that could take a gigabyte's time.
+                # aiohttp reads and drops the rest of a body that a route did not read, so that the client reads the
+                # response. Decompressing it for that could mean a gigabyte.
                 self._lingering_time = 0.0
         elif data and self._current_request is None and not self._messages:
             self._time_head()
-        self._refuse_crumbs()
+        self._refuse_small_chunks()
         reading = self._current_request
         if len(self._messages) > num_messages and reading is not None and not reading.content.is_eof():
-            error = getattr(self._messages[-1][0], "exc", None)  # only what can't be read has one
+            error = getattr(self._messages[-1][0], "exc", None)  # only invalid messages have one
             if isinstance(error, HttpProcessingError):
                 self._messages.pop()
                 broken = web.RequestPayloadError(error.message)
@@ -75,10 +73,9 @@ class Protocol(web.RequestHandler):
                 reading.content.set_exception(broken)
                 self.close()
 
-    def _refuse_crumbs(self) -> None:
-        """End a body whose chunks are so small that more of them wait than aiohttp reads at once: from there on it
-        copies what is left of them for each, so that half a megabyte of chunks of a byte takes ten seconds, in which
-        nobody is served."""
+    def _refuse_small_chunks(self) -> None:
+        """Fail a body with too many buffered chunks. aiohttp copies the rest of its list for each chunk, so half a
+        megabyte of one-byte chunks would block the loop for ten seconds."""
         bodies = [payload for _, payload in self._messages]
         if self._current_request is not None:
             bodies.append(self._current_request.content)
@@ -95,8 +92,8 @@ class Protocol(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The response to what is no request, or to what a route did not catch. It ends the connection; the log has it
-        from aiohttp."""
+        """The response to an invalid request, or to an exception in a route. It closes the connection; aiohttp logs the
+        error."""
         response = super().handle_error(request, status, exc, message)
         assert isinstance(response, web.Response)
         error = _error_of(status, exc)
@@ -115,19 +112,19 @@ def _error_of(status: int, exc: BaseException | None) -> ApiError:
         case BadHttpMessage(message=message) if message.startswith("Too many headers"):
             return ApiError(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                f"a request has at most {MAX_HEADERS} headers",
+                f"a request may have at most {MAX_HEADERS} headers",
                 code="too_large",
             )
-        case ContentEncodingError(message=message) if "install" in message:  # what this server is, is not its affair
+        case ContentEncodingError(message=message) if "install" in message:  # it names a package to install
             return unsupported_encoding("")
         case HttpProcessingError():
             lines = exc.message.partition("\n")[0].rstrip(":")
-            return ApiError(status, f"the request can't be read: {shown(lines)}", code="invalid_http")
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed on this request")
+            return ApiError(status, f"cannot read the request: {shown(lines)}", code="invalid_http")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error")
 
 
-class Site(web.SockSite):
-    """Serves HTTP on a socket that is open already. `options` are those of `web.AppRunner`."""
+class HttpListener(web.SockSite):
+    """Serves HTTP on an open socket. `options` are those of `web.AppRunner`."""
 
     def __init__(self, runner: web.AppRunner, listener: socket.socket, options: dict[str, Any]) -> None:
         super().__init__(runner, listener, backlog=BACKLOG)
@@ -135,11 +132,11 @@ class Site(web.SockSite):
         self._options = options
 
     async def start(self) -> None:
-        """Begin to accept connections. As SockSite does it, but for the protocol."""
+        """Start accepting connections: like SockSite, but with HttpConnection."""
         await web.BaseSite.start(self)
         loop = asyncio.get_running_loop()
         server = self._runner.server
         assert server is not None
         self._server = await loop.create_server(
-            lambda: Protocol(server, loop=loop, **self._options), sock=self._listener, backlog=BACKLOG
+            lambda: HttpConnection(server, loop=loop, **self._options), sock=self._listener, backlog=BACKLOG
         )

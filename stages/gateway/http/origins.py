@@ -1,15 +1,15 @@
-"""What a server without API keys refuses: requests that a web page of another site can have a browser send.
+"""Protects a server without API keys against web pages of other sites.
 
-A page may send requests to any address that its reader's browser reaches, a server on loopback included. Two headers,
-which a page can't forge, tell:
+A page can make the browser send requests to any address that it reaches, including a server on loopback. Two headers,
+which a page can't forge, are checked:
 
-- `Host`. By DNS rebinding a site makes its own name stand for 127.0.0.1, and the browser then takes the server for that
-  site, whose replies the page may read. So the host must be an address, localhost or a configured name.
-- `Origin`. Browsers name the page's site with every POST, and with every request whose reply the page wants to read. So
-  the origin must be the server's own or a configured one. Programs other than browsers send none.
+- `Host`. By DNS rebinding a site resolves its own name to 127.0.0.1; the browser then takes the server for that site
+  and lets the page read the replies. So the host must be an IP address, localhost or a configured name.
+- `Origin`. Browsers send the page's origin with every POST, and with every cross-origin request whose reply the page
+  can read. So the origin must be the server's own or a configured one. Other programs send none.
 
-Besides, on every server, a body whose declared type is not JSON is refused: HTML forms, and scripts without the
-server's consent, can only send others.
+Every server also refuses a body whose declared type is not JSON: HTML forms, and scripts without CORS permission, can
+only send other types.
 """
 
 import re
@@ -32,7 +32,7 @@ from pipeline.stages.gateway.errors import ApiError, shown
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 _JSON = re.compile(r"application/(?:json|[!#$&^_.+a-z0-9-]+\+json)", re.ASCII)
 _OTHER_SITES = ("cross-site", "same-site")
-"""Of `Sec-Fetch-Site`: the page is of another origin."""
+"""Values of `Sec-Fetch-Site` for a page of another origin."""
 _READING = ("GET", "HEAD")
 
 
@@ -52,10 +52,10 @@ class OriginPolicy:
         self._check_origin(request, self._checked_hosts(request))
 
     def _checked_hosts(self, request: web.BaseRequest) -> list[Authority]:
-        """Where the request says that it goes: its Host header and, if its target is absolute, that too."""
+        """The hosts that the request names: in its Host header and, if its target is absolute, there."""
         names = request.headers.getall("Host", [])
         if not names and request.version < HttpVersion11:
-            return []  # no browser leaves it out
+            return []  # browsers always send it
         if len(names) != 1:
             raise _forbidden("host_not_allowed", f"a request must have one Host header, not {len(names)}")
         if match := _ABSOLUTE.match(request.raw_path):
@@ -100,8 +100,8 @@ _ORIGIN_HINT = (
 
 
 def check_content_type(request: web.BaseRequest) -> None:
-    """Raises ApiError, 415, for a POST whose body is declared as something other than JSON. A request that declares
-    none is taken: those who write HTTP by hand leave it out, and of a browser's the Origin is known."""
+    """Raises ApiError, 415, for a POST whose declared body type is not JSON. A request without a type is accepted:
+    simple clients leave it out, and requests of browsers are checked by their Origin."""
     types = request.headers.getall("Content-Type", []) if request.method == "POST" else []
     for given in types:
         kind = given.partition(";")[0].strip().lower()

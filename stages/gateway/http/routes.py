@@ -1,6 +1,6 @@
-"""Every route over HTTP: what it does, what it takes, what it gives. The application is built from this table.
+"""The table of HTTP routes, from which the application and the API description are built.
 
-The examples of a route are those of docs/http.md under its `heading`.
+The examples of a route are in docs/http.md under its `heading`.
 """
 
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pipeline.stages.gateway.admin.aborts import AbortBody, Aborted
+from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
 from pipeline.stages.gateway.admin.health import HealthBody
-from pipeline.stages.gateway.admin.prefix_cache_resets import Reset
+from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
 from pipeline.stages.gateway.admin.server_info import Load, ModelCard, ModelList, Version
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,
@@ -20,40 +20,42 @@ from pipeline.stages.gateway.parsing.bodies import (
     DetokenizeBody,
     TokenizeBody,
 )
-from pipeline.stages.gateway.replies.embeddings import EMBEDDINGS_NEUTRAL, EmbeddingsBody, EmbeddingsReply
+from pipeline.stages.gateway.parsing.embeddings import EMBEDDINGS_NEUTRAL, EmbeddingsBody
+from pipeline.stages.gateway.parsing.tokens_only import GENERATE_NEUTRAL, GenerateBody
+from pipeline.stages.gateway.replies.embeddings import EmbeddingsReply
 from pipeline.stages.gateway.replies.rendering import Rendered
 from pipeline.stages.gateway.replies.responses import Detokenized, Tokenized
-from pipeline.stages.gateway.replies.tokens_only import GENERATE_NEUTRAL, GenerateBody, GenerateChunk, GenerateReply
+from pipeline.stages.gateway.replies.tokens_only import GenerateChunk, GenerateReply
 from pipeline.stages.gateway.replies.types import ChatChunk, ChatReply, TextReply
 
 
 class Route(msgspec.Struct, frozen=True):
     method: str
     path: str
-    does: str
+    handler: str
     """The method of `app.Api`"""
     summary: str
     body: Any = None
-    """Type of the request's body, JSON"""
+    """Type of the JSON body"""
     neutral: Mapping[str, tuple[Any, ...]] = {}
-    """Fields that it may have besides, and the values, besides null, at which they are no error"""
+    """Unsupported fields, and the values besides null that are accepted for them"""
     reply: Any = None
-    """Type of the response's body, JSON; None is text"""
+    """Type of the JSON response; None for text"""
     event: Any = None
-    """Type of the events, where the response may be a stream"""
-    is_call: bool = False
-    """It takes a place among those that are open."""
+    """Type of the events, if the response may be a stream"""
+    opens_request: bool = False
+    """It opens a request in the table."""
     is_admin: bool = False
-    """An operator's own programs ask it, who have no key."""
+    """It is for the operator's programs, which have no key."""
 
     @property
     def heading(self) -> str:
-        """Its section of docs/http.md"""
+        """Its section in docs/http.md"""
         return f"## {self.method} {self.path}".removesuffix("/{model}")
 
     @property
     def resource(self) -> str:
-        """The path as aiohttp has it: a model's name may have slashes."""
+        """The path for aiohttp: a model's name may have slashes."""
         return self.path.replace("{model}", "{model:.+}")
 
 
@@ -67,7 +69,7 @@ ROUTES = (
         CHAT_NEUTRAL,
         ChatReply,
         ChatChunk,
-        is_call=True,
+        opens_request=True,
     ),
     Route(
         "POST",
@@ -78,7 +80,7 @@ ROUTES = (
         COMPLETION_NEUTRAL,
         TextReply,
         TextReply,
-        is_call=True,
+        opens_request=True,
     ),
     Route(
         "POST",
@@ -88,7 +90,7 @@ ROUTES = (
         EmbeddingsBody,
         EMBEDDINGS_NEUTRAL,
         EmbeddingsReply,
-        is_call=True,
+        opens_request=True,
     ),
     Route(
         "POST",
@@ -98,7 +100,7 @@ ROUTES = (
         ChatBody,
         CHAT_NEUTRAL,
         Rendered,
-        is_call=True,
+        opens_request=True,
     ),
     Route(
         "POST",
@@ -108,7 +110,7 @@ ROUTES = (
         CompletionBody,
         COMPLETION_NEUTRAL,
         list[Rendered],
-        is_call=True,
+        opens_request=True,
     ),
     Route(
         "POST",
@@ -119,7 +121,7 @@ ROUTES = (
         GENERATE_NEUTRAL,
         GenerateReply,
         GenerateChunk,
-        is_call=True,
+        opens_request=True,
     ),
     Route("GET", "/v1/models", "models", "The model, in a list.", reply=ModelList),
     Route("GET", "/v1/models/{model}", "model", "The model.", reply=ModelCard),
@@ -130,9 +132,11 @@ ROUTES = (
         "The ids of a text or a chat.",
         TokenizeBody,
         reply=Tokenized,
-        is_call=True,
+        opens_request=True,
     ),
-    Route("POST", "/detokenize", "detokenize", "The text of ids.", DetokenizeBody, reply=Detokenized, is_call=True),
+    Route(
+        "POST", "/detokenize", "detokenize", "The text of ids.", DetokenizeBody, reply=Detokenized, opens_request=True
+    ),
     Route("POST", "/abort_requests", "abort_requests", "Ends calls by their ids.", AbortBody, reply=Aborted),
     Route("POST", "/reset_prefix_cache", "reset_prefix_cache", "Forgets what prompts could share.", reply=Reset),
     Route("GET", "/load", "load", "How much is in work, and how much may be.", reply=Load),

@@ -1,6 +1,6 @@
-"""Bytes of bodies that are being read: what a client can make a gateway hold before its request is anything.
+"""Bounds the memory of bodies that are being received.
 
-with room.upload(declared) as upload: … upload.grow(num_bytes) … ──► given back, whichever way it ends
+with budget.upload(declared_bytes) as upload: … upload.grow(num_bytes) … ──► released at the end
 """
 
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pipeline.stages.gateway.errors import overloaded
 
 NUM_BODIES = 16
-"""Bodies of the largest size that may come at once. A body is parsed in one go as soon as it is whole, so that more of
-them are not served any sooner; and at 4 MiB each, while it grows and is copied once, they take at most 128 MiB."""
+"""Bodies of the largest size that may be received at once. Parsing is serial, so more would not be served sooner. At
+4 MiB each, which are copied once, they take at most 128 MiB."""
 SMALL_BYTES = 65536
-"""Bodies up to this size are not counted, so that they are not held up by large ones that come slowly: the connection
-itself may buffer as much, whatever is read from it."""
+"""Bodies up to this size are not counted, so slow large bodies don't block them. A connection may buffer as much
+anyway."""
 
 
-class UploadRoom:
-    """Owns the count of one gateway."""
+class UploadBudget:
+    """The budget of one gateway."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_bytes = NUM_BODIES * max_body_bytes
@@ -25,7 +25,8 @@ class UploadRoom:
 
     @contextmanager
     def upload(self, declared_bytes: int) -> Iterator["Upload"]:
-        """Room for a body of a declared length, 0 where it has none, while it is read. Raises ApiError, 503."""
+        """Reserve bytes for a body while it is received. `declared_bytes` is 0 if its length is unknown. Raises
+        ApiError, 503, if the budget is used up."""
         upload = Upload(self)
         try:
             upload.grow(declared_bytes)
@@ -37,20 +38,20 @@ class UploadRoom:
 class Upload:
     """One body."""
 
-    def __init__(self, room: UploadRoom) -> None:
-        self._room = room
+    def __init__(self, budget: UploadBudget) -> None:
+        self._budget = budget
         self.num_counted = 0
 
     def grow(self, num_bytes: int) -> None:
-        """It has so many bytes by now, or will have. Raises ApiError, 503."""
+        """Reserve `num_bytes` in all. Raises ApiError, 503."""
         if num_bytes <= max(SMALL_BYTES, self.num_counted):
             return
         num_more = num_bytes - self.num_counted
-        num_left = self._room.max_bytes - self._room.num_bytes
+        num_left = self._budget.max_bytes - self._budget.num_bytes
         if num_more > num_left:
             raise overloaded(
-                f"of the {self._room.max_bytes} bytes that large bodies on their way here may have together, "
-                f"{num_left} are left, and this one needs {num_more} more"
+                f"{num_left} of {self._budget.max_bytes} bytes are free for large bodies that are being received, and "
+                f"this body needs {num_more} more"
             )
-        self._room.num_bytes += num_more
+        self._budget.num_bytes += num_more
         self.num_counted = num_bytes

@@ -153,10 +153,10 @@ class ReplyForm(msgspec.Struct, frozen=True):
 def chat_prompt(body: Conversation, messages: Sequence[Message], caps: Caps) -> m.ChatPrompt:
     """The prompt that a chat is. Raises ApiError."""
     if body.chat_template is not None:
-        raise unsupported("chat_template", "a template is a program, and the model's own is the one that is run")
+        raise unsupported("chat_template", "only the model's own template is run")
     generate, goes_on = body.add_generation_prompt, bool(body.continue_final_message)
     if generate and goes_on:
-        message = "'continue_final_message' and 'add_generation_prompt' can't both be true: a reply goes on, or begins"
+        message = "'continue_final_message' and 'add_generation_prompt' cannot both be true"
         raise invalid("continue_final_message", message, "invalid_value")
     tools = _tools(body.tools, caps)
     choice, name = _choice(body.tool_choice, tools)
@@ -195,8 +195,8 @@ def reply_form(
     choice = prompt.tool_choice if prompt.tools else "none"
     if choice == "auto" and formats.tools is None:
         what = (
-            "the model's chat template has no form of calls that is known here, see chat.tool_format; tool_choice "
-            '"required" or a function by name works without one'
+            "the tool call format of the model's chat template is unknown (see chat.tool_format); tool_choice "
+            '"required" or a named function works without one'
         )
         raise unsupported("tools", what)
     names = [] if choice == "none" else [tool.function.name for tool in _decoded_tools(prompt.tools)]
@@ -211,7 +211,7 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
     if prompt.tool_choice not in ("required", "named"):
         return output
     if output is not None:
-        message = f"'{output.param}' is not allowed with this tool_choice: the reply is calls, and no content"
+        message = f"'{output.param}' is not allowed with this tool_choice: the reply has tool calls and no content"
         raise invalid(output.param, message, "invalid_value")
     written = formats.calls(prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls)
     param = "tools"
@@ -236,7 +236,7 @@ def chat_message(place: int, message: Message) -> m.ChatMessage:
             raise unsupported(f"{at}.{name}")
     calls = _calls(at, message)
     if role == "tool" and not message.tool_call_id:
-        raise invalid(f"{at}.tool_call_id", f"'{at}.tool_call_id' is required: the id of the call that it answers")
+        raise invalid(f"{at}.tool_call_id", f"'{at}.tool_call_id' is required: the id of the tool call that it answers")
     content, parts = _content(at, message)
     if content is None and not calls:
         raise invalid(f"{at}.content", f"'{at}.content' is required")
@@ -278,7 +278,7 @@ def _calls(at: str, message: Message) -> list[m.ToolCall]:
     if not message.tool_calls:
         return []
     if message.role != "assistant":
-        raise invalid(f"{at}.tool_calls", f"'{at}.tool_calls' is only allowed where role is assistant", "invalid_value")
+        raise invalid(f"{at}.tool_calls", f"'{at}.tool_calls' is only allowed if role is assistant", "invalid_value")
     for place, call in enumerate(message.tool_calls):
         if call.type != "function":
             raise unsupported(f"{at}.tool_calls[{place}].type", "tools are functions")
@@ -292,7 +292,7 @@ def _tools(raw: Raw, caps: Caps) -> list[str]:
     """The names of the tools, all of which are fit to be told a model."""
     tools = _checked(raw, "tools", _Tools).tools or []
     if len(tools) > caps.max_tools:
-        message = f"'tools' has {len(tools)} entries, and at most {caps.max_tools} are taken: limits.max_tools"
+        message = f"'tools' has {len(tools)} entries, and the limit is {caps.max_tools} (limits.max_tools)"
         raise invalid("tools", message, "invalid_value")
     names: list[str] = []
     for place, tool in enumerate(tools):
@@ -302,11 +302,11 @@ def _tools(raw: Raw, caps: Caps) -> list[str]:
         if tool.function is None:
             raise invalid(f"{at}.function", f"'{at}.function' is required")
         if tool.function.name in names:
-            message = f"'{at}.function.name' is {tool.function.name} again: each tool needs a name of its own"
+            message = f"'{at}.function.name' repeats {tool.function.name}: tool names must be unique"
             raise invalid(f"{at}.function.name", message, "invalid_value")
         if (tool.function.parameters or {}).get("type", "object") != "object":
             param = f"{at}.function.parameters.type"
-            raise invalid(param, f"'{param}' must be object: arguments are one", "invalid_value")
+            raise invalid(param, f"'{param}' must be object", "invalid_value")
         names.append(tool.function.name)
     return names
 
@@ -333,11 +333,11 @@ def _choice(raw: Raw, names: list[str]) -> tuple[str, str]:
             raise invalid("tool_choice.function", "'tool_choice.function' is required")
         case _NamedChoice(type="function", function=_NamedFunction(name=name)):
             if name not in names:
-                message = f"'tool_choice' names {name[:64]!r}, which is none of the request's tools"
+                message = f"'tool_choice' names {name[:64]!r}, which is not one of 'tools'"
                 raise invalid("tool_choice", message, "invalid_value")
             return "named", name
         case _NamedChoice():
-            raise unsupported("tool_choice.type", "it is function")
+            raise unsupported("tool_choice.type", "use function")
 
 
 # --------------------------------------------------------------------------------------------------- for the template

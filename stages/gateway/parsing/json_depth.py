@@ -41,5 +41,5 @@ def check_depth(body: bytes, max_depth: int) -> None:
 
 
 def too_deep(max_depth: int) -> ApiError:
-    message = f"the body's JSON is nested too deeply: it may have {max_depth} levels of arrays and objects"
+    message = f"the body's JSON is nested too deeply: the limit is {max_depth} levels of arrays and objects"
     return invalid(None, message, "invalid_json")

@@ -59,7 +59,7 @@ def check_num_ids(num_ids: int, param: str, max_ids: int | None) -> None:
     if max_ids is not None and num_ids > max_ids:
         message = (
             f"this model's maximum context length is {max_ids} tokens, and the prompt has {num_ids}: "
-            "there must be room for at least one more"
+            "there must be room for at least one output token"
         )
         raise invalid(param, message, "context_length_exceeded")
 
@@ -71,7 +71,7 @@ def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = 
         if size > max_bytes:
             param = "messages" if isinstance(prompt, m.ChatPrompt) else name
             param += f"[{place}]" if len(prompts) > 1 else ""
-            message = f"'{param}' has {size} bytes of text, and at most {max_bytes} are taken: limits.max_prompt_bytes"
+            message = f"'{param}' has {size} bytes of text, and the limit is {max_bytes} (limits.max_prompt_bytes)"
             raise invalid(param, message, "invalid_value")
 
 

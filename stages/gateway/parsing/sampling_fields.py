@@ -92,7 +92,7 @@ def check_counts(fields: SamplingFields, caps: Caps) -> None:
     for name, setting in COUNTED.items():
         value, most = getattr(fields, name), getattr(caps, setting)
         if isinstance(value, list | dict) and len(value) > most:
-            message = f"'{name}' has {len(value)} entries, and at most {most} are taken: limits.{setting}"
+            message = f"'{name}' has {len(value)} entries, and the limit is {most} (limits.{setting})"
             raise invalid(name, message, "invalid_value")
 
 
@@ -102,7 +102,7 @@ def check_num_allowed(sampling: m.Sampling, num_sequences: int) -> None:
     if num_ids * num_sequences > MAX_ALLOWED:
         message = (
             f"'allowed_token_ids' has {num_ids} entries for each of {num_sequences} sequences, and at most "
-            f"{MAX_ALLOWED} are taken in all: ask for fewer sequences"
+            f"{MAX_ALLOWED} are allowed in all: request fewer sequences"
         )
         raise invalid("allowed_token_ids", message, "invalid_value")
 
@@ -153,7 +153,9 @@ def _bias(logit_bias: dict[str, float], vocab_size: int | None) -> dict[int, flo
     for key, value in logit_bias.items():
         param = shown(f"logit_bias.{key}")
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < 2**31):
-            raise invalid(param, f"'{param}': names in 'logit_bias' must be token ids, as \"50256\"", "invalid_value")
+            raise invalid(
+                param, f"'{param}': keys of 'logit_bias' must be token ids, such as \"50256\"", "invalid_value"
+            )
         if not -MAX_BIAS <= value <= MAX_BIAS:
             raise invalid(param, f"'{param}' must be a number from -100 to 100", "invalid_value")
         _check_id(int(key), param, vocab_size)
@@ -177,13 +179,13 @@ def _check_ids(ids: list[int], param: str, vocab_size: int | None) -> None:
 
 def _check_id(token_id: int, param: str, vocab_size: int | None) -> None:
     if vocab_size is not None and token_id >= vocab_size:
-        message = f"'{param}': token id {token_id} is not one of the model's 0..{vocab_size - 1}"
+        message = f"'{param}': token id {token_id} is out of the vocabulary, 0..{vocab_size - 1}"
         raise invalid(param, message, "invalid_value")
 
 
 def _min_tokens(min_tokens: int, max_tokens: int | None) -> int:
     if max_tokens is not None and min_tokens > max_tokens:
-        message = f"'min_tokens' must be at most the {max_tokens} tokens that may be generated, not {min_tokens}"
+        message = f"'min_tokens' must be at most max_tokens = {max_tokens}, not {min_tokens}"
         raise invalid("min_tokens", message, "invalid_value")
     return min_tokens
 

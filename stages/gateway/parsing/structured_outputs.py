@@ -97,7 +97,7 @@ def grammar_of(fields: StructuredFields, caps: Caps) -> m.Grammar | None:
     found = list(_grammars(fields))
     if len(found) > 1:
         both = f"'{found[0].param}' and '{found[1].param}'"
-        raise invalid(found[1].param, f"{both} can't both say what the output is to match: give one", "invalid_value")
+        raise invalid(found[1].param, f"{both} cannot be combined: each constrains the output", "invalid_value")
     if not found:
         return None
     (grammar,) = found
@@ -180,7 +180,7 @@ def _bounded(grammar: m.Grammar, caps: Caps) -> m.Grammar:
     if size > caps.max_grammar_bytes // 4:  # else it fits whatever its characters are
         size = len(grammar.source.encode())
     if size > caps.max_grammar_bytes:
-        most = f"at most {caps.max_grammar_bytes} are taken: limits.max_grammar_bytes"
+        most = f"the limit is {caps.max_grammar_bytes} (limits.max_grammar_bytes)"
         raise invalid(param, f"'{param}' has {size} bytes, and {most}", "invalid_value")
     return grammar
 
@@ -200,7 +200,7 @@ def _text(raw: Raw, param: str, *, takes_string: bool = True) -> str:
         try:
             text = msgspec.json.decode(raw, type=str).strip()
         except msgspec.DecodeError as error:
-            raise invalid(param, f"'{param}' is no text: {error}", "invalid_value") from error
+            raise invalid(param, f"'{param}' is not a valid string: {error}", "invalid_value") from error
     if not text.startswith("{"):
         words = " or a string that holds one" if takes_string else ""
         raise invalid(param, f"'{param}' must be an object{words}", "invalid_type")

@@ -8,7 +8,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 
 
-class IdDetails(msgspec.Struct, frozen=True, kw_only=True):
+class TokenDetailOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing by default."""
 
     num_top: int | None = None
@@ -35,12 +35,12 @@ class IdDetails(msgspec.Struct, frozen=True, kw_only=True):
         return num_ids * num_choices * sum(1 + num for num in each if num is not None)
 
 
-def too_many(details: IdDetails, num: int, caps: Caps) -> ApiError:
+def too_many(details: TokenDetailOptions, num: int, caps: Caps) -> ApiError:
     """400, for a call whose prompts' ids have more to be told of than may be."""
     param = "logprobs" if details.prompt_num_top is None else "prompt_logprobs"
     message = (
-        f"'{param}' asks for {num} log probabilities of the prompts' tokens, with the likeliest and in each choice "
-        f"that has them: at most {caps.max_prompt_logprobs} are told, which is limits.max_prompt_logprobs"
+        f"'{param}' requests {num} log probabilities of prompt tokens, over all choices and with the top logprobs: the "
+        f"limit is {caps.max_prompt_logprobs} (limits.max_prompt_logprobs)"
     )
     return invalid(param, message, "invalid_value")
 
@@ -48,13 +48,13 @@ def too_many(details: IdDetails, num: int, caps: Caps) -> ApiError:
 def check_num_top(param: str, num_top: int | None, caps: Caps) -> int | None:
     """That no more is asked for than may be. Raises ApiError."""
     if num_top is not None and num_top > caps.max_logprobs:
-        message = f"'{param}' must be at most {caps.max_logprobs}, which is limits.max_logprobs"
+        message = f"'{param}' must be at most {caps.max_logprobs} (limits.max_logprobs)"
         raise invalid(param, message, "invalid_value")
     return num_top
 
 
 def with_details(
-    sampling: m.Sampling, text: m.TextOptions, details: IdDetails, *, is_scored: bool, with_pieces: bool = True
+    sampling: m.Sampling, text: m.TextOptions, details: TokenDetailOptions, *, is_scored: bool, with_pieces: bool = True
 ) -> tuple[m.Sampling, m.TextOptions]:
     """The same, so that the stages tell what a reply will need. `is_scored`: sequences are to be compared by their log
     probabilities, whether these are shown or not."""

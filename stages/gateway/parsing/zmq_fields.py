@@ -98,7 +98,7 @@ def _raw(text: str | None, param: str, caps: Caps) -> Raw:
     try:
         check_depth(data, caps.max_json_depth)
     except ApiError:
-        message = f"'{param}' is nested too deeply: it may have {caps.max_json_depth} levels of arrays and objects"
+        message = f"'{param}' is nested too deeply: the limit is {caps.max_json_depth} levels"
         raise invalid(param, message, "invalid_json") from None
     _decoded(text, Any, param)
     return Raw(data)

@@ -20,7 +20,7 @@ from pipeline.stages.gateway.replies.types import (
     ReplyMessage,
     ToolDelta,
 )
-from pipeline.stages.gateway.requests import Call, Request
+from pipeline.stages.gateway.request import PromptRequest, Request
 from pipeline.text.formats.chat_formats import ReplyParser
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
@@ -28,11 +28,11 @@ from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Conten
 class ReplyReader:
     """Of one choice. `place` is its index."""
 
-    def __init__(self, call: Call, request: Request, place: int) -> None:
-        assert call.ask.reply is not None
-        self._form = call.ask.reply
-        self._call = call
+    def __init__(self, request: Request, prompt_request: PromptRequest, place: int) -> None:
+        assert request.parsed.reply is not None
+        self._form = request.parsed.reply
         self._request = request
+        self._prompt_request = prompt_request
         self._place = place
         self._num_calls = 0
         self._num_ended = 0
@@ -41,8 +41,8 @@ class ReplyReader:
     @property
     def is_waiting(self) -> bool:
         """Whether nothing can be read yet: how the prompt ends says where the reply begins. Text may overtake it."""
-        needs_tail = self._call.ask.prompt_options.with_tail and not self._call.is_finished
-        return needs_tail and self._request.prompt_ids is None
+        needs_tail = self._request.parsed.prompt_options.with_tail and not self._request.is_finished
+        return needs_tail and self._prompt_request.prompt_ids is None
 
     def deltas(self, text: str) -> list[Delta]:
         """What has come with a text of a stream."""
@@ -90,8 +90,8 @@ class ReplyReader:
     def _parser(self) -> ReplyParser:
         if self._made is None:
             form = self._form
-            self._made = self._call.formats.parser(
-                form.tool_choice, form.names, self._request.tail, shows_specials=form.shows_specials
+            self._made = self._request.formats.parser(
+                form.tool_choice, form.names, self._prompt_request.tail, shows_specials=form.shows_specials
             )
         return self._made
 
@@ -135,9 +135,9 @@ class ReplyReader:
 
     def _id_of(self, index: int) -> str:
         """The same when the call is replayed, and no other call's."""
-        form = self._call.formats.tools_of(self._form.tool_choice)
+        form = self._request.formats.tools_of(self._form.tool_choice)
         assert form is not None, "a call was read without a format of calls"
-        seed = f"{self._call.salt:x} {self._place} {index}".encode()
+        seed = f"{self._request.salt:x} {self._place} {index}".encode()
         return form.call_id(int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest()))
 
 

@@ -12,12 +12,12 @@ from msgspec import Meta
 
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing.bodies import Body, StreamOptions
-from pipeline.stages.gateway.parsing.parse import Ask, Limits
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
-from pipeline.stages.gateway.replies.tokens_only import SamplingParams
-from pipeline.stages.gateway.requests import Call, Request
+from pipeline.stages.gateway.parsing.tokens_only import SamplingParams
+from pipeline.stages.gateway.request import PromptRequest, Request
 
-Parse = Callable[[bytes, Limits], Ask]
+Parse = Callable[[bytes, RequestLimits], ParsedRequest]
 
 
 class Rendered(msgspec.Struct):
@@ -45,19 +45,19 @@ class Rendering:
         self._read = read
         self._parse = parse
         self._body: Body
-        self._ask: Ask
+        self._parsed: ParsedRequest
         self._max_model_len: int | None = None
 
-    def parse(self, body: bytes, limits: Limits) -> Ask:
+    def parse(self, body: bytes, limits: RequestLimits) -> ParsedRequest:
         """As a call about its prompts alone. Raises ApiError."""
-        self._ask = ask = self._parse(body, limits)
+        self._parsed = parsed = self._parse(body, limits)
         self._body = self._read(body)
         self._max_model_len = limits.max_prompt_tokens
-        if ask.echo:
-            raise invalid("echo", "'echo' can't be rendered: there is no output to come behind the prompt")
-        options = msgspec.structs.replace(ask.prompt_options, any_length=True, with_text=True, with_pieces=False)
+        if parsed.echo:
+            raise invalid("echo", "'echo' cannot be rendered: there is no output")
+        options = msgspec.structs.replace(parsed.prompt_options, any_length=True, with_text=True, with_pieces=False)
         return msgspec.structs.replace(
-            ask,
+            parsed,
             n=1,
             best_of=None,
             max_tokens=0,
@@ -68,33 +68,35 @@ class Rendering:
             prompt_options=options,
         )
 
-    def body_of(self, call: Call) -> bytes:
+    def body_of(self, request: Request) -> bytes:
         """The body of the response. The call has finished."""
-        each = [self._rendered(call, request) for request in call.requests]
-        return _encoder.encode(each[0] if self._ask.is_chat else each)
+        each = [self._rendered(request, prompt_request) for prompt_request in request.prompt_requests]
+        return _encoder.encode(each[0] if self._parsed.is_chat else each)
 
-    def _rendered(self, call: Call, request: Request) -> Rendered:
-        assert request.prompt_ids is not None
-        ids = request.prompt_ids.tolist()
-        body, ask = self._body, self._ask
-        name = call.ask.request_id or f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{call.id.rpartition('-')[2]}"
-        place = call.requests.index(request)
+    def _rendered(self, request: Request, prompt_request: PromptRequest) -> Rendered:
+        assert prompt_request.prompt_ids is not None
+        ids = prompt_request.prompt_ids.tolist()
+        body, parsed = self._body, self._parsed
+        name = (
+            request.parsed.request_id or f"{'chatcmpl' if parsed.is_chat else 'cmpl'}-{request.id.rpartition('-')[2]}"
+        )
+        place = request.prompt_requests.index(prompt_request)
         return Rendered(
-            request_id=f"{name}-{place}" if len(call.requests) > 1 else name,
+            request_id=f"{name}-{place}" if len(request.prompt_requests) > 1 else name,
             token_ids=ids,
             sampling_params=self._params(body, len(ids)),
-            model=ask.model,
-            stream=ask.stream,
+            model=parsed.model,
+            stream=parsed.stream,
             stream_options=body.stream_options,
-            cache_salt=ask.cache_salt or None,
-            priority=ask.priority,
-            prompt=request.prompt_text or "",
+            cache_salt=parsed.cache_salt or None,
+            priority=parsed.priority,
+            prompt=prompt_request.prompt_text or "",
         )
 
     def _params(self, body: Body, num_ids: int) -> SamplingParams:
         """As the client gave them, and as many tokens as there may be."""
         fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
-        max_tokens = self._ask.max_tokens
+        max_tokens = self._parsed.max_tokens
         if max_tokens is None and self._max_model_len is not None:
             max_tokens = max(1, self._max_model_len - num_ids)
-        return SamplingParams(**fields, max_tokens=max_tokens, logprobs=self._ask.details.num_top)
+        return SamplingParams(**fields, max_tokens=max_tokens, logprobs=self._parsed.details.num_top)

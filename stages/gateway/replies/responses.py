@@ -9,7 +9,12 @@ from msgspec import UNSET
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.replies.chat import ReplyReader
-from pipeline.stages.gateway.replies.token_details import NOTHING, IdTeller, Told, prompt_logprobs
+from pipeline.stages.gateway.replies.token_details import (
+    NO_DETAILS,
+    TokenDetailFormatter,
+    TokenDetails,
+    prompt_logprobs,
+)
 from pipeline.stages.gateway.replies.types import (
     ChatChoice,
     ChatChunk,
@@ -22,7 +27,7 @@ from pipeline.stages.gateway.replies.types import (
     TextReply,
     Usage,
 )
-from pipeline.stages.gateway.requests import Call, Request, Sequence
+from pipeline.stages.gateway.request import PromptRequest, Request, Sequence
 from pipeline.stages.gateway.timings import times_of, timings_of
 
 FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
@@ -31,70 +36,74 @@ FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABO
 DONE = b"data: [DONE]\n\n"
 
 
-MAX_TOLD_AT_ONCE = 20_000
+MAX_IDS_AT_ONCE = 20_000
 """Ids, of which log probabilities are told, after which `Events.due` leaves further choices to the next time: 50 ms."""
 
 _encoder = msgspec.json.Encoder()
 
 
-def usage_of(call: Call) -> Usage:
-    prompt, output = call.num_prompt_tokens, call.num_output_tokens
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(call.num_cached_tokens))
+def usage_of(request: Request) -> Usage:
+    prompt, output = request.num_prompt_tokens, request.num_output_tokens
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(request.num_cached_tokens))
 
 
-def usage_so_far(request: Request, sequence: Sequence) -> Usage:
+def usage_so_far(prompt_request: PromptRequest, sequence: Sequence) -> Usage:
     """Of one choice of a stream, as far as it has come."""
-    prompt, output = 0 if request.prompt_ids is None else len(request.prompt_ids), sequence.num_ids
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(request.num_cached))
+    prompt, output = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids), sequence.num_ids
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(prompt_request.num_cached))
 
 
-def whole(call: Call) -> bytes:
+def whole(request: Request) -> bytes:
     """The body of a response that is not streamed. The call has finished."""
-    response = _chat_reply(call) if call.ask.is_chat else _text_reply(call)
+    response = _chat_reply(request) if request.parsed.is_chat else _text_reply(request)
     begin_s = time.monotonic()
-    if call.ask.timings:
-        response.timings = timings_of(times_of(call))
+    if request.parsed.timings:
+        response.timings = timings_of(times_of(request))
     body = _encoder.encode(response)
-    if call.trace.on:
-        _trace_write(call, begin_s, body)
+    if request.trace.on:
+        _trace_write(request, begin_s, body)
     return body
 
 
-def _chat_reply(call: Call) -> ChatReply:
-    (request,) = call.requests
+def _chat_reply(request: Request) -> ChatReply:
+    (prompt_request,) = request.prompt_requests
     choices = []
-    for i, sequence in enumerate(call.choices):
+    for i, sequence in enumerate(request.choices):
         text = sequence.take_text()
-        told = IdTeller(call, request, sequence).take(text)
+        told = TokenDetailFormatter(request, prompt_request, sequence).take(text)
         message, finish = ReplyMessage(text), finish_reason(sequence)
-        if call.ask.reply is not None:
-            reader = ReplyReader(call, request, i)
+        if request.parsed.reply is not None:
+            reader = ReplyReader(request, prompt_request, i)
             message = reader.message(text)
             finish = reader.finish_reason(finish)
         choices.append(ChatChoice(i, message, finish, sequence.stop_reason, told.chat_logprobs, told.token_ids))
-    reply = ChatReply(call.id, "chat.completion", call.created, call.ask.model, choices, usage_of(call))
-    reply.prompt_logprobs = prompt_logprobs(request)
-    if call.ask.details.with_ids and request.prompt_ids is not None:
-        reply.prompt_token_ids = request.prompt_ids.tolist()
+    reply = ChatReply(request.id, "chat.completion", request.created, request.parsed.model, choices, usage_of(request))
+    reply.prompt_logprobs = prompt_logprobs(prompt_request)
+    if request.parsed.details.with_ids and prompt_request.prompt_ids is not None:
+        reply.prompt_token_ids = prompt_request.prompt_ids.tolist()
     return reply
 
 
-def _text_reply(call: Call) -> TextReply:
-    whose = {id(sequence): request for request in call.requests for sequence in request.sequences}
-    of_prompts = {request.id: prompt_logprobs(request) for request in call.requests}
+def _text_reply(request: Request) -> TextReply:
+    whose = {
+        id(sequence): prompt_request
+        for prompt_request in request.prompt_requests
+        for sequence in prompt_request.sequences
+    }
+    of_prompts = {prompt_request.id: prompt_logprobs(prompt_request) for prompt_request in request.prompt_requests}
     choices = []
-    for i, sequence in enumerate(call.choices):
-        request = whose[id(sequence)]
+    for i, sequence in enumerate(request.choices):
+        prompt_request = whose[id(sequence)]
         text = sequence.take_text()
-        told = IdTeller(call, request, sequence).take(text)
+        told = TokenDetailFormatter(request, prompt_request, sequence).take(text)
         choice = _text_choice(i, text, told)
         choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
-        choice.prompt_logprobs = of_prompts[request.id]
+        choice.prompt_logprobs = of_prompts[prompt_request.id]
         choices.append(choice)
-    return TextReply(call.id, "text_completion", call.created, call.ask.model, choices, usage_of(call))
+    return TextReply(request.id, "text_completion", request.created, request.parsed.model, choices, usage_of(request))
 
 
-def _text_choice(index: int, text: str, told: Told) -> TextChoice:
+def _text_choice(index: int, text: str, told: TokenDetails) -> TextChoice:
     choice = TextChoice(index, text, None, logprobs=told.text_logprobs)
     choice.token_ids, choice.prompt_token_ids = told.token_ids, told.prompt_token_ids
     return choice
@@ -111,24 +120,24 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-def tokenized(call: Call, max_model_len: int) -> bytes:
+def tokenized(request: Request, max_model_len: int) -> bytes:
     """The body of a response of /tokenize. The call has finished."""
-    (request,) = call.requests
-    assert request.prompt_ids is not None
-    ids = request.prompt_ids.tolist()
-    return _encoder.encode(Tokenized(len(ids), max_model_len, ids, request.token_strs))
+    (prompt_request,) = request.prompt_requests
+    assert prompt_request.prompt_ids is not None
+    ids = prompt_request.prompt_ids.tolist()
+    return _encoder.encode(Tokenized(len(ids), max_model_len, ids, prompt_request.token_strs))
 
 
-def detokenized(call: Call) -> bytes:
+def detokenized(request: Request) -> bytes:
     """The body of a response of /detokenize. The call has finished."""
-    (request,) = call.requests
-    return _encoder.encode(Detokenized(request.prompt_text or ""))
+    (prompt_request,) = request.prompt_requests
+    return _encoder.encode(Detokenized(prompt_request.prompt_text or ""))
 
 
-def _trace_write(call: Call, begin_s: float, data: bytes) -> None:
+def _trace_write(request: Request, begin_s: float, data: bytes) -> None:
     """Note that a part of a response was made. The last one ends the request's way through the stages."""
-    requests = [request.id for request in call.requests] if call.is_finished else []
-    call.trace.span("write", begin_s, time.monotonic(), {"call": call.id, "bytes": len(data)}, requests)
+    requests = [prompt_request.id for prompt_request in request.prompt_requests] if request.is_finished else []
+    request.trace.span("write", begin_s, time.monotonic(), {"response_id": request.id, "bytes": len(data)}, requests)
 
 
 class Events:
@@ -140,80 +149,88 @@ class Events:
     A sequence that failed has no finish, so that the events of its call are never over: an error ends them.
     """
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        usage = None if call.ask.include_usage else UNSET
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        usage = None if request.parsed.include_usage else UNSET
         self._chunk: ChatChunk | TextReply
-        if call.ask.is_chat:
-            self._chunk = ChatChunk(call.id, "chat.completion.chunk", call.created, call.ask.model, [], usage)
+        if request.parsed.is_chat:
+            self._chunk = ChatChunk(
+                request.id, "chat.completion.chunk", request.created, request.parsed.model, [], usage
+            )
         else:
-            self._chunk = TextReply(call.id, "text_completion", call.created, call.ask.model, [], usage)
-        self._unfinished = dict(enumerate(call.sequences))
+            self._chunk = TextReply(request.id, "text_completion", request.created, request.parsed.model, [], usage)
+        self._unfinished = dict(enumerate(request.sequences))
         self.has_more = False
         """`due` has left something, so that others are served in between."""
-        each = [(request, sequence) for request in call.requests for sequence in request.sequences]
-        self._requests = [request for request, _ in each]
-        self._tellers = [IdTeller(call, request, sequence) for request, sequence in each]
+        each = [
+            (prompt_request, sequence)
+            for prompt_request in request.prompt_requests
+            for sequence in prompt_request.sequences
+        ]
+        self._requests = [prompt_request for prompt_request, _ in each]
+        self._formatters = [
+            TokenDetailFormatter(request, prompt_request, sequence) for prompt_request, sequence in each
+        ]
         self._readers = [
-            None if call.ask.reply is None else ReplyReader(call, request, i)
-            for i, request in enumerate(self._requests)
+            None if request.parsed.reply is None else ReplyReader(request, prompt_request, i)
+            for i, prompt_request in enumerate(self._requests)
         ]
 
     @property
     def are_over(self) -> bool:
         """Whether all but `last` has been given out, and that can be."""
-        return not self._unfinished and self._call.is_finished and self._call.failure is None
+        return not self._unfinished and self._request.is_finished and self._request.failure is None
 
     def first(self) -> bytes:
         """What a stream begins with, before there is any text."""
-        if not self._call.ask.is_chat:
+        if not self._request.parsed.is_chat:
             return b""
         role = Delta("assistant", "")
         ids = self._requests[0].prompt_ids
-        if self._call.ask.details.with_ids and ids is not None and isinstance(self._chunk, ChatChunk):
+        if self._request.parsed.details.with_ids and ids is not None and isinstance(self._chunk, ChatChunk):
             self._chunk.prompt_token_ids = ids.tolist()
         data = b"".join(self._event(ChatDeltaChoice(i, role, None)) for i in self._unfinished)
         if isinstance(self._chunk, ChatChunk):
             self._chunk.prompt_token_ids = UNSET
-        return self._call.told("first", data)
+        return self._request.log_output("first", data)
 
     def due(self) -> bytes:
         """All that has come since the last time."""
         begin_s = time.monotonic()
         data = b"".join(self._due())
-        if self._call.trace.on:
-            _trace_write(self._call, begin_s, data)
-        return self._call.told("due", data)
+        if self._request.trace.on:
+            _trace_write(self._request, begin_s, data)
+        return self._request.log_output("due", data)
 
     def _due(self) -> Iterator[bytes]:
-        is_chat = self._call.ask.is_chat
+        is_chat = self._request.parsed.is_chat
         finished = []
-        num_told = 0
+        num_ids = 0
         self.has_more = False
         for i, sequence in self._unfinished.items():
-            teller = self._tellers[i]
-            if teller.is_waiting:
+            formatter = self._formatters[i]
+            if formatter.is_waiting:
                 continue
-            if num_told > MAX_TOLD_AT_ONCE:
+            if num_ids > MAX_IDS_AT_ONCE:
                 self.has_more = True
                 break
-            num_told += teller.num_untold
+            num_ids += formatter.num_pending
             is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
             if (reader := self._readers[i]) is not None:
                 if not reader.is_waiting:
-                    yield from self._read(i, sequence, reader, teller, is_over=is_over)
+                    yield from self._read(i, sequence, reader, formatter, is_over=is_over)
                     finished += [i] if is_over else []
                 continue
-            told = NOTHING
+            told = NO_DETAILS
             if text := sequence.take_text():
-                told = teller.take(text)
+                told = formatter.take(text)
                 yield self._event(
                     ChatDeltaChoice(i, Delta(content=text), None, UNSET, told.chat_logprobs, told.token_ids)
                     if is_chat
                     else _text_choice(i, text, told)
                 )
             if is_over:
-                told = teller.take("")
+                told = formatter.take("")
                 reason, stop = finish_reason(sequence), sequence.stop_reason
                 choice: ChatDeltaChoice | TextChoice
                 if is_chat:
@@ -227,7 +244,7 @@ class Events:
             del self._unfinished[i]
 
     def _read(
-        self, i: int, sequence: Sequence, reader: ReplyReader, teller: IdTeller, *, is_over: bool
+        self, i: int, sequence: Sequence, reader: ReplyReader, formatter: TokenDetailFormatter, *, is_over: bool
     ) -> Iterator[bytes]:
         """The same of a choice in which calls or reasoning are looked for."""
         text = sequence.take_text()
@@ -235,11 +252,11 @@ class Events:
         if is_over:
             deltas += reader.rest()
         for delta in deltas:
-            told = teller.take(text)
+            told = formatter.take(text)
             text = ""
             yield self._event(ChatDeltaChoice(i, delta, None, UNSET, told.chat_logprobs, told.token_ids))
         if is_over:
-            told = teller.take(text)
+            told = formatter.take(text)
             reason = reader.finish_reason(finish_reason(sequence))
             yield self._event(
                 ChatDeltaChoice(i, Delta(), reason, sequence.stop_reason, told.chat_logprobs, told.token_ids)
@@ -247,21 +264,21 @@ class Events:
 
     def last(self) -> bytes:
         """How a stream ends that has gone well."""
-        ask = self._call.ask
-        if not (ask.include_usage or ask.timings):
-            return self._call.told("last", DONE)
+        parsed = self._request.parsed
+        if not (parsed.include_usage or parsed.timings):
+            return self._request.log_output("last", DONE)
         chunk = msgspec.structs.replace(self._chunk, choices=[], usage=UNSET)
-        if ask.include_usage:
-            chunk.usage = usage_of(self._call)
-        if ask.timings:
-            chunk.timings = timings_of(times_of(self._call))
-        return self._call.told("last", framed(_encoder.encode(chunk)) + DONE)
+        if parsed.include_usage:
+            chunk.usage = usage_of(self._request)
+        if parsed.timings:
+            chunk.timings = timings_of(times_of(self._request))
+        return self._request.log_output("last", framed(_encoder.encode(chunk)) + DONE)
 
     def _event(self, choice: ChatDeltaChoice | TextChoice) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
-        if self._call.ask.continuous_usage:
+        if self._request.parsed.continuous_usage:
             i = choice.index
-            self._chunk.usage = usage_so_far(self._requests[i], self._call.sequences[i])
+            self._chunk.usage = usage_so_far(self._requests[i], self._request.sequences[i])
         return framed(_encoder.encode(self._chunk))
 
 

@@ -1,7 +1,7 @@
 """Which shape the reply to a call has."""
 
 from pipeline.stages.gateway.replies import embeddings, responses, tokens_only
-from pipeline.stages.gateway.requests import Call
+from pipeline.stages.gateway.request import Request
 
 LARGE_BYTES = 64 * 1024
 """Of records: from here on making the reply takes more than some 5 ms."""
@@ -9,26 +9,26 @@ LARGE_BYTES = 64 * 1024
 Events = responses.Events | tokens_only.GenerateEvents
 
 
-def body_of(call: Call) -> bytes:
+def body_of(request: Request) -> bytes:
     """The body of a response that is not streamed. The call has finished. Raises ApiError where there is none."""
-    if call.ask.embedding is not None:
-        return embeddings.embedded(call)
-    return tokens_only.generated(call) if call.ask.is_tokens_only else responses.whole(call)
+    if request.parsed.embedding is not None:
+        return embeddings.embedded(request)
+    return tokens_only.generated(request) if request.parsed.is_tokens_only else responses.whole(request)
 
 
-def is_large(call: Call) -> bool:
+def is_large(request: Request) -> bool:
     """Whether its body is to be made in a thread, so that others are served meanwhile."""
-    size = sum(len(one.records) for one in call.sequences) + sum(
-        len(one.prompt_records) * one.submit.n for one in call.requests
+    size = sum(len(one.records) for one in request.sequences) + sum(
+        len(one.prompt_records) * one.submit.n for one in request.prompt_requests
     )
     return size > LARGE_BYTES
 
 
-def told(call: Call, body: bytes) -> bytes:
+def log_output(request: Request, body: bytes) -> bytes:
     """The same, noted for recordings: it is given out now."""
-    return call.told("whole", body)
+    return request.log_output("whole", body)
 
 
-def events(call: Call) -> Events:
+def events(request: Request) -> Events:
     """Those of a response that is."""
-    return tokens_only.GenerateEvents(call) if call.ask.is_tokens_only else responses.Events(call)
+    return tokens_only.GenerateEvents(request) if request.parsed.is_tokens_only else responses.Events(request)

@@ -11,13 +11,14 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.stages.gateway.admission import ID_BYTES
 from pipeline.stages.gateway.replies import logprobs
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
-from pipeline.stages.gateway.requests import ID_BYTES, Call, Request, Sequence
+from pipeline.stages.gateway.request import PromptRequest, Request, Sequence
 
 
-class Told(NamedTuple):
+class TokenDetails(NamedTuple):
     """What goes with a piece of a choice."""
 
     chat_logprobs: ChatLogprobs | None = None
@@ -27,55 +28,55 @@ class Told(NamedTuple):
     """With the first piece alone."""
 
 
-NOTHING = Told()
+NO_DETAILS = TokenDetails()
 
 
-class IdTeller:
+class TokenDetailFormatter:
     """Of one sequence."""
 
-    def __init__(self, call: Call, request: Request, sequence: Sequence) -> None:
-        self._ask = call.ask
-        self._details = call.ask.details
-        self._request = request
+    def __init__(self, request: Request, prompt_request: PromptRequest, sequence: Sequence) -> None:
+        self._parsed = request.parsed
+        self._details = request.parsed.details
+        self._prompt_request = prompt_request
         self._sequence = sequence
-        self._num_told = sequence.num_received
+        self._num_sent = sequence.num_received
         """Of its ids"""
         self._is_first = True
         self._offsets: TextOffsets | None = None
         """Of a completion with log probabilities."""
 
     @property
-    def num_untold(self) -> int:
+    def num_pending(self) -> int:
         """Ids, those that records name among them, that the next piece would tell."""
-        num_ids = self._sequence.num_ids - self._num_told
-        if self._is_first and self._details.with_echo and self._request.prompt_ids is not None:
-            num_ids += len(self._request.prompt_ids)
-        return 0 if self._details.num_top is None else num_ids * (1 + self._ask.text.num_top)
+        num_ids = self._sequence.num_ids - self._num_sent
+        if self._is_first and self._details.with_echo and self._prompt_request.prompt_ids is not None:
+            num_ids += len(self._prompt_request.prompt_ids)
+        return 0 if self._details.num_top is None else num_ids * (1 + self._parsed.text.num_top)
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing can be told yet: what is repeated of the prompt has its log probabilities."""
-        return self._details.with_echo and not self._request.has_prompt_records
+        return self._details.with_echo and not self._prompt_request.has_prompt_records
 
-    def take(self, text: str) -> Told:
+    def take(self, text: str) -> TokenDetails:
         """What has come since the last time, which is told now together with this text."""
         details = self._details
         if details.num_top is None and not details.with_ids:
-            return NOTHING
+            return NO_DETAILS
         is_first, self._is_first = self._is_first, False
-        begin, self._num_told = self._num_told, self._sequence.num_ids
+        begin, self._num_sent = self._num_sent, self._sequence.num_ids
         ids = _unpacked(self._sequence.ids[begin * ID_BYTES :])
-        told = Told()
+        told = TokenDetails()
         if details.with_ids:
-            prompt_ids = self._request.prompt_ids
+            prompt_ids = self._prompt_request.prompt_ids
             is_told = is_first and prompt_ids is not None
-            told = Told(
+            told = TokenDetails(
                 token_ids=ids,
                 prompt_token_ids=prompt_ids.tolist() if is_told and prompt_ids is not None else UNSET,
             )
         if details.num_top is None:
             return told
-        if self._ask.is_chat or self._ask.is_tokens_only:
+        if self._parsed.is_chat or self._parsed.is_tokens_only:
             chat = logprobs.of_chat(self._lines(ids), details.num_top, names_ids=details.names_ids) if ids else None
             return told._replace(chat_logprobs=chat)
         self._offsets = self._offsets or TextOffsets()
@@ -85,18 +86,18 @@ class IdTeller:
     def _of_text(self, ids: list[int], num_top: int, offsets: TextOffsets, *, with_prompt: bool) -> TextLogprobs | None:
         names_ids = self._details.names_ids
         told = TextLogprobs([], [], [], [])
-        if with_prompt and self._details.with_echo and self._request.prompt_ids is not None:
-            request = self._request
-            first, piece = int(self._request.prompt_ids[0]), (request.pieces or [b""])[0]
+        if with_prompt and self._details.with_echo and self._prompt_request.prompt_ids is not None:
+            prompt_request = self._prompt_request
+            first, piece = int(self._prompt_request.prompt_ids[0]), (prompt_request.pieces or [b""])[0]
             logprobs.add_first(told, first, piece, offsets, names_ids=names_ids)
-            prompt = logprobs.of_text(prompt_lines(request), num_top, offsets, names_ids=names_ids)
+            prompt = logprobs.of_text(prompt_lines(prompt_request), num_top, offsets, names_ids=names_ids)
             _append(told, prompt)
         _append(told, logprobs.of_text(self._lines(ids), num_top, offsets, names_ids=names_ids))
         return told if told.tokens else None
 
     def _lines(self, ids: list[int]) -> list[logprobs.Line]:
         """Of the ids that are told now; what is told is dropped."""
-        sequence, num_top = self._sequence, self._ask.text.num_top
+        sequence, num_top = self._sequence, self._parsed.text.num_top
         num_bytes = len(ids) * logprob_bytes(num_top)
         lines = list(logprobs.lines(ids, bytes(sequence.records[:num_bytes]), sequence.pieces, num_top))
         sequence.records.clear()
@@ -104,19 +105,19 @@ class IdTeller:
         return lines
 
 
-def prompt_logprobs(request: Request) -> list[dict[str, PromptLogprob] | None] | UnsetType:
+def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogprob] | None] | UnsetType:
     """Of a request's prompt, where they are asked for."""
-    details = request.call.ask.details
+    details = prompt_request.request.parsed.details
     if details.prompt_num_top is None:
         return UNSET
-    return logprobs.of_prompt(prompt_lines(request), details.prompt_num_top, names_ids=details.names_ids)
+    return logprobs.of_prompt(prompt_lines(prompt_request), details.prompt_num_top, names_ids=details.names_ids)
 
 
-def prompt_lines(request: Request) -> list[logprobs.Line]:
-    ids = [] if request.prompt_ids is None else request.prompt_ids.tolist()
-    num_top = request.submit.text.prompt_num_top
+def prompt_lines(prompt_request: PromptRequest) -> list[logprobs.Line]:
+    ids = [] if prompt_request.prompt_ids is None else prompt_request.prompt_ids.tolist()
+    num_top = prompt_request.submit.text.prompt_num_top
     return logprobs.prompt_lines(
-        ids, bytes(request.prompt_records), request.pieces or [], request.prompt_pieces, num_top
+        ids, bytes(prompt_request.prompt_records), prompt_request.pieces or [], prompt_request.prompt_pieces, num_top
     )
 
 

@@ -1,4 +1,4 @@
-"""Errors on the client wire."""
+"""Errors on the ZeroMQ wire."""
 
 import re
 from http import HTTPStatus
@@ -14,25 +14,25 @@ _TAGS = {member.__struct_config__.tag: member for member in get_args(p.ClientMes
 
 
 def on_the_wire(error: ApiError) -> p.Failure:
-    """An error in the wire's shape."""
+    """Convert an error to the wire's struct."""
     return p.Failure(int(error.status), error.message, error.param, error.code, error.retry_after_s)
 
 
 def of_peer(message: str, code: str) -> ApiError:
-    """What costs a client its connection: it does not keep to the protocol."""
+    """A protocol error, which ends the client's connection."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, code=code)
 
 
 def of_malformed(data: bytes | bytearray, error: Exception) -> ApiError:
-    """Bytes that are no message of a client. msgspec counts the places of an array; say which fields they are."""
-    complaint, _, path = str(error).partition(" - at `$")
+    """The error for bytes that are not a client message. msgspec reports array indexes; name the fields instead."""
+    problem, _, path = str(error).partition(" - at `$")
     field = _field(data, _INDEX.findall(path))
     where = f"{field}: " if field else ""
-    return ApiError(HTTPStatus.BAD_REQUEST, shown(f"malformed message: {where}{complaint}"), field or None, "malformed")
+    return ApiError(HTTPStatus.BAD_REQUEST, shown(f"malformed message: {where}{problem}"), field or None, "malformed")
 
 
 def _field(data: bytes | bytearray, places: list[str]) -> str:
-    """The name of the field at a path of array places, as far down as types are certain."""
+    """The name of the field at a path of array indexes, as deep as the types are known."""
     try:
         tag = msgspec.msgpack.decode(data, type=tuple[str, ...] if len(places) == 0 else list[Any])[0]
         kind: Any = _TAGS.get(tag)

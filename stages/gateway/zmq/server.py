@@ -1,13 +1,12 @@
-"""The ZeroMQ door: clients that speak pipeline.client.protocol, beside those that speak HTTP. Both open their requests
-in the same table, by the same rules.
+"""The ZeroMQ server: clients that use pipeline.client.protocol. They open requests in the same table as HTTP clients,
+by the same rules.
 
-    client ──Hello, Generate, Abort, Credit, Ping──► Door ──► Requests.open ──► the stages
-    client ◄──Accepted, Delta, Finished, Failed──── DoorStream ◄──wake── Requests
+    client ──Hello, Generate, Abort, Credit, Ping──► ZmqServer ──► RequestTable.open ──► the stages
+    client ◄──Accepted, Delta, Finished, Failed──── ZmqStream ◄──wake── RequestTable
 
-Everything that a client can make us keep is bounded: messages (their size, and how many are on their way), connections
-(a hello in time, then a sign of life), requests (credits of the gateway's own), and what is to be sent (deltas merge,
-letters have a bound). Whoever does not keep to the protocol is told so once and loses the connection, and nobody else
-notices.
+Everything that a client can make the gateway keep is bounded: messages (their size and number), connections (hello in
+time, then heartbeats), requests (the gateway's credits), and output (deltas merge, other messages have a bound). A
+client that violates the protocol gets one error and loses its connection; other clients are not affected.
 """
 
 import asyncio
@@ -22,32 +21,33 @@ from pipeline.client import protocol as p
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.app import Doors
 from pipeline.stages.gateway.http.guard import unauthorized
-from pipeline.stages.gateway.parsing import parse
-from pipeline.stages.gateway.requests import Requests
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
-from pipeline.stages.gateway.zmq.router import Connection, DoorSocket
-from pipeline.stages.gateway.zmq.stream import STALL_S, DoorStream
+from pipeline.stages.gateway.zmq.listener import Connection, ZmtpListener
+from pipeline.stages.gateway.zmq.stream import STALL_S, ZmqStream
 from pipeline.version import VERSION
 
 HELLO_S = 5.0
-"""How long a new connection has to say hello."""
+"""Time for hello on a new connection."""
 MAX_HELLO_BYTES = 16384
 HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
-"""Longest that a client may say nothing."""
+"""Longest time between messages of a client."""
 MESSAGE_S = 60.0
-"""Longest that a message may take to come whole, as a body over HTTP."""
+"""Time for a message to arrive completely, like a body over HTTP."""
 SWEEP_S = 0.5
-"""How often is looked for those who said nothing."""
+"""Interval of the check for silent clients."""
 RETRY_S = 0.02
-"""How soon a connection that took nothing is tried again. Each time that it takes nothing still this doubles."""
+"""First delay before a full connection is tried again. It doubles each time the connection is still full."""
 MAX_RETRY_S = 0.3
-MAX_LETTERS = 2048
-"""Messages other than deltas that wait for a client that takes none."""
+MAX_PENDING_MESSAGES = 2048
+"""Unsent messages of a client, besides deltas."""
 LINGER_S = 0.5
-"""What last words have to leave in, when the stage stops."""
+"""Time to send buffered output when the stage stops."""
 
 
 class Peer:
@@ -58,25 +58,25 @@ class Peer:
         self.heard_s = now_s
         self.is_welcome = False
         self.scope = NO_SCOPE
-        """Of the API key that it has shown."""
-        self.streams: dict[int, tuple[DoorStream, asyncio.Task[None]]] = {}
-        self.letters: deque[bytes] = deque()
-        """What the connection did not take, but deltas, which their streams keep."""
+        """Of its API key."""
+        self.streams: dict[int, tuple[ZmqStream, asyncio.Task[None]]] = {}
+        self.pending: deque[bytes] = deque()
+        """Messages that the full connection did not take. Deltas stay in their streams."""
         self.full_s: float | None = None
-        """Since when it takes nothing."""
+        """When the connection became full."""
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = RETRY_S
 
     def sent(self) -> None:
-        """It has taken something."""
+        """The connection has taken a message."""
         self.retry_s = RETRY_S
 
 
-class _Way:
-    """How a stream reaches its client."""
+class PeerChannel:
+    """The ClientChannel of one peer."""
 
-    def __init__(self, door: "Door", peer: Peer) -> None:
-        self._door = door
+    def __init__(self, server: "ZmqServer", peer: Peer) -> None:
+        self._zmq_server = server
         self._peer = peer
 
     @property
@@ -84,29 +84,29 @@ class _Way:
         return self._peer.full_s is None
 
     def send_delta(self, delta: p.Delta) -> bool:
-        return self._door.send_delta(self._peer, delta)
+        return self._zmq_server.send_delta(self._peer, delta)
 
-    def post(self, letter: p.ServerMessage) -> None:
-        self._door.post(self._peer, letter)
+    def post(self, message: p.ServerMessage) -> None:
+        self._zmq_server.post(self._peer, message)
 
 
-class Door:
-    """The clients, and what each has open."""
+class ZmqServer:
+    """The clients and their open requests."""
 
     def __init__(
         self,
         address: str,
-        doors: Doors,
-        requests: Requests,
-        limits: parse.Limits,
+        readiness: Readiness,
+        requests: RequestTable,
+        limits: RequestLimits,
         max_message_bytes: int,
         tasks: asyncio.TaskGroup,
         keys: Keys | None = None,
         needs_key: bool = True,
     ) -> None:
-        """Listen; with `keys`, for clients that show one of them, unless they don't need to. Raises UserError where the
-        address can't be listened on."""
-        self._doors = doors
+        """Listen. With `keys` and `needs_key`, clients must send one of the keys. Raises UserError if it can't listen
+        on the address."""
+        self._readiness = readiness
         self._requests = requests
         self._limits = limits
         self._max_message_bytes = max_message_bytes
@@ -119,7 +119,7 @@ class Door:
         self._encoder = msgspec.msgpack.Encoder()
         self._peers: dict[Connection, Peer] = {}
         self._is_closed = False
-        self._socket = DoorSocket(
+        self._socket = ZmtpListener(
             address,
             max_message_bytes,
             min(MAX_HELLO_BYTES, max_message_bytes),
@@ -129,13 +129,13 @@ class Door:
             on_end=self._ended,
         )
         self._sweeper: asyncio.TimerHandle | None = None
-        """Runs while there are connections."""
+        """Set while there are connections."""
 
     async def start(self) -> None:
-        """Let clients in."""
+        """Accept clients."""
         await self._socket.start()
 
-    # ---------------------------------------------------------------------------------------------- what clients say
+    # ----------------------------------------------------------------------------------------------------- receive
 
     def _opened(self, connection: Connection) -> None:
         self._peers[connection] = Peer(connection, self._loop.time())
@@ -156,18 +156,18 @@ class Door:
             raise errors.of_malformed(data, error) from error
 
     def _refuse(self, connection: Connection, refusal: zmtp.Refusal) -> None:
-        """A message is not read."""
+        """A message has more than one frame, or is too large."""
         peer = self._peers[connection]
         if refusal.reason == "more frames":
-            problem = "a message is one frame, and this one has more: use a DEALER socket"
+            problem = "a message must have one frame, and this one has more: use a DEALER socket"
             self._drop(peer, errors.of_peer(problem, "malformed"))
         elif not peer.is_welcome:
             self._drop(peer, errors.of_peer("the first message of a connection must be hello", "no_hello"))
         else:
-            self._leave(peer)
+            self._disconnect(peer)
 
     def _handle(self, peer: Peer, message: p.ClientMessage) -> None:
-        """Raises ApiError where the client does not keep to the protocol."""
+        """Raises ApiError if the client violates the protocol."""
         if not peer.is_welcome and not isinstance(message, p.Hello):
             raise errors.of_peer("the first message of a connection must be hello", "no_hello")
         match message:
@@ -182,16 +182,16 @@ class Door:
                 if request_id in peer.streams:
                     peer.streams[request_id][0].abort()
             case p.Ping(nonce):
-                if peer.full_s is None:  # else what waits is a sign of life
+                if peer.full_s is None:  # else the buffered output is a sign of life
                     self.post(peer, p.Pong(nonce))
             case p.Bye():
-                self._leave(peer)
+                self._disconnect(peer)
             case _:
                 assert_never(message)
 
     def _welcome(self, peer: Peer, hello: p.Hello) -> None:
         if peer.is_welcome:
-            raise errors.of_peer("hello was said before on this connection", "malformed")
+            raise errors.of_peer("hello was already sent on this connection", "malformed")
         if not hello.min_version <= p.PROTOCOL_VERSION <= hello.max_version:
             raise errors.of_peer(
                 f"this server speaks version {p.PROTOCOL_VERSION} of the protocol, the client versions "
@@ -203,11 +203,11 @@ class Door:
             if scope is None and self._needs_key:
                 raise unauthorized(bool(hello.api_key))
             peer.scope = scope or NO_SCOPE
-        facts = self._doors.enter()
+        facts = self._readiness.require_ready()
         peer.is_welcome = True
         self._socket.welcome(peer.connection)
         client = hello.client[: p.MAX_CLIENT_CHARS]
-        self._log.debug("a client has come", extra={"fields": {"client": client, "clients": len(self._peers)}})
+        self._log.debug("client connected", extra={"fields": {"client": client, "clients": len(self._peers)}})
         self.post(
             peer,
             p.Welcome(
@@ -227,150 +227,150 @@ class Door:
     def _generate(self, peer: Peer, message: p.Generate) -> None:
         request_id = message.request_id
         if request_id in peer.streams:
-            raise errors.of_peer(f"request_id {request_id} is open already on this connection", "duplicate_id")
+            raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
         try:
-            self._doors.enter()
-            ask = parse.parse_generate(message, self._limits)
-            call = self._requests.open(msgspec.structs.replace(ask, scope=peer.scope))
+            self._readiness.require_ready()
+            parsed = parse_generate(message, self._limits)
+            request = self._requests.open(msgspec.structs.replace(parsed, scope=peer.scope))
         except ApiError as error:
             self.post(peer, p.Failed(request_id, errors.on_the_wire(error)))
             return
-        stream = DoorStream(request_id, message.credits, call, self._requests)
+        stream = ZmqStream(request_id, message.credits, request, self._requests)
         task = self._tasks.create_task(self._run(peer, stream))
         peer.streams[request_id] = stream, task
 
-    async def _run(self, peer: Peer, stream: DoorStream) -> None:
+    async def _run(self, peer: Peer, stream: ZmqStream) -> None:
         try:
-            await stream.run(_Way(self, peer))
+            await stream.run(PeerChannel(self, peer))
         finally:
             peer.streams.pop(stream.request_id, None)
 
-    # ------------------------------------------------------------------------------------------- what they are told
+    # -------------------------------------------------------------------------------------------------------- send
 
     def send_delta(self, peer: Peer, delta: p.Delta) -> bool:
-        """Send now, or return False; the peer's streams are woken when it may take something again."""
+        """Send now, or return False; the peer's streams are woken when it may take more."""
         if peer.full_s is not None:
             return False
         if self._socket.send(peer.connection, self._encoder.encode(delta)) == "full":
             self._is_full(peer)
             return False
         peer.sent()
-        return True  # or it is gone, and its end will be noticed
+        return True  # or it is gone, and `_ended` follows
 
     def post(self, peer: Peer, message: p.ServerMessage) -> None:
-        """Send now or as soon as the client takes it, in order."""
+        """Send now or as soon as the connection takes it, in order."""
         data = self._encoder.encode(message)
         if peer.full_s is None and self._socket.send(peer.connection, data) != "full":
             peer.sent()
             return
-        peer.letters.append(data)
+        peer.pending.append(data)
         self._is_full(peer)
-        if len(peer.letters) > MAX_LETTERS:
-            self._leave(peer)
+        if len(peer.pending) > MAX_PENDING_MESSAGES:
+            self._disconnect(peer)
 
     def _is_full(self, peer: Peer) -> None:
         if peer.full_s is None:
             peer.full_s = self._loop.time()
         if peer.retry is None:
-            peer.retry = self._loop.call_later(peer.retry_s, self._offer_again, peer)
+            peer.retry = self._loop.call_later(peer.retry_s, self._retry, peer)
             peer.retry_s = min(2 * peer.retry_s, MAX_RETRY_S)
 
-    def _offer_again(self, peer: Peer) -> None:
+    def _retry(self, peer: Peer) -> None:
         peer.retry = None
-        if not self._offer(peer):
+        if not self._send_pending(peer):
             self._is_full(peer)
             return
         for stream, _ in peer.streams.values():
             stream.wake()
 
-    def _offer(self, peer: Peer) -> bool:
-        """Send a peer's letters. Returns whether none is left."""
-        while peer.letters:
-            if self._socket.send(peer.connection, peer.letters[0]) == "full":
+    def _send_pending(self, peer: Peer) -> bool:
+        """Send a peer's pending messages. Returns whether all were sent."""
+        while peer.pending:
+            if self._socket.send(peer.connection, peer.pending[0]) == "full":
                 return False
             peer.sent()
-            peer.letters.popleft()
+            peer.pending.popleft()
         peer.full_s = None
         return True
 
-    # ------------------------------------------------------------------------------------------------- who goes away
+    # -------------------------------------------------------------------------------------------------- disconnect
 
     def _drop(self, peer: Peer, error: ApiError) -> None:
-        """Tell a client why, and end its connection."""
-        if not peer.letters:
+        """Send an error and end the connection."""
+        if not peer.pending:
             self._socket.send(peer.connection, self._encoder.encode(p.Error(errors.on_the_wire(error))))
-        self._leave(peer)
+        self._disconnect(peer)
 
-    def _leave(self, peer: Peer) -> None:
-        """End what a client has open, and its connection."""
-        self._abandon(peer)
+    def _disconnect(self, peer: Peer) -> None:
+        """Abort a client's requests and end its connection."""
+        self._release(peer)
         self._socket.end(peer.connection)
 
-    def _abandon(self, peer: Peer) -> None:
+    def _release(self, peer: Peer) -> None:
         self._peers.pop(peer.connection, None)
-        peer.letters.clear()
+        peer.pending.clear()
         if peer.retry is not None:
             peer.retry.cancel()
         for stream, task in peer.streams.values():
-            stream.leave()
+            stream.release()
             task.cancel()
 
     def _ended(self, connection: Connection) -> None:
-        """A connection is no more."""
+        """A connection has ended."""
         if (peer := self._peers.get(connection)) is not None:
-            self._abandon(peer)
+            self._release(peer)
 
     def _sweep_soon(self) -> None:
         if self._sweeper is None and self._socket.num_connections and not self._is_closed:
             self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
-        """End connections that have been silent, or have taken nothing, for too long."""
+        """End connections that have been silent, or full, for too long."""
         now_s = self._loop.time()
         assert self._sweeper is not None
         is_late = now_s - self._sweeper.when() > max(SWEEP_S, 1.0)
         self._sweeper = None
-        if not is_late:  # else the loop was held up, and has not read yet what clients have said
+        if not is_late:  # else the loop was blocked and has not read yet
             for peer in list(self._peers.values()):
-                self._look_at(peer, now_s)
+                self._check_peer(peer, now_s)
         self._sweep_soon()
 
-    def _look_at(self, peer: Peer, now_s: float) -> None:
+    def _check_peer(self, peer: Peer, now_s: float) -> None:
         connection = peer.connection
         if not peer.is_welcome:
             if now_s - connection.opened_s > HELLO_S:
-                self._leave(peer)
+                self._disconnect(peer)
         elif peer.full_s is not None and now_s - peer.full_s > STALL_S:
-            self._leave(peer)
+            self._disconnect(peer)
         elif connection.is_waiting:
-            peer.heard_s = now_s  # it has said something that we have not read yet
+            peer.heard_s = now_s  # it has input that was not read yet
         elif connection.begun_s is None:
             if now_s - peer.heard_s > SILENCE_S:
-                message = f"the client has said nothing for {SILENCE_S:g} s"
+                message = f"no message from the client for {SILENCE_S:g} s"
                 self._drop(peer, ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
         elif now_s - connection.begun_s > MESSAGE_S:
             message = f"a message took more than {MESSAGE_S:g} s to arrive"
             self._drop(peer, ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
 
-    # -------------------------------------------------------------------------------------------------------- the end
+    # ------------------------------------------------------------------------------------------------------- close
 
     def fail_all(self, error: ApiError) -> None:
-        """Close every request with this error, also those whose clients have granted no credit."""
+        """Fail every request, including those whose clients have granted no credit."""
         for peer in self._peers.values():
             for stream, _ in peer.streams.values():
                 stream.fail(error)
 
     def close(self) -> None:
-        """End all connections. What was said last has a moment to leave, for which `wait_closed` waits."""
+        """Close all connections; `wait_closed` waits for their buffered output."""
         if not self._is_closed:
             self._is_closed = True
             if self._sweeper is not None:
                 self._sweeper.cancel()
             for peer in list(self._peers.values()):
-                self._offer(peer)
-                self._abandon(peer)
+                self._send_pending(peer)
+                self._release(peer)
             self._socket.close(LINGER_S)
 
     async def wait_closed(self) -> None:
-        """Wait until what was said last has left or its time is up."""
+        """Wait until buffered output is sent or LINGER_S has passed."""
         await self._socket.wait_closed()

@@ -1,8 +1,8 @@
-"""ZMTP 3, the wire of ZeroMQ, as a server speaks it: greeting, READY, then frames (https://rfc.zeromq.org/spec/37/).
+"""The server's side of ZMTP 3, ZeroMQ's wire protocol: greeting, READY, frames (https://rfc.zeromq.org/spec/37/).
 
-libzmq can't be used for clients that may be hostile. It bounds the bytes of a frame and the number of messages, and
-collects the frames of a message until its last one: a message that never ends takes all memory. Here a message is one
-frame, and one that says that more follow is refused when its header is read.
+libzmq is not safe with hostile clients. It bounds the size of a frame and the number of messages, but collects the
+frames of a message until the last one: a message that never ends uses all memory. Here a message is one frame, and a
+frame with the MORE flag is refused when its header is read.
 
     bytes ──feed──► Decoder ──next──► Message, Command, Large, Refusal, or None: more bytes are needed
 """
@@ -11,23 +11,23 @@ import struct
 from typing import Literal, NamedTuple
 
 MAX_COMMAND_BYTES = 4096
-"""READY with all its properties, or any other command."""
+"""Largest command, such as READY with all its properties."""
 MAX_PING_CONTEXT_BYTES = 16
 READ_BYTES = 16384
-"""Frames up to this size are collected in the buffer that is read into; a larger one has a buffer of its own."""
+"""Frames up to this size are collected in the read buffer; larger ones have their own buffer."""
 
 _MECHANISM = b"NULL".ljust(20, b"\0")
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + _MECHANISM + bytes(32)
-"""Version 3.1, no security, and not the server of a mechanism that has one."""
+"""Version 3.1, mechanism NULL, as-server false."""
 PEER_TYPES = (b"DEALER", b"REQ", b"ROUTER")
-"""Socket types that may speak to a ROUTER."""
+"""Socket types that may connect to a ROUTER."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _LENGTH = struct.Struct(">Q")
 
 
 class ProtocolError(Exception):
-    """The bytes are not ZMTP 3 with the mechanism NULL, or of a socket that can't speak to this one."""
+    """The bytes are not ZMTP 3 with mechanism NULL, or the peer's socket type is not compatible."""
 
 
 class Message(NamedTuple):
@@ -40,13 +40,13 @@ class Command(NamedTuple):
 
 
 class Large(NamedTuple):
-    """A frame that is larger than a read begins: `admit` has it read."""
+    """The header of a large frame. Call `admit` to receive the frame."""
 
     num_bytes: int
 
 
 class Refusal(NamedTuple):
-    """A message that is not read. Nothing that follows it can be."""
+    """A message that is not read. Nothing after it can be read either."""
 
     reason: Literal["more frames", "too large"]
 
@@ -55,39 +55,39 @@ Event = Message | Command | Large | Refusal
 
 
 class Decoder:
-    """Takes one peer's bytes apart. Holds two reads' worth of them at most, and the large frame that was admitted."""
+    """Decodes the bytes of one peer. Holds at most the bytes of two reads, and one admitted large frame."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
-        """Of a message; may be changed between two of them."""
+        """Largest message; may change between messages."""
         self._state: Literal["greeting", "ready", "frames"] = "greeting"
         self._bytes = bytearray()
-        """Read and not taken apart."""
+        """Read but not decoded yet."""
         self._large: bytearray | None = None
-        """The large frame that is being read."""
+        """The large frame being received."""
         self._filled = 0
-        """Its bytes that have come."""
+        """Bytes of it that have arrived."""
 
     @property
     def is_inside(self) -> bool:
-        """Whether a part of something has come, and the rest of it has not been taken."""
+        """Whether a part of a frame has arrived and is not decoded."""
         return self._large is not None or bool(self._bytes)
 
     @property
     def missing(self) -> memoryview | None:
-        """Where to read the rest of a large frame to; None where none is being read."""
+        """Buffer for the rest of a large frame; None if none is being received."""
         return None if self._large is None else memoryview(self._large)[self._filled :]
 
     def fill(self, num_bytes: int) -> None:
-        """So much was read to `missing`."""
+        """`num_bytes` were read into `missing`."""
         self._filled += num_bytes
 
     def feed(self, data: bytes | memoryview) -> None:
-        """These bytes were read, while there was no `missing`."""
+        """Add bytes that were read while `missing` was None."""
         self._bytes += data
 
     def admit(self) -> None:
-        """Read the large frame whose header has come."""
+        """Start to receive the large frame whose header has arrived."""
         header = self._header()
         assert header is not None and self._large is None
         _, begin, size = header
@@ -97,25 +97,25 @@ class Decoder:
         self._large[: len(here)] = here
 
     def next(self) -> Event | None:
-        """What comes next; None where it has not come whole. Raises ProtocolError."""
+        """The next event; None if it is incomplete. Raises ProtocolError."""
         if self._state == "greeting":
             return self._greeting()
         event = self._frame()
         if self._state == "ready" and event is not None:
             if not isinstance(event, Command) or event.name != b"READY":
-                raise ProtocolError("a greeting is followed by READY")
+                raise ProtocolError("READY must follow the greeting")
             if (kind := _properties(event.data).get(b"socket-type")) not in PEER_TYPES:
-                raise ProtocolError(f"a socket of type {kind!r} can't speak to a ROUTER")
+                raise ProtocolError(f"a socket of type {kind!r} cannot connect to a ROUTER")
             self._state = "frames"
         return event
 
     def _greeting(self) -> Command | None:
         data = self._bytes
-        # Bytes 1 to 8 of the signature are the length of an old version's identity, and mean nothing here.
+        # Bytes 1 to 8 of the signature are the identity length of an old version; ignore them.
         if (data and data[0] != 0xFF) or (len(data) > 9 and data[9] != 0x7F):
-            raise ProtocolError("this is no greeting")
+            raise ProtocolError("invalid greeting")
         if len(data) > 10 and data[10] < 3:
-            raise ProtocolError(f"version {data[10]} of ZMTP is not spoken here")
+            raise ProtocolError(f"ZMTP version {data[10]} is not supported")
         if len(data) < len(GREETING):
             return None
         if data[12:32] != _MECHANISM:
@@ -125,7 +125,7 @@ class Decoder:
         return Command(b"greeting", b"")
 
     def _header(self) -> tuple[int, int, int] | None:
-        """Flags, the header's length, and the body's; None where it has not come whole."""
+        """Flags, header length and body length; None if the header is incomplete."""
         data = self._bytes
         if len(data) < 2:
             return None
@@ -144,7 +144,7 @@ class Decoder:
             return None
         flags, begin, size = header
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and flags & _MORE):
-            raise ProtocolError(f"flags {flags:#x} mean nothing")
+            raise ProtocolError(f"invalid flags {flags:#x}")
         if flags & _COMMAND:
             if size > MAX_COMMAND_BYTES:
                 raise ProtocolError(f"a command has {size} bytes")
@@ -164,7 +164,7 @@ class Decoder:
 
 
 def message(data: bytes) -> bytes:
-    """A message of one frame."""
+    """Encode a message of one frame."""
     return _header(0, len(data)) + data
 
 
@@ -178,7 +178,7 @@ def ready(socket_type: bytes) -> bytes:
 
 
 def pong(ping: bytes) -> bytes:
-    """The answer to PING: its context, which follows two bytes of how long the peer will wait."""
+    """The reply to PING: its context, which follows the two bytes of the TTL."""
     return command(b"PONG", ping[2 : 2 + MAX_PING_CONTEXT_BYTES])
 
 
@@ -198,14 +198,14 @@ def _command(body: bytes) -> Command:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """The properties of READY; names in lower case, since case does not count."""
+    """The properties of READY. Names are case-insensitive, and returned in lower case."""
     found: dict[bytes, bytes] = {}
     while data:
         name_end = 1 + data[0]
         value_begin = name_end + 4
         value_end = value_begin + int.from_bytes(data[name_end:value_begin], "big")
         if len(data) < value_begin or len(data) < value_end or name_end == 1:
-            raise ProtocolError("READY has properties that are cut off")
+            raise ProtocolError("READY has truncated properties")
         found[data[1:name_end].lower()] = data[value_begin:value_end]
         data = data[value_end:]
     return found

@@ -36,7 +36,7 @@ class TestTheLimits:
         admission.take(2, 60, 0.0)
         admission.admit(2, 40, 0.0)
         refusal(admission, 3, 1)
-        assert "of the 100 prompt tokens that may be open at once, 40 are left" in refusal(admission, 1, 41).message
+        assert "40 of 100 prompt tokens are free" in refusal(admission, 1, 41).message
         admission.give(2, 60, 1.0)
         admission.admit(4, 100, 1.0)
 
@@ -149,7 +149,9 @@ class TestTheGateway:
             }
             refused = gate.complete(COMPLETION | {"prompt": list(range(51))}).result()
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-            assert "50 are left, and this request has about 51" in refused.json()["error"]["message"]
+            assert (
+                "50 of 500 prompt tokens are free, and this request has about 51" in refused.json()["error"]["message"]
+            )
             assert 1 <= int(refused.headers["Retry-After"]) <= MAX_RETRY_S
             assert gate.rig.nothing("ingest", 0), "ingest has heard of it"
             fits = gate.complete(COMPLETION | {"prompt": list(range(50))})

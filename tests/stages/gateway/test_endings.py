@@ -209,7 +209,7 @@ class TestADeadStage:
 
 
 def test_a_broken_invariant_ends_the_stage_by_its_own_name(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="a delta left something out"), Gate(tmp_path) as gate:
+    with pytest.raises(AssertionError, match="a delta is missing"), Gate(tmp_path) as gate:
         response = gate.post(CHAT)
         submit = gate.submit()
         gate.rig.send(m.Deltas([submit.request_id], [1], [0], ["x"], [7], b"", [0], [0], [0], [None]), "detokenize.0")

@@ -13,7 +13,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys, scoped_salt
-from tests.stages.gateway.admin.test_aborts import counts, ended
+from tests.stages.gateway.admin.test_abort_requests import counts, ended
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, free_port, locked
 from tests.stages.gateway.peers import RawPeer

@@ -271,7 +271,7 @@ class TestErrors:
         headers = {"Content-Encoding": "gzip"}
         result = gate.client.post("/v1/completions", content=b"not gzip at all", headers=headers)
         assert (result.status_code, result.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert result.json()["error"]["message"] == "the body can't be read: Can not decode content-encoding: gzip"
+        assert result.json()["error"]["message"] == "cannot read the body: Can not decode content-encoding: gzip"
         gate.rig.load()
         assert not [record for record in caplog.records if record.exc_info]
 
@@ -378,7 +378,7 @@ class TestCredits:
         refused = gate.post(CHAT | {"n": 2}).result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert refused.json()["error"]["message"] == (
-            "the server is overloaded: of the 3 sequences that may be open at once, 1 are left, and this request opens "
+            "the server is overloaded: 1 of 3 sequences are free, and this request needs "
             "2: n, or best_of, for each prompt"
         )
         assert int(refused.headers["Retry-After"]) >= 1

@@ -85,10 +85,10 @@ ROUTES = [
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_nothing_is_open_without_a_key(gate: Gate, method: str, path: str) -> None:
     body = b"{" if method == "POST" else None
-    assert_refused(gate.client.request(method, path, content=body), "an API key is needed")
+    assert_refused(gate.client.request(method, path, content=body), "API key required")
     wrong = {"Authorization": f"Bearer {KEY}x", "X-Request-Id": "mine"}
     refused = gate.client.request(method, path, content=body, headers=wrong)
-    assert_refused(refused, "no API key of this server")
+    assert_refused(refused, "Invalid API key")
     assert refused.headers["X-Request-Id"] == "mine"
 
 
@@ -247,7 +247,7 @@ def free_port(num: int = 1) -> int:
 def test_a_tcp_door_asks_for_a_key(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with locked(tmp_path, zmq=address) as gate:
-        for shown, words in ((None, "an API key is needed"), ("", "is needed"), (f"{KEY}x", "no API key of this")):
+        for shown, words in ((None, "API key required"), ("", "required"), (f"{KEY}x", "Invalid API key")):
             with RawPeer(address, hello=False) as peer:
                 peer.say(p.Hello(1, 1, "a test", shown))
                 failure = peer.hear(p.Error).failure

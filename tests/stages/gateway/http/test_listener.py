@@ -68,7 +68,7 @@ def test_a_body_that_breaks_off_is_answered_at_once_and_once(gate: Gate, path: b
     assert reply.count(b"HTTP/1.") == 1
     assert reply.startswith(b"HTTP/1.1 400 ")
     error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
-    assert "the body can't be read" in error["message"]
+    assert "cannot read the body" in error["message"]
 
 
 def test_what_a_route_does_not_catch_is_500_in_shape_and_in_the_log(

@@ -8,16 +8,17 @@ import msgspec.inspect
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.gateway.http.app import Api, Doors
+from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES, Route
-from pipeline.stages.gateway.parsing.parse import Limits
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "http.md"
 
 
 def test_the_application_has_them_and_no_other() -> None:
     none: Any = None
-    app = Api(Doors(), none, none, none, none, none, Limits("x", 1), Settings().gateway).app()
+    app = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), Settings().gateway).app()
     found = {
         (route.method, route.resource.canonical)
         for route in app.router.routes()

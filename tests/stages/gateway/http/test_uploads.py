@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.upload_budget import NUM_BODIES, SMALL_BYTES, UploadRoom
+from pipeline.stages.gateway.http.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, read_until
 from tests.stages.gateway.test_metrics import counts_of
@@ -47,9 +47,7 @@ def stuck(gate: Gate) -> socket.socket:
 def is_refused(response: httpx.Response) -> bool:
     if response.status_code == 503:
         error = response.json()["error"]
-        assert (
-            error["code"] == "overloaded" and "bytes that large bodies on their way here may have" in error["message"]
-        )
+        assert error["code"] == "overloaded" and "bytes are free for large bodies" in error["message"]
         assert int(response.headers["Retry-After"]) >= 1
         return True
     return False
@@ -92,7 +90,7 @@ class TestWhenThereIsNoRoom:
         has_all_its_room(gate)
 
     def test_no_byte_more_is_given(self) -> None:
-        room = UploadRoom(MAX_BODY)
+        room = UploadBudget(MAX_BODY)
         with ExitStack() as stack:
             for _ in range(NUM_BODIES):
                 stack.enter_context(room.upload(MAX_BODY))
@@ -165,7 +163,7 @@ class TestWhoAsksFirst:
 
 @pytest.mark.parametrize("declared", [0, 10, MAX_BODY])
 def test_small_beginnings_are_not_counted(declared: int) -> None:
-    room = UploadRoom(MAX_BODY)
+    room = UploadBudget(MAX_BODY)
     with room.upload(declared) as upload:
         upload.grow(SMALL_BYTES)
         assert room.num_bytes == (declared if declared > SMALL_BYTES else 0)

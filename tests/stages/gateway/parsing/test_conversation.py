@@ -11,7 +11,8 @@ from pipeline.config.settings import Limits as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
-from pipeline.stages.gateway.parsing.parse import Ask, Limits, parse_chat, parse_tokenize
+from pipeline.stages.gateway.parsing.parse import parse_chat, parse_tokenize
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.tool_format import AddedToken
 
@@ -26,20 +27,20 @@ NOW = {"type": "function", "function": {"name": "now"}}
 NAMED = {"type": "function", "function": {"name": "find"}}
 
 
-def ask(formats: ChatFormats = HERMES, caps: Caps = Caps(), **fields: Any) -> Ask:  # noqa: B008 - frozen
-    limits = Limits("tiny", 64, max_prompt_tokens=1000, caps=caps, formats=formats)
+def parsed(formats: ChatFormats = HERMES, caps: Caps = Caps(), **fields: Any) -> ParsedRequest:  # noqa: B008 - frozen
+    limits = RequestLimits("tiny", 64, max_prompt_tokens=1000, caps=caps, formats=formats)
     return parse_chat(json.dumps({"model": "tiny", "messages": [USER]} | fields).encode(), limits)
 
 
 def prompt(**fields: Any) -> m.ChatPrompt:
-    (made,) = ask(**fields).prompts
+    (made,) = parsed(**fields).prompts
     assert isinstance(made, m.ChatPrompt)
     return made
 
 
 def refused(**fields: Any) -> tuple[str | None, str | None]:
     with pytest.raises(ApiError) as error:
-        ask(**fields)
+        parsed(**fields)
     assert error.value.status == 400
     assert error.value.param is None or error.value.param.split(".")[-1] in error.value.message
     return error.value.param, error.value.code
@@ -160,37 +161,40 @@ class TestTools:
     def test_are_as_many_as_the_settings_allow(self) -> None:
         tools = [{"type": "function", "function": {"name": f"f{place}"}} for place in range(3)]
         assert refused(caps=Caps(max_tools=2), tools=tools) == ("tools", "invalid_value")
-        assert ask(caps=Caps(max_tools=3), tools=tools)
+        assert parsed(caps=Caps(max_tools=3), tools=tools)
 
     def test_need_a_form_of_calls_unless_a_grammar_makes_one(self) -> None:
         assert refused(formats=NONE, tools=[FIND]) == ("tools", "unsupported")
-        assert ask(formats=NONE, tools=[FIND], tool_choice="none").reply is None
+        assert parsed(formats=NONE, tools=[FIND], tool_choice="none").reply is None
         for choice in ("required", NAMED):
-            made = ask(formats=NONE, tools=[FIND], tool_choice=choice)
+            made = parsed(formats=NONE, tools=[FIND], tool_choice=choice)
             assert made.grammar is not None and made.reply is not None
 
 
 class TestReplies:
     def test_are_read_only_where_there_is_something_to_look_for(self) -> None:
-        assert ask().reply is None
-        assert ask(tools=[FIND], tool_choice="none").reply is None
-        assert ask(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm("auto", ["find", "now"], False)
-        assert ask(formats=THINKING).reply == ReplyForm("none")
-        assert ask(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
-        assert ask(formats=THINKING).prompt_options.with_tail
-        assert not ask(tools=[FIND]).prompt_options.with_tail
+        assert parsed().reply is None
+        assert parsed(tools=[FIND], tool_choice="none").reply is None
+        assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm("auto", ["find", "now"], False)
+        assert parsed(formats=THINKING).reply == ReplyForm("none")
+        assert parsed(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
+        assert parsed(formats=THINKING).prompt_options.with_tail
+        assert not parsed(tools=[FIND]).prompt_options.with_tail
 
     def test_show_special_tokens_only_where_a_mark_is_one(self) -> None:
-        assert not ask(formats=LLAMA, tools=[FIND]).text.skip_special_tokens
-        assert ask(formats=LLAMA).text.skip_special_tokens
-        assert ask(tools=[FIND]).text.skip_special_tokens
-        shown = ask(formats=LLAMA, tools=[FIND], skip_special_tokens=False)
+        assert not parsed(formats=LLAMA, tools=[FIND]).text.skip_special_tokens
+        assert parsed(formats=LLAMA).text.skip_special_tokens
+        assert parsed(tools=[FIND]).text.skip_special_tokens
+        shown = parsed(formats=LLAMA, tools=[FIND], skip_special_tokens=False)
         assert not shown.text.skip_special_tokens
         assert shown.reply is not None and shown.reply.shows_specials
 
     def test_are_made_calls_where_the_client_insists(self) -> None:
-        assert ask(tools=[FIND]).grammar is None
-        required, named = ask(tools=[FIND, NOW], tool_choice="required"), ask(tools=[FIND, NOW], tool_choice=NAMED)
+        assert parsed(tools=[FIND]).grammar is None
+        required, named = (
+            parsed(tools=[FIND, NOW], tool_choice="required"),
+            parsed(tools=[FIND, NOW], tool_choice=NAMED),
+        )
         assert required.grammar is not None and named.grammar is not None
         assert (required.grammar.kind, required.grammar.param) == ("calls", "tools")
         assert (named.grammar.kind, named.grammar.param) == ("calls", "tools[0].function.parameters")
@@ -198,12 +202,12 @@ class TestReplies:
         assert "now" not in named.grammar.source
 
     def test_may_be_calls_or_what_the_output_is_to_match(self) -> None:
-        made = ask(tools=[FIND], response_format={"type": "json_object"})
+        made = parsed(tools=[FIND], response_format={"type": "json_object"})
         assert made.grammar is not None and made.grammar.kind == "json_object"
 
     def test_are_looked_at_the_same_way_when_they_are_replayed(self) -> None:
-        made = ask(formats=THINKING, tools=[FIND])
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Ask) == made
+        made = parsed(formats=THINKING, tools=[FIND])
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ParsedRequest) == made
 
 
 class TestTemplate:
@@ -246,7 +250,7 @@ class TestTemplate:
 
 def test_tokenize_takes_the_same_chats() -> None:
     body = {"messages": [USER], "tools": [FIND], "chat_template_kwargs": {"a": 1}, "continue_final_message": True}
-    limits = Limits("tiny", 64)
+    limits = RequestLimits("tiny", 64)
     (made,) = parse_tokenize(json.dumps(body).encode(), limits).prompts
     assert made == prompt(**{name: value for name, value in body.items() if name != "messages"})
     with pytest.raises(ApiError) as error:

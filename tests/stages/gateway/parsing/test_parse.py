@@ -19,26 +19,21 @@ from pipeline.config.settings import Gateway
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS, ApiError
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, Body, ChatBody, CompletionBody
-from pipeline.stages.gateway.parsing.parse import (
-    Ask,
-    Limits,
-    parse_chat,
-    parse_completion,
-    parse_generate,
-    parse_tokenize,
-)
-from pipeline.stages.gateway.replies.embeddings import EmbeddingsBody, parse_embeddings
-from pipeline.stages.gateway.replies.tokens_only import GenerateBody, SamplingParams, parse_tokens_only
+from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, parse_embeddings
+from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_tokenize
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.tokens_only import GenerateBody, SamplingParams, parse_tokens_only
 from tests.stages.gateway.gate import CHAT, COMPLETION
 
-LIMITS = Limits(model="tiny", max_sequences=64)
+LIMITS = RequestLimits(model="tiny", max_sequences=64)
 
 
-def chat(**fields: Any) -> Ask:
+def chat(**fields: Any) -> ParsedRequest:
     return parse_chat(json.dumps(CHAT | fields).encode(), LIMITS)
 
 
-def completion(**fields: Any) -> Ask:
+def completion(**fields: Any) -> ParsedRequest:
     return parse_completion(json.dumps(COMPLETION | fields).encode(), LIMITS)
 
 
@@ -50,10 +45,16 @@ def refused(body: Any, parse: Any = parse_chat) -> ApiError:
 
 class TestDefaults:
     def test_are_those_of_openai(self) -> None:
-        ask = chat()
-        assert ask.sampling == m.Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        assert ask.text == m.TextOptions()
-        assert (ask.n, ask.max_tokens, ask.seed, ask.stream, ask.include_usage) == (1, None, None, False, False)
+        parsed = chat()
+        assert parsed.sampling == m.Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+        assert parsed.text == m.TextOptions()
+        assert (parsed.n, parsed.max_tokens, parsed.seed, parsed.stream, parsed.include_usage) == (
+            1,
+            None,
+            None,
+            False,
+            False,
+        )
         assert completion().max_tokens == 16
 
     @pytest.mark.parametrize("fields", [Body, ChatBody, CompletionBody])
@@ -67,13 +68,13 @@ class TestDefaults:
 
 class TestFields:
     def test_sampling_reaches_the_executor(self) -> None:
-        ask = chat(temperature=0, top_p=0.5, top_k=7, min_p=0.1, stop_token_ids=[3, 4], ignore_eos=True)
-        assert ask.sampling == m.Sampling(0.0, 0.5, 7, 0.1, 0, [3, 4], True)
+        parsed = chat(temperature=0, top_p=0.5, top_k=7, min_p=0.1, stop_token_ids=[3, 4], ignore_eos=True)
+        assert parsed.sampling == m.Sampling(0.0, 0.5, 7, 0.1, 0, [3, 4], True)
         assert chat(top_k=-1).sampling.top_k == 0
 
     def test_text_options_reach_detokenize(self) -> None:
-        ask = chat(stop="x", include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3])
-        assert ask.text == m.TextOptions(["x"], True, False, [3])
+        parsed = chat(stop="x", include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3])
+        assert parsed.text == m.TextOptions(["x"], True, False, [3])
         assert chat(stop=["a", "b"]).text.stop == ["a", "b"]
 
     @pytest.mark.parametrize(
@@ -92,18 +93,18 @@ class TestFields:
         assert chat(stream=True, stream_options={"include_usage": True}).include_usage
 
     def test_salts_and_deadlines_go_with_the_request(self) -> None:
-        for ask in (chat, completion):
-            asked = ask(cache_salt="é" * 1024, timeout_s=0.5)
+        for parse in (chat, completion):
+            asked = parse(cache_salt="é" * 1024, timeout_s=0.5)
             assert (asked.cache_salt, asked.timeout_s, asked.priority) == ("é" * 1024, 0.5, 0)
-            assert (ask().cache_salt, ask().timeout_s) == ("", None)
+            assert (parse().cache_salt, parse().timeout_s) == ("", None)
 
     @pytest.mark.parametrize("priority", [-(2**31), -1, 5, 2**31 - 1])
     def test_priorities_are_taken_where_the_server_has_them(self, priority: int) -> None:
-        limits = Limits("tiny", 64, has_priorities=True)
+        limits = RequestLimits("tiny", 64, has_priorities=True)
         for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
             assert parse(json.dumps(body | {"priority": priority}).encode(), limits).priority == priority
             assert refused(body | {"priority": priority}, parse).message == (
-                f"got priority {priority}, but this server has no priorities: that takes schedule.policy = priority"
+                f"got priority {priority}, but priorities are disabled: they require schedule.policy = priority"
             )
             assert parse(json.dumps(body | {"priority": 0}).encode(), LIMITS).priority == 0
 
@@ -295,9 +296,7 @@ class TestBadInput:
         assert refused({"model": "tiny"}).message == "'messages' is required"
         assert refused([]).message == "the body must be an object, not an array"
         assert refused(CHAT | {"top_p": math.nan}).message == "'top_p' must be a finite number"
-        assert refused(message(content="\ud800")).message == (
-            "'messages[1].content' has half a surrogate pair, which is no character"
-        )
+        assert refused(message(content="\ud800")).message == ("'messages[1].content' has an unpaired surrogate")
 
     def test_repeats_no_more_of_the_clients_words_than_is_needed(self) -> None:
         for key in ("k" * 100_000, "\ud800" * 1000, "a.b[0]" * 1000):
@@ -403,7 +402,7 @@ bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lis
 def is_answered(body: bytes) -> None:
     for parse in (parse_chat, parse_completion, parse_embeddings, parse_tokens_only):
         try:
-            assert isinstance(parse(body, LIMITS), Ask)
+            assert isinstance(parse(body, LIMITS), ParsedRequest)
         except ApiError as error:
             assert 400 <= error.status < 500
             assert error.message
@@ -435,15 +434,15 @@ class TestAnyBytes:
 class TestWhatIsTooManyWhateverItSays:
     """A legal body may hold a million of something; it is counted before anything is made of each."""
 
-    LIMITS = Limits(model="tiny", max_sequences=64, max_prompt_tokens=512)
+    LIMITS = RequestLimits(model="tiny", max_sequences=64, max_prompt_tokens=512)
 
     @pytest.mark.parametrize(
         ("body", "param", "words"),
         [
-            ({"prompt": [[1]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences is more than this server takes"),
-            ({"prompt": ["x"] * 800_000}, "prompt", "800000 prompts × n = 1 sequences is more than this server takes"),
-            ({"prompt": [[]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences is more than this server takes"),
-            ({"prompt": ["x"] * 33, "n": 2}, "prompt", "33 prompts × n = 2 sequences is more than this server takes"),
+            ({"prompt": [[1]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences exceeds the limit of 64"),
+            ({"prompt": ["x"] * 800_000}, "prompt", "800000 prompts × n = 1 sequences exceeds the limit of 64"),
+            ({"prompt": [[]] * 800_000}, "prompt", "800000 prompts × n = 1 sequences exceeds the limit of 64"),
+            ({"prompt": ["x"] * 33, "n": 2}, "prompt", "33 prompts × n = 2 sequences exceeds the limit of 64"),
             ({"prompt": [1] * 1_500_000}, "prompt", "maximum context length is 512 tokens, and the prompt has 1500000"),
             ({"prompt": [[1], [1] * 513]}, "prompt[1]", "maximum context length is 512 tokens, and the prompt has 513"),
         ],
@@ -476,7 +475,10 @@ class TestWhatIsTooManyWhateverItSays:
         for num, is_refused in ((512, False), (513, True), (100_000, True)):
             body = json.dumps({"model": "tiny", "messages": messages * num}).encode()
             generate = p.Generate(1, "", p.ChatPrompt([p.ChatMessage("user", "")] * num), p.Params(), 1)
-            asked: list[tuple[Callable[[Any, Limits], Ask], Any]] = [(parse_chat, body), (parse_generate, generate)]
+            asked: list[tuple[Callable[[Any, RequestLimits], ParsedRequest], Any]] = [
+                (parse_chat, body),
+                (parse_generate, generate),
+            ]
             for parse, what in asked:
                 if not is_refused:
                     (prompt,) = parse(what, self.LIMITS).prompts

@@ -12,15 +12,16 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing import sampling_fields
-from pipeline.stages.gateway.parsing.parse import Limits, parse_chat, parse_completion
-from pipeline.stages.gateway.parsing.token_detail_options import IdDetails
+from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.test_parse import LIMITS, chat, completion, refused
 
-KNOWN = Limits(model="tiny", max_sequences=64, max_prompt_tokens=512, vocab_size=1000, hidden_size=8)
+KNOWN = RequestLimits(model="tiny", max_sequences=64, max_prompt_tokens=512, vocab_size=1000, hidden_size=8)
 
 
-def refused_by(limits: Limits, body: Any, parse: Any = parse_completion) -> ApiError:
+def refused_by(limits: RequestLimits, body: Any, parse: Any = parse_completion) -> ApiError:
     with pytest.raises(ApiError) as error:
         parse(json.dumps(body).encode(), limits)
     return error.value
@@ -42,8 +43,8 @@ class TestWhereTheyGo:
         assert completion(**fields).sampling == sampling
 
     def test_min_tokens_to_the_executor_and_to_detokenize(self) -> None:
-        ask = completion(min_tokens=3)
-        assert (ask.sampling.min_tokens, ask.text.min_tokens) == (3, 3)
+        parsed = completion(min_tokens=3)
+        assert (parsed.sampling.min_tokens, parsed.text.min_tokens) == (3, 3)
 
     def test_bad_words_to_ingest(self) -> None:
         assert chat(bad_words=["a b", "é"]).bad_words == ["a b", "é"]
@@ -64,24 +65,24 @@ class TestWhereTheyGo:
             assert chat(**{name: value}) == chat()
 
 
-def completion_of(limits: Limits, **fields: Any) -> Any:
+def completion_of(limits: RequestLimits, **fields: Any) -> Any:
     return parse_completion(json.dumps(COMPLETION | fields).encode(), limits)
 
 
 class TestDetails:
     @pytest.mark.parametrize("num_top", [0, 3, 20])
     def test_log_probabilities_of_ids_are_asked_of_the_stages(self, num_top: int) -> None:
-        for ask in (chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)):
-            assert ask.details == IdDetails(num_top=num_top)
-            assert ask.sampling == m.Sampling(with_logprobs=True, num_top=num_top)
-            assert ask.text == m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
-            assert not ask.prompt_options.with_pieces
+        for parsed in (chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)):
+            assert parsed.details == TokenDetailOptions(num_top=num_top)
+            assert parsed.sampling == m.Sampling(with_logprobs=True, num_top=num_top)
+            assert parsed.text == m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
+            assert not parsed.prompt_options.with_pieces
 
     def test_of_the_prompt(self) -> None:
-        for ask in (chat(prompt_logprobs=2), completion(prompt_logprobs=2)):
-            assert (ask.sampling.with_logprobs, ask.sampling.prompt_num_top) == (False, 2)
-            assert (ask.text.record_bytes, ask.text.prompt_num_top, ask.text.with_pieces) == (0, 2, True)
-            assert ask.prompt_options.with_pieces
+        for parsed in (chat(prompt_logprobs=2), completion(prompt_logprobs=2)):
+            assert (parsed.sampling.with_logprobs, parsed.sampling.prompt_num_top) == (False, 2)
+            assert (parsed.text.record_bytes, parsed.text.prompt_num_top, parsed.text.with_pieces) == (0, 2, True)
+            assert parsed.prompt_options.with_pieces
 
     def test_of_a_prompt_that_is_repeated_are_as_many_as_either_shows(self) -> None:
         assert completion(echo=True, logprobs=1, prompt_logprobs=4).sampling.prompt_num_top == 4
@@ -90,14 +91,14 @@ class TestDetails:
         assert completion(echo=True).sampling.prompt_num_top == -1
 
     def test_of_a_prompt_alone_take_a_step(self) -> None:
-        ask = completion(echo=True, logprobs=0, max_tokens=0)
-        assert (ask.max_tokens, ask.hides_output) == (1, True)
+        parsed = completion(echo=True, logprobs=0, max_tokens=0)
+        assert (parsed.max_tokens, parsed.hides_output) == (1, True)
         plain = completion(echo=True, max_tokens=0)
         assert (plain.max_tokens, plain.hides_output) == (0, False)
 
     def test_best_of_needs_records_that_nobody_is_shown(self) -> None:
-        ask = completion(best_of=3)
-        assert ask.details == IdDetails() and not ask.text.with_pieces and ask.text.record_bytes == 4
+        parsed = completion(best_of=3)
+        assert parsed.details == TokenDetailOptions() and not parsed.text.with_pieces and parsed.text.record_bytes == 4
         assert completion(best_of=3, logprobs=2).text.record_bytes == logprob_bytes(2)
 
     def test_none_are_told_where_none_are_asked_for(self) -> None:
@@ -105,7 +106,7 @@ class TestDetails:
         assert chat(logprobs=True) != chat()
 
     def test_ids(self) -> None:
-        assert chat(return_token_ids=True, return_tokens_as_token_ids=True).details == IdDetails(
+        assert chat(return_token_ids=True, return_tokens_as_token_ids=True).details == TokenDetailOptions(
             with_ids=True, names_ids=True
         )
 
@@ -139,7 +140,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": [""]}, "bad_words[0]", "length >= 1"),
     ({"bad_words": ["x" * 257]}, "bad_words[0]", "length <= 256"),
     ({"bad_words": ["x"] * 1025}, "bad_words", "limits.max_bad_words"),
-    ({"stop": ["x"] * 1_000_000}, "stop", "at most 16 are taken: limits.max_stop_strings"),
+    ({"stop": ["x"] * 1_000_000}, "stop", "the limit is 16 (limits.max_stop_strings)"),
     ({"stop_token_ids": [1, 1000]}, "stop_token_ids[1]", "0..999"),
     ({"stop_token_ids": [1] * 129}, "stop_token_ids", "limits.max_stop_token_ids"),
     ({"min_tokens": -1}, "min_tokens", ">= 0"),

@@ -7,12 +7,13 @@ import pytest
 
 from pipeline.config.settings import Limits as Caps
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.parse import Limits, parse_chat, parse_completion
+from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.test_parse import chat, completion
 from tests.stages.gateway.parsing.test_sampling_fields import refused_by
 
-LIMITS = Limits(model="tiny", max_sequences=64, caps=Caps(max_grammar_bytes=1024))
+LIMITS = RequestLimits(model="tiny", max_sequences=64, caps=Caps(max_grammar_bytes=1024))
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 TAG = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}
 
@@ -92,8 +93,8 @@ GRAMMARS: list[tuple[dict[str, Any], str, Any, str]] = [
 class TestGrammars:
     @pytest.mark.parametrize(("fields", "kind", "source", "param"), GRAMMARS)
     def test_of_json(self, fields: dict[str, Any], kind: str, source: Any, param: str) -> None:
-        for ask in (chat, completion):
-            grammar = ask(**fields).grammar
+        for parse in (chat, completion):
+            grammar = parse(**fields).grammar
             assert grammar is not None
             assert (grammar.kind, grammar.param) == (kind, param)
             assert (json.loads(grammar.source) if grammar.source else None) == source

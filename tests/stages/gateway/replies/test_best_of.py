@@ -12,9 +12,10 @@ from pipeline.client.client import AsyncClient
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse import parse_completion, parse_generate
+from pipeline.stages.gateway.parsing.parse import parse_completion
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.replies.best_of import best
-from pipeline.stages.gateway.requests import Sequence
+from pipeline.stages.gateway.request import Sequence
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate
 from tests.stages.gateway.parsing.test_parse import LIMITS, completion, refused
@@ -53,9 +54,9 @@ class TestChoice:
 
 class TestParse:
     def test_says_how_many_are_generated_and_asks_for_their_log_probabilities(self) -> None:
-        ask = completion(best_of=4, n=2)
-        assert (ask.n, ask.best_of, ask.num_sequences) == (2, 4, 4)
-        assert ask.sampling.with_logprobs and ask.text.record_bytes == 4
+        parsed = completion(best_of=4, n=2)
+        assert (parsed.n, parsed.best_of, parsed.num_sequences) == (2, 4, 4)
+        assert parsed.sampling.with_logprobs and parsed.text.record_bytes == 4
         assert completion(best_of=3).num_sequences == 3
 
     @pytest.mark.parametrize("fields", [{}, {"best_of": 1}, {"n": 3, "best_of": 3}, {"n": 2, "best_of": None}])
@@ -74,7 +75,7 @@ class TestParse:
             ({"best_of": 129}, "at most 128"),
             ({"best_of": "2"}, "integer"),
             ({"best_of": 2.5}, "integer"),
-            ({"best_of": 65}, "best_of = 65 is more than this server takes at once (64)"),
+            ({"best_of": 65}, "best_of = 65 exceeds the limit of 64 open sequences"),
         ],
     )
     def test_what_it_can_not_be_is_refused_by_its_name(self, fields: dict[str, Any], words: str) -> None:
@@ -91,8 +92,8 @@ class TestParse:
 
     def test_over_zmq_it_goes_with_chats_too_but_not_behind_ids(self) -> None:
         chat = p.ChatPrompt([p.ChatMessage("user", "Hi")])
-        ask = parse_generate(p.Generate(1, "", chat, p.Params(n=2, best_of=5), 1), LIMITS)
-        assert (ask.n, ask.num_sequences) == (2, 5)
+        parsed = parse_generate(p.Generate(1, "", chat, p.Params(n=2, best_of=5), 1), LIMITS)
+        assert (parsed.n, parsed.num_sequences) == (2, 5)
         with pytest.raises(ApiError) as error:
             parse_generate(p.Generate(1, "", p.TextPrompt("a"), p.Params(n=2, best_of=5), 1, [b"", b""]), LIMITS)
         assert (error.value.status, error.value.param) == (400, "received")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.replies.embeddings import parse_embeddings
+from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.parsing.test_sampling_fields import KNOWN, refused_by
 
@@ -62,10 +62,10 @@ class TestParse:
 
     def test_the_stages_are_asked_for_a_vector(self) -> None:
         body = BODY | {"input": [[1, 2], [3]], "pooling": "mean", "truncate_prompt_tokens": -1}
-        ask = parse_embeddings(json.dumps(body).encode(), KNOWN)
-        assert ask.sampling == m.Sampling(temperature=0.0, pooling=m.Pooling.MEAN)
-        assert ask.text == m.TextOptions(record_bytes=32)
-        assert (ask.max_tokens, ask.prompt_options.truncate, len(ask.prompts)) == (1, -1, 2)
+        parsed = parse_embeddings(json.dumps(body).encode(), KNOWN)
+        assert parsed.sampling == m.Sampling(temperature=0.0, pooling=m.Pooling.MEAN)
+        assert parsed.text == m.TextOptions(record_bytes=32)
+        assert (parsed.max_tokens, parsed.prompt_options.truncate, len(parsed.prompts)) == (1, -1, 2)
         assert parse_embeddings(json.dumps(BODY).encode(), KNOWN).sampling.pooling == m.Pooling.LAST
 
 
@@ -114,7 +114,7 @@ class TestReplies:
         response = gate.post(BODY, PATH)
         give(gate, gate.begin(), [value, *[0] * 7])
         result = response.result()
-        assert result.status_code == 500 and "not finite" in result.json()["error"]["message"]
+        assert result.status_code == 500 and "NaN or infinity" in result.json()["error"]["message"]
 
     def test_a_call_that_is_called_off_has_none(self, gate: Gate) -> None:
         response = gate.post(BODY | {"request_id": "me"}, PATH)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.parse import Limits, parse_detokenize, parse_tokenize
+from pipeline.stages.gateway.parsing.parse import parse_detokenize, parse_tokenize
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, FACTS, MODEL, Gate
 from tests.stages.gateway.parsing.test_parse import refused
 
-LIMITS = Limits(model=MODEL, max_sequences=64)
+LIMITS = RequestLimits(model=MODEL, max_sequences=64)
 
 
 def answer(gate: Gate, submit: m.Submit, ids: list[int], **shown: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.replies.tokens_only import parse_tokens_only
+from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from tests.stages.gateway.gate import (
     CHAT,
     COMPLETION,
@@ -34,12 +34,12 @@ class TestParse:
         body = params(
             temperature=0, max_tokens=5, n=2, stop="x", min_tokens=1, logprobs=2, structured_outputs={"regex": "a"}
         )
-        ask = parse_tokens_only(json.dumps(body).encode(), KNOWN)
-        assert ask.prompts == [m.IdsPrompt(np.array([1, 2, 3], "<i4").tobytes())]
-        assert ask.sampling == m.Sampling(temperature=0.0, min_tokens=1, with_logprobs=True, num_top=2)
-        assert ask.text == m.TextOptions(stop=["x"], min_tokens=1, record_bytes=20, num_top=2)
-        assert (ask.model, ask.n, ask.max_tokens) == ("tiny", 2, 5)
-        assert ask.grammar == m.Grammar("regex", "a", "sampling_params.structured_outputs.regex")
+        parsed = parse_tokens_only(json.dumps(body).encode(), KNOWN)
+        assert parsed.prompts == [m.IdsPrompt(np.array([1, 2, 3], "<i4").tobytes())]
+        assert parsed.sampling == m.Sampling(temperature=0.0, min_tokens=1, with_logprobs=True, num_top=2)
+        assert parsed.text == m.TextOptions(stop=["x"], min_tokens=1, record_bytes=20, num_top=2)
+        assert (parsed.model, parsed.n, parsed.max_tokens) == ("tiny", 2, 5)
+        assert parsed.grammar == m.Grammar("regex", "a", "sampling_params.structured_outputs.regex")
         assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).max_tokens == 16
         assert parse_tokens_only(json.dumps(params(max_tokens=None)).encode(), KNOWN).max_tokens == 16
 
@@ -181,8 +181,8 @@ class TestRendering:
             "priority": 0,
             "prompt": "<s>Hi",
         }
-        ask = parse_tokens_only(json.dumps(body).encode(), KNOWN)
-        assert (ask.n, ask.max_tokens, ask.details.num_top) == (3, 509, 3)
+        parsed = parse_tokens_only(json.dumps(body).encode(), KNOWN)
+        assert (parsed.n, parsed.max_tokens, parsed.details.num_top) == (3, 509, 3)
 
     def test_of_completions_is_a_list(self, gate: Gate) -> None:
         asked = {"prompt": ["a", [1, 2]][:1] * 2, "stream": True, "max_tokens": 4, "guided_json": {"a": 1}}

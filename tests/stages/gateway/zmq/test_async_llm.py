@@ -15,7 +15,7 @@ from pipeline.client.request_options import CallOptions
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.admin.test_aborts import abort, counts, ended
+from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.test_metrics import counts_of
 from tests.stages.gateway.zmq.test_server import address_of, do

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from pipeline.client import protocol as p
-from pipeline.stages.gateway.zmq import router, zmtp
-from pipeline.stages.gateway.zmq import server as door_module
+from pipeline.stages.gateway.zmq import listener, zmtp
+from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.crowd import ProcessRig
 from tests.stages.gateway.gate import Gate
@@ -23,7 +23,7 @@ from tests.stages.gateway.zmq.test_server import free_port
 
 MIB = 1024**2
 MAX_MESSAGE_BYTES = 4 * MIB
-ALLOWED_BYTES = 64 * MIB + router.NUM_LARGE * MAX_MESSAGE_BYTES
+ALLOWED_BYTES = 64 * MIB + listener.NUM_LARGE * MAX_MESSAGE_BYTES
 """What the gateway may grow by, whatever its clients send."""
 HANDSHAKE = zmtp.GREETING + zmtp.ready(b"DEALER")
 SAID_HELLO = zmtp.message(msgspec.msgpack.encode(HELLO))
@@ -105,14 +105,14 @@ def test_a_flood_at_full_speed_costs_little(door: Open, flood: str, hello: bool)
                 assert peer.is_still_served()
 
     side_by_side(attack, NUM_FLOODS)
-    assert door.growth() < 16 * MIB + router.NUM_LARGE * MAX_MESSAGE_BYTES
+    assert door.growth() < 16 * MIB + listener.NUM_LARGE * MAX_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize("hello", [False, True], ids=["before hello", "behind hello"])
 def test_messages_that_never_end_have_a_bound_together(door: Open, hello: bool) -> None:
     """As many connections as there may be, each with the most that it can have on its way."""
     large = zmtp.message(bytes(MAX_MESSAGE_BYTES))[: MIB - 1]
-    small = zmtp.message(bytes(router.SMALL_BYTES if hello else door_module.MAX_HELLO_BYTES))[:-1]
+    small = zmtp.message(bytes(listener.SMALL_BYTES if hello else server_module.MAX_HELLO_BYTES))[:-1]
     with contextlib.ExitStack() as stack:
         for number in range(400):
             one = stack.enter_context(door.connect(hello=hello))
@@ -126,7 +126,7 @@ def test_messages_that_never_end_have_a_bound_together(door: Open, hello: bool) 
 
 
 def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "NUM_LARGE", 1)
+    monkeypatch.setattr(listener, "NUM_LARGE", 1)
     message = zmtp.message(msgspec.msgpack.encode(p.Generate(1, "x" * MIB, p.TextPrompt("Hi"), p.Params(), 1)))
     port = free_port()
     with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}", max_body_bytes=MIB + 1000):
@@ -166,8 +166,8 @@ def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypat
 def test_a_message_that_does_not_come_whole_in_time_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_module, "MESSAGE_S", 0.3)
-    monkeypatch.setattr(door_module, "SWEEP_S", 0.05)
+    monkeypatch.setattr(server_module, "MESSAGE_S", 0.3)
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
     port = free_port()
     with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}") as gate:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as slow:

@@ -10,7 +10,7 @@ from pipeline.client.client import AsyncClient, Client, Output, RequestError
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.admin.test_aborts import abort, counts, ended
+from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer
 from tests.stages.gateway.test_metrics import find

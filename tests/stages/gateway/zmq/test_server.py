@@ -26,8 +26,8 @@ from pipeline.client.client import AsyncClient, Client, ConnectionLost, Output, 
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.client.structured_params import StructuredOutputsParams
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.zmq import router
-from pipeline.stages.gateway.zmq import server as door_module
+from pipeline.stages.gateway.zmq import listener
+from pipeline.stages.gateway.zmq import server as server_module
 from pipeline.stages.gateway.zmq import stream as zmq_stream
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, MODEL, Gate
@@ -605,7 +605,7 @@ class TestSlowClients:
         self, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tried: list[str] = []
-        send = router.DoorSocket.send
+        send = listener.ZmtpListener.send
 
         def watched(self: Any, connection: Any, data: bytes) -> Any:
             result = "full" if is_stuck else send(self, connection, data)
@@ -613,7 +613,7 @@ class TestSlowClients:
             return result
 
         is_stuck = False
-        monkeypatch.setattr(router.DoorSocket, "send", watched)
+        monkeypatch.setattr(listener.ZmtpListener, "send", watched)
         with RawPeer(gate) as peer:
             for request_id in range(20):
                 peer.generate(request_id)
@@ -639,10 +639,10 @@ class TestSlowClients:
     @pytest.mark.parametrize("limit", ["letters", "time"])
     def test_who_reads_nothing_is_hung_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
         if limit == "time":
-            monkeypatch.setattr(door_module, "STALL_S", 0.2)
-            monkeypatch.setattr(door_module, "SWEEP_S", 0.05)
+            monkeypatch.setattr(server_module, "STALL_S", 0.2)
+            monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
         else:
-            monkeypatch.setattr(door_module, "MAX_LETTERS", 20)
+            monkeypatch.setattr(server_module, "MAX_PENDING_MESSAGES", 20)
         with Gate(tmp_path) as gate, RawPeer(gate, receive_bound=1) as peer:
             bad = p.Generate(1, "x" * 150, p.TextPrompt("Hi"), p.Params(), 1)
             data, end = msgspec.msgpack.encode(bad), time.monotonic() + PATIENCE_S
@@ -688,7 +688,7 @@ class TestHostilePeers:
         ("frames", "words"),
         [
             ((b"garbage",), "malformed"),
-            ((HELLO,), "hello was said before"),
+            ((HELLO,), "hello was already sent"),
             ((b"", b"\x92\xa4ping\x01"), "use a DEALER"),
             ((msgspec.msgpack.encode(["generate", 1, "", ["text", 5], [], 1]),), "generate.prompt"),
             ((msgspec.msgpack.encode(["generate", -1, "", ["text", ""], [], 1]),), "generate.request_id"),
@@ -757,8 +757,8 @@ class TestHostilePeers:
     def test_connections_that_say_nothing_are_ended_in_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(door_module, "HELLO_S", 0.5)
-        monkeypatch.setattr(door_module, "SWEEP_S", 0.05)
+        monkeypatch.setattr(server_module, "HELLO_S", 0.5)
+        monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
         num = min(1_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         with Gate(tmp_path) as gate, contextlib.ExitStack() as stack, RawPeer(gate) as good:
             silent = []
@@ -778,7 +778,7 @@ class TestHostilePeers:
     def test_more_connections_than_it_takes_are_ended_at_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(router, "MAX_CONNECTIONS", 3)
+        monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
         with Gate(tmp_path) as gate, contextlib.ExitStack() as stack:
             served = [stack.enter_context(RawPeer(gate)) for _ in range(3)]
             one = stack.enter_context(RawPeer(gate, hello=False))
@@ -792,8 +792,8 @@ class TestHostilePeers:
             until(lambda: is_served(gate), "there is room again")
 
     def test_who_falls_silent_is_ended_and_who_pings_is_not(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(door_module, "SILENCE_S", 0.4)
-        monkeypatch.setattr(door_module, "SWEEP_S", 0.05)
+        monkeypatch.setattr(server_module, "SILENCE_S", 0.4)
+        monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
         with RawPeer(gate) as silent, RawPeer(gate) as lively:
             silent.generate(1)
             submit = gate.begin()
@@ -909,14 +909,14 @@ class TestTheServersEnd:
     async def test_a_server_that_says_nothing_is_given_up(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(door_module, "HEARTBEAT_S", 0.05)
-        monkeypatch.setattr(door_module, "SILENCE_S", 0.3)
-        monkeypatch.setattr(door_module, "SWEEP_S", 1000.0)
+        monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.05)
+        monkeypatch.setattr(server_module, "SILENCE_S", 0.3)
+        monkeypatch.setattr(server_module, "SWEEP_S", 1000.0)
         with Gate(tmp_path) as gate:
             async with await AsyncClient.connect(address_of(gate)) as client:
                 stream = client.generate("Hi")
                 await do(gate.begin)
-                monkeypatch.setattr(door_module.Door, "_handle", lambda *_: None)
+                monkeypatch.setattr(server_module.ZmqServer, "_handle", lambda *_: None)
                 with pytest.raises(ConnectionLost, match=r"has said nothing for 0\.3 s"):
                     await all_of(stream)
 

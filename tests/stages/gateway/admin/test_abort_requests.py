@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.admin import aborts
+from pipeline.stages.gateway.admin import abort_requests
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, MODEL, Gate, events_of, read_until
 
 STREAM = CHAT | {"stream": True}
@@ -133,7 +133,7 @@ class TestAnAbort:
             ({"request_ids": "x"}, "request_ids"),
             ({"request_ids": ["x", 5]}, "request_ids[1]"),
             ({"request_ids": ["x" * 1000]}, "request_ids[0]"),
-            ({"request_ids": ["x"] * (aborts.MAX_NAMES + 1)}, "request_ids"),
+            ({"request_ids": ["x"] * (abort_requests.MAX_IDS + 1)}, "request_ids"),
         ],
     )
     def test_with_bad_input_names_the_field(self, gate: Gate, body: Any, param: str) -> None:
@@ -147,7 +147,7 @@ class TestSeveralGateways:
         with Gate(tmp_path, siblings=2) as gate:
             yield gate
 
-    def ask(self, gate: Gate, *names: str) -> tuple[Any, int]:
+    def send_abort(self, gate: Gate, *names: str) -> tuple[Any, int]:
         """Ask this gateway; the others were asked. Returns the answer to come and the question's number."""
         answer = gate.do(abort, gate, *names)
         questions = [gate.rig.receive(f"gateway.{replica}", m.AbortRequests) for replica in (1, 2)]
@@ -158,7 +158,7 @@ class TestSeveralGateways:
     def test_are_all_asked_and_each_name_counts_once(self, gate: Gate) -> None:
         response = post(gate, CHAT, "here")
         submit = gate.begin()
-        answer, nonce = self.ask(gate, "there", "here", "nowhere", "both")
+        answer, nonce = self.send_abort(gate, "there", "here", "nowhere", "both")
         gate.rig.send(m.RequestsAborted(2, nonce, [0, 3]), "gateway.2")
         gate.rig.send(m.RequestsAborted(1, nonce, [3]), "gateway.1")
         assert answer.result() == counts(3, 1)
@@ -175,8 +175,8 @@ class TestSeveralGateways:
         assert gate.rig.nothing("gateway.1", 0)
 
     def test_do_not_wait_for_one_that_hangs(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aborts, "ANSWER_S", 0.1)
-        answer, nonce = self.ask(gate, "a", "b")
+        monkeypatch.setattr(abort_requests, "TIMEOUT_S", 0.1)
+        answer, nonce = self.send_abort(gate, "a", "b")
         gate.rig.send(m.RequestsAborted(1, nonce, [0]), "gateway.1")
         assert answer.result() == counts(1, 1)
         gate.rig.send(m.RequestsAborted(2, nonce, [1]), "gateway.2")  # too late

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.gateway.requests import Sequence
+from pipeline.stages.gateway.request import Sequence
 
 
 def packed(begin: int, end: int) -> bytes:

@@ -1,7 +1,6 @@
-"""Clients' own names for their calls: a header, X-Request-Id, or a field of the body, request_id, as vLLM has them;
-over ZeroMQ a field of `generate`, name.
+"""Request ids that clients choose: the header X-Request-Id or the body's request_id, as in vLLM; `name` over ZeroMQ.
 
-A response's id then ends in the name, the header comes back with every response, and the call can be ended by it.
+The id of the response then ends in it, the response repeats the header, and the request can be aborted by it.
 """
 
 import re
@@ -15,7 +14,7 @@ _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")
 
 
 def checked(name: str | None, param: str) -> str | None:
-    """A name that fits a header and a log line. Raises ApiError, 400, where it doesn't."""
+    """Check that a request id fits a header and a log line. Raises ApiError, 400."""
     if name is not None and not _NAME.fullmatch(name):
         message = f"'{param}' must be 1 to {MAX_NAME_CHARS} visible ASCII characters without spaces"
         raise invalid(param, message, "invalid_value")
@@ -23,11 +22,11 @@ def checked(name: str | None, param: str) -> str | None:
 
 
 def of_headers(headers: Mapping[str, str]) -> str | None:
-    """The name that a request's header gives it. Raises ApiError as `checked`."""
+    """The request id in the headers. Raises ApiError as `checked`."""
     return checked(headers.get(HEADER), HEADER)
 
 
 def to_repeat(headers: Mapping[str, str]) -> str | None:
-    """What a response's header says again: nothing where it can't be said."""
+    """The request id to repeat in the response; None if it is invalid."""
     name = headers.get(HEADER)
     return name if name is not None and _NAME.fullmatch(name) else None

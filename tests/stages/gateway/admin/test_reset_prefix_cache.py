@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.admin import prefix_cache_resets
+from pipeline.stages.gateway.admin import reset_prefix_cache
 from tests.stages.gateway.gate import Gate
 
 
-def ask(gate: Gate) -> tuple[object, m.ResetPrefixCache]:
+def reset(gate: Gate) -> tuple[object, m.ResetPrefixCache]:
     response = gate.do(gate.client.post, "/reset_prefix_cache")
     question: m.ResetPrefixCache = gate.rig.receive("schedule", m.ResetPrefixCache)
     return response, question
 
 
 def test_is_answered_when_it_is_done(gate: Gate) -> None:
-    responses, questions = zip(*(ask(gate) for _ in range(3)), strict=True)
+    responses, questions = zip(*(reset(gate) for _ in range(3)), strict=True)
     assert len({question.nonce for question in questions}) == 3
     assert not any(response.done() for response in responses)
     for place in (1, 0, 2):
@@ -27,8 +27,8 @@ def test_is_answered_when_it_is_done(gate: Gate) -> None:
 
 
 def test_says_so_where_no_answer_comes(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache_resets, "ANSWER_S", 0.05)
-    response, question = ask(gate)
+    monkeypatch.setattr(reset_prefix_cache, "TIMEOUT_S", 0.05)
+    response, question = reset(gate)
     result = response.result()  # type: ignore[attr-defined]
     assert (result.status_code, result.json()["error"]["code"]) == (503, "late")
     gate.rig.send(m.PrefixCacheReset(0, question.nonce, 1), "detokenize.0")  # too late
@@ -37,7 +37,7 @@ def test_says_so_where_no_answer_comes(gate: Gate, monkeypatch: pytest.MonkeyPat
 
 def test_those_who_leave_do_not_pile_questions_up(gate: Gate) -> None:
     nonces = []
-    for _ in range(prefix_cache_resets.MAX_ASKED):
+    for _ in range(reset_prefix_cache.MAX_PENDING):
         with socket.create_connection(gate.address, timeout=30) as connection:
             connection.sendall(b"POST /reset_prefix_cache HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
             nonces.append(gate.rig.receive("schedule", m.ResetPrefixCache).nonce)
@@ -46,7 +46,7 @@ def test_those_who_leave_do_not_pile_questions_up(gate: Gate) -> None:
     for nonce in nonces:
         gate.rig.send(m.PrefixCacheReset(0, nonce, 0), "detokenize.0")
     gate.rig.load()
-    response, question = ask(gate)
+    response, question = reset(gate)
     gate.rig.send(m.PrefixCacheReset(0, question.nonce, 0), "detokenize.0")
     assert response.result().json() == {"num_blocks": 0}  # type: ignore[attr-defined]
 

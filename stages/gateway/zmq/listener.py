@@ -1,11 +1,11 @@
-"""The door's socket: the server's end of ZMTP, with a bound on what clients can make it hold.
+"""The ZMTP listener: the server's side of ZeroMQ connections, with bounded memory.
 
     accepted ──greeting, READY──► messages, one frame each ──► ended
-        └──────── no hello in time, or no ZMTP ───────────────►┘
+        └──────── no hello in time, or not ZMTP ──────────────►┘
 
-What is read is taken apart and handled in the same turn of the loop, so nothing queues here. A connection holds two
-reads' worth of bytes and at most one frame; frames above `SMALL_BYTES` share `NUM_LARGE` messages' worth of room, and a
-connection that finds none is not read until there is. All else waits in the kernel, and then at the client.
+Bytes are decoded and handled in the turn of the loop that reads them, so nothing queues here. A connection holds the
+bytes of two reads and at most one frame. Frames above `SMALL_BYTES` share a budget of `NUM_LARGE` messages; a
+connection that finds it used up is not read until some is free. Everything else waits in the kernel and in the client.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from pipeline.runtime.peer_credentials import uid_of_peer
 from pipeline.stages.gateway.zmq import zmtp
 
 MAX_CONNECTIONS = 1024
-"""At most; fewer where the process may have few descriptors."""
+"""Lower if the limit of open files is low."""
 RECEIVE_BOUND = 16
-"""Messages of one connection that are handled in a row, before others have their turn."""
+"""Messages of one connection handled in a row, before other connections."""
 MAX_TURN_MESSAGES = 64
-"""Messages of all connections that are handled in one turn of the loop, so that others than clients have theirs."""
+"""Messages of all connections handled in one turn of the loop, so that other tasks run."""
 SMALL_BYTES = 65536
-"""Messages up to this size need no room."""
+"""Messages up to this size need no budget."""
 NUM_LARGE = 8
-"""Messages of the largest size for which there is room at once."""
+"""The budget, in messages of the largest size."""
 SEND_BOUND_BYTES = 256 * 1024
-"""A connection for which more than this waits takes nothing; what is more waits in its requests, merged."""
+"""A connection with more buffered output than this is full; further output stays in its requests, merged."""
 GRACE_S = 0.1
-"""How long last words may take to leave before their connection is ended."""
+"""Time to send buffered output before a connection is closed."""
 LISTEN_BACKLOG = 1024
 
 Sent = Literal["sent", "full", "gone"]
@@ -45,17 +45,17 @@ Sent = Literal["sent", "full", "gone"]
 class Connection(asyncio.BufferedProtocol):
     """One client's connection."""
 
-    def __init__(self, owner: "DoorSocket", max_first_bytes: int) -> None:
+    def __init__(self, owner: "ZmtpListener", max_first_bytes: int) -> None:
         self.opened_s = 0.0
         self.is_ending = False
-        """What it still says is not heard."""
+        """Further input is ignored."""
         self.begun_s: float | None = None
-        """Since when a message is on its way of which a part has come; None where none is, or where we do not read."""
+        """When the first part of an incomplete message arrived; None if there is none, or if reading is paused."""
         self.decoder = zmtp.Decoder(max_first_bytes)
-        self.room_bytes = 0
-        """What its large message takes of the room."""
+        self.budget_bytes = 0
+        """Budget that its large message uses."""
         self.is_waiting = False
-        """For room, or for its next turn; it is not read until then."""
+        """Reading is paused until it gets budget, or its next turn."""
         self.transport: asyncio.Transport | None = None
         self._owner = owner
 
@@ -81,9 +81,9 @@ class Connection(asyncio.BufferedProtocol):
         self.transport = None
 
 
-class DoorSocket:
-    """Owns the listening socket and its connections. `on_open` is called with each connection, `on_message` with each
-    message, `on_refusal` where one is not read, after which none of its connection is, and `on_end` with each
+class ZmtpListener:
+    """Owns the listening socket and its connections. It calls `on_open` with each connection, `on_message` with each
+    message, `on_refusal` if a message is not read, which is the last of its connection, and `on_end` with each
     connection that has ended."""
 
     def __init__(
@@ -97,16 +97,16 @@ class DoorSocket:
         on_refusal: Callable[[Connection, zmtp.Refusal], None],
         on_end: Callable[[Connection], None],
     ) -> None:
-        """Bind; `start` accepts. `max_first_bytes` bounds a connection's messages until `welcome`. Raises UserError
-        where the address can't be listened on."""
+        """Bind; `start` accepts. `max_first_bytes` bounds a connection's messages until `welcome`. Raises UserError if
+        it can't listen on the address."""
         self._on_open, self._on_message, self._on_refusal, self._on_end = on_open, on_message, on_refusal, on_end
         self._max_message_bytes = max_message_bytes
         self._max_first_bytes = max_first_bytes
         self._loop = asyncio.get_running_loop()
         self.scratch = memoryview(bytearray(zmtp.READ_BYTES))
-        """What every connection is read into: each read is taken over before the next one begins."""
-        self._room_bytes = NUM_LARGE * max_message_bytes
-        self._room_queue: deque[Connection] = deque()
+        """Read buffer of all connections: each read is consumed before the next one."""
+        self._budget_bytes = NUM_LARGE * max_message_bytes
+        self._budget_queue: deque[Connection] = deque()
         self._turn_queue: deque[Connection] = deque()
         self._num_left = MAX_TURN_MESSAGES
         self._is_turn_due = False
@@ -149,12 +149,12 @@ class DoorSocket:
         self._on_open(connection)
 
     def welcome(self, connection: Connection) -> None:
-        """Its messages may be as large as any from now on."""
+        """Accept messages up to the full size."""
         connection.decoder.max_frame_bytes = self._max_message_bytes
 
     def read(self, connection: Connection) -> None:
-        """Handle what a connection has said: all of it, or what may be handled in a row."""
-        self._have_turn()
+        """Handle the messages of a connection that have arrived, up to RECEIVE_BOUND."""
+        self._schedule_turn()
         for _ in range(RECEIVE_BOUND):
             if connection.is_ending or connection.transport is None:
                 return
@@ -173,7 +173,7 @@ class DoorSocket:
                 if not self._admit(connection, event.num_bytes):
                     return
                 continue
-            self._free_room(connection)
+            self._free_budget(connection)
             self._handle(connection, event)
         self._pause(connection)
         self._turn_queue.append(connection)
@@ -188,13 +188,13 @@ class DoorSocket:
             case zmtp.Command(b"greeting"):
                 self._write(connection, zmtp.ready(b"ROUTER"))
             case zmtp.Command(b"PING", data):
-                if not self._is_full(connection):  # else what waits is a sign of life
+                if not self._is_full(connection):  # else the buffered output is a sign of life
                     self._write(connection, zmtp.pong(data))
             case zmtp.Command():
                 pass
 
-    def _have_turn(self) -> None:
-        """Have the next turn of the loop begin a count of its own."""
+    def _schedule_turn(self) -> None:
+        """Schedule `_turn` in the next turn of the loop."""
         if not self._is_turn_due and not self._is_closed:
             self._is_turn_due = True
             self._loop.call_soon(self._turn)
@@ -207,49 +207,49 @@ class DoorSocket:
                 break
             self.read(self._turn_queue.popleft())
         if self._turn_queue:
-            self._have_turn()
+            self._schedule_turn()
 
     def _pause(self, connection: Connection) -> None:
-        """Read nothing more of it for now."""
+        """Stop reading for now."""
         connection.begun_s = None
         if not connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
             connection.is_waiting = True
             connection.transport.pause_reading()
 
     def _resume(self, connection: Connection) -> None:
-        """All that has come is handled: read on."""
+        """Everything that has arrived is handled: continue reading."""
         if connection.begun_s is None and connection.decoder.is_inside:
             connection.begun_s = self._loop.time()
         if connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
             connection.is_waiting = False
             connection.transport.resume_reading()
 
-    # --------------------------------------------------------------------------------------------------------- room
+    # ------------------------------------------------------------------------------------------------------- budget
 
     def _admit(self, connection: Connection, num_bytes: int) -> bool:
-        """Begin a large frame, or have it wait until there is room. Returns whether it has begun."""
+        """Start to receive a large frame, or pause until there is budget. Returns whether it has started."""
         if num_bytes > SMALL_BYTES:
-            if num_bytes > self._room_bytes or (self._room_queue and self._room_queue[0] is not connection):
+            if num_bytes > self._budget_bytes or (self._budget_queue and self._budget_queue[0] is not connection):
                 self._pause(connection)
-                self._room_queue.append(connection)
+                self._budget_queue.append(connection)
                 return False
-            self._room_bytes -= num_bytes
-            connection.room_bytes = num_bytes
+            self._budget_bytes -= num_bytes
+            connection.budget_bytes = num_bytes
         connection.decoder.admit()
         return True
 
-    def _free_room(self, connection: Connection) -> None:
-        if connection.room_bytes:
-            self._room_bytes += connection.room_bytes
-            connection.room_bytes = 0
-            self._turn_queue.extend(self._room_queue)
-            self._room_queue.clear()
-            self._have_turn()
+    def _free_budget(self, connection: Connection) -> None:
+        if connection.budget_bytes:
+            self._budget_bytes += connection.budget_bytes
+            connection.budget_bytes = 0
+            self._turn_queue.extend(self._budget_queue)
+            self._budget_queue.clear()
+            self._schedule_turn()
 
     # --------------------------------------------------------------------------------------------------------- send
 
     def send(self, connection: Connection, data: bytes) -> Sent:
-        """Send one message. Never blocks: says where the client takes nothing, or is gone."""
+        """Send one message without blocking. Returns whether it was sent, or the connection is full or gone."""
         if connection.transport is None or connection.transport.is_closing():
             return "gone"
         if self._is_full(connection):
@@ -267,11 +267,11 @@ class DoorSocket:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, connection: Connection) -> None:
-        """End a connection; what was sent to it has a moment to leave. `on_end` follows."""
+        """Close a connection after GRACE_S, in which buffered output is sent. `on_end` follows."""
         if not connection.is_ending:
             connection.is_ending = True
             self._pause(connection)
-            self._free_room(connection)
+            self._free_budget(connection)
             self._loop.call_later(GRACE_S, self._shut, connection)
 
     def _shut(self, connection: Connection) -> None:
@@ -280,9 +280,9 @@ class DoorSocket:
             connection.transport.abort()
 
     def lost(self, connection: Connection) -> None:
-        """It is no more."""
+        """The connection has been lost."""
         connection.is_ending = True
-        self._free_room(connection)
+        self._free_budget(connection)
         if connection in self._connections:
             del self._connections[connection]
             self._on_end(connection)
@@ -290,7 +290,7 @@ class DoorSocket:
             self._all_lost.set()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close all; what is queued has `linger_s` to leave, for which `wait_closed` waits."""
+        """Close all connections; `wait_closed` waits up to `linger_s` for their buffered output."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -309,7 +309,7 @@ class DoorSocket:
             self._all_lost.set()
 
     async def wait_closed(self) -> None:
-        """Wait until what was queued has left or its time is up."""
+        """Wait until buffered output is sent or `linger_s` has passed."""
         await self._all_lost.wait()
 
 
@@ -321,7 +321,7 @@ def _listen(address: str) -> socket.socket:
             return _listen_ipc(address.removeprefix("ipc://"))
         return _listen_tcp(address.removeprefix("tcp://"))
     except OSError as error:
-        words = str(error)  # of check_free, which has no number
+        words = str(error)  # of check_free, without errno
         why = error.strerror or words
         raise UserError(refusal(address, why) if error.errno else words) from error
 
@@ -333,7 +333,7 @@ def _listen_ipc(name: str) -> socket.socket:
             listener.bind("\0" + name[1:])
         else:
             with contextlib.suppress(FileNotFoundError):
-                Path(name).unlink()  # nobody listens there: it was left behind
+                Path(name).unlink()  # a stale socket: nothing listens there
             listener.bind(name)
         listener.listen(LISTEN_BACKLOG)
     except BaseException:

@@ -1,0 +1,106 @@
+"""POST /abort_requests: aborts requests by id, in whichever gateway they are open.
+
+    client ──► this gateway ──AbortRequests──► each other gateway
+                   ▲                                │
+                   └────────RequestsAborted─────────┘     which of the ids were open there
+
+A client aborts requests of its own scope only, that is, those opened with the same API key. Ids of other clients'
+requests are reported as unknown.
+
+The kernel distributes connections over the gateways, so the one that gets this request often does not hold the stream.
+A gateway that does not reply in time aborts its requests all the same, but they are not counted.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pipeline.client.protocol import MAX_NAME_CHARS
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.admin.pending_replies import PendingReplies
+from pipeline.stages.gateway.errors import overloaded
+from pipeline.stages.gateway.request_table import RequestTable
+
+TIMEOUT_S = 2.0
+"""How long to wait for the other gateways."""
+MAX_IDS = 1024
+"""Ids in one request."""
+
+AbortId = Annotated[str, Meta(max_length=MAX_NAME_CHARS + len("chatcmpl-"))]
+
+
+class AbortBody(msgspec.Struct):
+    """POST /abort_requests"""
+
+    request_ids: Annotated[list[AbortId], Meta(max_length=MAX_IDS)]
+
+
+class Aborted(msgspec.Struct):
+    """The reply. Each id is counted once."""
+
+    num_aborted: int
+    num_unknown: int
+    """Not open, or finished already."""
+
+
+class AbortEvent(msgspec.Struct):
+    """The event in a recording."""
+
+    names: list[str]
+    scope: str
+
+
+class RequestAborter:
+    """Aborts requests in all gateways."""
+
+    def __init__(self, stage: "Stage[m.GatewayInbox]", requests: RequestTable) -> None:
+        self._stage = stage
+        self._requests = requests
+        self._others = [
+            int(replica)
+            for name, _, replica in (peer.name.partition(".") for peer in stage.launch.peers)
+            if name == "gateway" and int(replica) != stage.replica
+        ]
+        self._pending: PendingReplies[list[int]] = PendingReplies(TIMEOUT_S)
+
+    async def abort(self, ids: list[str], scope: str) -> Aborted:
+        """Abort the requests with these ids in a scope. Raises ApiError, 503, if the queue to another gateway is
+        full."""
+        ids = list(dict.fromkeys(ids))
+        if self._stage.replay_context.is_recording:
+            self._stage.replay_context.event("abort", 0, msgspec.msgpack.encode(AbortEvent(ids, scope)))
+        found, nonce = self.begin(ids, scope)
+        if nonce is not None:
+            replies, missing = await self._pending.collect(nonce)
+            if missing:
+                fields = {"gateways": sorted(missing)}
+                self._stage.log.warning("Timed out waiting for abort acknowledgements", extra={"fields": fields})
+            found.update(*replies.values())
+        return Aborted(len(found), len(ids) - len(found))
+
+    def begin(self, ids: list[str], scope: str) -> tuple[set[int], int | None]:
+        """Abort here, and ask the other gateways to. Returns the positions of the ids found here, and the nonce of the
+        question if there are other gateways. Raises ApiError as `abort`."""
+        found = set(self._requests.abort(ids, scope))
+        if not ids or not self._others:
+            return found, None
+
+        def send(nonce: int, replica: int) -> bool:
+            message = m.AbortRequests(self._stage.replica, nonce, ids, scope)
+            return self._stage.outbox("gateway", replica).send(message)
+
+        if (nonce := self._pending.send(send, self._others)) is None:
+            raise overloaded("the queue to another gateway is full")
+        return found, nonce
+
+    def handle_request(self, message: m.AbortRequests) -> None:
+        """Abort for another gateway. If the acknowledgement can't be sent, that gateway counts the ids as unknown."""
+        found = self._requests.abort(message.names, message.scope)
+        self._stage.outbox("gateway", message.gateway).send(
+            m.RequestsAborted(self._stage.replica, message.nonce, found)
+        )
+
+    def handle_reply(self, message: m.RequestsAborted) -> None:
+        self._pending.handle(message.nonce, message.places, message.gateway)

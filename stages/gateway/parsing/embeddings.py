@@ -1,0 +1,98 @@
+"""Bodies of POST /v1/embeddings. Pure."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import embedding_bytes
+from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.parsing import request_ids
+from pipeline.stages.gateway.parsing.bodies import with_unsupported
+from pipeline.stages.gateway.parsing.decode import decode
+from pipeline.stages.gateway.parsing.parse import check_model, priority_of
+from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.prompt_fields import (
+    check_prompt_bytes,
+    check_truncate,
+    most_ids,
+    num_prompts,
+    prompts_of,
+)
+from pipeline.stages.gateway.parsing.sampling_fields import Id
+
+POOLING = {"last": m.Pooling.LAST, "mean": m.Pooling.MEAN}
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True):
+    """POST /v1/embeddings"""
+
+    model: Annotated[str, Meta(description="The name that /v1/models gives.")]
+    input: Annotated[str | list[str | Id | list[Id]], Meta(description="A text, texts, ids, or lists of ids.")]
+    encoding_format: (
+        Annotated[Literal["float", "base64"], Meta(description="base64 is of float32, little-endian.")] | None
+    ) = None
+    dimensions: Annotated[int, Meta(ge=1, description="Keep the first so many numbers; by default all.")] | None = None
+    pooling: Annotated[Literal["last", "mean"], Meta(description="Of which tokens; by default last.")] | None = None
+    """Ours"""
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, lt=2**31, description="Keep this many of an input's last tokens; -1: as fit.")]
+        | None
+    ) = None
+    add_special_tokens: Annotated[bool, Meta(description="By default true around texts.")] | None = None
+    request_id: Annotated[str, Meta(description="The client's own name for it.")] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower goes first.")] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="From its arrival to its end.")] | None = None
+
+
+EMBEDDINGS_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "messages": (),
+    "normalize": (True,),
+    "use_activation": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
+}
+"""vLLM's fields that are not supported, and the values, besides null, at which they change nothing."""
+
+
+_decoder = msgspec.json.Decoder(with_unsupported(EmbeddingsBody, EMBEDDINGS_NEUTRAL))
+
+
+def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    """Read the body of POST /v1/embeddings. Raises ApiError."""
+    decoded = decode(_decoder, body, EMBEDDINGS_NEUTRAL)
+    check_model(decoded.model, limits)
+    num = num_prompts(decoded.input)
+    if num > limits.max_sequences:
+        most = f"{limits.max_sequences} open sequences (gateway.max_open_requests)"
+        raise invalid("input", f"{num} inputs exceed the limit of {most}")
+    hidden_size = limits.hidden_size or 0
+    if decoded.dimensions is not None and limits.hidden_size is not None and decoded.dimensions > hidden_size:
+        message = f"'dimensions' must be at most {hidden_size}, the model's hidden size, not {decoded.dimensions}"
+        raise invalid("dimensions", message, "invalid_value")
+    truncate = check_truncate(decoded.truncate_prompt_tokens, limits.max_prompt_tokens)
+    prompts = prompts_of(decoded.input, most_ids(truncate, limits.max_prompt_tokens), "input")
+    check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "input")
+    return ParsedRequest(
+        is_chat=False,
+        model=decoded.model,
+        prompts=prompts,
+        n=1,
+        max_tokens=1,
+        max_tokens_param="input",
+        seed=0,
+        sampling=m.Sampling(temperature=0.0, pooling=POOLING[decoded.pooling or "last"]),
+        text=m.TextOptions(record_bytes=embedding_bytes(hidden_size)),
+        stream=False,
+        include_usage=False,
+        prompt_options=m.PromptOptions(decoded.add_special_tokens, truncate=truncate),
+        prompt_param="input",
+        request_id=request_ids.checked(decoded.request_id, "request_id"),
+        priority=priority_of(decoded.priority, limits),
+        cache_salt=decoded.cache_salt or "",
+        timeout_s=decoded.timeout_s,
+        embedding=EmbeddingOptions(dimensions=decoded.dimensions, is_base64=decoded.encoding_format == "base64"),
+    )

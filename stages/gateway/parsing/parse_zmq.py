@@ -1,0 +1,81 @@
+"""Requests that arrive over ZeroMQ, checked by the rules of HTTP's bodies. Pure."""
+
+from typing import assert_never
+
+import msgspec
+
+from pipeline.client import protocol as p
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway import errors
+from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.parsing import request_ids, zmq_fields
+from pipeline.stages.gateway.parsing.bodies import ParamsBody
+from pipeline.stages.gateway.parsing.conversation import calls_grammar
+from pipeline.stages.gateway.parsing.parse import check_num_messages, details_of, parsed_request_of
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, most_ids
+from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
+
+
+def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
+    """Read a request that came over ZeroMQ. The same rules, and the same words. Raises ApiError."""
+    params = generate.params
+    fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
+    fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
+    structured = fields.pop("structured_outputs")
+    try:
+        body = msgspec.convert({"model": generate.model or limits.model, **fields}, ParamsBody)
+    except msgspec.ValidationError as error:
+        raise errors.of_validation(error) from error
+    body.structured_outputs = zmq_fields.structured_of(structured)
+    most = most_ids(params.truncate_prompt_tokens, limits.max_prompt_tokens)
+    prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
+    parsed = parsed_request_of(
+        body,
+        1,
+        lambda: [_prompt_of(generate.prompt, prompt_limits)],
+        params.max_tokens,
+        limits,
+        is_chat=isinstance(generate.prompt, p.ChatPrompt),
+        best_of=body.best_of,
+        details=details_of(body, check_num_top("logprobs", body.logprobs, limits.caps), limits),
+    )
+    if generate.received and parsed.num_sequences > parsed.n:
+        message = "'received' is not allowed with best_of > n: sequences are not streamed then"
+        raise invalid("received", message, "invalid_value")
+    if generate.received and len(generate.received) != parsed.n:
+        message = f"'received' must have one entry for each of n = {parsed.n} sequences, not {len(generate.received)}"
+        raise invalid("received", message, "invalid_value")
+    (prompt,) = parsed.prompts
+    grammar = (
+        calls_grammar(prompt, limits.formats, parsed.grammar) if isinstance(prompt, m.ChatPrompt) else parsed.grammar
+    )
+    return msgspec.structs.replace(
+        parsed,
+        stream=True,
+        outputs=[_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)],
+        request_id=request_ids.checked(generate.name, "name"),
+        timings=generate.timings,
+        grammar=grammar,
+    )
+
+
+def _prompt_of(prompt: p.Prompt, limits: RequestLimits) -> m.Prompt:
+    """A prompt that came over ZeroMQ."""
+    match prompt:
+        case p.TextPrompt(text):
+            return m.TextPrompt(text)
+        case p.TokensPrompt(ids):
+            check_num_ids(len(ids) // 4, "prompt", limits.max_prompt_tokens)
+            return m.IdsPrompt(_whole_ids(ids, "prompt"))
+        case p.ChatPrompt():
+            check_num_messages(sum(1 + len(one.tool_calls) for one in prompt.messages), limits)
+            return zmq_fields.chat_of(prompt, limits.caps)
+        case _:
+            assert_never(prompt)
+
+
+def _whole_ids(packed: bytes, param: str) -> bytes:
+    if len(packed) % 4:
+        raise invalid(param, f"'{param}' must be packed int32: {len(packed)} is not a multiple of 4 bytes")
+    return packed

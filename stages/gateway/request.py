@@ -1,0 +1,296 @@
+"""A client's request, its prompts, and their sequences: the state that a gateway keeps of each.
+
+    Request ──one for each prompt──► PromptRequest ──n, or best_of──► Sequence
+
+RequestTable creates and releases them, ResultHandler updates them, and the code that writes the response reads them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.replies.best_of import best
+from pipeline.text.formats.chat_formats import ChatFormats
+
+ID_BYTES = 4
+
+
+class Sequence(msgspec.Struct, eq=False):
+    """One sample of a prompt: what the stages have sent, and which text the client has not been given yet."""
+
+    pending: list[str] = []
+    """Text that has arrived and was not taken yet."""
+    num_chars: int = 0
+    """Characters of text that have arrived."""
+    ids: bytearray = msgspec.field(default_factory=bytearray)
+    """int32: all output ids that have arrived."""
+    records: bytearray = msgspec.field(default_factory=bytearray)
+    """Logprob records of `ids`, if the request asks for them; see pipeline/runtime/logprob_records.py."""
+    pieces: list[bytes] = []
+    """For each record: the bytes of its id, then those of its likeliest ids."""
+    finish: int = m.Finish.NONE
+    stop_reason: str | int | None = None
+    num_received: int = 0
+    """Ids at the start of `ids` that came with the request: the client resumes a stream."""
+    is_resumed: bool = False
+    """The client has the first ids already. Their text is not sent again; the first delta says how long it is."""
+    first: m.FirstTimes | None = None
+    first_s: float = 0.0
+    """When the first ids arrived. All times are by time.monotonic()."""
+    last_s: float = 0.0
+    """When the newest ids arrived."""
+    settled_s: float = 0.0
+    """When schedule sent the last ids."""
+    sent_s: float = 0.0
+    """When detokenize sent the last text."""
+    ended_s: float = 0.0
+    """When the end arrived here."""
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids) // ID_BYTES
+
+    @property
+    def num_generated(self) -> int:
+        """Ids that were generated for this request."""
+        return self.num_ids - self.num_received
+
+    def take_text(self) -> str:
+        """Return the text that has arrived since the last call."""
+        text = "".join(self.pending)
+        self.pending.clear()
+        return text
+
+    def extend(
+        self,
+        text: str,
+        text_offset: int,
+        ids: bytes,
+        id_offset: int,
+        records: bytes = b"",
+        pieces: list[bytes] = [],  # noqa: B006 - only read
+    ) -> None:
+        """Append what is new. After a restart of a stage, deltas repeat text and ids that have arrived before."""
+        if self.is_resumed:
+            self.num_chars, self.is_resumed = text_offset, False
+        assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta is missing"
+        if new := text[self.num_chars - text_offset :]:
+            self.pending.append(new)
+            self.num_chars += len(new)
+        num_known = self.num_ids - id_offset
+        if records:
+            num_ids = len(ids) // ID_BYTES
+            self.records += records[num_known * (len(records) // num_ids) :]
+            self.pieces += pieces[num_known * (len(pieces) // num_ids) :]
+        self.ids += ids[num_known * ID_BYTES :]
+
+
+class PromptRequest(msgspec.Struct, eq=False):
+    """One prompt of a request. The stages know it by `submit.request_id`."""
+
+    submit: m.Submit
+    """As it was sent: to run the request again, use its prompt, seed and arrival."""
+    request: "Request"
+    sequences: list[Sequence]
+    num_counted: int
+    """Prompt tokens that admission counts: an estimate until ingest has sent the ids."""
+    prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
+    """The tokenized prompt, from `Accepted`."""
+    is_closed: bool = False
+    """No more messages about it will arrive."""
+    is_released: bool = False
+    """Its response ended before it did: it was aborted and its results are dropped."""
+    is_aborted: bool = False
+    """It was aborted by id or by its timeout; its client still reads the response."""
+    is_rejected: bool = False
+    prompt_text: str | None = None
+    token_strs: list[str] | None = None
+    pieces: list[bytes] | None = None
+    """Bytes of each prompt id, if the request asks for them."""
+    prompt_records: bytearray = msgspec.field(default_factory=bytearray)
+    """Logprob records of the prompt ids from the second on, if the request asks for them."""
+    prompt_pieces: list[bytes] = []
+    """For each of these records: the bytes of its likeliest ids."""
+    tail: str | None = None
+    """The end of the prompt's text, if the reply parser needs it."""
+    began_s: float = 0.0
+    """As in `Accepted`, like `done_s`."""
+    done_s: float = 0.0
+
+    @property
+    def id(self) -> int:
+        return self.submit.request_id
+
+    @property
+    def generates(self) -> bool:
+        """Whether schedule runs it. Otherwise only ingest does."""
+        return self.submit.max_tokens != 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all its sequences have finished."""
+        return all(sequence.finish != m.Finish.NONE for sequence in self.sequences)
+
+    @property
+    def num_prompt_records(self) -> int:
+        return len(self.prompt_records) // logprob_bytes(max(0, self.submit.text.prompt_num_top))
+
+    @property
+    def has_prompt_records(self) -> bool:
+        """Whether all prompt records that are expected have arrived."""
+        if self.submit.text.prompt_num_top < 0 or self.is_finished:
+            return True
+        return self.prompt_ids is not None and self.num_prompt_records >= len(self.prompt_ids) - 1
+
+    def extend_prompt_records(self, offset: int, records: bytes, pieces: list[bytes]) -> None:
+        """Append prompt records, the first of which has index `offset`. Records that have arrived before are
+        skipped."""
+        num_known = self.num_prompt_records - offset
+        assert num_known >= 0, "prompt records are missing"
+        num_top = self.submit.text.prompt_num_top
+        self.prompt_records += records[num_known * logprob_bytes(num_top) :]
+        self.prompt_pieces += pieces[num_known * num_top :]
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt ids found in the prefix cache: the minimum over its sequences, since the others also find what the
+        first one has computed."""
+        return min(self.nums_cached, default=0)
+
+    @property
+    def nums_cached(self) -> list[int]:
+        """The same for each sequence that has an id."""
+        return [one.first.num_cached for one in self.sequences if one.first is not None]
+
+    def echo(self) -> None:
+        """Put the prompt's text before the text of each sequence. Call it before any text is taken."""
+        prompt = self.submit.prompt
+        text = prompt.text if isinstance(prompt, m.TextPrompt) else self.prompt_text
+        if text:
+            for sequence in self.sequences:
+                sequence.pending.insert(0, text)
+
+
+class Request:
+    """One client request: its prompt requests, and the event that wakes the task that writes its response."""
+
+    def __init__(
+        self, parsed: ParsedRequest, stage: "Stage[m.GatewayInbox]", number: int, formats: ChatFormats
+    ) -> None:
+        self.parsed = parsed
+        self.formats = formats
+        """How the model writes what `parsed.reply` looks for."""
+        self.number = number
+        """Counts the gateway's requests."""
+        self._stage = stage
+        replay = stage.replay_context
+        self.received_s = parsed.received_s or replay.monotonic()
+        """When the request began to arrive, by time.monotonic()."""
+        self.trace = stage.trace
+        self.id = f"{_id_prefix(parsed)}-{parsed.request_id or f'{replay.randbits(64):016x}{replay.randbits(64):016x}'}"
+        self.created = int(replay.time())
+        self.salt = 0 if parsed.reply is None else replay.randbits(64)
+        """Seeds the ids of its tool calls."""
+        self.prompt_requests: list[PromptRequest] = []
+        self.sequences: list[Sequence] = []
+        """Of all prompts; the position is the choice's index."""
+        self.num_open = 0
+        """Prompt requests that are not closed."""
+        self.num_accepted = 0
+        self.num_prompt_logprobs = 0
+        """Prompt logprobs in the reply, for the prompts accepted so far."""
+        self.has_begun = False
+        """A delta has arrived."""
+        self.timeout_s = 0.0
+        """From `received_s` to its deadline; 0 if it has none."""
+        self.failure: ApiError | None = None
+        self.is_released = False
+        """Its response is over."""
+        self._changed = asyncio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_open == 0
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.num_accepted == len(self.prompt_requests)
+
+    @property
+    def abort_ids(self) -> set[str]:
+        """Ids that abort it: the id of its response, and the client's own if there is one."""
+        return {self.id} if self.parsed.request_id is None else {self.id, self.parsed.request_id}
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(one.prompt_ids) for one in self.prompt_requests if one.prompt_ids is not None)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return sum(one.num_cached for one in self.prompt_requests)
+
+    @property
+    def choices(self) -> list[Sequence]:
+        """The sequences to return: all of them, or with best_of the n best of each prompt."""
+        if self.parsed.best_of is None:
+            return self.sequences
+        num_top = self.parsed.text.num_top
+        return [one for each in self.prompt_requests for one in best(each.sequences, self.parsed.n, num_top)]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """All output tokens, including those of sequences that are not returned."""
+        return sum(sequence.num_ids for sequence in self.sequences)
+
+    def log_output(self, event: str, data: bytes) -> bytes:
+        """Record `data`, which is about to be sent to the client. Returns it."""
+        self._stage.replay_context.event(event, self.number)
+        self._stage.replay_context.log_output(self.number, data)
+        return data
+
+    def fail(self, error: ApiError) -> None:
+        """End with an error. Later errors are ignored, and so are errors after it has finished."""
+        if not self.is_finished:
+            self.failure = self.failure or error
+            self._changed.set()
+
+    def wake(self) -> None:
+        """Wake the response's task. Responses that are not streamed are woken at the end only."""
+        if self.parsed.stream or self.is_finished:
+            self._changed.set()
+
+    async def change(self) -> None:
+        """Wait until something has changed since the last call. Raises ApiError if the request has failed.
+
+        It needs no deadline of its own: each sequence gets a closing message, and the death of a stage or the end of a
+        drain fails every request.
+        """
+        if self.failure is None:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.failure is not None:
+            raise self.failure
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds. Raises ApiError as `change`."""
+        while self.failure is not None or not condition():
+            await self.change()
+
+
+def _id_prefix(parsed: ParsedRequest) -> str:
+    if parsed.is_lookup:
+        return "tokenize"
+    if parsed.embedding is not None:
+        return "embd"
+    if parsed.is_tokens_only:
+        return "generate"
+    return "chatcmpl" if parsed.is_chat else "cmpl"

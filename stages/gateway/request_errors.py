@@ -1,0 +1,53 @@
+"""Errors of requests that were opened, with `param` as the client named the field.
+
+The stages behind the gateway see one prompt and one name for each field. A client may have sent several prompts, or
+fields of another name or in another object.
+"""
+
+import re
+from http import HTTPStatus
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
+from pipeline.stages.gateway.request import PromptRequest, Request
+
+_PROMPT_PARAM = re.compile(r"prompt((?:\[\d+\])?)")
+
+
+def timeout_error(timeout_s: float) -> ApiError:
+    message = f"the request timed out after {timeout_s:g} s, before its first token"
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
+
+
+def rejection_error(prompt_request: PromptRequest, failure: m.Failure) -> ApiError:
+    """A failure that ingest or schedule reported."""
+    param = _client_param(prompt_request, failure.param)
+    message = failure.message.replace(f"'{failure.param}", f"'{param}", 1)
+    return ApiError(failure.status, message, param, failure.code)
+
+
+def sequence_error(prompt_request: PromptRequest, error: str) -> ApiError:
+    """A sequence ended with an error: 400 if the client's fields exclude every token, else 500."""
+    submit = prompt_request.submit
+    if error.startswith(m.NOTHING_LEFT):
+        param = "allowed_token_ids" if submit.sampling.allowed_ids else "bad_words" if submit.bad_words else None
+        return ApiError(HTTPStatus.BAD_REQUEST, error, sampling_param(prompt_request.request, param), "nothing_left")
+    message = "the server could not finish this request" + (f": {error}" if error else "")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
+
+
+def sampling_param(request: Request, param: str | None) -> str | None:
+    """A sampling field. /inference/v1/generate has these in `sampling_params`."""
+    is_nested = request.parsed.is_tokens_only and param in SamplingFields.__struct_fields__
+    return f"sampling_params.{param}" if is_nested else param
+
+
+def _client_param(prompt_request: PromptRequest, param: str | None) -> str | None:
+    request = prompt_request.request
+    if param == "max_tokens":
+        return request.parsed.max_tokens_param
+    if param is not None and (match := _PROMPT_PARAM.fullmatch(param)):
+        place = f"[{request.prompt_requests.index(prompt_request)}]" if len(request.parsed.prompts) > 1 else ""
+        return f"{request.parsed.prompt_param}{place}{match[1]}"
+    return sampling_param(request, param)

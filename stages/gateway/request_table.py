@@ -1,0 +1,344 @@
+"""The table of open requests: opens, aborts and releases them, and owns the credits that bound them.
+
+    open ──Submit──► (Accepted) ──► Deltas, Deltas, … ──► closed ──Closed──► settled
+                         └────────────► Rejected ───────────┘
+
+`open` creates one prompt request for each prompt. A prompt request is closed when all its sequences have finished and
+its prompt's ids have arrived, if anything still needs them. It is settled when, besides, its response is over: then its
+credits, one for each sequence and its prompt's tokens, are returned (see admission.py). If a response ends early,
+`release` aborts its open prompt requests; they stay in the table until their closing messages have arrived. A request
+that reaches its deadline is aborted like one aborted by id, or fails if it has no token yet.
+"""
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.api_keys import scoped_salt
+from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway import timings
+from pipeline.stages.gateway.admission import Admission
+from pipeline.stages.gateway.deadlines import Deadlines
+from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.metrics import GatewayMetrics
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, Sequence
+from pipeline.stages.gateway.request_errors import timeout_error
+from pipeline.stages.gateway.timings import RecentRequests
+from pipeline.text.formats.chat_formats import ChatFormats
+
+FIRST_ATTEMPT = 1
+
+
+class RequestTable:
+    """Open requests, by the ids that the stages know them by."""
+
+    def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
+        self._stage = stage
+        self._ingests = stage.outboxes_of("ingest")
+        self._schedule = stage.outbox("schedule")
+        self.formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
+        self.num_opened = 0
+        """Calls of `open`, including those that were refused."""
+        self._table: dict[int, PromptRequest] = {}
+        self._by_abort_id: dict[tuple[str, str], list[Request]] = {}
+        """Requests that can be aborted, by scope and id. Clients may give several requests one id."""
+        self._shares_cache = stage.settings.gateway.share_prefix_cache
+        self.num_requests = 0
+        """Requests for output whose responses are not over."""
+        self._unsent: deque[tuple[Any, m.Abort | m.Closed]] = deque()
+        """Messages that full sockets refused. `flush` sends them; nothing is opened before it has."""
+        self.admission = Admission(
+            topology.max_open_of_one(stage.settings), topology.max_open_tokens_of_one(stage.settings)
+        )
+        self._by_number: dict[int, Request] = {}
+        """Requests that have a deadline."""
+        self._timeout_s = stage.settings.gateway.request_timeout_s
+        self._deadlines = Deadlines(lambda number: self.expire(self._by_number[number]))
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._trace = stage.trace
+        self.metrics = GatewayMetrics()
+        self.recent = RecentRequests()
+        stage.control_requests.own_counts = lambda: self.metrics.counts(self.num_open, self.admission)
+        stage.control_requests.find_request = self.recent.find
+
+    @property
+    def num_open(self) -> int:
+        return len(self._table)
+
+    def get(self, request_id: int) -> PromptRequest | None:
+        return self._table.get(request_id)
+
+    async def idle(self) -> None:
+        """Wait until nothing is open. The caller sets the deadline."""
+        await self._idle.wait()
+
+    # ------------------------------------------------------------------------------------------------------------ open
+
+    def check_room(self) -> None:
+        """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted."""
+        try:
+            self.admission.check_room(time.monotonic())
+        except ApiError:
+            self.metrics.num_overloaded += 1
+            raise
+
+    def timed_out(self, timeout_s: float) -> ApiError:
+        """Count a request that timed out before it was opened. Returns its error, 504."""
+        self.metrics.num_timed_out += 1
+        return timeout_error(timeout_s)
+
+    def open(self, parsed: ParsedRequest) -> Request:
+        """Create a prompt request for each prompt and send them to ingest. Raises ApiError: 503 if too much is open,
+        504 if the deadline has passed already."""
+        begin_s = time.monotonic()
+        timeout_s = parsed.timeout_s or self._timeout_s
+        if (
+            timeout_s
+            and parsed.received_s
+            and not self._stage.replay_context.is_replaying
+            and begin_s >= parsed.received_s + timeout_s
+        ):
+            raise self.timed_out(timeout_s)
+        try:
+            request = self._open(parsed)
+        except ApiError:
+            self.metrics.num_overloaded += 1
+            raise
+        if self._trace.on:
+            ids = [one.id for one in request.prompt_requests]
+            self._trace.span("submit", begin_s, time.monotonic(), {"response_id": request.id}, ids)
+        return request
+
+    def _open(self, parsed: ParsedRequest) -> Request:
+        replay = self._stage.replay_context
+        self.num_opened += 1
+        if replay.is_recording:
+            replay.event("open", self.num_opened, msgspec.msgpack.encode(parsed))
+        if self._unsent:
+            raise overloaded("the queue to its stages is full")
+        estimates = [self.admission.estimate(prompt, is_computed=not parsed.is_lookup) for prompt in parsed.prompts]
+        now_s = time.monotonic()
+        self.admission.admit(len(parsed.prompts) * parsed.num_sequences, sum(estimates), now_s)
+        request = Request(parsed, self._stage, self.num_opened, self.formats)
+        self._register(request)
+        for prompt, estimate in zip(parsed.prompts, estimates, strict=True):
+            submit = self._submit(parsed, prompt)
+            if not self._ingest_of(submit.request_id).send(submit):
+                self.release(request)
+                raise overloaded("the queue to its stages is full")
+            prompt_request = PromptRequest(submit, request, _sequences(parsed), estimate)
+            request.prompt_requests.append(prompt_request)
+            request.sequences += prompt_request.sequences
+            request.num_open += 1
+            self.admission.take(parsed.num_sequences, estimate, now_s)
+            self._table[prompt_request.id] = prompt_request
+            self._idle.clear()
+            if prompt_request.generates:
+                self.metrics.opened(parsed.num_sequences, parsed.n, parsed.max_tokens)
+            self._stage.log.debug("opened", extra=log_fields(prompt_request, response_id=request.id))
+        self._set_deadline(request)
+        return request
+
+    def _submit(self, parsed: ParsedRequest, prompt: m.Prompt) -> m.Submit:
+        replay = self._stage.replay_context
+        # The client's seed is used for each prompt, so that a list gives what each prompt gives alone. Without one,
+        # equal prompts get different outputs.
+        seed = replay.randbits(64) if parsed.seed is None else parsed.seed
+        return m.Submit(
+            request_id=replay.randbits(63),
+            attempt=FIRST_ATTEMPT,
+            gateway=self._stage.replica,
+            arrival_s=replay.time(),
+            prompt=prompt,
+            n=parsed.num_sequences,
+            max_tokens=parsed.max_tokens,
+            sampling=msgspec.structs.replace(parsed.sampling, seed=seed),
+            text=parsed.text,
+            outputs=list(parsed.outputs),
+            prompt_options=parsed.prompt_options,
+            priority=parsed.priority,
+            cache_salt=parsed.cache_salt if self._shares_cache else scoped_salt(parsed.scope, parsed.cache_salt),
+            grammar=parsed.grammar,
+            bad_words=parsed.bad_words,
+        )
+
+    def _set_deadline(self, request: Request) -> None:
+        timeout_s = request.timeout_s = request.parsed.timeout_s or self._timeout_s
+        if timeout_s and not self._stage.replay_context.is_replaying:
+            self._by_number[request.number] = request
+            self._deadlines.add(request.number, request.received_s + timeout_s)
+
+    def _register(self, request: Request) -> None:
+        if not request.parsed.is_lookup:
+            self.num_requests += 1
+            for abort_id in request.abort_ids:
+                self._by_abort_id.setdefault((request.parsed.scope, abort_id), []).append(request)
+
+    def _unregister(self, request: Request) -> None:
+        if not request.parsed.is_lookup:
+            self.num_requests -= 1
+            for abort_id in request.abort_ids:
+                key = request.parsed.scope, abort_id
+                self._by_abort_id[key].remove(request)
+                if not self._by_abort_id[key]:
+                    del self._by_abort_id[key]
+
+    # ------------------------------------------------------------------------------------------------- abort, release
+
+    def abort(self, abort_ids: list[str], scope: str) -> list[int]:
+        """Abort the requests with these ids in a scope; their clients get finish_reason `abort`. Returns the positions
+        of the ids that were found. Idempotent."""
+        found = []
+        for place, abort_id in enumerate(abort_ids):
+            if requests := self._by_abort_id.get((scope, abort_id)):
+                found.append(place)
+            for request in requests or ():
+                self._abort(request, "abort request")
+        return found
+
+    def expire(self, request: Request) -> None:
+        """A request has reached its deadline. If it has output, abort it and keep that; else fail it."""
+        if request.is_finished or request.failure is not None:
+            return  # only its client has not read everything yet
+        self._stage.replay_context.event("timeout", request.number)
+        self.metrics.num_timed_out += 1
+        if any(sequence.num_generated for sequence in request.sequences):
+            self._abort(request, "timeout")
+            return
+        for prompt_request in request.prompt_requests:
+            self._stage.log.info("timed out", extra=log_fields(prompt_request, response_id=request.id))
+        request.fail(timeout_error(request.timeout_s))
+
+    def _abort(self, request: Request, why: str) -> None:
+        for prompt_request in request.prompt_requests:
+            if not (prompt_request.is_finished or prompt_request.is_released or prompt_request.is_aborted):
+                prompt_request.is_aborted = True
+                self._log_abort(prompt_request, why)
+                self._send_abort(prompt_request)
+
+    def release(self, request: Request) -> None:
+        """The response is over, complete or not: abort what is still open, and settle what is closed. Idempotent."""
+        if request.is_released:
+            return
+        self._stage.replay_context.event("leave", request.number)
+        request.is_released = True
+        if self._by_number.pop(request.number, None) is not None:
+            self._deadlines.remove(request.number)
+        self._unregister(request)
+        has_finished = request.prompt_requests and request.is_finished and request.failure is None
+        if has_finished and not request.parsed.is_lookup:
+            now_s = time.monotonic()
+            self.recent.keep(timings.times_of(request, now_s))
+            for prompt_request in request.prompt_requests:
+                took_s = round(now_s - request.received_s, 4)
+                fields = log_fields(prompt_request, response_id=request.id, took_s=took_s)
+                self._stage.log.debug("finished", extra=fields)
+        for prompt_request in request.prompt_requests:
+            if prompt_request.is_closed:
+                self._settle(prompt_request)
+            else:
+                self._release(prompt_request)
+
+    def _release(self, prompt_request: PromptRequest) -> None:
+        prompt_request.is_released = True
+        if prompt_request.is_finished:
+            self.close_if_finished(prompt_request)  # only its prompt's ids were still expected
+        else:
+            self._log_abort(prompt_request, "client disconnected")
+            self._send_abort(prompt_request)
+
+    def _log_abort(self, prompt_request: PromptRequest, why: str) -> None:
+        self._stage.log.info(
+            "aborted", extra=log_fields(prompt_request, response_id=prompt_request.request.id, why=why)
+        )
+
+    def _send_abort(self, prompt_request: PromptRequest) -> None:
+        """Abort it in the stages that may hold it. Its sequences still get their closing messages."""
+        request_id, attempt = prompt_request.id, prompt_request.submit.attempt
+        if prompt_request.generates:
+            self.send_aborts(request_id, attempt)
+        else:
+            self._send(self._ingest_of(request_id), m.Abort(request_id, attempt))
+
+    def send_aborts(self, request_id: int, attempt: int) -> None:
+        """Abort a request in all stages."""
+        abort = m.Abort(request_id, attempt)
+        self._send(self._ingest_of(request_id), abort)
+        self._send(self._schedule, abort)
+
+    def fail_all(self, error: ApiError) -> None:
+        """Fail all open requests."""
+        self._stage.replay_context.event("fail all")
+        for request in {id(one.request): one.request for one in self._table.values()}.values():
+            request.fail(error)
+
+    def close_all(self, error: ApiError) -> None:
+        """Fail and close all requests: no closing messages will arrive any more."""
+        for prompt_request in list(self._table.values()):
+            prompt_request.request.fail(error)
+            self._close(prompt_request)
+        self._unsent.clear()
+
+    # ----------------------------------------------------------------------------------------------------------- close
+
+    def close_if_finished(self, prompt_request: PromptRequest) -> None:
+        """Close a prompt request if all its sequences have finished and its prompt's ids have arrived or are not
+        needed."""
+        is_incomplete = (
+            prompt_request.prompt_ids is None
+            and not prompt_request.is_released
+            and not prompt_request.is_aborted
+            and prompt_request.request.failure is None
+        )
+        if prompt_request.is_finished and not is_incomplete and not prompt_request.is_closed:
+            if prompt_request.generates:
+                self._send(self._schedule, m.Closed(prompt_request.id, prompt_request.submit.attempt))
+            self._close(prompt_request)
+
+    def _close(self, prompt_request: PromptRequest) -> None:
+        if not prompt_request.is_closed:
+            prompt_request.is_closed = True
+            prompt_request.request.num_open -= 1
+        if prompt_request.request.is_released:
+            self._settle(prompt_request)
+
+    def _settle(self, prompt_request: PromptRequest) -> None:
+        """Return its credits."""
+        if self._table.pop(prompt_request.id, None) is not None:
+            self.admission.give(prompt_request.submit.n, prompt_request.num_counted, time.monotonic())
+        if not self._table:
+            self._idle.set()
+
+    # ------------------------------------------------------------------------------------------------------------ send
+
+    def flush(self) -> None:
+        """Send what full sockets refused. Call it once per wake."""
+        while self._unsent:
+            outbox, message = self._unsent[0]
+            if not outbox.send(message):
+                return
+            self._unsent.popleft()
+
+    def _ingest_of(self, request_id: int) -> Any:
+        return self._ingests[topology.shard(request_id, len(self._ingests))]
+
+    def _send(self, outbox: Any, message: m.Abort | m.Closed) -> None:
+        if self._unsent or not outbox.send(message):  # in order: a Closed must not overtake its Abort
+            self._unsent.append((outbox, message))
+
+
+def _sequences(parsed: ParsedRequest) -> list[Sequence]:
+    if not parsed.outputs:
+        return [Sequence() for _ in range(parsed.num_sequences)]
+    return [Sequence(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in parsed.outputs]
+
+
+def log_fields(prompt_request: PromptRequest, **fields: Any) -> dict[str, Any]:
+    return {"fields": {"request": f"{prompt_request.id:x}", **fields}}

@@ -1,0 +1,199 @@
+"""Applies what the stages send to open requests: Accepted, Rejected, Deltas.
+
+Results and `Accepted` take different ways, so results may overtake it. Messages about requests that are not in the
+table any more are dropped; if the sender still works on such a request, it is told to abort it.
+"""
+
+import time
+
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
+from pipeline.runtime.tracing import Args
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.token_detail_options import too_many
+from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, Sequence
+from pipeline.stages.gateway.request_errors import rejection_error, sampling_param, sequence_error
+from pipeline.stages.gateway.request_table import RequestTable, log_fields
+
+ABORTED = "aborted"
+"""Error code of ingest and schedule for a request that was aborted before it started."""
+
+
+class ResultHandler:
+    """Updates the requests of a table and wakes the tasks that write their responses."""
+
+    def __init__(self, stage: "Stage[m.GatewayInbox]", table: RequestTable) -> None:
+        self._stage = stage
+        self._table = table
+        self._metrics = table.metrics
+
+    def accepted(self, message: m.Accepted) -> None:
+        """Ingest has tokenized a prompt.
+
+        If the request is not in the table, do not abort it: it was closed while this message was on its way, and the
+        `Abort` would stay in schedule for ever. A request that never was in the table is aborted at its first delta.
+        """
+        ids = self._stage.arrays.take(message.prompt_ids, np.int32)
+        prompt_request = self._find(message.request_id, message.attempt, is_open=False)
+        if prompt_request is None or prompt_request.prompt_ids is not None:
+            return
+        request = prompt_request.request
+        prompt_request.prompt_ids = ids
+        self._table.admission.correct(prompt_request.num_counted, len(ids))
+        prompt_request.num_counted = len(ids)
+        prompt_request.prompt_text, prompt_request.token_strs = message.text, message.token_strs
+        prompt_request.pieces, prompt_request.tail = message.pieces, message.tail
+        prompt_request.began_s, prompt_request.done_s = message.began_s, message.done_s
+        request.num_accepted += 1
+        self._check_num_prompt_logprobs(request, len(ids))
+        if request.parsed.echo:
+            prompt_request.echo()
+        if prompt_request.generates:
+            self._table.close_if_finished(prompt_request)
+        else:
+            for sequence in prompt_request.sequences:
+                self._finish(prompt_request, sequence, m.Finish.LENGTH, None)
+        request.wake()
+
+    def _check_num_prompt_logprobs(self, request: Request, num_ids: int) -> None:
+        """Count the prompt logprobs of one more accepted prompt, and fail the request if there are too many. A reply
+        repeats them for each choice, so it may be many times larger than what was computed."""
+        parsed, caps = request.parsed, self._stage.settings.limits
+        is_repeated = not (parsed.is_chat or parsed.is_tokens_only) and (parsed.echo or not parsed.stream)
+        request.num_prompt_logprobs += parsed.details.num_of_prompt(num_ids, parsed.n if is_repeated else 1)
+        if request.num_prompt_logprobs > caps.max_prompt_logprobs:
+            error = too_many(parsed.details, request.num_prompt_logprobs, caps)
+            request.fail(ApiError(error.status, error.message, sampling_param(request, error.param), error.code))
+
+    def rejected(self, message: m.Rejected) -> None:
+        """A stage can't run a request. All its sequences end."""
+        prompt_request = self._find(message.request_id, message.attempt, is_open=False)
+        if prompt_request is None or prompt_request.is_closed:
+            return
+        request, failure = prompt_request.request, message.failure
+        if prompt_request.is_aborted and failure.code == ABORTED:
+            for sequence in prompt_request.sequences:
+                self._finish(prompt_request, sequence, m.Finish.ABORT, None)
+            request.wake()
+            return
+        if not prompt_request.is_released:
+            self._stage.log.info(
+                "rejected", extra=log_fields(prompt_request, status=failure.status, why=failure.message)
+            )
+            request.fail(rejection_error(prompt_request, failure))
+        prompt_request.is_rejected = True
+        for sequence in prompt_request.sequences:
+            self._finish(prompt_request, sequence, m.Finish.ERROR, None)
+
+    def deltas(self, message: m.Deltas) -> None:
+        """Text and ids of some sequences have arrived."""
+        begin = 0
+        now_s = self._stage.replay_context.monotonic()
+        first_of = {first.place: first for first in message.firsts}
+        gaps: dict[float, int] = {}
+        """Sequences by the time of their previous ids. Those of one message have one time, so there are few keys."""
+        errors = iter(message.errors)
+        self._extend_prompt_records(message)
+        marked: list[int] = []
+        """Requests that began or ended with this message, for traces."""
+        for i, request_id in enumerate(message.request_ids):
+            end = begin + message.num_ids[i] * ID_BYTES
+            ids, begin = message.ids[begin:end], end
+            records = message.records[i] if message.records else b""
+            pieces = message.pieces[i] if message.pieces else []
+            finish = message.finishes[i]
+            error = next(errors, "") if finish == m.Finish.ERROR else ""
+            prompt_request = self._find(request_id, message.attempts[i], is_open=finish == m.Finish.NONE)
+            if prompt_request is None:
+                continue
+            sequence = prompt_request.sequences[message.indexes[i]]
+            if sequence.finish != m.Finish.NONE:
+                continue
+            request = prompt_request.request
+            if not request.is_released:
+                offset = message.id_offsets[i]
+                if not request.parsed.hides_output:
+                    sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records, pieces)
+                request.has_begun = True
+                if sequence.last_s:
+                    gaps[sequence.last_s] = gaps.get(sequence.last_s, 0) + bool(message.num_ids[i])
+                elif message.num_ids[i]:
+                    sequence.first, sequence.first_s = first_of.get(i), now_s
+                    self._metrics.first_s.observe(now_s - request.received_s)
+                    marked.append(request_id)
+                sequence.last_s = now_s if message.num_ids[i] else sequence.last_s
+            if finish != m.Finish.NONE:
+                marked.append(request_id)
+                sequence.settled_s, sequence.sent_s, sequence.ended_s = message.settled_s, message.sent_s, now_s
+                self._finish(prompt_request, sequence, finish, message.stop_reasons[i], error)
+            request.wake()
+        for last_s, num_sequences in gaps.items():
+            self._metrics.gap_s.observe(now_s - last_s, num_sequences)
+        if (trace := self._stage.trace).on:
+            args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
+            trace.span("deltas", now_s, time.monotonic(), args, marked)
+
+    def _extend_prompt_records(self, message: m.Deltas) -> None:
+        each = zip(
+            message.prompt_places, message.prompt_offsets, message.prompt_records, message.prompt_pieces, strict=True
+        )
+        for place, offset, records, pieces in each:
+            prompt_request = self._table.get(message.request_ids[place])
+            if (
+                prompt_request is not None
+                and prompt_request.submit.attempt == message.attempts[place]
+                and not prompt_request.request.is_released
+            ):
+                prompt_request.extend_prompt_records(offset, records, pieces)
+
+    def _find(self, request_id: int, attempt: int, *, is_open: bool = True) -> PromptRequest | None:
+        """The prompt request that a message is about. Returns None for a message of an earlier attempt, and if there is
+        no such request; then it is aborted if `is_open`, that is, if the sender goes on with it."""
+        prompt_request = self._table.get(request_id)
+        if prompt_request is None:
+            if is_open:
+                self._table.send_aborts(request_id, attempt)
+            return None
+        return prompt_request if prompt_request.submit.attempt == attempt else None
+
+    def _finish(
+        self,
+        prompt_request: PromptRequest,
+        sequence: Sequence,
+        finish: int,
+        stop_reason: str | int | None,
+        error: str = "",
+    ) -> None:
+        if sequence.finish != m.Finish.NONE:
+            return
+        request = prompt_request.request
+        if finish == m.Finish.ERROR and not prompt_request.is_released and request.failure is None:
+            self._stage.log.info("failed", extra=log_fields(prompt_request, why=error))
+            request.fail(sequence_error(prompt_request, error))
+        if request.parsed.hides_output and finish == m.Finish.STOP:
+            finish, stop_reason = m.Finish.LENGTH, None  # the hidden id is the one that stopped it
+        sequence.finish = finish
+        sequence.stop_reason = stop_reason
+        if prompt_request.generates:
+            self._count(prompt_request, sequence, finish)
+        self._table.close_if_finished(prompt_request)
+
+    def _count(self, prompt_request: PromptRequest, sequence: Sequence, finish: int) -> None:
+        """Update the metrics with a sequence that has ended."""
+        if prompt_request.is_released:
+            self._metrics.ended(m.Finish.ABORT)
+        elif prompt_request.is_rejected:
+            self._metrics.rejected()
+        elif finish not in (m.Finish.STOP, m.Finish.LENGTH):
+            self._metrics.ended(finish)
+        else:
+            now_s = self._stage.replay_context.monotonic()
+            num_prompt = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids)
+            decode_s = sequence.last_s - sequence.first_s
+            self._metrics.finished(
+                finish, now_s - prompt_request.request.received_s, decode_s, num_prompt, sequence.num_generated
+            )
+            if prompt_request.is_finished:
+                self._metrics.longest(max(one.num_generated for one in prompt_request.sequences))
