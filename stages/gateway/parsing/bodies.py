@@ -1,8 +1,8 @@
-"""Request bodies of the OpenAI API, and which of its fields must keep their neutral value here.
+"""Request bodies of the OpenAI API, and the fields of it that are not supported.
 
-Fields that neither struct nor table names are ignored, as OpenAI's own clients and proxies expect. So are fields that
-change nothing about the text: user, metadata, prompt_cache_key, safety_identifier ...
-Null stands for a field's default everywhere.
+Fields in neither a struct nor a table are ignored, as OpenAI's clients and proxies expect. So are fields that don't
+change the text: user, metadata, prompt_cache_key, safety_identifier ...
+Null means a field's default everywhere.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(SamplingFields, kw_only=True):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model: Annotated[str, Meta(description="The name that /v1/models gives.")]
     max_tokens: Annotated[MaxTokens, Meta(description="The most tokens to generate.")] | None = None
@@ -56,15 +56,15 @@ class Body(SamplingFields, kw_only=True):
         Annotated[bool, Meta(description="Whether the tokenizer puts its own around the prompt.")] | None
     ) = None
     request_id: str | None = None
-    """The client's own name for it; a header, X-Request-Id, wins."""
+    """An id chosen by the client; the header X-Request-Id takes precedence."""
     timings: bool | None = None
-    """Ours: the reply says where its time went."""
+    """Pipeline's: adds timings to the reply."""
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     """vLLM's: lower goes first"""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """vLLM's"""
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    """Ours: from its arrival to its end"""
+    """Pipeline's: from its arrival to its end"""
 
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -75,7 +75,7 @@ class ChatBody(Body, kw_only=True):
 
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
-    """Wins over max_tokens, which it replaces in OpenAI's API."""
+    """Takes precedence over max_tokens, which it replaces in OpenAI's API."""
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, Meta(description="true: the reply goes on with the last one.")] | None = (
         None
@@ -111,7 +111,7 @@ class CompletionBody(Body, kw_only=True):
 
 
 class ParamsBody(Body, kw_only=True):
-    """A request that comes over ZeroMQ"""
+    """A request over ZeroMQ"""
 
     best_of: BestOf | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
@@ -177,8 +177,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-"""Fields the API knows and this server does not support: the values, besides null, at which they change nothing.
-Any other value is an error, so that nobody gets text other than what they asked for without being told."""
+"""Fields of the API that are not supported, and their neutral values besides null. Any other value is an error, so that
+no field is silently ignored that changes the text."""
 
 CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,), "echo": (False,)}
 COMPLETION_NEUTRAL = NEUTRAL | {
@@ -195,14 +195,12 @@ COMPLETION_NEUTRAL = NEUTRAL | {
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value changes nothing. To Python False is 0, but in this API 0 may ask for something, and is of another
-    type."""
+    """Whether a value is neutral. In Python False equals 0, but here 0 has another type and may have a meaning."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
 
 
 def with_unsupported(body: type[B], neutral: Mapping[str, tuple[Any, ...]]) -> type[B]:
-    """A body that also takes the fields of a table, whatever their values, so that one pass over the bytes reads
-    both."""
+    """Extend a body with the fields of a table, of any type, so that one pass decodes both."""
     fields = [(name, Any, None) for name in neutral]
     wider: type[Any] = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
     return wider

@@ -1,11 +1,11 @@
-"""Chats as clients give them: messages, tools, and what the model's template is told besides. Pure.
+"""Chats: messages, tools, and arguments of the chat template. Pure.
 
-    messages   system, developer, user: content · assistant: content, tool_calls or both, reasoning · tool: content of a
-               call's answer, with tool_call_id
-    tools      functions, each with a JSON schema of its arguments · tool_choice: none, auto, required, or one by name
+    messages   system, developer, user: content · assistant: content, tool_calls or both, reasoning · tool: the result
+               of a tool call, with tool_call_id
+    tools      functions, each with a JSON schema of its arguments · tool_choice: none, auto, required, or a function
 
 `chat_template_kwargs`, `documents`, `reasoning_effort`, `continue_final_message`, `add_generation_prompt` are for the
-template, as in vLLM. What a function's schema may be is ingest's to judge, where a grammar is made of it.
+template, as in vLLM. Ingest checks the schemas of functions when it compiles their grammar.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = {"text": "text", "refusal": "refusal"}
-"""Kinds of parts that are text, and the field of each that holds it."""
+"""Types of text parts, and the field with the text."""
 MAX_ID_CHARS = 256
 
 
@@ -123,7 +123,7 @@ Kwargs = Annotated[
 
 
 class Conversation(Protocol):
-    """A body that holds a chat."""
+    """A body with a chat."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -137,21 +137,21 @@ class Conversation(Protocol):
 
 
 class ReplyForm(msgspec.Struct, frozen=True):
-    """What is looked for in the reply to a chat."""
+    """What to parse in the reply to a chat."""
 
     tool_choice: str = "none"
     """As in `ChatPrompt`"""
     names: list[str] = []
-    """The tools'"""
+    """Names of the tools"""
     parallel: bool = True
     shows_specials: bool = False
-    """The client wants to see special tokens."""
+    """Special tokens stay in the content."""
     with_reasoning: bool = True
-    """It is told of reasoning."""
+    """The reply has the reasoning."""
 
 
 def chat_prompt(body: Conversation, messages: Sequence[Message], caps: Caps) -> m.ChatPrompt:
-    """The prompt that a chat is. Raises ApiError."""
+    """The prompt of a chat. Raises ApiError."""
     if body.chat_template is not None:
         raise unsupported("chat_template", "only the model's own template is run")
     generate, goes_on = body.add_generation_prompt, bool(body.continue_final_message)
@@ -174,7 +174,7 @@ def chat_prompt(body: Conversation, messages: Sequence[Message], caps: Caps) -> 
 
 
 def given_of_chat(body: Conversation) -> str | None:
-    """A field that a body gives and only a chat has; None where there is none."""
+    """The first field of the body that only chats may have; None if there is none."""
     for name in Conversation.__annotations__:
         value = getattr(body, name)
         if bytes(value) not in (b"", b"null") if isinstance(value, Raw) else value is not None:
@@ -183,15 +183,14 @@ def given_of_chat(body: Conversation) -> str | None:
 
 
 def num_parts(messages: Sequence[Message]) -> int:
-    """Messages and calls in them: templates write at least a token for each."""
+    """Number of messages and tool calls: templates write at least one token for each."""
     return len(messages) + sum(len(message.tool_calls or ()) for message in messages)
 
 
 def reply_form(
     prompt: m.ChatPrompt, formats: ChatFormats, *, shows_specials: bool, with_reasoning: bool
 ) -> ReplyForm | None:
-    """What to look for in its reply; None where that is nothing. Raises ApiError where the model has no way to call a
-    tool."""
+    """What to parse in the reply; None for nothing. Raises ApiError if the model has no known tool call format."""
     choice = prompt.tool_choice if prompt.tools else "none"
     if choice == "auto" and formats.tools is None:
         what = (
@@ -206,8 +205,8 @@ def reply_form(
 
 
 def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None) -> m.Grammar | None:
-    """What the reply is to match: `output`, which the client asks for besides, or calls where it insists on them.
-    Raises ApiError where it can't be both."""
+    """The grammar of the reply: `output`, which the client set, or tool calls if they are required. Raises ApiError if
+    both are."""
     if prompt.tool_choice not in ("required", "named"):
         return output
     if output is not None:
@@ -215,7 +214,7 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
         raise invalid(output.param, message, "invalid_value")
     written = formats.calls(prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls)
     param = "tools"
-    if prompt.tool_choice == "named":  # its schema alone is looked at
+    if prompt.tool_choice == "named":  # only its schema is used
         names = [tool.function.name for tool in _decoded_tools(prompt.tools)]
         param = f"tools[{names.index(prompt.tool_name)}].function.parameters"
     return m.Grammar("calls", msgspec.json.encode(written).decode(), param)
@@ -253,7 +252,7 @@ def chat_message(place: int, message: Message) -> m.ChatMessage:
 
 
 def _content(at: str, message: Message) -> tuple[str | None, list[str] | None]:
-    """As one text, and as the texts of its parts where it has some."""
+    """The content as one text, and as a list if it has parts."""
     match message.content:
         case None:
             return (message.refusal if message.role == "assistant" else None), None
@@ -289,7 +288,7 @@ def _calls(at: str, message: Message) -> list[m.ToolCall]:
 
 
 def _tools(raw: Raw, caps: Caps) -> list[str]:
-    """The names of the tools, all of which are fit to be told a model."""
+    """Check the tools. Returns their names."""
     tools = _checked(raw, "tools", _Tools).tools or []
     if len(tools) > caps.max_tools:
         message = f"'tools' has {len(tools)} entries, and the limit is {caps.max_tools} (limits.max_tools)"
@@ -316,7 +315,7 @@ def _decoded_tools(tools: str) -> Any:
 
 
 def _choice(raw: Raw, names: list[str]) -> tuple[str, str]:
-    """As `ChatPrompt` has it: how, and whom."""
+    """`tool_choice` and `tool_name` of `ChatPrompt`."""
     match _checked(raw, "tool_choice", _Choice).tool_choice:
         case None:
             return "auto", ""
@@ -340,7 +339,7 @@ def _choice(raw: Raw, names: list[str]) -> tuple[str, str]:
             raise unsupported("tool_choice.type", "use function")
 
 
-# --------------------------------------------------------------------------------------------------- for the template
+# --------------------------------------------------------------------------------------------------------- template
 
 
 def _documents(raw: Raw) -> bool:
@@ -348,7 +347,7 @@ def _documents(raw: Raw) -> bool:
 
 
 def _kwargs(raw: Raw, effort: ReasoningEffort | None) -> str:
-    """JSON text. The effort is a name like any other to a template; some know only whether there is thinking at all."""
+    """The template's arguments as JSON. Some templates have no reasoning_effort, only enable_thinking."""
     kwargs = _checked(raw, "chat_template_kwargs", _Kwargs).chat_template_kwargs or {}
     if effort is not None:
         own: dict[str, Any] = {"reasoning_effort": effort}
@@ -359,7 +358,7 @@ def _kwargs(raw: Raw, effort: ReasoningEffort | None) -> str:
 
 
 def _checked(raw: Raw, name: str, kind: type[T]) -> T:
-    """A field as the struct of that field alone, so that errors name it as the whole body's would."""
+    """Decode one field as a struct with this field only, so that errors have its path in the body."""
     data = bytes(raw) or b"null"
     try:
         return msgspec.json.decode(b'{"%s":%s}' % (name.encode(), data), type=kind)
@@ -372,5 +371,5 @@ def _checked(raw: Raw, name: str, kind: type[T]) -> T:
 
 
 def _json(raw: Raw) -> str:
-    """JSON text as the client gave it; it has been decoded before."""
+    """The client's JSON, which has been validated."""
     return bytes(raw).decode()

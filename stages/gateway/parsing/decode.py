@@ -14,8 +14,8 @@ from pipeline.stages.gateway.parsing.bodies import B, is_neutral
 
 
 def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
-    """A body as its struct. Raises ApiError where it is none, or asks for what is not supported."""
-    with _uncollected():
+    """Decode a body. Raises ApiError if it is invalid, or if it has a field that is not supported."""
+    with _without_gc():
         request = _decode(decoder, body)
     for name, values in neutral.items():
         if (value := getattr(request, name)) is not None and not is_neutral(value, values):
@@ -24,9 +24,9 @@ def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """What a body is decoded to has no cycles, but may be a million lists: looking through them again and again while
-    they are made takes four times as long as making them."""
+def _without_gc() -> Iterator[None]:
+    """Disable garbage collection: a body may decode to a million lists, and scanning these while they are created takes
+    four times as long as creating them. They have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

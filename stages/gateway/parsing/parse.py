@@ -1,9 +1,8 @@
-"""From the bytes of a request's body to what is asked for, checked. Pure: no sockets, no state.
+"""Parses and checks the bodies of chats, completions and lookups. Pure: no sockets, no state.
 
-Every function here returns or raises `ApiError` with a 4xx, whatever the bytes are. What needs the tokenizer or the
-vocabulary (a text that is too long, ids that the model does not have) is ingest's to judge. What can't be served
-whatever its words are (too many prompts, ids or messages) is refused here, before anything is made of each of them: one
-body of a legal size may hold a million, and while they are gone through nobody else is served.
+Every function returns or raises `ApiError` with a 4xx, for any bytes. Ingest checks what needs the tokenizer, such as
+the length of a text. Too many prompts, ids or messages are refused here, before any of them is processed: a body of
+legal size may hold a million, and processing them blocks the event loop.
 """
 
 from collections.abc import Callable
@@ -63,12 +62,12 @@ _completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_
 
 
 def read_chat(body: bytes) -> ChatBody:
-    """As it stands there. Raises ApiError."""
+    """Decode a body. Raises ApiError."""
     return decode(_chats, body, CHAT_NEUTRAL)
 
 
 def read_completion(body: bytes) -> CompletionBody:
-    """As it stands there. Raises ApiError."""
+    """Decode a body. Raises ApiError."""
     return decode(_completions, body, COMPLETION_NEUTRAL)
 
 
@@ -98,7 +97,7 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 
 def _with_reply(parsed: ParsedRequest, chat: ChatBody, formats: ChatFormats) -> ParsedRequest:
-    """The same with what its reply is to be, and what is looked for in it."""
+    """Add the grammar of the reply, and what to parse in it."""
     (prompt,) = parsed.prompts
     assert isinstance(prompt, m.ChatPrompt)
     shows_specials = chat.skip_special_tokens is False
@@ -127,7 +126,7 @@ def _chat_num_top(chat: ChatBody, limits: RequestLimits) -> int | None:
 
 
 def details_of(body: Body, num_top: int | None, limits: RequestLimits, *, echo: bool = False) -> TokenDetailOptions:
-    """What a reply is to tell of ids. Raises ApiError."""
+    """Which token details the reply has. Raises ApiError."""
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "'prompt_logprobs' is not allowed together with stream = true")
     return TokenDetailOptions(
@@ -164,7 +163,7 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 
 def _with_echo(parsed: ParsedRequest) -> ParsedRequest:
-    """The same with the prompt before the output. Log probabilities of the prompt alone take a step of the model."""
+    """Add the prompt before the output. Logprobs of the prompt alone need one step of the model."""
     options = msgspec.structs.replace(
         parsed.prompt_options,
         with_text=isinstance(parsed.prompts[0], m.IdsPrompt),
@@ -206,7 +205,7 @@ def parse_detokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 
 def _lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: RequestLimits) -> ParsedRequest:
-    """A call that asks about its prompt alone."""
+    """A request about its prompt only."""
     return ParsedRequest(
         is_chat=isinstance(prompt, m.ChatPrompt),
         model=limits.model,
@@ -237,8 +236,8 @@ def parsed_request_of(
     details: TokenDetailOptions = TokenDetailOptions(),  # noqa: B008 - frozen
     with_pieces: bool = True,
 ) -> ParsedRequest:
-    """What a body asks for, checked. `prompts` makes the prompts; it is called once it is certain that so many may be
-    asked for. `with_pieces`: the reply names tokens by their text. Raises ApiError."""
+    """Check a body. `prompts` creates the prompts; it is called after their number was checked. `with_pieces`: the
+    reply has the text of tokens. Raises ApiError."""
     check_model(body.model, limits)
     check_counts(body, limits.caps)
     num_sequences = _num_sequences(body.n or 1, best_of, limits, stream=bool(body.stream))
@@ -254,12 +253,12 @@ def parsed_request_of(
         with_pieces=with_pieces,
     )
     check_num_allowed(sampling, num * num_sequences)
-    made = prompts()
-    check_prompt_bytes(made, limits.caps.max_prompt_bytes)
+    prompt_list = prompts()
+    check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes)
     return ParsedRequest(
         is_chat=is_chat,
         model=body.model,
-        prompts=made,
+        prompts=prompt_list,
         n=n,
         best_of=num_sequences if is_scored else None,
         max_tokens=max_tokens,
@@ -287,7 +286,7 @@ def parsed_request_of(
 
 
 def _num_sequences(n: int, best_of: int | None, limits: RequestLimits, *, stream: bool) -> int:
-    """How many are generated for each prompt."""
+    """Sequences to generate for each prompt."""
     for name, value, most in (("n", n, limits.caps.max_n), ("best_of", best_of or 1, limits.caps.max_best_of)):
         if value > most:
             raise invalid(name, f"'{name}' must be at most {most} (limits.max_{name})", "invalid_value")
@@ -302,7 +301,7 @@ def _num_sequences(n: int, best_of: int | None, limits: RequestLimits, *, stream
 
 
 def _check_num_sequences(num_sequences: int, num_prompts: int, each: str, limits: RequestLimits) -> None:
-    """`num_sequences` for each prompt, which the field `each` asks for."""
+    """Check `num_sequences` for each prompt, which the field `each` sets."""
     if num_sequences * num_prompts <= limits.max_sequences:
         return
     what = f"{each} = {num_sequences}"
@@ -314,7 +313,7 @@ def _check_num_sequences(num_sequences: int, num_prompts: int, each: str, limits
 
 
 def check_num_messages(num_messages: int, limits: RequestLimits) -> None:
-    """Templates write at least a token for each message."""
+    """Check the number of messages: templates write at least one token for each."""
     if limits.max_prompt_tokens is not None and num_messages > limits.max_prompt_tokens:
         message = (
             f"this model's maximum context length is {limits.max_prompt_tokens} tokens, and the chat has "

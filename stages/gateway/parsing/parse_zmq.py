@@ -18,7 +18,7 @@ from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
 
 def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
-    """Read a request that came over ZeroMQ. The same rules, and the same words. Raises ApiError."""
+    """Check a request that arrived over ZeroMQ, with the rules and errors of HTTP. Raises ApiError."""
     params = generate.params
     fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
     fields |= {name: getattr(generate, name) for name in ("priority", "cache_salt", "timeout_s")}
@@ -61,7 +61,7 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
 
 
 def _prompt_of(prompt: p.Prompt, limits: RequestLimits) -> m.Prompt:
-    """A prompt that came over ZeroMQ."""
+    """Convert a prompt."""
     match prompt:
         case p.TextPrompt(text):
             return m.TextPrompt(text)

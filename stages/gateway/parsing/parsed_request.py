@@ -10,91 +10,98 @@ from pipeline.text.formats.chat_formats import ChatFormats
 
 
 class RequestLimits(msgspec.Struct):
+    """The server's limits for a request. `Start` completes them."""
+
     model: str
-    """The name that requests must give."""
+    """The model name that requests must use."""
     max_sequences: int
-    """Sequences that may be open at once: a call for more can never be served."""
+    """Sequences that may be open at once: a request for more can never be served."""
     has_priorities: bool = False
-    """Whether the scheduler's policy looks at them."""
+    """Whether the scheduling policy uses priorities."""
     max_prompt_tokens: int | None = None
-    """Longest prompt that anything is computed from; None before `Start` has said it, as the next two."""
+    """Longest prompt that the model takes. None before `Start`, like the next two."""
     vocab_size: int | None = None
     hidden_size: int | None = None
-    """Numbers of an embedding."""
+    """Length of an embedding."""
     caps: Caps = Caps()
-    """How much one request may ask for."""
+    """The settings in `limits`."""
     formats: ChatFormats = ChatFormats()
-    """How the model writes calls and reasoning."""
+    """How the model writes tool calls and reasoning."""
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How embeddings are returned."""
+
     dimensions: int | None = None
-    """Numbers of each; None: as many as the model has."""
+    """Length of each vector; None for the model's hidden size."""
     is_base64: bool = False
-    """float32, little-endian, in base64, rather than a list of numbers"""
+    """As base64 of little-endian float32, not as a list of numbers."""
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One client call, checked. `sampling.seed` is left to who opens the requests: each prompt gets its own."""
+    """A checked client request. RequestTable sets `sampling.seed`, for each prompt.
+
+    Recordings hold it, so its field names must not change.
+    """
 
     is_chat: bool
     model: str
     prompts: list[m.Prompt]
     n: int
-    """Sequences that are returned for each prompt."""
+    """Sequences to return for each prompt."""
     max_tokens: int | None
     max_tokens_param: str
-    """The field that said so."""
+    """The field that sets it."""
     seed: int | None
-    """u64; None draws one"""
+    """u64; None for a random seed"""
     sampling: m.Sampling
     text: m.TextOptions
     stream: bool
     include_usage: bool
     outputs: list[bytes] = []
-    """int32; output ids that the client has already, one entry a sequence; none of them for a fresh request"""
+    """int32: for a resumed request, the output ids that the client has, one entry for each sequence"""
     echo: bool = False
     """The prompt's text comes before the output's."""
     prompt_options: m.PromptOptions = m.PromptOptions()
     prompt_param: str = "prompt"
     """The field that holds the prompts."""
     request_id: str | None = None
-    """The client's own."""
+    """Chosen by the client."""
     timings: bool = False
-    """The reply says where its time went."""
+    """The reply has timings."""
     received_s: float = 0.0
-    """When the client began to ask, by time.monotonic(); 0 where nobody has noted it."""
+    """When the request began to arrive, by time.monotonic(); 0 if unknown."""
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
-    """From then to its end; None where it does not say."""
+    """From `received_s` to its end; None for the server's default."""
     best_of: int | None = None
-    """Sequences that are generated for each prompt, of which the n best are returned; None: n, and all are."""
+    """Sequences to generate for each prompt, of which the n best are returned; None to generate and return n."""
     grammar: m.Grammar | None = None
-    """What the output is to match."""
+    """Constrains the output."""
     bad_words: list[str] = []
     details: TokenDetailOptions = TokenDetailOptions()
-    """What is told of ids."""
+    """Which token details the reply has."""
     hides_output: bool = False
-    """One id is generated that nobody asked for, because the prompt's log probabilities need a forward pass."""
+    """One id is generated and not returned: prompt logprobs need a forward pass."""
     continuous_usage: bool = False
-    """Each event of the stream says how much has been used by then."""
+    """Each event of the stream has usage."""
     is_tokens_only: bool = False
     """The reply has ids and no text."""
     embedding: EmbeddingOptions | None = None
     """The reply has the prompts' embeddings."""
     reply: ReplyForm | None = None
-    """What is looked for in the output; None where that is nothing."""
+    """What to parse in the output; None for nothing."""
     scope: str = ""
-    """Of the API key that its client has shown (`Keys.scope_of`): requests of other scopes neither abort it nor find
-    its prefix-cache blocks. Empty where there is no key."""
+    """Scope of the client's API key (`Keys.scope_of`): requests of other scopes neither abort it nor find its
+    prefix-cache blocks. Empty without a key."""
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated for each prompt."""
+        """Sequences to generate for each prompt."""
         return self.best_of or self.n
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it is about the prompt alone, and has no output."""
+        """Whether it is about the prompt only, and has no output."""
         return self.prompt_options.any_length

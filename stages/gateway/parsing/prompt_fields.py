@@ -1,6 +1,6 @@
-"""Prompts as clients send them: texts or ids, one or several; how long each may be, and how much of it is kept.
+"""Prompts of bodies: texts or ids, one or several; their lengths and truncation. Pure.
 
-What is too many or too long is refused before anything is made of it.
+Too many or too long prompts are refused before they are converted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ def num_prompts(prompt: Prompts) -> int:
 
 
 def prompts_of(prompt: Prompts, max_ids: int | None, param: str = "prompt") -> list[m.Prompt]:
-    """Each of them; none has more than `max_ids`. Raises ApiError."""
+    """Convert the prompts. Raises ApiError if one has more than `max_ids` ids."""
     if isinstance(prompt, str):
         return [m.TextPrompt(prompt)]
     if not prompt:
@@ -50,7 +50,7 @@ def packed(ids: Any) -> bytes:
 
 
 def most_ids(truncate: int | None, max_prompt_tokens: int | None) -> int | None:
-    """Ids that a prompt may have: more than fit, where it is cut before anything is computed from it."""
+    """The most ids that a prompt may have: more than the model takes if it is truncated."""
     return m.MAX_SHOWN_IDS if truncate and max_prompt_tokens is not None else max_prompt_tokens
 
 
@@ -65,7 +65,7 @@ def check_num_ids(num_ids: int, param: str, max_ids: int | None) -> None:
 
 
 def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = "prompt") -> None:
-    """That the text of each is short enough to be looked at. Raises ApiError."""
+    """Check the length of each prompt's text. Raises ApiError."""
     for place, prompt in enumerate(prompts):
         size = sum(map(_num_bytes, _texts(prompt)))
         if size > max_bytes:
@@ -76,7 +76,7 @@ def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = 
 
 
 def check_truncate(truncate: int | None, max_prompt_tokens: int | None) -> int:
-    """How many of a prompt's last ids are kept, as `PromptOptions.truncate` has it. Raises ApiError."""
+    """Check truncate_prompt_tokens. Returns the value for `PromptOptions.truncate`. Raises ApiError."""
     if truncate is None:
         return 0
     param = "truncate_prompt_tokens"
@@ -100,5 +100,5 @@ def _texts(prompt: m.Prompt) -> Iterator[str]:
 
 
 def _num_bytes(text: str) -> int:
-    """Of UTF-8"""
+    """Length in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())

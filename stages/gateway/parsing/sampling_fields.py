@@ -1,7 +1,7 @@
-"""How tokens are drawn and text is cut: the fields that say so, on every route that generates, and their checks.
+"""Sampling and stop fields of all routes that generate, and their checks. Pure.
 
-What the types below don't say depends on the server: `COUNTED` has the settings that bound lists, and ids must be the
-model's. Each is counted before anything is made of its entries.
+Checks that are not in the types depend on the server: the settings in `COUNTED` bound lists, and ids must be in the
+vocabulary. Lists are counted before their entries are processed.
 """
 
 from typing import Annotated
@@ -15,13 +15,13 @@ from pipeline.stages.gateway.errors import invalid, shown
 from pipeline.stages.gateway.parsing.structured_outputs import StructuredFields
 
 MAX_STOP_CHARS = 256
-"""Of a stop string, and of an entry of bad_words."""
+"""Longest stop string, and longest entry of bad_words."""
 MAX_BIAS = 100.0
 MAX_ALLOWED = 2**20
-"""Entries of allowed_token_ids, of all sequences of a request: as many as a vocabulary has for a few."""
+"""Entries of allowed_token_ids over all sequences of a request: a few vocabularies."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
-"""vLLM takes all above 0; logits times what lies outside of these are no numbers any more."""
+"""vLLM allows all values above 0, but logits scaled by values outside this range overflow."""
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -33,11 +33,11 @@ COUNTED = {
     "logit_bias": "max_logit_bias",
     "bad_words": "max_bad_words",
 }
-"""Fields that have several entries, and the setting of `limits` that says how many."""
+"""List fields, and the setting in `limits` that bounds each."""
 
 
 class SamplingFields(StructuredFields, kw_only=True):
-    """What every route takes that generates."""
+    """Fields of every route that generates."""
 
     n: Annotated[int, Meta(ge=1, description="Choices for each prompt; by default 1.")] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the likeliest token; by default 1.")] | None = (
@@ -79,7 +79,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     ignore_eos: Annotated[bool, Meta(description="true goes on behind the model's own end.")] | None = None
     skip_special_tokens: Annotated[bool, Meta(description="false shows them; by default true.")] | None = None
     spaces_between_special_tokens: Annotated[bool, Meta(description="Changes nothing.")] | None = None
-    """vLLM's: no vocabulary that is served here has spaces put between its special tokens."""
+    """vLLM's: no supported tokenizer puts spaces between special tokens."""
     include_stop_str_in_output: Annotated[bool, Meta(description="true lets the text end behind it.")] | None = None
     prompt_logprobs: (
         Annotated[int, Meta(ge=0, description="Log probabilities of the prompt's tokens, and so many likeliest.")]
@@ -88,7 +88,7 @@ class SamplingFields(StructuredFields, kw_only=True):
 
 
 def check_counts(fields: SamplingFields, caps: Caps) -> None:
-    """That no list has more entries than it may. Raises ApiError."""
+    """Check the lengths of lists. Raises ApiError."""
     for name, setting in COUNTED.items():
         value, most = getattr(fields, name), getattr(caps, setting)
         if isinstance(value, list | dict) and len(value) > most:
@@ -97,7 +97,7 @@ def check_counts(fields: SamplingFields, caps: Caps) -> None:
 
 
 def check_num_allowed(sampling: m.Sampling, num_sequences: int) -> None:
-    """Each sequence that starts brings its ids along, and many may start in one step. Raises ApiError."""
+    """Check the ids of all sequences together: many may start in one step. Raises ApiError."""
     num_ids = len(sampling.allowed_ids) // 4
     if num_ids * num_sequences > MAX_ALLOWED:
         message = (
@@ -108,7 +108,7 @@ def check_num_allowed(sampling: m.Sampling, num_sequences: int) -> None:
 
 
 def sampling_of(fields: SamplingFields, max_tokens: int | None, vocab_size: int | None) -> m.Sampling:
-    """How tokens are drawn, but for the seed and what is told of them; after `check_counts`. Raises ApiError."""
+    """Sampling parameters, without the seed and logprobs. Call `check_counts` first. Raises ApiError."""
     bias = _bias(fields.logit_bias or {}, vocab_size)
     stop_ids = fields.stop_token_ids or []
     _check_ids(stop_ids, "stop_token_ids", vocab_size)
@@ -130,7 +130,7 @@ def sampling_of(fields: SamplingFields, max_tokens: int | None, vocab_size: int 
 
 
 def text_of(fields: SamplingFields) -> m.TextOptions:
-    """How the ids become text, but for what is told of them; after `check_counts`. Raises ApiError."""
+    """Detokenization parameters, without logprobs. Call `check_counts` first. Raises ApiError."""
     return m.TextOptions(
         stop=_stop(fields.stop),
         include_stop=bool(fields.include_stop_str_in_output),
@@ -148,7 +148,7 @@ def seed_of(seed: int | None) -> int | None:
 
 
 def _bias(logit_bias: dict[str, float], vocab_size: int | None) -> dict[int, float]:
-    """By ids. Each is written in one way alone, so that none comes twice."""
+    """Biases by id. Only the canonical form of an id is accepted, so there are no duplicates."""
     bias = {}
     for key, value in logit_bias.items():
         param = shown(f"logit_bias.{key}")

@@ -1,11 +1,11 @@
-"""What a client wants its output to match: the fields that say so, read as one `m.Grammar`.
+"""Structured outputs: converts the fields that constrain the output to one `m.Grammar`. Pure.
 
     response_format                          OpenAI's: text, json_object, json_schema; vLLM's structural_tag
     structured_outputs                       vLLM's: json, json_object, regex, choice, grammar or structural_tag
     guided_json, _regex, _choice, _grammar   vLLM's older names of these
 
-One of them may be given, and one kind within it. Schemas are kept as the client wrote them; whether one can be served
-is ingest's to judge, which has limits of time for it. Here are limits of size.
+One of them may be set, with one kind in it. Schemas are passed on as the client wrote them, and bounded in size. Ingest
+compiles them, in bounded time.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 OBJECT = {"type": ["object", "null"]}
 OBJECT_OR_TEXT = {"type": ["object", "string", "null"]}
 OBJECTS = {"type": ["array", "null"]}
-"""What a client may write where the decoder leaves its JSON as it is"""
+"""JSON schemas of fields that are not decoded"""
 
 
 class JsonSchemaFormat(msgspec.Struct, omit_defaults=True):
@@ -93,7 +93,7 @@ class StructuredFields(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def grammar_of(fields: StructuredFields, caps: Caps) -> m.Grammar | None:
-    """What the output is to match; None is anything. Raises ApiError."""
+    """The grammar of the output; None if it is not constrained. Raises ApiError."""
     found = list(_grammars(fields))
     if len(found) > 1:
         both = f"'{found[0].param}' and '{found[1].param}'"
@@ -177,7 +177,7 @@ def _bounded(grammar: m.Grammar, caps: Caps) -> m.Grammar:
     param, size = grammar.param, len(grammar.source)
     if not grammar.kind.endswith("json_object") and not size:
         raise invalid(param, f"'{param}' must not be empty", "invalid_value")
-    if size > caps.max_grammar_bytes // 4:  # else it fits whatever its characters are
+    if size > caps.max_grammar_bytes // 4:  # else it fits in any case
         size = len(grammar.source.encode())
     if size > caps.max_grammar_bytes:
         most = f"the limit is {caps.max_grammar_bytes} (limits.max_grammar_bytes)"
@@ -194,7 +194,7 @@ def _is_asked_for(value: object) -> bool:
 
 
 def _text(raw: Raw, param: str, *, takes_string: bool = True) -> str:
-    """JSON text of an object, which the client may have put into a string. Raises ApiError."""
+    """The JSON of an object, which the client may have put into a string. Raises ApiError."""
     text = _utf8(bytes(raw), param)
     if takes_string and text.startswith('"'):
         try:
@@ -211,8 +211,8 @@ def _utf8(data: bytes, param: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise _no_utf8(param) from error
+        raise _invalid_utf8(param) from error
 
 
-def _no_utf8(param: str) -> ApiError:
+def _invalid_utf8(param: str) -> ApiError:
     return invalid(param, f"'{param}' is not valid UTF-8", "invalid_json")

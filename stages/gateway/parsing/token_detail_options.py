@@ -1,4 +1,4 @@
-"""What a reply tells of token ids besides their text: the fields that ask for it, and what they ask of the stages."""
+"""Token details of a reply: logprobs and ids; the fields that request them, and what the stages must send. Pure."""
 
 import msgspec
 
@@ -9,34 +9,34 @@ from pipeline.stages.gateway.errors import ApiError, invalid
 
 
 class TokenDetailOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing by default."""
+    """Which token details a reply has. None by default. Recordings hold it, so its field names must not change."""
 
     num_top: int | None = None
-    """Log probabilities of the ids, and of so many of the likeliest; None: of none."""
+    """Logprobs of output ids, with this many top logprobs; None for no logprobs."""
     prompt_num_top: int | None = None
-    """Likewise of the prompt's, in `prompt_logprobs`."""
+    """The same for prompt ids, in `prompt_logprobs`."""
     with_echo: bool = False
-    """`num_top` is of the prompt's too, which is repeated before the output."""
+    """`logprobs` include the prompt, which is echoed before the output."""
     with_ids: bool = False
     """`token_ids` and `prompt_token_ids`"""
     names_ids: bool = False
-    """Tokens are called `token_id:123`, whatever their text is."""
+    """Tokens are named `token_id:123`, as with vLLM's return_tokens_as_token_ids."""
 
     @property
     def prompt_record_num_top(self) -> int:
-        """`Sampling.prompt_num_top`: what the records of the prompt's ids must have."""
+        """Top logprobs in the records of prompt ids; -1 for no records. See `Sampling.prompt_num_top`."""
         echoed = self.num_top if self.with_echo else None
         return max((num for num in (echoed, self.prompt_num_top) if num is not None), default=-1)
 
     def num_of_prompt(self, num_ids: int, num_choices: int) -> int:
-        """Log probabilities, those of the likeliest ids among them, that a reply tells of a prompt's ids, with so many
-        choices that have them."""
+        """Number of logprobs, including top logprobs, that a reply has for a prompt of `num_ids`, if `num_choices`
+        choices have them."""
         each = (self.num_top if self.with_echo else None, self.prompt_num_top)
         return num_ids * num_choices * sum(1 + num for num in each if num is not None)
 
 
 def too_many(details: TokenDetailOptions, num: int, caps: Caps) -> ApiError:
-    """400, for a call whose prompts' ids have more to be told of than may be."""
+    """400 for a request with too many prompt logprobs."""
     param = "logprobs" if details.prompt_num_top is None else "prompt_logprobs"
     message = (
         f"'{param}' requests {num} log probabilities of prompt tokens, over all choices and with the top logprobs: the "
@@ -46,7 +46,7 @@ def too_many(details: TokenDetailOptions, num: int, caps: Caps) -> ApiError:
 
 
 def check_num_top(param: str, num_top: int | None, caps: Caps) -> int | None:
-    """That no more is asked for than may be. Raises ApiError."""
+    """Check the number of top logprobs. Raises ApiError."""
     if num_top is not None and num_top > caps.max_logprobs:
         message = f"'{param}' must be at most {caps.max_logprobs} (limits.max_logprobs)"
         raise invalid(param, message, "invalid_value")
@@ -56,8 +56,8 @@ def check_num_top(param: str, num_top: int | None, caps: Caps) -> int | None:
 def with_details(
     sampling: m.Sampling, text: m.TextOptions, details: TokenDetailOptions, *, is_scored: bool, with_pieces: bool = True
 ) -> tuple[m.Sampling, m.TextOptions]:
-    """The same, so that the stages tell what a reply will need. `is_scored`: sequences are to be compared by their log
-    probabilities, whether these are shown or not."""
+    """Add what the stages must send for these details. `is_scored`: sequences are ranked by their logprobs, even if
+    these are not returned."""
     num_top, prompt_num_top = details.num_top or 0, details.prompt_record_num_top
     has_records = is_scored or details.num_top is not None
     return (

@@ -1,5 +1,6 @@
-"""Parts of a request that came over ZeroMQ, read as those of HTTP's bodies are: what the output is to match, and chats
-with tools. Where a part is JSON text, so that the wire has one type for it, it is decoded and checked here.
+"""Converts structured outputs and chats of ZeroMQ requests to the fields of HTTP's bodies. Pure.
+
+Fields that the wire holds as JSON text are decoded and checked here.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ NULL = Raw(b"null")
 
 
 class _Chat(msgspec.Struct):
-    """The same as a body of HTTP has it."""
+    """The fields of a chat body."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -40,7 +41,7 @@ class _Chat(msgspec.Struct):
 
 
 def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputs | None:
-    """The same as a body of HTTP has it. Raises ApiError."""
+    """The `structured_outputs` of a body. Raises ApiError."""
     if given is None:
         return None
     match given.kind:
@@ -61,7 +62,7 @@ def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputs | None
 
 
 def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
-    """A chat. Raises ApiError."""
+    """The prompt of a chat. Raises ApiError."""
     choice: Any = chat.tool_choice
     if choice == "named":
         choice = {"type": "function", "function": {"name": chat.tool_name}}
@@ -91,7 +92,7 @@ def _message(one: p.ChatMessage) -> Message:
 
 
 def _raw(text: str | None, param: str, caps: Caps) -> Raw:
-    """JSON text of one value, no deeper than a body's. What it must be is checked where bodies are."""
+    """Check that `text` is JSON of allowed depth. Its type is checked later, as for bodies."""
     if text is None:
         return NULL
     data = text.encode()
@@ -105,7 +106,7 @@ def _raw(text: str | None, param: str, caps: Caps) -> Raw:
 
 
 def _decoded(text: str, kind: Any, param: str) -> Any:
-    """JSON text as what it must be. Raises ApiError."""
+    """Decode JSON of this type. Raises ApiError."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:

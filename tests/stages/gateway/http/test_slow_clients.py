@@ -17,7 +17,7 @@ MB = 1024**2
 
 
 def test_slow_clients_cost_the_others_nothing_and_leave_nothing(tmp_path: Path) -> None:
-    descriptors.allow_many(2 * NUM_STREAMS, logging.getLogger("test"))
+    descriptors.raise_limit(2 * NUM_STREAMS, logging.getLogger("test"))
     with open_gate(tmp_path) as gate:
         alone = serve_crowd(gate, NUM_STREAMS, 0, NUM_STEPS, NUM_CHARS)
         beside = serve_crowd(gate, NUM_STREAMS, NUM_SLOW, NUM_STEPS, NUM_CHARS)
@@ -46,14 +46,14 @@ class TestTheLimitOfOpenFiles:
 
     def test_is_raised_as_far_as_it_may_be(self, limits: Any, caplog: pytest.LogCaptureFixture) -> None:
         limits.append((1024, 65536))
-        assert descriptors.allow_many(1024, logging.getLogger("test")) == 65536
+        assert descriptors.raise_limit(1024, logging.getLogger("test")) == 65536
         assert limits[-1] == (65536, 65536)
         assert caplog.records == []
 
     @pytest.mark.parametrize("hard", [1024, 2**21])
     def test_that_is_too_low_is_said(self, limits: Any, caplog: pytest.LogCaptureFixture, hard: int) -> None:
         limits.append((1024, hard))
-        assert descriptors.allow_many(1024, logging.getLogger("test")) == 1024
+        assert descriptors.raise_limit(1024, logging.getLogger("test")) == 1024
         assert "gateway.max_open_requests" in caplog.records[-1].message
         assert caplog.records[-1].levelname == "WARNING"
         assert caplog.records[-1].fields["limit"] == 1024  # type: ignore[attr-defined]
