@@ -1,6 +1,7 @@
-"""The API's description, made when it is first asked for: most servers never are.
+"""The API description, built at its first use.
 
-Examples ask where the reader has asked: the page is made once, and has that address put in for each reader.
+The examples of the page use the address that the reader used: the page is built once, and the address is inserted for
+each reader.
 """
 
 import re
@@ -12,13 +13,13 @@ from pipeline.config.settings import Limits as Caps
 from pipeline.stages.gateway.apidocs import openapi, page
 
 _PLACE = "http://%SERVER%"
-"""Stands for the address in the page until it is known; % is in no host, and no text is told of it."""
+"""Placeholder of the address in the page. Host names have no %."""
 _NAME = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
-"""What a Host header may be to be repeated: nothing that a page or a shell could take for more than a name."""
+"""Host headers that are safe to repeat in a page and in a shell command."""
 
 
 def address_of(host: str | None, listener: Any) -> str:
-    """Where a reader has asked: the Host header if that is one, else the listener's own name as sockets tell it."""
+    """The URL that the reader used: from the Host header if it is valid, else the listener's address."""
     if host is not None and _NAME.fullmatch(host):
         return f"http://{host}"
     name, port = listener[:2]
@@ -26,7 +27,7 @@ def address_of(host: str | None, listener: Any) -> str:
 
 
 class Description:
-    """What /openapi.json and /docs say."""
+    """The contents of /openapi.json and /docs."""
 
     headers = page.HEADERS
 
@@ -36,5 +37,5 @@ class Description:
         self._html = page.page(api, _PLACE).split(_PLACE)
 
     def as_html(self, address: str) -> bytes:
-        """The page, whose examples ask at an address of `address_of`."""
+        """The page, with examples for an address of `address_of`."""
         return address.join(self._html).encode()

@@ -1,4 +1,4 @@
-"""What a request to each route may say: for the API's description and its page. Tests send them."""
+"""Example bodies of the routes, for the API description and its page. Tests send them."""
 
 from typing import Any
 
@@ -19,6 +19,6 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def example_of(handler: str, model: str) -> dict[str, Any] | None:
-    """The body of an example of a route, by what it does; None where it has none."""
+    """The example body of a route, by its handler; None if it has none."""
     body = BODIES.get(handler)
     return body and {name: model if value == "{model}" else value for name, value in body.items()}

@@ -1,6 +1,6 @@
-"""The API's description: OpenAPI 3.1, made from the table of routes and the types of their bodies and replies.
+"""The API description: OpenAPI 3.1, built from the table of routes and the types of their bodies and replies.
 
-It is that of this very server: the model's name, its limits, and whether it asks for keys are in it.
+It describes this server: it has the model's name, the limits, and whether keys are required.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from pipeline.version import VERSION
 JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
-"""Of routes whose replies are no JSON."""
+"""Media types of routes whose replies are not JSON."""
 SECURITY = "apiKey"
 
 TAGS = {
@@ -61,7 +61,7 @@ _HEADERS: dict[int, dict[str, Schema]] = {
 
 
 def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = True) -> dict[str, Any]:
-    """The whole description. `has_admin_routes`: they are here, and not at a listener of their own."""
+    """The description. `has_admin_routes`: they are served here, not by the admin listener."""
     schemas = Schemas()
     schemas.of(ErrorBody)
     paths: dict[str, dict[str, Any]] = {}
@@ -180,7 +180,7 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _neutral(body: Any, neutral: Mapping[str, Sequence[Any]]) -> dict[str, Schema]:
-    """Fields that the API knows and this server does not: the values at which they are no error."""
+    """Unsupported fields of the API, with their neutral values."""
     known = body.__struct_fields__
     words = "Not supported: null, or the value that changes nothing."
     return {
@@ -196,11 +196,11 @@ _NUMBERS = {
     "prompt_logprobs": "max_logprobs",
 }
 _LISTS = {**COUNTED, "tools": "max_tools"}
-"""Fields of bodies, and the settings of `limits` that bound them."""
+"""List fields of bodies, and the settings in `limits` that bound them."""
 
 
 def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema) -> None:
-    """What this server's settings say, and what a tool is."""
+    """Add bounds from this server's settings, and the type of tools."""
     for schema in components.values():
         is_reply = "id" in schema.get("required", ()) or "root" in schema.get("required", ())
         for name, one in schema.get("properties", {}).items():

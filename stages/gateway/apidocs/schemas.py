@@ -1,7 +1,7 @@
-"""JSON Schema 2020-12, as OpenAPI 3.1 has it, of the types that bodies are decoded to and replies are encoded from.
+"""JSON Schema 2020-12, as in OpenAPI 3.1, of the types of bodies and replies.
 
-Every struct is a component of its own. Bounds come from the types' Meta; what a field is for from its Meta or the
-docstring below it. What the decoder takes for a default is told as such.
+Every struct is a component. Bounds come from the types' Meta, descriptions from a field's Meta or the docstring below
+it.
 """
 
 import ast
@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 
 class Schemas:
-    """Collects components; `of` returns the schema of a type, by reference where it is a struct."""
+    """Collects components. `of` returns the schema of a type, by reference if it is a struct."""
 
     def __init__(self) -> None:
         self.components: dict[str, Schema] = {}
@@ -28,7 +28,7 @@ class Schemas:
         return self._of(types.type_info(kind))
 
     def name_of(self, struct: type) -> str:
-        """The component's name: the struct's, with a number where two have one."""
+        """The component's name: the struct's, with a number if it is not unique."""
         if struct not in self._names:
             taken = set(self._names.values())
             name, number = struct.__name__, 2
@@ -68,7 +68,7 @@ class Schemas:
         raise NotImplementedError(f"no schema for {info}")
 
     def _union(self, members: tuple[types.Type, ...]) -> Schema:
-        """Members that differ by their type alone become one schema: `"type": ["string", "null"]`."""
+        """Merge members that differ only by their type into one schema: `"type": ["string", "null"]`."""
         found = [self._of(one) for one in members]
         if all(isinstance(one.get("type"), str) and not {"enum", "description"} & set(one) for one in found):
             merged: Schema = {}
@@ -80,7 +80,7 @@ class Schemas:
     def _reference(self, struct: type, info: types.StructType) -> Schema:
         name = self.name_of(struct)
         if name not in self.components:
-            schema = self.components[name] = {"type": "object"}  # may be named within itself
+            schema = self.components[name] = {"type": "object"}  # may refer to itself
             docs = _docs_of(struct)
             if text := _first_paragraph(struct.__doc__):
                 schema["description"] = text
@@ -97,7 +97,7 @@ class Schemas:
 
 
 def _described(schema: Schema, more: Schema) -> Schema:
-    """A schema with a description, which comes before one that it has."""
+    """Add keys to a schema. A new description comes before the existing one."""
     before = schema.get("description", "")
     return (
         schema | more | ({"description": " ".join(filter(None, (more.get("description"), before)))} if before else {})
@@ -114,14 +114,14 @@ def _first_paragraph(doc: str | None) -> str:
 
 @functools.cache
 def _docs_of(struct: type) -> dict[str, str]:
-    """The docstrings below fields, by field; those of the structs that it inherits from too."""
+    """The docstrings below fields, including inherited fields."""
     docs: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         if not (issubclass(base, msgspec.Struct) and base is not msgspec.Struct):
             continue
         try:
             tree = ast.parse(source.getsource(source.getmodule(base) or base))
-        except (OSError, TypeError):  # made at run time
+        except (OSError, TypeError):  # defined at run time
             continue
         bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == base.__name__]
         for field, below in ((one, two) for body in bodies for one, two in pairwise(body)):

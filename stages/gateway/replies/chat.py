@@ -1,9 +1,9 @@
-"""Replies to chats in which calls and reasoning are looked for: what each choice says, whole and in a stream. Pure.
+"""Parses tool calls and reasoning in the replies to chats, complete or streamed. Pure.
 
-A call's first delta has its index, id, type and name, and arguments that are empty; pieces of the arguments follow.
-finish_reason is `tool_calls` where a reply that has come to its own end calls tools, and `stop` where the client named
-the one to be called, as OpenAI and vLLM have it. What breaks off in a call ends as it ended, `length` or `stop`.
-Reasoning goes by the name it has with DeepSeek and vLLM, and by vLLM's newer one.
+The first delta of a tool call has its index, id, type, name and empty arguments; pieces of the arguments follow.
+finish_reason is `tool_calls` if a complete reply has tool calls, and `stop` if the client named the function, as in
+OpenAI and vLLM. A reply that ends within a tool call keeps its `length` or `stop`. Reasoning has two names: DeepSeek's
+`reasoning_content`, and vLLM's newer `reasoning`.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Conten
 
 
 class ReplyReader:
-    """Of one choice. `place` is its index."""
+    """Parses one choice. `place` is its index."""
 
     def __init__(self, request: Request, prompt_request: PromptRequest, place: int) -> None:
         assert request.parsed.reply is not None
@@ -36,24 +36,24 @@ class ReplyReader:
         self._place = place
         self._num_calls = 0
         self._num_ended = 0
-        self._made: ReplyParser | None = None
+        self._reply_parser: ReplyParser | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing can be read yet: how the prompt ends says where the reply begins. Text may overtake it."""
+        """Whether parsing must wait for the end of the prompt's text, which output may overtake."""
         needs_tail = self._request.parsed.prompt_options.with_tail and not self._request.is_finished
         return needs_tail and self._prompt_request.prompt_ids is None
 
     def deltas(self, text: str) -> list[Delta]:
-        """What has come with a text of a stream."""
+        """The deltas for new text of a stream."""
         return list(self._deltas(self._parser.push(text)))
 
     def rest(self) -> list[Delta]:
-        """What was held back, at the end of a stream."""
+        """The remaining deltas at the end of a stream."""
         return list(self._deltas(self._parser.finish()))
 
     def message(self, text: str) -> ReplyMessage:
-        """The whole of a reply."""
+        """The message for a complete text."""
         content, reasoning = [], []
         calls: list[CalledTool] = []
         for event in self._kept([*self._parser.push(text), *self._parser.finish()]):
@@ -80,7 +80,7 @@ class ReplyReader:
         return message
 
     def finish_reason(self, finish_reason: str) -> str:
-        """What a client is told, of a reply that has been read to its end."""
+        """The finish_reason of a choice that was parsed completely."""
         is_calls = self._num_calls and self._num_calls == self._num_ended
         if finish_reason == "stop" and is_calls and self._form.tool_choice != "named":
             return "tool_calls"
@@ -88,16 +88,15 @@ class ReplyReader:
 
     @property
     def _parser(self) -> ReplyParser:
-        if self._made is None:
+        if self._reply_parser is None:
             form = self._form
-            self._made = self._request.formats.parser(
+            self._reply_parser = self._request.formats.parser(
                 form.tool_choice, form.names, self._prompt_request.tail, shows_specials=form.shows_specials
             )
-        return self._made
+        return self._reply_parser
 
     def _kept(self, events: Iterable[Event]) -> list[Event]:
-        """Those that the client is told: where it wants one call at most, no more than the first; and reasoning only
-        where it does."""
+        """Filter events: without parallel_tool_calls only the first tool call, and reasoning only if requested."""
         kept: list[Event] = []
         for event in events:
             match event:
@@ -134,15 +133,15 @@ class ReplyReader:
                     assert_never(event)
 
     def _id_of(self, index: int) -> str:
-        """The same when the call is replayed, and no other call's."""
+        """A unique id, which is the same in a replay."""
         form = self._request.formats.tools_of(self._form.tool_choice)
-        assert form is not None, "a call was read without a format of calls"
+        assert form is not None, "a tool call was parsed without a tool call format"
         seed = f"{self._request.salt:x} {self._place} {index}".encode()
         return form.call_id(int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest()))
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
-    """Neighbours of one kind as one: a client that does not keep up gets much at once."""
+    """Merge neighbouring events of one kind, for slow clients."""
     merged: list[Event] = []
     for event in events:
         match event, merged[-1] if merged else None:

@@ -42,7 +42,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def embedded(request: Request) -> bytes:
-    """The body of a response. The call has finished. Raises ApiError where an input has no embedding."""
+    """The response body of a finished request. Raises ApiError if an input has no embedding."""
     options = request.parsed.embedding
     assert options is not None
     data = [
@@ -55,7 +55,7 @@ def embedded(request: Request) -> bytes:
 
 
 def _vector(sequence: Sequence, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """float32 [dimensions], of length 1: or all zeros, where the model gives nothing else."""
+    """float32 [dimensions], of length 1, or all zeros."""
     if not sequence.records:
         message = "the request was aborted before all embeddings were computed"
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="ended")

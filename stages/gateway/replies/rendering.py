@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: what a request would be to the model.
+"""POST /v1/chat/completions/render and /v1/completions/render: the prompt of a request, without running it.
 
-The reply is a body for POST /inference/v1/generate, as vLLM has it, and what the ids say, in `prompt`; for completions
-a list of such, one for each prompt. Nothing is computed from it.
+The reply is a body for POST /inference/v1/generate, as in vLLM, with the text of the ids in `prompt`; for completions
+a list with one body for each prompt.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,14 @@ class Rendered(msgspec.Struct):
     cache_salt: str | None
     priority: int
     prompt: Annotated[str, Meta(description="What the ids say, special tokens shown.")]
-    """Ours"""
+    """Pipeline's addition"""
 
 
 _encoder = msgspec.json.Encoder()
 
 
 class Rendering:
-    """Of one call. `read` decodes its body, `parse` checks it, as on the route that would compute it."""
+    """Renders one request. `read` decodes its body and `parse` checks it, as on the route that would run it."""
 
     def __init__(self, read: Callable[[bytes], Body], parse: Parse) -> None:
         self._read = read
@@ -49,7 +49,7 @@ class Rendering:
         self._max_model_len: int | None = None
 
     def parse(self, body: bytes, limits: RequestLimits) -> ParsedRequest:
-        """As a call about its prompts alone. Raises ApiError."""
+        """Parse the body as a request about its prompts only. Raises ApiError."""
         self._parsed = parsed = self._parse(body, limits)
         self._body = self._read(body)
         self._max_model_len = limits.max_prompt_tokens
@@ -69,7 +69,7 @@ class Rendering:
         )
 
     def body_of(self, request: Request) -> bytes:
-        """The body of the response. The call has finished."""
+        """The response body of a finished request."""
         each = [self._rendered(request, prompt_request) for prompt_request in request.prompt_requests]
         return _encoder.encode(each[0] if self._parsed.is_chat else each)
 
@@ -94,7 +94,7 @@ class Rendering:
         )
 
     def _params(self, body: Body, num_ids: int) -> SamplingParams:
-        """As the client gave them, and as many tokens as there may be."""
+        """The client's parameters, with max_tokens filled in."""
         fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
         max_tokens = self._parsed.max_tokens
         if max_tokens is None and self._max_model_len is not None:

@@ -1,4 +1,4 @@
-"""What goes out: response bodies and the events of a stream, in the shapes of reply_types.py. Pure."""
+"""Response bodies and stream events of chats and completions, in the shapes of types.py. Pure."""
 
 import time
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ from pipeline.stages.gateway.request import PromptRequest, Request, Sequence
 from pipeline.stages.gateway.timings import times_of, timings_of
 
 FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
-"""A sequence that ends with an error has none: its call does."""
+"""A sequence that ends with an error has none: its request fails."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 MAX_IDS_AT_ONCE = 20_000
-"""Ids, of which log probabilities are told, after which `Events.due` leaves further choices to the next time: 50 ms."""
+"""Ids with logprobs that one call of `Events.due` formats, about 50 ms. The next call continues."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -48,13 +48,13 @@ def usage_of(request: Request) -> Usage:
 
 
 def usage_so_far(prompt_request: PromptRequest, sequence: Sequence) -> Usage:
-    """Of one choice of a stream, as far as it has come."""
+    """Usage of one choice of a stream so far."""
     prompt, output = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids), sequence.num_ids
     return Usage(prompt, output, prompt + output, PromptTokensDetails(prompt_request.num_cached))
 
 
 def whole(request: Request) -> bytes:
-    """The body of a response that is not streamed. The call has finished."""
+    """The response body of a finished request."""
     response = _chat_reply(request) if request.parsed.is_chat else _text_reply(request)
     begin_s = time.monotonic()
     if request.parsed.timings:
@@ -70,13 +70,13 @@ def _chat_reply(request: Request) -> ChatReply:
     choices = []
     for i, sequence in enumerate(request.choices):
         text = sequence.take_text()
-        told = TokenDetailFormatter(request, prompt_request, sequence).take(text)
+        details = TokenDetailFormatter(request, prompt_request, sequence).take(text)
         message, finish = ReplyMessage(text), finish_reason(sequence)
         if request.parsed.reply is not None:
             reader = ReplyReader(request, prompt_request, i)
             message = reader.message(text)
             finish = reader.finish_reason(finish)
-        choices.append(ChatChoice(i, message, finish, sequence.stop_reason, told.chat_logprobs, told.token_ids))
+        choices.append(ChatChoice(i, message, finish, sequence.stop_reason, details.chat_logprobs, details.token_ids))
     reply = ChatReply(request.id, "chat.completion", request.created, request.parsed.model, choices, usage_of(request))
     reply.prompt_logprobs = prompt_logprobs(prompt_request)
     if request.parsed.details.with_ids and prompt_request.prompt_ids is not None:
@@ -85,7 +85,7 @@ def _chat_reply(request: Request) -> ChatReply:
 
 
 def _text_reply(request: Request) -> TextReply:
-    whose = {
+    prompt_request_of = {
         id(sequence): prompt_request
         for prompt_request in request.prompt_requests
         for sequence in prompt_request.sequences
@@ -93,19 +93,19 @@ def _text_reply(request: Request) -> TextReply:
     of_prompts = {prompt_request.id: prompt_logprobs(prompt_request) for prompt_request in request.prompt_requests}
     choices = []
     for i, sequence in enumerate(request.choices):
-        prompt_request = whose[id(sequence)]
+        prompt_request = prompt_request_of[id(sequence)]
         text = sequence.take_text()
-        told = TokenDetailFormatter(request, prompt_request, sequence).take(text)
-        choice = _text_choice(i, text, told)
+        details = TokenDetailFormatter(request, prompt_request, sequence).take(text)
+        choice = _text_choice(i, text, details)
         choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
         choice.prompt_logprobs = of_prompts[prompt_request.id]
         choices.append(choice)
     return TextReply(request.id, "text_completion", request.created, request.parsed.model, choices, usage_of(request))
 
 
-def _text_choice(index: int, text: str, told: TokenDetails) -> TextChoice:
-    choice = TextChoice(index, text, None, logprobs=told.text_logprobs)
-    choice.token_ids, choice.prompt_token_ids = told.token_ids, told.prompt_token_ids
+def _text_choice(index: int, text: str, details: TokenDetails) -> TextChoice:
+    choice = TextChoice(index, text, None, logprobs=details.text_logprobs)
+    choice.token_ids, choice.prompt_token_ids = details.token_ids, details.prompt_token_ids
     return choice
 
 
@@ -121,7 +121,7 @@ class Detokenized(msgspec.Struct):
 
 
 def tokenized(request: Request, max_model_len: int) -> bytes:
-    """The body of a response of /tokenize. The call has finished."""
+    """The response body of /tokenize."""
     (prompt_request,) = request.prompt_requests
     assert prompt_request.prompt_ids is not None
     ids = prompt_request.prompt_ids.tolist()
@@ -129,24 +129,24 @@ def tokenized(request: Request, max_model_len: int) -> bytes:
 
 
 def detokenized(request: Request) -> bytes:
-    """The body of a response of /detokenize. The call has finished."""
+    """The response body of /detokenize."""
     (prompt_request,) = request.prompt_requests
     return _encoder.encode(Detokenized(prompt_request.prompt_text or ""))
 
 
 def _trace_write(request: Request, begin_s: float, data: bytes) -> None:
-    """Note that a part of a response was made. The last one ends the request's way through the stages."""
+    """Trace that a part of a response was written. The last part ends the traces of its prompt requests."""
     requests = [prompt_request.id for prompt_request in request.prompt_requests] if request.is_finished else []
     request.trace.span("write", begin_s, time.monotonic(), {"response_id": request.id, "bytes": len(data)}, requests)
 
 
 class Events:
-    """The events of one streamed response, as they become due.
+    """The events of one streamed response.
 
-    chat:         role, content …, finish   for each choice, interleaved; then usage if it was asked for, then [DONE]
-    completions:  text …, finish            likewise
+    chat:         role, content …, finish   for each choice, interleaved; then usage if requested, then [DONE]
+    completions:  text …, finish            the same
 
-    A sequence that failed has no finish, so that the events of its call are never over: an error ends them.
+    A failed sequence has no finish event: an error ends the stream.
     """
 
     def __init__(self, request: Request) -> None:
@@ -161,7 +161,7 @@ class Events:
             self._chunk = TextReply(request.id, "text_completion", request.created, request.parsed.model, [], usage)
         self._unfinished = dict(enumerate(request.sequences))
         self.has_more = False
-        """`due` has left something, so that others are served in between."""
+        """`due` must be called again, after other tasks have run."""
         each = [
             (prompt_request, sequence)
             for prompt_request in request.prompt_requests
@@ -178,11 +178,11 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether all but `last` has been given out, and that can be."""
+        """Whether only `last` remains."""
         return not self._unfinished and self._request.is_finished and self._request.failure is None
 
     def first(self) -> bytes:
-        """What a stream begins with, before there is any text."""
+        """The first events, before any text."""
         if not self._request.parsed.is_chat:
             return b""
         role = Delta("assistant", "")
@@ -195,7 +195,7 @@ class Events:
         return self._request.log_output("first", data)
 
     def due(self) -> bytes:
-        """All that has come since the last time."""
+        """Events for the output that has arrived since the last call."""
         begin_s = time.monotonic()
         data = b"".join(self._due())
         if self._request.trace.on:
@@ -221,22 +221,22 @@ class Events:
                     yield from self._read(i, sequence, reader, formatter, is_over=is_over)
                     finished += [i] if is_over else []
                 continue
-            told = NO_DETAILS
+            details = NO_DETAILS
             if text := sequence.take_text():
-                told = formatter.take(text)
+                details = formatter.take(text)
                 yield self._event(
-                    ChatDeltaChoice(i, Delta(content=text), None, UNSET, told.chat_logprobs, told.token_ids)
+                    ChatDeltaChoice(i, Delta(content=text), None, UNSET, details.chat_logprobs, details.token_ids)
                     if is_chat
-                    else _text_choice(i, text, told)
+                    else _text_choice(i, text, details)
                 )
             if is_over:
-                told = formatter.take("")
+                details = formatter.take("")
                 reason, stop = finish_reason(sequence), sequence.stop_reason
                 choice: ChatDeltaChoice | TextChoice
                 if is_chat:
-                    choice = ChatDeltaChoice(i, Delta(), reason, stop, told.chat_logprobs, told.token_ids)
+                    choice = ChatDeltaChoice(i, Delta(), reason, stop, details.chat_logprobs, details.token_ids)
                 else:
-                    choice = _text_choice(i, "", told)
+                    choice = _text_choice(i, "", details)
                     choice.finish_reason, choice.stop_reason = reason, stop
                 yield self._event(choice)
                 finished.append(i)
@@ -246,24 +246,24 @@ class Events:
     def _read(
         self, i: int, sequence: Sequence, reader: ReplyReader, formatter: TokenDetailFormatter, *, is_over: bool
     ) -> Iterator[bytes]:
-        """The same of a choice in which calls or reasoning are looked for."""
+        """Events of a choice with tool calls or reasoning."""
         text = sequence.take_text()
         deltas = reader.deltas(text) if text else []
         if is_over:
             deltas += reader.rest()
         for delta in deltas:
-            told = formatter.take(text)
+            details = formatter.take(text)
             text = ""
-            yield self._event(ChatDeltaChoice(i, delta, None, UNSET, told.chat_logprobs, told.token_ids))
+            yield self._event(ChatDeltaChoice(i, delta, None, UNSET, details.chat_logprobs, details.token_ids))
         if is_over:
-            told = formatter.take(text)
+            details = formatter.take(text)
             reason = reader.finish_reason(finish_reason(sequence))
             yield self._event(
-                ChatDeltaChoice(i, Delta(), reason, sequence.stop_reason, told.chat_logprobs, told.token_ids)
+                ChatDeltaChoice(i, Delta(), reason, sequence.stop_reason, details.chat_logprobs, details.token_ids)
             )
 
     def last(self) -> bytes:
-        """How a stream ends that has gone well."""
+        """The end of a successful stream."""
         parsed = self._request.parsed
         if not (parsed.include_usage or parsed.timings):
             return self._request.log_output("last", DONE)
@@ -283,7 +283,7 @@ class Events:
 
 
 def error_events(error: ApiError) -> bytes:
-    """How a stream ends that failed after it began: the client raises at the first event, so [DONE] comes after it."""
+    """The end of a failed stream. Clients raise at the error event, so [DONE] comes after it."""
     return framed(error.json()) + DONE
 
 

@@ -1,23 +1,23 @@
-"""Which shape the reply to a call has."""
+"""Chooses the shape of a reply by the request's route."""
 
 from pipeline.stages.gateway.replies import embeddings, responses, tokens_only
 from pipeline.stages.gateway.request import Request
 
 LARGE_BYTES = 64 * 1024
-"""Of records: from here on making the reply takes more than some 5 ms."""
+"""Size of records from which building the reply takes more than about 5 ms."""
 
 Events = responses.Events | tokens_only.GenerateEvents
 
 
 def body_of(request: Request) -> bytes:
-    """The body of a response that is not streamed. The call has finished. Raises ApiError where there is none."""
+    """The response body of a finished request. Raises ApiError if there is none."""
     if request.parsed.embedding is not None:
         return embeddings.embedded(request)
     return tokens_only.generated(request) if request.parsed.is_tokens_only else responses.whole(request)
 
 
 def is_large(request: Request) -> bool:
-    """Whether its body is to be made in a thread, so that others are served meanwhile."""
+    """Whether to build the body in a thread, so that the event loop is not blocked."""
     size = sum(len(one.records) for one in request.sequences) + sum(
         len(one.prompt_records) * one.submit.n for one in request.prompt_requests
     )
@@ -25,10 +25,10 @@ def is_large(request: Request) -> bool:
 
 
 def log_output(request: Request, body: bytes) -> bytes:
-    """The same, noted for recordings: it is given out now."""
+    """Record a response body that is about to be sent. Returns it."""
     return request.log_output("whole", body)
 
 
 def events(request: Request) -> Events:
-    """Those of a response that is."""
+    """The events of a streamed response."""
     return tokens_only.GenerateEvents(request) if request.parsed.is_tokens_only else responses.Events(request)

@@ -1,15 +1,14 @@
-"""Where in a text its tokens begin.
+"""Offsets of tokens in a text, computed from the tokens' bytes.
 
-What is known of a token are its bytes; a text is made of those of its tokens, but for
+The text is the concatenation of the bytes of its tokens, except for
 
-- special tokens that are not shown, as `<s>`: no text comes of them;
-- characters that are split over tokens: they show once they are complete, and as U+FFFD where they break off;
-- text that is held back, because it may be the beginning of a stop string, or that is left out because it was one.
+- special tokens that are skipped, such as `<s>`: they have no text;
+- characters that are split over tokens: they appear when they are complete, or as U+FFFD if they stay incomplete;
+- text that is held back because it may start a stop string, or removed because it was one.
 
-A token's offset is the number of characters that begin before it; one that goes on with a character has the offset
-of that character. Whether a token is shown is seen by the text that has come: one that looks like a special token, and
-that the text does not go on with, is none of it. Where text is still to come it is believed to be, until the text says
-otherwise.
+A token's offset is the number of characters that start before it; a token that continues a character has the offset of
+that character. A token that looks special is skipped if the text does not continue with it. If that text has not
+arrived yet, the token is assumed to have text.
 """
 
 import codecs
@@ -21,31 +20,31 @@ _BROKEN_OFF = "\ufffd"
 
 
 class TextOffsets:
-    """Of one text, which grows, and whose tokens come one after the other."""
+    """The offsets of one growing text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_within = False
         """The last token ended within a character."""
         self._num_chars = 0
-        """That the tokens have, as far as their text has come."""
+        """Characters of the tokens whose text has arrived."""
         self._text = ""
         self._at = 0
-        """Where in it that begins which has come behind them."""
+        """Position in `_text` after those tokens."""
         self._waiting: deque[str] = deque()
-        """Of tokens whose text has not come, as it is believed to be."""
+        """Expected text of the tokens whose text has not arrived."""
         self._num_waiting = 0
-        """Characters of these."""
+        """Characters in `_waiting`."""
 
     def feed(self, text: str) -> None:
-        """Text has come."""
+        """Append text that has arrived."""
         self._text = self._text[self._at :] + text
         self._at = 0
         while self._waiting and self._settle(self._waiting[0]):
             self._num_waiting -= len(self._waiting.popleft())
 
     def place(self, piece: bytes) -> int:
-        """The offset of the next token, whose bytes these are."""
+        """The offset of the next token, which has these bytes."""
         text = self._decoder.decode(piece)
         offset = self._num_chars + self._num_waiting
         if self._is_within and text.startswith(_BROKEN_OFF) and not 0x80 <= piece[0] < 0xC0:
@@ -57,7 +56,7 @@ class TextOffsets:
         return offset
 
     def _settle(self, text: str) -> bool:
-        """Take a token's text from what has come, or find that it is none of it. False where that is not known yet."""
+        """Match a token's text with the text that has arrived. Returns False if that is not possible yet."""
         if self._text.startswith(text, self._at):
             self._at += len(text)
             self._num_chars += len(text)
@@ -65,8 +64,8 @@ class TextOffsets:
         if text.startswith(self._text[self._at : self._at + len(text)]) and len(self._text) - self._at < len(text):
             return False
         if self._num_chars == 0 and self._text.startswith(text.removeprefix(" "), self._at):
-            return self._settle(text.removeprefix(" "))  # which such vocabularies leave out where a text begins
-        if not _SPECIAL.fullmatch(text):  # as the client wrote it, which the tokenizer made something else of
+            return self._settle(text.removeprefix(" "))  # some tokenizers drop a leading space
+        if not _SPECIAL.fullmatch(text):  # the tokenizer has normalized the client's text
             num = min(len(text), len(self._text) - self._at)
             self._at += num
             self._num_chars += num

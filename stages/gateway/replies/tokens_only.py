@@ -53,13 +53,13 @@ _encoder = msgspec.json.Encoder()
 
 
 def generated(request: Request) -> bytes:
-    """The body of a response that is not streamed. The call has finished."""
+    """The response body of a finished request."""
     (prompt_request,) = request.prompt_requests
     choices = []
     for i, sequence in enumerate(request.choices):
-        told = TokenDetailFormatter(request, prompt_request, sequence).take("")
-        ids = [] if isinstance(told.token_ids, UnsetType) else told.token_ids
-        choices.append(GenerateChoice(i, told.chat_logprobs, finish_reason(sequence), ids))
+        details = TokenDetailFormatter(request, prompt_request, sequence).take("")
+        ids = [] if isinstance(details.token_ids, UnsetType) else details.token_ids
+        choices.append(GenerateChoice(i, details.chat_logprobs, finish_reason(sequence), ids))
     of_prompt = prompt_logprobs(prompt_request)
     reply = GenerateReply(
         _name(request), choices, None if isinstance(of_prompt, UnsetType) else of_prompt, None, usage_of(request)
@@ -72,8 +72,8 @@ def _name(request: Request) -> str:
 
 
 class GenerateEvents:
-    """The events of one streamed response, as `responses.Events` has those of text: ids as they come, the end with the
-    last of them; then usage if it was asked for, then [DONE]."""
+    """The events of one streamed response, like `responses.Events`: ids as they arrive, the finish with the last of
+    them; then usage if requested, then [DONE]."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -83,7 +83,7 @@ class GenerateEvents:
             TokenDetailFormatter(request, self._prompt_request, sequence) for sequence in request.sequences
         ]
         self.has_more = False
-        """As there"""
+        """As in `responses.Events`"""
 
     @property
     def are_over(self) -> bool:
@@ -103,14 +103,14 @@ class GenerateEvents:
                 self.has_more = True
                 break
             num_ids += self._formatters[i].num_pending
-            sequence.take_text()  # which nobody reads
+            sequence.take_text()  # drop the text
             is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
-            told = self._formatters[i].take("")
-            ids = [] if isinstance(told.token_ids, UnsetType) else told.token_ids
+            details = self._formatters[i].take("")
+            ids = [] if isinstance(details.token_ids, UnsetType) else details.token_ids
             if not ids and not is_over:
                 continue
             reason = finish_reason(sequence) if is_over else None
-            chunk = GenerateChunk(_name(self._request), [GenerateChoice(i, told.chat_logprobs, reason, ids)])
+            chunk = GenerateChunk(_name(self._request), [GenerateChoice(i, details.chat_logprobs, reason, ids)])
             if self._request.parsed.continuous_usage:
                 chunk.usage = usage_so_far(self._prompt_request, sequence)
             if is_over:

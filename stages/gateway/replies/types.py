@@ -1,7 +1,7 @@
-"""What replies to chats and completions are made of, in OpenAI's shapes, whole and in the events of a stream.
+"""Types of replies to chats and completions in OpenAI's shapes, complete and as stream events.
 
-`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are vLLM's additions, in its places: what is said
-of a prompt stands with the reply of a chat, and with each choice of a completion. Fields that are UNSET are left out.
+`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are vLLM's additions, in its places: details of a
+prompt are in the reply of a chat, and in each choice of a completion. UNSET fields are left out.
 """
 
 from typing import Annotated
