@@ -1,7 +1,7 @@
 """Applies what the stages send to open requests: Accepted, Rejected, Deltas.
 
 Results and `Accepted` take different ways, so results may overtake it. Messages about requests that are not in the
-table any more are dropped; if the sender still works on such a request, it is told to abort it.
+table any more are dropped; if the sender still works on such a request, an `Abort` is sent.
 """
 
 import time

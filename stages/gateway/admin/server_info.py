@@ -1,4 +1,4 @@
-"""What the server says of itself and of its model."""
+"""Replies about the server and its model."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    id: Annotated[str, Meta(description="The name that requests give.")]
+    id: Annotated[str, Meta(description="The name that requests use.")]
     object: str = "model"
     created: Annotated[int, Meta(description="When the server started: Unix time, in seconds.")]
     owned_by: str = "pipeline"
@@ -20,9 +20,9 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Load(msgspec.Struct):
-    """Of the gateway process that answers."""
+    """Load of the gateway process that replies."""
 
-    server_load: Annotated[int, Meta(description="Calls for output whose responses are not out yet.")]
+    server_load: Annotated[int, Meta(description="Requests for output whose responses are not complete.")]
     open_sequences: int
     max_open_sequences: int
     open_tokens: Annotated[int, Meta(description="Of their prompts.")]

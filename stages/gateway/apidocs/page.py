@@ -1,6 +1,6 @@
-"""The API's page: the description of openapi.py as HTML, made once.
+"""The API page: the description of openapi.py as HTML.
 
-It stands alone: no script, no font and no style from elsewhere, and its headers forbid what it does not have.
+It is self-contained: no script, and no font or style from elsewhere; its headers forbid these.
 """
 
 import base64
@@ -49,7 +49,7 @@ Object = dict[str, Any]
 
 
 def page(api: Object, url: str) -> str:
-    """The page of a description; `url` is where its examples ask."""
+    """The page of a description; `url` is the server of its examples."""
     return _Page(api, url).html()
 
 

@@ -96,7 +96,7 @@ ROUTES = (
         "POST",
         "/v1/chat/completions/render",
         "render_chat",
-        "What a chat would be to the model.",
+        "The prompt of a chat, without running it.",
         ChatBody,
         CHAT_NEUTRAL,
         Rendered,
@@ -106,7 +106,7 @@ ROUTES = (
         "POST",
         "/v1/completions/render",
         "render_completion",
-        "What prompts would be to the model.",
+        "The prompts of completions, without running them.",
         CompletionBody,
         COMPLETION_NEUTRAL,
         list[Rendered],
@@ -137,10 +137,12 @@ ROUTES = (
     Route(
         "POST", "/detokenize", "detokenize", "The text of ids.", DetokenizeBody, reply=Detokenized, opens_request=True
     ),
-    Route("POST", "/abort_requests", "abort_requests", "Ends calls by their ids.", AbortBody, reply=Aborted),
-    Route("POST", "/reset_prefix_cache", "reset_prefix_cache", "Forgets what prompts could share.", reply=Reset),
-    Route("GET", "/load", "load", "How much is in work, and how much may be.", reply=Load),
-    Route("GET", "/health", "health", "How each process is.", reply=HealthBody, is_admin=True),
+    Route("POST", "/abort_requests", "abort_requests", "Aborts requests by their ids.", AbortBody, reply=Aborted),
+    Route(
+        "POST", "/reset_prefix_cache", "reset_prefix_cache", "Drops all cached blocks of the prefix cache.", reply=Reset
+    ),
+    Route("GET", "/load", "load", "How much is open, and the limits.", reply=Load),
+    Route("GET", "/health", "health", "The state of each process.", reply=HealthBody, is_admin=True),
     Route("GET", "/metrics", "metrics", "Counts and times for Prometheus.", is_admin=True),
     Route("GET", "/version", "version", "The version of the package.", reply=Version),
     Route("GET", "/openapi.json", "openapi", "This API, as OpenAPI 3.1."),

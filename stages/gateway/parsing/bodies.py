@@ -44,7 +44,7 @@ class Body(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool, Meta(description="true adds token_ids and prompt_token_ids.")] | None = None
     return_tokens_as_token_ids: (
-        Annotated[bool, Meta(description='true calls tokens in log probabilities "token_id:123".')] | None
+        Annotated[bool, Meta(description='true names tokens in log probabilities "token_id:123".')] | None
     ) = None
     truncate_prompt_tokens: (
         Annotated[
@@ -82,15 +82,15 @@ class ChatBody(Body, kw_only=True):
     )
     tools: Tools = Raw()
     tool_choice: ToolChoice = Raw()
-    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call in a reply.")] | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one tool call in a reply.")] | None = None
     documents: Documents = Raw()
     chat_template_kwargs: Kwargs = Raw()
     chat_template: Any = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool, Meta(description="false leaves reasoning out of the reply.")] | None = None
-    logprobs: Annotated[bool, Meta(description="true tells the log probability of each token.")] | None = None
+    logprobs: Annotated[bool, Meta(description="true adds the log probability of each token.")] | None = None
     top_logprobs: (
-        Annotated[int, Meta(ge=0, description="With logprobs: of so many of the likeliest tokens too.")] | None
+        Annotated[int, Meta(ge=0, description="With logprobs: this many top logprobs for each token.")] | None
     ) = None
 
 
@@ -105,8 +105,7 @@ class CompletionBody(Body, kw_only=True):
     """Sequences that are generated, of which the n best are returned; by default n"""
     echo: bool | None = None
     logprobs: (
-        Annotated[int, Meta(ge=0, description="Log probabilities of the tokens, and of so many of the likeliest.")]
-        | None
+        Annotated[int, Meta(ge=0, description="Log probabilities of the tokens, with this many top logprobs.")] | None
     ) = None
 
 

@@ -33,14 +33,14 @@ class ContentPart(msgspec.Struct):
     refusal: str | None = None
 
 
-class CalledFunction(msgspec.Struct):
+class FunctionCall(msgspec.Struct):
     name: str
     arguments: Annotated[str, Meta(description="JSON text")]
 
 
 class ToolCall(msgspec.Struct):
     id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-    function: CalledFunction
+    function: FunctionCall
     type: str = "function"
 
 

@@ -34,7 +34,9 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     encoding_format: (
         Annotated[Literal["float", "base64"], Meta(description="base64 is of float32, little-endian.")] | None
     ) = None
-    dimensions: Annotated[int, Meta(ge=1, description="Keep the first so many numbers; by default all.")] | None = None
+    dimensions: Annotated[int, Meta(ge=1, description="Length to cut vectors to; by default the model's.")] | None = (
+        None
+    )
     pooling: Annotated[Literal["last", "mean"], Meta(description="Of which tokens; by default last.")] | None = None
     """Ours"""
     truncate_prompt_tokens: (

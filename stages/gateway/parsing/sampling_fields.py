@@ -46,7 +46,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1, description="By default 1.")] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off.")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1, description="By default 0.")] | None = None
-    seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed draws the same text.")] | None = None
+    seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text.")] | None = None
     repetition_penalty: (
         Annotated[
             float,
@@ -68,7 +68,7 @@ class SamplingFields(StructuredFields, kw_only=True):
         Annotated[dict[str, float], Meta(description="Token ids, and what is added to their logits: -100 to 100.")]
         | None
     ) = None
-    allowed_token_ids: Annotated[list[Id], Meta(min_length=1, description="No other is drawn.")] | None = None
+    allowed_token_ids: Annotated[list[Id], Meta(min_length=1, description="Only these are sampled.")] | None = None
     bad_words: Annotated[list[ShortText], Meta(description="Texts that the output never has.")] | None = None
     min_tokens: (
         Annotated[int, Meta(ge=0, lt=2**31, description="Tokens before which nothing ends a choice; by default 0.")]
@@ -82,7 +82,7 @@ class SamplingFields(StructuredFields, kw_only=True):
     """vLLM's: no supported tokenizer puts spaces between special tokens."""
     include_stop_str_in_output: Annotated[bool, Meta(description="true lets the text end behind it.")] | None = None
     prompt_logprobs: (
-        Annotated[int, Meta(ge=0, description="Log probabilities of the prompt's tokens, and so many likeliest.")]
+        Annotated[int, Meta(ge=0, description="Log probabilities of the prompt's tokens, with this many top logprobs.")]
         | None
     ) = None
 

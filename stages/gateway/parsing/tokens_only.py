@@ -18,11 +18,11 @@ from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
 
 class SamplingParams(SamplingFields, kw_only=True, omit_defaults=True):
-    """How the ids are drawn."""
+    """Sampling parameters."""
 
     max_tokens: Annotated[MaxTokens, Meta(description="By default 16.")] | None = None
     logprobs: (
-        Annotated[int, Meta(ge=0, description="Log probabilities of the ids, and of so many of the likeliest.")] | None
+        Annotated[int, Meta(ge=0, description="Log probabilities of the ids, with this many top logprobs.")] | None
     ) = None
     detokenize: Annotated[bool, Meta(description="Changes nothing: the reply has no text.")] | None = None
 
@@ -119,7 +119,7 @@ def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:
 
 
 def _in_params(error: ApiError) -> ApiError:
-    """An error of a field that stands in `sampling_params` here."""
+    """Prefix the param of an error with `sampling_params`, if it is one of its fields."""
     param = error.param or ""
     if param.split(".")[0].split("[")[0] not in SamplingParams.__struct_fields__:
         return error

@@ -13,8 +13,8 @@ from pipeline.config.settings import Limits as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.conversation import (
-    CalledFunction,
     ContentPart,
+    FunctionCall,
     Message,
     ReasoningEffort,
     ToolCall,
@@ -79,7 +79,7 @@ def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
 
 
 def _message(one: p.ChatMessage) -> Message:
-    calls = [ToolCall(call.id, CalledFunction(call.name, call.arguments)) for call in one.tool_calls]
+    calls = [ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in one.tool_calls]
     content = one.content
     return Message(
         one.role,

@@ -13,11 +13,11 @@ from typing import assert_never
 from msgspec import UNSET
 
 from pipeline.stages.gateway.replies.types import (
-    CalledFunction,
-    CalledTool,
     Delta,
     FunctionDelta,
+    ReplyFunction,
     ReplyMessage,
+    ReplyToolCall,
     ToolDelta,
 )
 from pipeline.stages.gateway.request import PromptRequest, Request
@@ -55,7 +55,7 @@ class ReplyReader:
     def message(self, text: str) -> ReplyMessage:
         """The message for a complete text."""
         content, reasoning = [], []
-        calls: list[CalledTool] = []
+        calls: list[ReplyToolCall] = []
         for event in self._kept([*self._parser.push(text), *self._parser.finish()]):
             match event:
                 case Content(piece):
@@ -63,7 +63,7 @@ class ReplyReader:
                 case Reasoning(piece):
                     reasoning.append(piece)
                 case CallBegun(index, name):
-                    calls.append(CalledTool(self._id_of(index), CalledFunction(name, "")))
+                    calls.append(ReplyToolCall(self._id_of(index), ReplyFunction(name, "")))
                 case Arguments(index, piece):
                     calls[index].function.arguments += piece
                 case CallEnded():

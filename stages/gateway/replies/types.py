@@ -32,23 +32,23 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class CalledFunction(msgspec.Struct):
+class ReplyFunction(msgspec.Struct):
     name: str
     arguments: Annotated[str, Meta(description="JSON text, as the model wrote it.")]
 
 
-class CalledTool(msgspec.Struct):
+class ReplyToolCall(msgspec.Struct):
     id: str
-    function: CalledFunction
+    function: ReplyFunction
     type: str = "function"
 
 
 class ReplyMessage(msgspec.Struct):
-    content: Annotated[str, Meta(description="null beside calls or reasoning where there is none.")] | None
+    content: Annotated[str, Meta(description="null if there are only tool calls or reasoning.")] | None
     role: Assistant = "assistant"
     refusal: None = None
-    tool_calls: list[CalledTool] | UnsetType = UNSET
-    reasoning_content: Annotated[str, Meta(description="What the model thought before.")] | UnsetType = UNSET
+    tool_calls: list[ReplyToolCall] | UnsetType = UNSET
+    reasoning_content: Annotated[str, Meta(description="The reasoning before the content.")] | UnsetType = UNSET
     reasoning: Annotated[str, Meta(description="As reasoning_content.")] | UnsetType = UNSET
 
 
@@ -82,7 +82,7 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ToolDelta(msgspec.Struct):
-    index: Annotated[int, Meta(description="Of the choice's calls.")]
+    index: Annotated[int, Meta(description="Index of the tool call in the choice.")]
     id: str | UnsetType
     type: str | UnsetType
     function: FunctionDelta

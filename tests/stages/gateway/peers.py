@@ -1,6 +1,11 @@
-"""A client of the ZeroMQ door that says what a test wants it to say."""
+"""ZeroMQ clients that send what a test chooses, and helpers for the tests that use them."""
 
+import asyncio
+import contextlib
+import socket
+import struct
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -8,6 +13,8 @@ import msgspec
 import zmq
 
 from pipeline.client import protocol as p
+from pipeline.client.client import Output, Stream
+from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 
@@ -76,3 +83,84 @@ def until(condition: Any, what: str, timeout_s: float = PATIENCE_S) -> None:
     while not condition():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.005)
+
+
+def address_of(gate: Gate) -> str:
+    return f"ipc://@pipeline/{gate.address[1]}/door"
+
+
+async def do(function: Any, *args: Any) -> Any:
+    """Play the stages without stopping the client's loop."""
+    return await asyncio.wait_for(asyncio.to_thread(function, *args), PATIENCE_S)
+
+
+async def all_of(stream: Stream) -> list[Output]:
+    async with asyncio.timeout(PATIENCE_S):
+        return [output async for output in stream]
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""ZMTP 3.0, no security."""
+
+
+_PROPERTY = b"\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+READY = bytes([4, len(_PROPERTY) + 6]) + b"\x05READY" + _PROPERTY
+
+
+class TcpPeer:
+    """ZMTP by hand over TCP, to be reset."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+        self._socket.sendall(GREETING + READY)
+        heard = b""
+        while b"READY" not in heard:  # libzmq takes no message before it has said so itself
+            heard += self._socket.recv(4096)
+
+    def say(self, message: Any) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._socket.sendall(bytes([0, len(data)]) + data)
+
+    def reset(self) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
+    def __enter__(self) -> "TcpPeer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def named_dealer(gate: Gate) -> Iterator[Any]:
+    """A client that chooses its routing id itself."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, b"me")
+        dealer.connect(address_of(gate))
+        yield dealer
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def is_served(gate: Gate) -> bool:
+    """Whether a new client is."""
+    with RawPeer(gate, hello=False) as peer:
+        peer.say(HELLO)
+        return bool(peer.socket.poll(1000)) and isinstance(peer.hear(), p.Welcome)
+
+
+def is_open(gate: Gate) -> bool:
+    """Play stages that end what is aborted; whether anything is open then."""
+    while not gate.rig.nothing("ingest", 0):
+        message = gate.rig.receive("ingest")
+        for index in range(message.n if isinstance(message, m.Submit) else 0):
+            gate.finish(message, index=index, finish=m.Finish.ABORT)
+    return bool(gate.rig.load().num_open_requests)

@@ -194,7 +194,7 @@ class TestTheGateway:
                 gate.finish(submit)
             assert responses[0].result().status_code == 200
 
-    def test_says_when_to_come_again_at_the_other_door_too(self, tmp_path: Path) -> None:
+    def test_zmq_clients_get_retry_after_too(self, tmp_path: Path) -> None:
         with Gate(tmp_path, max_open_requests=1) as gate, RawPeer(gate) as peer:
             peer.generate(1)
             gate.begin()

@@ -17,9 +17,8 @@ from pipeline.stages.gateway import deadlines
 from pipeline.stages.gateway.deadlines import Deadlines
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, events_of, read_until
-from tests.stages.gateway.peers import RawPeer
+from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
 from tests.stages.gateway.test_metrics import counts_of
-from tests.stages.gateway.zmq.test_server import address_of, all_of, do
 
 SOON = {"timeout_s": 0.05}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -248,7 +247,7 @@ class TestWhoseDeadline:
             assert counts_of(gate).num_timed_out == 1
 
 
-class TestAtTheZeroMQDoor:
+class TestOverZmq:
     async def test_without_any_token_it_fails(self, gate: Gate) -> None:
         async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
             stream = client.generate("Hi", SamplingParams(n=2), timeout_s=0.05)

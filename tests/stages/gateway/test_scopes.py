@@ -91,7 +91,7 @@ class TestThePrefixCache:
                     peer.generate()
                     assert gate.serve().cache_salt == salt
 
-    def test_of_this_user_s_door_takes_a_key_too(self, tmp_path: Path) -> None:
+    def test_ipc_listener_accepts_a_key_too(self, tmp_path: Path) -> None:
         with locked(tmp_path) as gate:
             own = salt_of(gate, KEY)
             for shown, salt in ((None, ""), (KEY, own), (f"{KEY}x", "")):

@@ -1,4 +1,4 @@
-"""Who is let in: by HTTP, at the admin listener, and at the ZeroMQ door."""
+"""Authentication over HTTP, at the admin listener, and over ZeroMQ."""
 
 import os
 import socket
@@ -244,7 +244,7 @@ def free_port(num: int = 1) -> int:
     raise AssertionError("no port is free")
 
 
-def test_a_tcp_door_asks_for_a_key(tmp_path: Path) -> None:
+def test_zmq_over_tcp_requires_a_key(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with locked(tmp_path, zmq=address) as gate:
         for shown, words in ((None, "API key required"), ("", "required"), (f"{KEY}x", "Invalid API key")):
@@ -266,7 +266,7 @@ def test_a_tcp_door_asks_for_a_key(tmp_path: Path) -> None:
             assert peer.hear(p.Delta).outputs[0].text == "Hi"
 
 
-def test_a_door_for_this_user_asks_for_none(gate: Gate) -> None:
+def test_zmq_over_ipc_requires_no_key(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         assert peer.is_still_served()
 

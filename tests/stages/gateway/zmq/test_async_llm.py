@@ -1,4 +1,4 @@
-"""An `AsyncLLM` at the ZeroMQ door of a gateway whose stages the test plays."""
+"""An `AsyncLLM` connected to a gateway whose stages the test plays."""
 
 import asyncio
 import time
@@ -17,8 +17,8 @@ from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended
 from tests.stages.gateway.gate import CHAT, Gate
+from tests.stages.gateway.peers import address_of, do
 from tests.stages.gateway.test_metrics import counts_of
-from tests.stages.gateway.zmq.test_server import address_of, do
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from pipeline.runtime import messages as m
 from tests.fakes import logprob, record
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
-from tests.stages.gateway.peers import RawPeer
-from tests.stages.gateway.zmq.test_server import address_of, all_of, do
+from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What clients of the ZeroMQ door at tcp:// can make a gateway hold, before hello and behind it."""
+"""What ZeroMQ clients over tcp:// can make a gateway hold, before hello and behind it."""
 
 import contextlib
 import socket
@@ -18,8 +18,7 @@ from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.crowd import ProcessRig
 from tests.stages.gateway.gate import Gate
-from tests.stages.gateway.peers import HELLO, RawPeer
-from tests.stages.gateway.zmq.test_server import free_port
+from tests.stages.gateway.peers import HELLO, RawPeer, free_port
 
 MIB = 1024**2
 MAX_MESSAGE_BYTES = 4 * MIB
@@ -45,7 +44,7 @@ NUM_FLOODS = 4
 
 
 class Open:
-    """A gateway in a process, with a door at tcp://."""
+    """A gateway in a process, with a ZeroMQ server over tcp://."""
 
     def __init__(self, gate: Gate, port: int) -> None:
         self.gate, self.place, self.address = gate, ("127.0.0.1", port), f"tcp://127.0.0.1:{port}"
@@ -75,7 +74,7 @@ class Open:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Open]:
+def zmq_server(tmp_path: Path) -> Iterator[Open]:
     port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     with Gate(tmp_path, rig=ProcessRig, zmq=address, max_body_bytes=MAX_MESSAGE_BYTES) as gate:
@@ -93,36 +92,36 @@ def side_by_side(function: Callable[[], Any], num: int) -> None:
 
 @pytest.mark.parametrize("hello", [False, True], ids=["before hello", "behind hello"])
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_at_full_speed_costs_little(door: Open, flood: str, hello: bool) -> None:
+def test_a_flood_at_full_speed_costs_little(zmq_server: Open, flood: str, hello: bool) -> None:
     def attack() -> None:
         end = time.monotonic() + 1.0  # some are only slowed down
-        with door.connect(hello=hello) as connection, contextlib.suppress(OSError):
+        with zmq_server.connect(hello=hello) as connection, contextlib.suppress(OSError):
             connection.settimeout(1.0)
             num_sent = 0
             while num_sent < FLOOD_BYTES and time.monotonic() < end:
                 num_sent += connection.send(FLOODS[flood])
-            with RawPeer(door.address) as peer:
+            with RawPeer(zmq_server.address) as peer:
                 assert peer.is_still_served()
 
     side_by_side(attack, NUM_FLOODS)
-    assert door.growth() < 16 * MIB + listener.NUM_LARGE * MAX_MESSAGE_BYTES
+    assert zmq_server.growth() < 16 * MIB + listener.NUM_LARGE * MAX_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize("hello", [False, True], ids=["before hello", "behind hello"])
-def test_messages_that_never_end_have_a_bound_together(door: Open, hello: bool) -> None:
+def test_messages_that_never_end_have_a_bound_together(zmq_server: Open, hello: bool) -> None:
     """As many connections as there may be, each with the most that it can have on its way."""
     large = zmtp.message(bytes(MAX_MESSAGE_BYTES))[: MIB - 1]
     small = zmtp.message(bytes(listener.SMALL_BYTES if hello else server_module.MAX_HELLO_BYTES))[:-1]
     with contextlib.ExitStack() as stack:
         for number in range(400):
-            one = stack.enter_context(door.connect(hello=hello))
+            one = stack.enter_context(zmq_server.connect(hello=hello))
             one.settimeout(0.05)
             with contextlib.suppress(OSError):  # a large one is refused before hello, and waits behind it
                 one.sendall(large if number % 8 == 0 else small)
         stack.enter_context(contextlib.suppress(OSError))
-        with RawPeer(door.address) as peer:
+        with RawPeer(zmq_server.address) as peer:
             assert peer.is_still_served()
-        assert door.growth() < ALLOWED_BYTES
+        assert zmq_server.growth() < ALLOWED_BYTES
 
 
 def test_a_message_waits_for_room_and_then_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +180,12 @@ def test_a_message_that_does_not_come_whole_in_time_ends_its_connection(
 
 
 @pytest.mark.parametrize("num_clients", [1, 12])
-def test_the_largest_messages_sixteen_deep_are_all_answered(door: Open, num_clients: int) -> None:
+def test_the_largest_messages_sixteen_deep_are_all_answered(zmq_server: Open, num_clients: int) -> None:
     """Of clients that keep to the rules: libzmq's, with nothing but the kernel's buffers between."""
     empty = len(msgspec.msgpack.encode(p.Generate(1, "x" * 70_000, p.TextPrompt("Hi"), p.Params(), 1))) - 70_000
 
     def client() -> None:
-        with RawPeer(door.address) as peer:
+        with RawPeer(zmq_server.address) as peer:
             peer.socket.setsockopt(zmq.SNDHWM, 0)
             size = peer.welcome.max_message_bytes - empty
             for number in range(16):
@@ -201,16 +200,16 @@ def test_the_largest_messages_sixteen_deep_are_all_answered(door: Open, num_clie
     num_answered: list[int] = []
     side_by_side(client, num_clients)
     assert sum(num_answered) == 16 * num_clients
-    assert door.growth() < ALLOWED_BYTES
+    assert zmq_server.growth() < ALLOWED_BYTES
 
 
-def test_heartbeats_of_zmtp_are_answered(door: Open) -> None:
+def test_heartbeats_of_zmtp_are_answered(zmq_server: Open) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.DEALER) as dealer:
         for option, value in ((zmq.LINGER, 0), (zmq.HEARTBEAT_IVL, 50), (zmq.HEARTBEAT_TIMEOUT, 400)):
             dealer.setsockopt(option, value)
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        dealer.connect(door.address)
+        dealer.connect(zmq_server.address)
         dealer.send(msgspec.msgpack.encode(HELLO))
         assert dealer.poll(PATIENCE_S * 1000)
         assert not monitor.poll(1000), "libzmq ends a connection whose heartbeats are not answered"

@@ -12,9 +12,8 @@ from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended
 from tests.stages.gateway.gate import Gate
-from tests.stages.gateway.peers import RawPeer
+from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
 from tests.stages.gateway.test_metrics import find
-from tests.stages.gateway.zmq.test_server import address_of, all_of, do
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""ZMTP as the door reads it: every division of the bytes gives the same, and nothing is kept beyond the bounds."""
+"""The ZMTP decoder: every division of the bytes gives the same, and nothing is kept beyond the bounds."""
 
 import contextlib
 from typing import Any

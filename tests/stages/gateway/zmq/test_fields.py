@@ -1,0 +1,304 @@
+"""Invalid fields are named as over HTTP."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient, RequestError
+from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.structured_params import StructuredOutputsParams
+from pipeline.runtime import messages as m
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import CHAT, MODEL, Gate
+from tests.stages.gateway.peers import (
+    RawPeer,
+    address_of,
+    all_of,
+    do,
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "x"}, "messages[0].role must be a string, not NoneType"),
+        ({"role": "user"}, "messages[0].content must be a string, not NoneType"),
+        ({"role": "user", "content": 5}, "messages[0].content must be a string, not int"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0] must be a string or {"),
+        ({"role": "user", "content": "x", "audio": {}}, "messages[0] has keys that are not supported: audio"),
+        ({"role": "tool", "content": "x", "tool_call_id": 1}, "messages[0].tool_call_id must be a string, not int"),
+        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "messages[0].tool_calls[0] must be a dict as {"),
+    ],
+)
+async def test_what_is_no_message_is_said_before_it_is_sent(client: AsyncClient, message: Any, words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        client.generate([message])
+    assert str(caught.value).startswith(words)
+
+
+async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, client: AsyncClient) -> None:
+    fields: dict[str, Any] = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 40,
+        "min_p": 0.125,
+        "seed": -1,
+        "max_tokens": 9,
+        "stop": ["\n", "é"],
+        "stop_token_ids": [7, 8],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "repetition_penalty": 1.25,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 2,
+        "logit_bias": {17: -100, 504: 2.5},
+        "allowed_token_ids": [504, 17],
+        "bad_words": ["né", "never"],
+        "min_tokens": 3,
+        "truncate_prompt_tokens": 40,
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+    }
+    stream = client.generate("Hi", SamplingParams(**fields))
+    over_zmq = await do(gate.serve)
+    await all_of(stream)
+    response = gate.complete({"model": MODEL, "prompt": "Hi", **fields})
+    over_http = await do(gate.serve)
+    await asyncio.wrap_future(response)
+    for name in set(m.Submit.__struct_fields__) - {"request_id", "arrival_s"}:
+        assert getattr(over_zmq, name) == getattr(over_http, name), name
+    assert over_zmq.sampling.bias_ids == [17, 504]
+    assert over_zmq.bad_words == ["né", "never"]
+    assert over_zmq.prompt_options == m.PromptOptions(truncate=40, with_pieces=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "over_http"),
+    [
+        ({"json": {"type": "object"}}, {"json": '{"type": "object"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["né", "no"]}, {"choice": ["né", "no"]}),
+        ({"grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"structural_tag": {"type": "x"}}, {"structural_tag": '{"type": "x"}'}),
+    ],
+)
+async def test_what_the_output_is_to_match_reaches_the_stages_as_over_http(
+    gate: Gate, client: AsyncClient, given: dict[str, Any], over_http: dict[str, Any]
+) -> None:
+    stream = client.generate("Hi", SamplingParams(structured_outputs=StructuredOutputsParams(**given)))
+    submit = await do(gate.serve)
+    await all_of(stream)
+    response = gate.complete({"model": MODEL, "prompt": "Hi", "structured_outputs": over_http})
+    assert submit.grammar is not None
+    assert submit.grammar == (await do(gate.serve)).grammar
+    await asyncio.wrap_future(response)
+
+
+async def test_priority_and_salt_reach_the_stages_and_cached_ids_the_client(tmp_path: Path) -> None:
+    with Gate(tmp_path, policy="priority") as gate:
+        async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
+            stream = client.generate("Hi", SamplingParams(n=2), priority=-5, cache_salt="tenant é")
+            submit = await do(gate.begin)
+            assert (submit.priority, submit.cache_salt) == (-5, "tenant é")
+            for index, num_cached in enumerate((16, 32)):
+                gate.delta(submit, "x", index=index, num_cached=num_cached)
+                gate.finish(submit, index=index)
+            await all_of(stream)
+            assert stream.num_cached_tokens == 16
+            response = gate.complete({"model": MODEL, "prompt": "Hi", "priority": 7, "cache_salt": "a"})
+            submit = await do(gate.serve)
+            assert (submit.priority, submit.cache_salt) == (7, "a")
+            assert (await asyncio.wrap_future(response)).status_code == 200
+
+
+async def test_a_priority_is_refused_where_the_server_has_none(gate: Gate, client: AsyncClient) -> None:
+    with pytest.raises(RequestError) as raised:
+        await all_of(client.generate("Hi", priority=1))
+    assert (raised.value.status, raised.value.param) == (400, "priority")
+    for options in ({"priority": 2**31}, {"cache_salt": ""}, {"timeout_s": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            client.generate("Hi", **options)  # type: ignore[arg-type]
+    again = client.generate("Hi")
+    await do(gate.serve)
+    assert [output.text for output in await all_of(again)] == ["Hello"]
+
+
+async def test_sequences_of_n_come_in_any_order_and_end_once_each(gate: Gate, client: AsyncClient) -> None:
+    stream = client.generate("Hi", SamplingParams(n=2))
+    submit = await do(gate.begin)
+    gate.delta(submit, "b", index=1)
+    gate.finish(submit, "a", index=0)
+    gate.delta(submit, "c", index=1, finish=m.Finish.LENGTH)
+    outputs = await all_of(stream)
+    for index, text, reason in ((0, "a", "stop"), (1, "bc", "length")):
+        mine = [output for output in outputs if output.index == index]
+        assert "".join(output.text for output in mine) == text
+        assert [output.finish_reason for output in mine if output.finish_reason] == [reason]
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "param"),
+    [
+        ({"n": 2000}, "Hi", "n"),
+        ({"temperature": -1.0}, "Hi", "temperature"),
+        ({"top_p": 0.0}, "Hi", "top_p"),
+        ({"seed": -(2**63) - 1}, "Hi", "seed"),
+        ({"stop": [""]}, "Hi", "stop[0]"),
+        ({"repetition_penalty": 0.0}, "Hi", "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "Hi", "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "Hi", "frequency_penalty"),
+        ({"logit_bias": {"x": 1.0}}, "Hi", "logit_bias.x"),
+        ({"logit_bias": {"1000": 1.0}}, "Hi", "logit_bias.1000"),
+        ({"logit_bias": {"5": 101.0}}, "Hi", "logit_bias.5"),
+        ({"logit_bias": {str(i): 1.0 for i in range(1025)}}, "Hi", "logit_bias"),
+        ({"allowed_token_ids": []}, "Hi", "allowed_token_ids"),
+        ({"allowed_token_ids": [5, 1000]}, "Hi", "allowed_token_ids[1]"),
+        ({"bad_words": [""]}, "Hi", "bad_words[0]"),
+        ({"bad_words": ["x"] * 1025}, "Hi", "bad_words"),
+        ({"min_tokens": 5, "max_tokens": 4}, "Hi", "min_tokens"),
+        ({"truncate_prompt_tokens": 0}, "Hi", "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 513}, "Hi", "truncate_prompt_tokens"),
+        ({"logprobs": -1}, "Hi", "logprobs"),
+        ({"logprobs": 21}, "Hi", "logprobs"),
+        ({"prompt_logprobs": 21}, "Hi", "prompt_logprobs"),
+    ],
+)
+def test_a_bad_field_is_named_as_over_http(gate: Gate, params: dict[str, Any], prompt: str, param: str) -> None:
+    with RawPeer(gate) as peer:
+        if param == "seed":
+            params = {"seed": 2**64 - 1}  # what MessagePack can't hold is refused by its decoder; this is allowed
+            peer.generate(1, prompt, **params)
+            assert gate.serve().sampling.seed == 2**64 - 1
+            return
+        peer.generate(1, prompt, **params)
+        failed = peer.hear(p.Failed)
+        refused = gate.complete({"model": MODEL, "prompt": prompt, **params}).result()
+        assert failed.request_id == 1
+        error = refused.json()["error"]
+        assert (failed.failure.status, failed.failure.message, failed.failure.param, failed.failure.code) == (
+            refused.status_code,
+            error["message"],
+            error["param"],
+            error["code"],
+        )
+        assert failed.failure.param == param
+        assert peer.is_still_served()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_json_can_not_say_is_refused_by_its_name(gate: Gate, value: float) -> None:
+    with RawPeer(gate) as peer:
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for number, name in enumerate(names):
+            peer.generate(number, **{name: value})
+            failure = peer.hear(p.Failed).failure
+            assert (failure.status, failure.param) == (400, name)
+        peer.generate(len(names), logit_bias={"5": value})
+        assert peer.hear(p.Failed).failure.param == "logit_bias.5"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "param"),
+    [
+        ("json", "", "structured_outputs.json"),
+        ("json", "[]", "structured_outputs.json"),
+        ("json", '{"x":"' + "x" * 2**17 + '"}', "structured_outputs.json"),
+        ("regex", "", "structured_outputs.regex"),
+        ("choice", "[]", "structured_outputs.choice"),
+        ("choice", '["a', "structured_outputs.choice"),
+        ("choice", "[1]", "structured_outputs.choice"),
+        ("choice", "[" * 10**5, "structured_outputs.choice"),
+        ("grammar", "", "structured_outputs.grammar"),
+        ("structural_tag", "5", "structured_outputs.structural_tag"),
+        ("json_schema", "{}", "structured_outputs.kind"),
+        ("", "", "structured_outputs.kind"),
+    ],
+)
+def test_what_an_output_can_not_match_is_named(gate: Gate, kind: str, source: str, param: str) -> None:
+    with RawPeer(gate) as peer:
+        peer.generate(1, structured_outputs=p.StructuredOutputs(kind, source))
+        failure = peer.hear(p.Failed).failure
+        assert (failure.status, failure.param) == (400, param)
+        assert len(failure.message) < 300
+        assert peer.is_still_served()
+
+
+TOOL = '{"type":"function","function":{"name":"weather"}}'
+
+
+USER = p.ChatMessage("user", "Hi")
+
+
+@pytest.mark.parametrize(
+    ("chat", "param"),
+    [
+        (p.ChatPrompt([USER], True, True), "continue_final_message"),
+        (p.ChatPrompt([USER], tools="{}"), "tools"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL}"), "tools"),
+        (p.ChatPrompt([USER], tools=f'[{TOOL}],"x":[1]'), "tools"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL}]}}"), "tools"),
+        (p.ChatPrompt([USER], tools=""), "tools"),
+        (p.ChatPrompt([USER], tools="[" * 10**5), "tools"),
+        (p.ChatPrompt([USER], tools="[" * 10**5 + "]" * 10**5), "tools"),
+        (p.ChatPrompt([USER], tools='[{"type":"function"}]'), "tools[0].function"),
+        (p.ChatPrompt([USER], tools='[{"type":"code","function":{"name":"weather"}}]'), "tools[0].type"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL},{TOOL}]"), "tools[1].function.name"),
+        (p.ChatPrompt([USER], tools=f"[{','.join([TOOL] * 129)}]"), "tools"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice="any"), "tool_choice"),
+        (p.ChatPrompt([USER], tool_choice="required"), "tool_choice"),
+        (p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice="named", tool_name="x"), "tool_choice"),
+        (p.ChatPrompt([USER], documents="{}"), "documents"),
+        (p.ChatPrompt([USER], documents="[1]"), "documents[0]"),
+        (p.ChatPrompt([USER], chat_template_kwargs="[]"), "chat_template_kwargs"),
+        (p.ChatPrompt([USER], chat_template_kwargs='{"a":' * 10**5), "chat_template_kwargs"),
+        (p.ChatPrompt([USER, p.ChatMessage("cook", "x")]), "messages[1].role"),
+        (p.ChatPrompt([p.ChatMessage("user", None)]), "messages[0].content"),
+        (p.ChatPrompt([p.ChatMessage("assistant", None)]), "messages[0].content"),
+        (p.ChatPrompt([p.ChatMessage("tool", None, None, [], "c1")]), "messages[0].content"),
+        (p.ChatPrompt([p.ChatMessage("user", "x", None, [p.ToolCall("c1", "f", "{}")])]), "messages[0].tool_calls"),
+        (p.ChatPrompt([p.ChatMessage("tool", "x")]), "messages[0].tool_call_id"),
+        (p.ChatPrompt([USER] * 513), "messages"),
+        (p.ChatPrompt([p.ChatMessage("assistant", "x", None, [p.ToolCall("c", "f", "{}")] * 512)]), "messages"),
+    ],
+)
+def test_what_is_wrong_with_a_chat_is_named(gate: Gate, chat: p.ChatPrompt, param: str) -> None:
+    with RawPeer(gate) as peer:
+        peer.say(p.Generate(1, "", chat, p.Params(), 1))
+        failure = peer.hear(p.Failed).failure
+        assert (failure.status, failure.param) == (400, param)
+        assert len(failure.message) < 300
+        assert peer.is_still_served()
+
+
+@pytest.mark.parametrize(("choice", "name"), [("required", ""), ("named", "weather")])
+def test_a_call_that_is_insisted_on_is_held_to_its_form_as_over_http(gate: Gate, choice: str, name: str) -> None:
+    with RawPeer(gate) as peer:
+        chat = p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice=choice, tool_name=name)
+        peer.say(p.Generate(1, "", chat, p.Params(), 9))
+        submit = gate.serve()
+        over_http: Any = {"type": "function", "function": {"name": name}} if name else choice
+        response = gate.post(CHAT | {"tools": [json.loads(TOOL)], "tool_choice": over_http})
+        assert submit.grammar is not None
+        assert submit.grammar == gate.serve().grammar
+        response.result()
+        wanted = p.StructuredOutputs("regex", "a+")
+        peer.say(p.Generate(2, "", chat, p.Params(structured_outputs=wanted), 9))
+        while not isinstance(message := peer.hear(), p.Failed):
+            pass
+        assert message.failure.param == "structured_outputs.regex"
+
+
+def test_a_prompt_that_is_cut_may_be_longer_than_the_model(gate: Gate) -> None:
+    with RawPeer(gate) as peer:
+        ids = p.TokensPrompt(bytes(4 * 600))
+        peer.say(p.Generate(1, "", ids, p.Params(), 1))
+        assert peer.hear(p.Failed).failure.code == "context_length_exceeded"
+        peer.say(p.Generate(2, "", ids, p.Params(truncate_prompt_tokens=-1), 1))
+        assert gate.serve().prompt_options.truncate == -1

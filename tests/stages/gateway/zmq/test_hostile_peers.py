@@ -1,0 +1,204 @@
+"""Peers that violate the protocol lose their connection; others are not affected."""
+
+import contextlib
+import random
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from pipeline.client import protocol as p
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.zmq import listener
+from pipeline.stages.gateway.zmq import server as server_module
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import MODEL, Gate
+from tests.stages.gateway.peers import GREETING, HELLO, READY, RawPeer, is_open, is_served, named_dealer, until
+
+CLIENT_MESSAGES = [
+    p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 10),
+    p.Generate(2, MODEL, p.TokensPrompt(bytes(8)), p.Params(n=2, seed=5, stop=["a"]), 0, [bytes(4), b""]),
+    p.Generate(3, "", p.ChatPrompt([p.ChatMessage("user", "Hi")]), p.Params(), 10),
+    p.Abort(1),
+    p.Credit(1, 5),
+    p.Ping(9),
+]
+
+
+class TestHostilePeers:
+    @pytest.mark.parametrize(
+        ("data", "words"),
+        [
+            (b"", "malformed"),
+            (b"\xc1", "malformed"),
+            (b"\xff" * 1000, "malformed"),
+            (b"\x91" * 5000, "malformed"),
+            (msgspec.msgpack.encode(["sing", 1]), "malformed"),
+            (msgspec.msgpack.encode({"kind": "hello"}), "malformed"),
+            (msgspec.msgpack.encode(["hello", "1", 1]), "hello.min_version"),
+            (msgspec.msgpack.encode(["hello", 1]), "malformed"),
+            (b"\x94\xa5hello\x01\x01\xa2\xff\xfe", "malformed"),
+            (msgspec.msgpack.encode(p.Ping(1)), "must be hello"),
+            (msgspec.msgpack.encode(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 1)), "must be hello"),
+            (msgspec.msgpack.encode(p.Hello(2, 9)), "speaks version 1"),
+        ],
+    )
+    def test_who_begins_badly_is_told_why_and_hung_up(self, gate: Gate, data: bytes, words: str) -> None:
+        with RawPeer(gate, hello=False) as peer:
+            peer.say(data)
+            failure = peer.hear(p.Error).failure
+            assert failure.status == 400
+            assert words in failure.message
+            assert peer.is_hung_up()
+        assert is_served(gate)
+
+    @pytest.mark.parametrize(
+        ("frames", "words"),
+        [
+            ((b"garbage",), "malformed"),
+            ((HELLO,), "hello was already sent"),
+            ((b"", b"\x92\xa4ping\x01"), "use a DEALER"),
+            ((msgspec.msgpack.encode(["generate", 1, "", ["text", 5], [], 1]),), "generate.prompt"),
+            ((msgspec.msgpack.encode(["generate", -1, "", ["text", ""], [], 1]),), "generate.request_id"),
+            (
+                (msgspec.msgpack.encode(["generate", 1, "", ["text", ""], [1, "hot"], 1]),),
+                "generate.params.temperature",
+            ),
+            ((msgspec.msgpack.encode(["credit", 1, -5]),), "credit.num_deltas"),
+        ],
+    )
+    def test_who_goes_on_badly_loses_what_is_open(self, gate: Gate, frames: tuple[Any, ...], words: str) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(1)
+            submit = gate.begin()
+            peer.hear(p.Accepted)
+            peer.say(*frames)
+            assert words in peer.hear(p.Error).failure.message
+            assert peer.is_hung_up()
+            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+        assert is_served(gate)
+
+    def test_an_id_that_is_open_can_not_be_used_again(self, gate: Gate) -> None:
+        with RawPeer(gate) as peer:
+            peer.generate(1)
+            gate.begin()
+            peer.hear(p.Accepted)
+            peer.generate(1)
+            assert peer.hear(p.Error).failure.code == "duplicate_id"
+            assert peer.is_hung_up()
+        assert is_served(gate)
+
+    def test_two_clients_may_use_the_same_ids(self, gate: Gate) -> None:
+        with RawPeer(gate) as one, RawPeer(gate) as other:
+            one.generate(1)
+            first = gate.begin()
+            other.generate(1)
+            second = gate.begin()
+            gate.finish(second, "second")
+            gate.finish(first, "first")
+            for peer, text in ((one, "first"), (other, "second")):
+                peer.hear(p.Accepted)
+                assert peer.hear(p.Delta).outputs[0].text == text
+
+    def test_a_message_that_is_too_large_ends_its_connection_and_no_other(self, tmp_path: Path) -> None:
+        with Gate(tmp_path, max_body_bytes=4096) as gate, RawPeer(gate) as good, RawPeer(gate) as peer:
+            assert peer.welcome.max_message_bytes == 4096
+            peer.generate(1, "x" * 5000)
+            assert peer.is_hung_up()
+            assert good.is_still_served()
+
+    def test_a_client_can_not_take_over_another_one_by_its_name(self, gate: Gate) -> None:
+        with named_dealer(gate) as one:
+            one.send(msgspec.msgpack.encode(HELLO))
+            assert one.poll(PATIENCE_S * 1000)
+            one.recv()
+            with named_dealer(gate) as thief:
+                thief.send(msgspec.msgpack.encode(HELLO))
+                assert thief.poll(PATIENCE_S * 1000)
+                thief.send(msgspec.msgpack.encode(p.Ping(4)))
+                thief.send(msgspec.msgpack.encode(p.Bye()))
+                assert not one.poll(200)
+                one.send(msgspec.msgpack.encode(p.Ping(3)))
+                assert one.poll(PATIENCE_S * 1000)
+                assert msgspec.msgpack.decode(one.recv()) == ["pong", 3]
+
+    def test_connections_that_say_nothing_are_ended_in_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server_module, "HELLO_S", 0.5)
+        monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+        num = min(1_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+        with Gate(tmp_path) as gate, contextlib.ExitStack() as stack, RawPeer(gate) as good:
+            silent = []
+            for _ in range(num):
+                one = stack.enter_context(socket.socket(socket.AF_UNIX))
+                one.connect(f"\0pipeline/{gate.address[1]}/door")
+                one.settimeout(PATIENCE_S)
+                silent.append(one)
+            # Half of them greet as ZMTP has it and then say nothing; libzmq would keep those for ever.
+            for one in silent[::2]:
+                one.sendall(GREETING + READY)
+            for one in silent:
+                while one.recv(4096):
+                    pass  # the server's greeting, then its end
+            assert good.is_still_served()
+
+    def test_more_connections_than_it_takes_are_ended_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
+        with Gate(tmp_path) as gate, contextlib.ExitStack() as stack:
+            served = [stack.enter_context(RawPeer(gate)) for _ in range(3)]
+            one = stack.enter_context(RawPeer(gate, hello=False))
+            assert one.is_hung_up()
+            assert all(peer.is_still_served() for peer in served)
+            served[0].__exit__(None, None, None)
+            stack.pop_all()
+            for peer in served[1:]:
+                peer.__exit__(None, None, None)
+            one.__exit__(None, None, None)
+            until(lambda: is_served(gate), "there is room again")
+
+    def test_who_falls_silent_is_ended_and_who_pings_is_not(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server_module, "SILENCE_S", 0.4)
+        monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+        with RawPeer(gate) as silent, RawPeer(gate) as lively:
+            silent.generate(1)
+            submit = gate.begin()
+            silent.hear(p.Accepted)
+            while silent.hears_nothing(0.05):
+                assert lively.is_still_served()
+            assert silent.hear(p.Error).failure.code == "silent"
+            assert silent.is_hung_up()
+            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
+            assert lively.is_still_served()
+
+    def test_a_flood_of_pings_leaves_others_their_turn(self, gate: Gate) -> None:
+        with RawPeer(gate) as flood, RawPeer(gate) as other:
+            ping = msgspec.msgpack.encode(p.Ping(1))
+            for _ in range(20_000):
+                try:
+                    flood.socket.send(ping, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+            assert other.is_still_served()
+        assert is_served(gate)
+
+    def test_whatever_bytes_come_only_their_sender_is_ended(self, gate: Gate) -> None:
+        chance = random.Random(5)
+        samples = [msgspec.msgpack.encode(message) for message in CLIENT_MESSAGES]
+        with RawPeer(gate) as good:
+            for _ in range(30):
+                data = bytearray(chance.choice(samples))
+                for _ in range(chance.randrange(1, 4)):
+                    data[chance.randrange(len(data))] = chance.randrange(256)
+                with RawPeer(gate) as peer:
+                    peer.say(bytes(data))
+                    peer.say(b"\xc1")
+                    assert peer.is_hung_up()
+            assert good.is_still_served()
+        until(lambda: not is_open(gate), f"all are aborted: {gate.rig.load()}")

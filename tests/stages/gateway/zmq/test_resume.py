@@ -1,0 +1,58 @@
+"""Streams that go on behind ids that the client has."""
+
+import numpy as np
+import pytest
+
+from pipeline.client import protocol as p
+from pipeline.client.client import AsyncClient
+from pipeline.client.sampling_params import SamplingParams
+from tests.stages.gateway.gate import Gate
+from tests.stages.gateway.peers import RawPeer, all_of, do
+
+
+class TestResuming:
+    async def test_the_ids_go_to_the_stages_and_only_what_follows_comes_back(
+        self, gate: Gate, client: AsyncClient
+    ) -> None:
+        stream = client.generate([5, 6], SamplingParams(seed=9, max_tokens=8), received=[20, 21])
+        submit = await do(gate.begin)
+        assert submit.outputs == [np.array([20, 21], "<i4").tobytes()]
+        assert submit.sampling.seed == 9
+        gate.continue_at(submit, num_chars=30, num_ids=2)
+        gate.delta(submit, "x", 1)
+        gate.finish(submit, "y")
+        outputs = await all_of(stream)
+        assert "".join(output.text for output in outputs) == "xy"
+        assert outputs[0].text_offset == 30
+        assert outputs[0].token_offset == 2
+        assert outputs[-1].finish_reason == "stop"
+        assert stream.num_output_tokens == 4
+
+    async def test_each_of_n_has_its_own_ids(self, gate: Gate, client: AsyncClient) -> None:
+        client_params = SamplingParams(n=2)
+        stream = client.generate("Hi", client_params, received=[[20, 21], []])
+        submit = await do(gate.begin)
+        assert submit.outputs == [np.array([20, 21], "<i4").tobytes(), b""]
+        gate.continue_at(submit, num_chars=5, num_ids=2)
+        for index in range(2):
+            gate.finish(submit, "z", index)
+        outputs = await all_of(stream)
+        assert {(output.index, output.text_offset, output.token_offset) for output in outputs} == {(0, 5, 2), (1, 0, 0)}
+
+    @pytest.mark.parametrize(("received", "n"), [([b"abcd"], 2), ([b"abcd", b""], 1), ([b"abc"], 1)])
+    def test_what_does_not_fit_is_refused(self, gate: Gate, received: list[bytes], n: int) -> None:
+        with RawPeer(gate) as peer:
+            peer.say(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(n=n), 10, received))
+            failure = peer.hear(p.Failed).failure
+            assert failure.status == 400
+            assert (failure.param or "").startswith("received")
+
+    async def test_the_client_says_so_before_it_sends(self, client: AsyncClient) -> None:
+        with pytest.raises(ValueError, match="each of n = 2"):
+            client.generate("Hi", SamplingParams(n=2), received=[1])
+        with pytest.raises(TypeError, match="integers"):
+            client.generate(["a", 1])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="2147483647"):
+            client.generate([2**31])
+        with pytest.raises(ValueError, match="bytes"):
+            client.generate("x" * 5_000_000)
