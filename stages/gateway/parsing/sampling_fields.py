@@ -185,7 +185,7 @@ def _check_id(token_id: int, param: str, vocab_size: int | None) -> None:
 
 def _min_tokens(min_tokens: int, max_tokens: int | None) -> int:
     if max_tokens is not None and min_tokens > max_tokens:
-        message = f"'min_tokens' must be at most max_tokens = {max_tokens}, not {min_tokens}"
+        message = f"'min_tokens' must be at most {max_tokens}, the maximum number of output tokens, not {min_tokens}"
         raise invalid("min_tokens", message, "invalid_value")
     return min_tokens
 

@@ -219,7 +219,7 @@ def test_the_page_is_whole_and_stands_alone() -> None:
 
 def test_each_route_and_type_has_a_link_to_it() -> None:
     seen = Seen(page.page(API, "http://127.0.0.1:8000"))
-    wanted = {route.does for route in ROUTES} | {f"type-{name}" for name in API["components"]["schemas"]}
+    wanted = {route.handler for route in ROUTES} | {f"type-{name}" for name in API["components"]["schemas"]}
     assert set(seen.ids) == wanted
     assert {f"#{one}" for one in wanted} <= set(seen.links)
 

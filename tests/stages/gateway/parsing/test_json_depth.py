@@ -60,7 +60,7 @@ def test_quotes_and_backslashes(body: bytes, depth: int) -> None:
 def test_a_body_may_be_so_deep_and_no_deeper() -> None:
     check_depth(b"[" * 128 + b"]" * 128, 128)
     check_depth(b"[]" * 1000 + b'"' + b"[" * 1000 + b'"', 128)
-    with pytest.raises(ApiError, match="it may have 128 levels") as error:
+    with pytest.raises(ApiError, match="the limit is 128 levels") as error:
         check_depth(b"[" * 129 + b"]" * 129, 128)
     assert (error.value.status, error.value.code) == (400, "invalid_json")
 

@@ -144,7 +144,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [1, 1000]}, "stop_token_ids[1]", "0..999"),
     ({"stop_token_ids": [1] * 129}, "stop_token_ids", "limits.max_stop_token_ids"),
     ({"min_tokens": -1}, "min_tokens", ">= 0"),
-    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "at most the 5 tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "at most 5, the maximum number"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
     ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "512"),

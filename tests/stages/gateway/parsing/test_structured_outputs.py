@@ -153,8 +153,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "é" * 513}, "guided_regex", "1026 bytes"),
     ({"guided_choice": ["x" * 600, "y" * 600]}, "guided_choice", "limits.max_grammar_bytes"),
     ({"guided_json": {"x": "y" * 1024}}, "guided_json", "limits.max_grammar_bytes"),
-    ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "give one"),
-    ({FORMAT: {"type": "json_object"}, OUTPUTS: {"regex": "a"}}, f"{OUTPUTS}.regex", "give one"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "cannot be combined"),
+    ({FORMAT: {"type": "json_object"}, OUTPUTS: {"regex": "a"}}, f"{OUTPUTS}.regex", "cannot be combined"),
 ]
 
 

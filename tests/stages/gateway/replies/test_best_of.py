@@ -148,7 +148,7 @@ class TestHttp:
             first = gate.complete(COMPLETION | {"best_of": 4, "n": 2})
             submit = gate.begin()
             full = gate.complete(COMPLETION | {"best_of": 2}).result()
-            assert full.status_code == 503 and "opens 2" in full.json()["error"]["message"]
+            assert full.status_code == 503 and "needs 2" in full.json()["error"]["message"]
             play(gate, submit)
             assert first.result().status_code == 200
             again = gate.complete(COMPLETION | {"best_of": 5})
