@@ -220,7 +220,8 @@ class RequestTable:
         for prompt_request in request.prompt_requests:
             if not (prompt_request.is_finished or prompt_request.is_released or prompt_request.is_aborted):
                 prompt_request.is_aborted = True
-                self._log_abort(prompt_request, why)
+                fields = log_fields(prompt_request, response_id=request.id, why=why)
+                self._stage.log.info("aborted", extra=fields)
                 self._send_abort(prompt_request)
 
     def release(self, request: Request) -> None:
@@ -251,13 +252,8 @@ class RequestTable:
         if prompt_request.is_finished:
             self.close_if_finished(prompt_request)  # only its prompt's ids were still expected
         else:
-            self._log_abort(prompt_request, "client disconnected")
+            self._stage.log.info("aborted", extra=log_fields(prompt_request, response_id=prompt_request.request.id))
             self._send_abort(prompt_request)
-
-    def _log_abort(self, prompt_request: PromptRequest, why: str) -> None:
-        self._stage.log.info(
-            "aborted", extra=log_fields(prompt_request, response_id=prompt_request.request.id, why=why)
-        )
 
     def _send_abort(self, prompt_request: PromptRequest) -> None:
         """Abort it in the stages that may hold it. Its sequences still get their closing messages."""
