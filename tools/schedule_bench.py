@@ -32,8 +32,8 @@ from pipeline.cli import option_types as types  # noqa: E402
 from pipeline.cli.out_file import require_writable, writing  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.runtime import messages as m  # noqa: E402
-from pipeline.stages.schedule.limits import Limits  # noqa: E402
 from pipeline.stages.schedule.scheduler import Scheduler  # noqa: E402
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig  # noqa: E402
 from tools.figures.pairs import spread  # noqa: E402
 from tools.figures.scheduler_alone import admission, answer  # noqa: E402
 
@@ -86,7 +86,7 @@ def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, nu
     num_output = WARMUP_STEPS + num_steps + 2 * depth
     longest = SHORTEST + num_groups
     scheduler = Scheduler(
-        Limits(
+        SchedulerConfig(
             num_blocks=num_rows * (-(-(longest + num_output) // BLOCK_SIZE) + 1),
             max_model_len=2048,
             max_num_seqs=num_rows,
@@ -115,8 +115,8 @@ def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, nu
             answered = time.perf_counter()
             scheduler.settle(result)
             settled = time.perf_counter()
-            scheduler.outgoing.report()
-            scheduler.outgoing.reported()
+            scheduler.output_buffer.pending()
+            scheduler.output_buffer.mark_sent()
             if turn >= WARMUP_STEPS:
                 times.reports.append(time.perf_counter() - settled)
                 (times.crossing if step.block_rows else times.quiet).append(planned - begun + settled - answered)

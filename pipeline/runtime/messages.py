@@ -700,7 +700,7 @@ class Admit(Message, frozen=True, tag="admit"):
     """Bytes of each output id's record; 0 has none."""
     prompt_record_bytes: int = 0
     """Likewise for the prompt's ids, all but the first, by the first sequence of the request"""
-    is_whole: bool = False
+    needs_full_prefill: bool = False
     """Every position of the prompt has to be computed, by each sequence and in one go: nothing is taken from the prefix
     cache, and what is preempted on the way begins again."""
 

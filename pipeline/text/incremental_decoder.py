@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pipeline.text.vocabulary import Vocabulary
 
 
-class Text:
+class IncrementalDecoder:
     """Grows by one id at a time."""
 
     __slots__ = ("_errors", "_num_strip", "_partial", "_pieces", "_strip")

@@ -17,7 +17,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.stage import Stage
-from pipeline.stages.detokenize.sequences import Sequences
+from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.vocabulary import Vocabulary
 
 IDLE_S = 60.0
@@ -31,18 +31,18 @@ def run(launch: Launch) -> None:
     """The stage. Returns after `Stop`."""
     stage: Stage[m.DetokenizeInbox]
     with Stage(launch, m.DetokenizeInbox) as stage:
-        detokenize = Detokenize(stage, Vocabulary.load(stage.model_dir / "tokenizer.json"))
+        detokenize = DetokenizeStage(stage, Vocabulary.load(stage.model_dir / "tokenizer.json"))
         stage.ready()
         while not detokenize.stopped:
             detokenize.turn()
 
 
-class Detokenize:
+class DetokenizeStage:
     """The loop's state: the sequences, and single messages that wait for room in a socket."""
 
     def __init__(self, stage: Stage[m.DetokenizeInbox], vocabulary: Vocabulary) -> None:
         self._stage = stage
-        self._sequences = Sequences(vocabulary)
+        self._sequences = OutputProcessor(vocabulary)
         self._letters: list[tuple[Outbox[Any], m.Rejected | m.Abort | m.PrefixCacheReset]] = []
         self.stopped = False
         self._num_tokens = 0

@@ -67,7 +67,7 @@ class StopStrings:
                 self.ends[node] = self.ends[self._fallback[node]]
 
 
-class Judge:
+class StopMatcher:
     """Lets one sequence's text through up to the first stop string."""
 
     __slots__ = ("_held", "_include_stop", "_node", "_stops", "found")

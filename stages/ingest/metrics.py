@@ -3,7 +3,7 @@
 from pipeline.metrics.stats import IngestCounts
 
 
-class Counting:
+class IngestMetrics:
     def __init__(self) -> None:
         self.num_rejected = 0
         self._num_accepted = 0

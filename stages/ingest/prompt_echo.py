@@ -7,11 +7,11 @@ prompt's text and the output's text after it are one text.
 from tokenizers import Tokenizer
 
 from pipeline.runtime.messages import ChatPrompt, IdsPrompt, Prompt, TextPrompt
-from pipeline.text.incremental_decoder import Text
+from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
 
 
-class Shown:
+class PromptEcho:
     """Prompts as text, for one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -37,6 +37,6 @@ class Shown:
         return [piece.encode() if isinstance(piece, str) else piece for piece in map(pieces.__getitem__, ids)]
 
     def _said(self, ids: list[int], *, goes_on: bool) -> str:
-        text = Text(self._vocabulary, (), skip_special_tokens=False)
+        text = IncrementalDecoder(self._vocabulary, (), skip_special_tokens=False)
         said = "".join(map(text.add, ids))
         return said if goes_on else said + text.finish()

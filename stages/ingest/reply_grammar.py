@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from pipeline.runtime.messages import ChatPrompt, Failure, Grammar, Sampling, Submit
 from pipeline.runtime.rust_panics import panics_as_errors
-from pipeline.stages.ingest.prompt import Refusal
+from pipeline.stages.ingest.prompt_processor import Refusal
 from pipeline.text.formats.chat_formats import ChatFormats
 
 TAIL_IDS = 48

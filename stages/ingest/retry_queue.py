@@ -11,7 +11,7 @@ from pipeline.runtime.replay_context import ReplayContext
 RETRY_S = 0.02
 
 
-class Unsent:
+class RetryQueue:
     """Sends, and keeps what is refused. Nothing overtakes on one edge.
 
     Edges are bounded by what the gateway lets in, so one fills only while its peer is slow or gone: what is kept here

@@ -25,15 +25,13 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import AsyncInbox
 from pipeline.runtime.messages import Failure, IdsPrompt, Launch, Sampling, Submit
 from pipeline.runtime.stage import Stage
-from pipeline.stages.ingest import grammar as grammar_module
-from pipeline.stages.ingest import prompt as prompt_module
-from pipeline.stages.ingest import reply_grammar
-from pipeline.stages.ingest.grammar import Grammars
-from pipeline.stages.ingest.metrics import Counting
-from pipeline.stages.ingest.prompt import Ids, Prompts, Refusal, cost_chars
-from pipeline.stages.ingest.prompt_echo import Shown
-from pipeline.stages.ingest.retry_queue import Unsent
-from pipeline.stages.ingest.templates.chats import NeedsTime
+from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
+from pipeline.stages.ingest.grammar_checker import GrammarChecker
+from pipeline.stages.ingest.metrics import IngestMetrics
+from pipeline.stages.ingest.prompt_echo import PromptEcho
+from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, Refusal, cost_chars
+from pipeline.stages.ingest.retry_queue import RetryQueue
+from pipeline.stages.ingest.templates.chat_templates import NeedsTime
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
 LONG_CHARS = 20_000
@@ -48,7 +46,7 @@ Key = tuple[int, int]
 """request_id and attempt."""
 
 
-class Made(NamedTuple):
+class PreparedPrompt(NamedTuple):
     """What a request becomes, with what the client wants to see of its prompt."""
 
     ids: Ids
@@ -73,7 +71,7 @@ async def _live(launch: Launch) -> None:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    ingest = Ingest(stage, tokenizer, encoder, tasks)
+                    ingest = IngestStage(stage, tokenizer, encoder, tasks)
                     stage.ready()
                     await ingest.loop()
             except BaseExceptionGroup as group:
@@ -81,7 +79,7 @@ async def _live(launch: Launch) -> None:
                 raise group.exceptions[0] from group
 
 
-class Ingest:
+class IngestStage:
     """The loop and what it holds: waiting requests, texts being encoded, messages a full edge refused."""
 
     def __init__(
@@ -90,19 +88,19 @@ class Ingest:
         self._stage = stage
         self._inbox = AsyncInbox(stage.inbox)
         self._tokenizer = tokenizer
-        self._shown = Shown(tokenizer)
+        self._prompt_echo = PromptEcho(tokenizer)
         self._encoder = encoder
         self._tasks = tasks
         self._packer = msgspec.msgpack.Encoder()
-        self._prompts: Prompts | None = None
+        self._prompt_processor: PromptProcessor | None = None
         self._waiting: dict[Key, Submit] = {}
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
-        self._grammars = Grammars(stage.model_dir, stage.launch.settings.limits, title)
-        self._unsent = Unsent(lambda: stage.replay_context)
-        self._counting = Counting()
-        stage.control_requests.own_counts = lambda: self._counting.counts(len(self._waiting), len(self._encoding))
+        self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
+        self._retry_queue = RetryQueue(lambda: stage.replay_context)
+        self._metrics = IngestMetrics()
+        stage.control_requests.own_counts = lambda: self._metrics.counts(len(self._waiting), len(self._encoding))
         self._stopping = False
 
     async def loop(self) -> None:
@@ -110,7 +108,7 @@ class Ingest:
             # With work left, take what is there and go on; without, sleep until something comes.
             messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
             begin_s = time.monotonic()
-            self._unsent.retry()
+            self._retry_queue.retry()
             for message in messages:
                 self._handle(message)
             self._work()
@@ -130,7 +128,7 @@ class Ingest:
                 self._stage.arrays.released(message)
             case m.Start(facts):
                 limits = self._stage.settings.limits
-                self._prompts = prompt_module.load(self._stage.model_dir, facts, self._tokenizer, limits)
+                self._prompt_processor = prompt_processor.load(self._stage.model_dir, facts, self._tokenizer, limits)
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays
             case m.Ping(nonce):
@@ -150,7 +148,7 @@ class Ingest:
                 return
 
     def _begin(self, key: Key, submit: Submit) -> None:
-        assert self._prompts is not None, "a request came before Start"
+        assert self._prompt_processor is not None, "a request came before Start"
         began_s = self._stage.replay_context.monotonic()
         if submit.grammar is not None and not submit.sampling.grammar:
             self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, submit.grammar))
@@ -174,16 +172,16 @@ class Ingest:
         """Begin once the grammar is known to be good."""
         try:
             outcome: str | Refusal
-            outcome = await self._grammars.check(grammar)
+            outcome = await self._grammar_checker.check(grammar)
             if (calls := reply_grammar.calls_beside(submit, self._formats)) is not None:
-                outcome = either(outcome, await self._grammars.check(calls))
+                outcome = either(outcome, await self._grammar_checker.check(calls))
         except Refusal as refusal:
             outcome = refusal
         # How long a check takes, and with it what comes of it, is another time not the same.
         noted = await self._stage.replay_context.await_external(
-            "checked", submit.request_id, grammar_module.noted(outcome)
+            "checked", submit.request_id, grammar_checker.noted(outcome)
         )
-        outcome = grammar_module.outcome_of(noted)
+        outcome = grammar_checker.outcome_of(noted)
         self._encoding.pop(key, None)
         if isinstance(outcome, Refusal):
             self._reject(submit, outcome.failure)
@@ -195,7 +193,7 @@ class Ingest:
         loop = asyncio.get_running_loop()
         try:
             try:
-                outcome: Made | Refusal
+                outcome: PreparedPrompt | Refusal
                 outcome = await loop.run_in_executor(self._encoder, self._made, submit, ids)
             except Refusal as refusal:
                 outcome = refusal
@@ -208,48 +206,48 @@ class Ingest:
         finally:
             self._encoding.pop(key, None)
 
-    def _made(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> Made:
+    def _made(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
         """All that is to be made of a prompt, of which the client may have given the ids: how many may follow, how they
         are drawn, and what the client wants to see. Runs in either thread. Raises Refusal, and NeedsTime where it
         `is_short` and takes long all the same."""
-        assert self._prompts is not None
+        assert self._prompt_processor is not None
         prompt, options = submit.prompt, submit.prompt_options
         if ids is None:
             assert not isinstance(prompt, IdsPrompt)
-            ids = self._prompts.encode(prompt, options, submit.arrival_s, is_short=is_short)
-        ids = self._prompts.cut(ids, submit)
-        max_tokens = self._prompts.max_tokens(ids, submit)
+            ids = self._prompt_processor.encode(prompt, options, submit.arrival_s, is_short=is_short)
+        ids = self._prompt_processor.cut(ids, submit)
+        max_tokens = self._prompt_processor.max_tokens(ids, submit)
         tail = reply_grammar.tail(submit, ids, self._tokenizer)
-        sampling = reply_grammar.behind_reasoning(self._prompts.sampling(submit), tail, self._formats)
+        sampling = reply_grammar.behind_reasoning(self._prompt_processor.sampling(submit), tail, self._formats)
         text = token_strs = pieces = None
         if options.with_text:
             is_cut = options.truncate != 0
-            text = self._shown.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
+            text = self._prompt_echo.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
         if options.with_token_strs:
-            token_strs = self._shown.token_strs(ids.tolist())
+            token_strs = self._prompt_echo.token_strs(ids.tolist())
         if options.with_pieces:
-            pieces = self._shown.pieces(ids.tolist())
-        return Made(ids, max_tokens, sampling, text, token_strs, pieces, tail)
+            pieces = self._prompt_echo.pieces(ids.tolist())
+        return PreparedPrompt(ids, max_tokens, sampling, text, token_strs, pieces, tail)
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
             raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
-    def _admit(self, submit: Submit, began_s: float, made: Made) -> None:
+    def _admit(self, submit: Submit, began_s: float, made: PreparedPrompt) -> None:
         """Hand the ids on: put once, read by schedule and by the gateway, or by the gateway alone where nothing is to
         be generated. Raises Refusal."""
-        assert self._prompts is not None
+        assert self._prompt_processor is not None
         ids, max_tokens, sampling = made.ids, made.max_tokens, made.sampling
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
-        finishes = self._prompts.check_outputs(outputs, submit, max_tokens)
+        finishes = self._prompt_processor.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
         done_s = self._stage.replay_context.monotonic()
         self._note(submit, ids, began_s, done_s)
         # The gateway first: it should know the prompt before any token comes.
         shown = made.text, made.token_strs, began_s, done_s, made.pieces, made.tail
         accepted = m.Accepted(submit.request_id, submit.attempt, array, *shown)
-        self._unsent.send(self._stage.outbox("gateway", submit.gateway), accepted)
+        self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:
             return
         admit = m.Admit(
@@ -270,21 +268,21 @@ class Ingest:
             prompt_record_bytes=logprob_records.logprob_bytes(sampling.prompt_num_top)
             if sampling.prompt_num_top >= 0
             else 0,
-            is_whole=sampling.prompt_num_top >= 0 or sampling.pooling != m.Pooling.NONE,
+            needs_full_prefill=sampling.prompt_num_top >= 0 or sampling.pooling != m.Pooling.NONE,
         )
-        self._unsent.send(self._stage.outbox("schedule"), admit)
+        self._retry_queue.send(self._stage.outbox("schedule"), admit)
 
     def _note(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
         """Count, log and trace a prompt that is accepted."""
-        self._counting.accepted(len(ids), done_s - began_s)
+        self._metrics.accepted(len(ids), done_s - began_s)
         self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
         if (trace := self._stage.trace).on:
             trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
 
     def _reject(self, submit: Submit, failure: Failure) -> None:
-        self._counting.num_rejected += 1
+        self._metrics.num_rejected += 1
         rejected = m.Rejected(submit.request_id, submit.attempt, failure)
-        self._unsent.send(self._stage.outbox("gateway", submit.gateway), rejected)
+        self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), rejected)
 
     def _abort(self, abort: m.Abort) -> None:
         """End a request that is still here. One that has left is schedule's to answer, and so is a single sequence."""
@@ -301,11 +299,11 @@ class Ingest:
     def _num_open(self) -> int:
         arena = self._stage.arrays.arena
         held = arena.num_live if arena is not None else 0
-        return len(self._waiting) + len(self._encoding) + self._unsent.num_messages + held
+        return len(self._waiting) + len(self._encoding) + self._retry_queue.num_messages + held
 
     def _end(self) -> None:
         for _, task in self._encoding.values():
             task.cancel()
-        self._grammars.close()
-        self._unsent.close()
+        self._grammar_checker.close()
+        self._retry_queue.close()
         self._inbox.close()

@@ -7,12 +7,12 @@ A step that is planned notes what it will tell, for until its result comes a row
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
-from pipeline.stages.schedule.output_buffer import Outgoing
+from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.rows import Rows
-from pipeline.stages.schedule.step_entries import Awaited, Entries, PromptPart
+from pipeline.stages.schedule.step_entries import ExpectedLogprobs, ExpectedPromptLogprobs, StepEntries
 
 
-def awaited(rows: Rows, entries: Entries) -> Awaited | None:
+def awaited(rows: Rows, entries: StepEntries) -> ExpectedLogprobs | None:
     """What a step with these entries will tell; None where nobody asks."""
     if not rows.num_recorded:
         return None
@@ -25,11 +25,13 @@ def awaited(rows: Rows, entries: Entries) -> Awaited | None:
         sequence = rows.sequences[row]
         assert sequence is not None
         if start < end:
-            prompts.append(PromptPart(row, sequence, start, end - start, int(widths[place])))
-    return Awaited(rows.record_bytes[entries.rows[entries.samples]], prompts)
+            prompts.append(ExpectedPromptLogprobs(row, sequence, start, end - start, int(widths[place])))
+    return ExpectedLogprobs(rows.record_bytes[entries.rows[entries.samples]], prompts)
 
 
-def take_records(rows: Rows, awaited: Awaited, sampled: Int64s, ids: Ids, current: Bools, records: bytes) -> None:
+def take_records(
+    rows: Rows, awaited: ExpectedLogprobs, sampled: Int64s, ids: Ids, current: Bools, records: bytes
+) -> None:
     """Give the records of a step's samples to the sequences that still run in their rows. `ids` has -1 where there is
     none, and no record either."""
     ends = np.cumsum(np.where(ids >= 0, awaited.widths, 0))
@@ -40,7 +42,7 @@ def take_records(rows: Rows, awaited: Awaited, sampled: Int64s, ids: Ids, curren
         sequence.records += records[int(ends[place] - awaited.widths[place]) : int(ends[place])]
 
 
-def take_prompt_records(rows: Rows, awaited: Awaited, records: bytes, outgoing: Outgoing) -> None:
+def take_prompt_records(rows: Rows, awaited: ExpectedLogprobs, records: bytes, output_buffer: OutputBuffer) -> None:
     """Pass on those that are new: a prompt that is computed again tells its records again."""
     begin = 0
     for part in awaited.prompts:
@@ -52,6 +54,6 @@ def take_prompt_records(rows: Rows, awaited: Awaited, records: bytes, outgoing: 
         num_known = request.num_prompt_records - part.start
         assert num_known >= 0, f"records of request {request.request_id:x} are left out"
         if num_known < part.num:
-            outgoing.tell_prompt(part.sequence.seq, request.num_prompt_records, data[num_known * part.width :])
+            output_buffer.tell_prompt(part.sequence.seq, request.num_prompt_records, data[num_known * part.width :])
             request.num_prompt_records = part.start + part.num
     assert begin == len(records), f"{len(records)} bytes of prompt records came for {begin}"

@@ -19,7 +19,7 @@ from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.request import Sequence
 
 
-class Gaps:
+class StepGaps:
     """The waits before steps of one class of batches, and how long the steps took."""
 
     __slots__ = ("gap_s", "step_s")
@@ -29,14 +29,14 @@ class Gaps:
         self.step_s = 0.0
 
 
-class Counting:
+class ScheduleMetrics:
     def __init__(self) -> None:
         self.queue_s = Histogram(REQUEST_S)
         self.prefill_s = Histogram(REQUEST_S)
         self.decode_s = Histogram(REQUEST_S)
         self.inference_s = Histogram(REQUEST_S)
         self.step_tokens = Histogram(STEP_TOKENS)
-        self._gaps: list[Gaps | None] = [None] * len(BATCHES)
+        self._gaps: list[StepGaps | None] = [None] * len(BATCHES)
         self.plan_s = 0.0
         self.settle_s = 0.0
 
@@ -45,7 +45,7 @@ class Counting:
         place = batch_of(num_rows, num_tokens)
         gaps = self._gaps[place]
         if gaps is None:
-            gaps = self._gaps[place] = Gaps()
+            gaps = self._gaps[place] = StepGaps()
         gaps.gap_s.observe(wait_s)
         gaps.step_s += step_s
 

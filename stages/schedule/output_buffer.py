@@ -19,7 +19,7 @@ from pipeline.stages.schedule.rows import Rows
 Put = Callable[["np.ndarray[Any, Any]"], Array]
 
 
-class Parting(msgspec.Struct, frozen=True):
+class ClosingOutput(msgspec.Struct, frozen=True):
     """The last of a sequence's time in a row, or in the queue: it has ended, or it was preempted and waits again."""
 
     seq: int
@@ -35,7 +35,7 @@ class Parting(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Outgoing:
+class OutputBuffer:
     """Owns how far each row has been reported (`Rows.sent`), and the partings that have not. A sequence is reported to
     one replica of detokenize, which its number says."""
 
@@ -43,7 +43,7 @@ class Outgoing:
         self._rows = rows
         self._put = put
         self._num_replicas = num_replicas
-        self._partings: list[list[Parting]] = [[] for _ in range(num_replicas)]
+        self._partings: list[list[ClosingOutput]] = [[] for _ in range(num_replicas)]
         self._prompts: list[list[tuple[int, int, bytes]]] = [[] for _ in range(num_replicas)]
         """`seq`, records before these, and records of prompts"""
         self._reported: list[Int64s] = [np.zeros(0, np.int64)] * num_replicas
@@ -55,14 +55,14 @@ class Outgoing:
             start = num_sent - len(sequence.request.prompt)
             first = sequence.first_times if num_sent == sequence.num_given and len(fresh) else None
             records, sequence.records = bytes(sequence.records), bytearray()
-            parting = Parting(sequence.seq, start, fresh, finish, first, records, sequence.error)
+            parting = ClosingOutput(sequence.seq, start, fresh, finish, first, records, sequence.error)
             self._partings[shard(sequence.seq, self._num_replicas)].append(parting)
 
     def tell_prompt(self, seq: int, start: int, records: bytes) -> None:
         """Note records of a sequence's prompt, of which `start` were noted before."""
         self._prompts[shard(seq, self._num_replicas)].append((seq, start, records))
 
-    def report(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
+    def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """What is due to a replica, or None. It stays due until `reported`. `now_s` is by time.monotonic()."""
         rows, put = self._rows, self._put
         order = rows.order
@@ -94,7 +94,7 @@ class Outgoing:
             errors=[parting.error for parting in parted if parting.finish == Finish.ERROR],
         )
 
-    def _records(self, parted: list[Parting], fresh: Int64s) -> Array:
+    def _records(self, parted: list[ClosingOutput], fresh: Int64s) -> Array:
         """Those of a report's ids, or nothing where nobody asks."""
         running = [bytes(one.records) for one in self._recorded(fresh)] if self._rows.num_recorded else []
         records = b"".join([parting.records for parting in parted] + running)
@@ -106,7 +106,7 @@ class Outgoing:
             if (sequence := self._rows.sequences[row]) is not None:
                 yield sequence
 
-    def _firsts(self, parted: list[Parting], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:
+    def _firsts(self, parted: list[ClosingOutput], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:
         found = [(place, parting.first) for place, parting in enumerate(parted) if parting.first is not None]
         for place in np.flatnonzero(starts == self._rows.num_given[fresh]).tolist():
             sequence = self._rows.sequences[int(fresh[place])]
@@ -114,7 +114,7 @@ class Outgoing:
             found.append((len(parted) + place, sequence.first_times))
         return [msgspec.structs.replace(first, place=place) for place, first in found]
 
-    def reported(self, replica: int = 0) -> None:
+    def mark_sent(self, replica: int = 0) -> None:
         """The last report to a replica was sent."""
         self._rows.sent[self._reported[replica]] = self._rows.known[self._reported[replica]]
         self._partings[replica] = []

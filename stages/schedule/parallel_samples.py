@@ -7,17 +7,17 @@ it ends before: the next of them leads
 
 from collections.abc import Iterator
 
-from pipeline.stages.schedule.request import Request, Sequence
+from pipeline.stages.schedule.request import PromptRequest, Sequence
 from pipeline.stages.schedule.rows import Rows
 
 
-class Siblings:
+class ParallelSamples:
     """Owns who is parked."""
 
     def __init__(self) -> None:
         self._parked: dict[int, dict[int, Sequence]] = {}
         """By request and index."""
-        self._led: dict[int, Request] = {}
+        self._led: dict[int, PromptRequest] = {}
         """Requests with parked ones of which another runs, or ran: the only ones that are looked at in each plan."""
         self._num = 0
 
@@ -68,7 +68,7 @@ class Siblings:
             self.remove(sequence)
         return ready
 
-    def take_next(self, request: Request, has_computed: bool) -> list[Sequence]:
+    def take_next(self, request: PromptRequest, has_computed: bool) -> list[Sequence]:
         """Who waits from now on, where all that were not parked have ended: the next, which leads, or all, where the
         last `has_computed` the prompt: they find what of it is cached."""
         parked = self._parked.get(request.request_id)

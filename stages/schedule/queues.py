@@ -4,14 +4,14 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from pipeline.stages.schedule.policies.policy import MAX_PASSED, Policy
+from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
 from pipeline.stages.schedule.request import Order, Sequence
 
 MAX_LONG_LOOKED_AT = 8
 """Long ids at the queue's beginning that are looked at for a prompt of which most is cached."""
 
 
-class Queue:
+class SequenceQueue:
     """Owns their order. A sequence is in one queue at most."""
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class Queue:
         del self._entries[place]
 
 
-class Waiting:
+class WaitingQueue:
     """Those that wait to be computed. Long ones are kept apart, so that short ones behind them are found at once."""
 
-    def __init__(self, policy: Policy, long_tokens: int) -> None:
+    def __init__(self, policy: Policy, long_prompt_tokens: int) -> None:
         self._policy = policy
-        self._long_tokens = long_tokens
-        self._short = Queue()
-        self._long = Queue()
+        self._long_tokens = long_prompt_tokens
+        self._short = SequenceQueue()
+        self._long = SequenceQueue()
         self._passed: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Waiting:
         return min(queue.first_rank for queue in (self._short, self._long) if queue)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.waits_long = len(sequence.ids) > self._long_tokens
+        sequence.is_long = len(sequence.ids) > self._long_tokens
         self._queue_of(sequence).add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -77,8 +77,8 @@ class Waiting:
         self, has_room_for_long: Callable[[int], bool], num_cached: Callable[[Sequence], int], block_size: int
     ) -> Sequence | None:
         """Whom the policy starts next. Where a step has no room for long prompts of a rank, those are passed over that
-        have more than `long_tokens` to compute, until they have been so too often. `num_cached` says how many blocks of
-        a sequence's ids are in the prefix cache."""
+        have more than `long_prompt_tokens` to compute, until they have been so too often. `num_cached` says how many
+        blocks of a sequence's ids are in the prefix cache."""
         looked_at = list(islice(self._short, self._policy.window))
         able = looked_at
         if len(self._long):
@@ -87,9 +87,9 @@ class Waiting:
             able = [
                 sequence
                 for sequence in looked_at
-                if not sequence.waits_long
+                if not sequence.is_long
                 or has_room_for_long(sequence.order[0])
-                or sequence.num_passed >= MAX_PASSED
+                or sequence.num_skipped >= MAX_SKIPPED
                 or len(sequence.ids) - num_cached(sequence) * block_size <= self._long_tokens
             ][: self._policy.window]
         if not able:
@@ -109,14 +109,14 @@ class Waiting:
     def started(self) -> None:
         """Who was chosen last has started before those that it was preferred to."""
         for sequence in self._passed:
-            sequence.num_passed += 1
+            sequence.num_skipped += 1
 
     def choose_none(self) -> None:
         """Somebody who does not wait here starts next."""
         self._passed = []
 
-    def _queue_of(self, sequence: Sequence) -> Queue:
-        return self._long if sequence.waits_long else self._short
+    def _queue_of(self, sequence: Sequence) -> SequenceQueue:
+        return self._long if sequence.is_long else self._short
 
 
 def _by_order(sequence: Sequence) -> Order:

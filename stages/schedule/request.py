@@ -14,7 +14,7 @@ Order = tuple[int, float, int]
 NO_ROW = -1
 
 
-class Request(msgspec.Struct, eq=False):
+class PromptRequest(msgspec.Struct, eq=False):
     """One prompt, for which `n` sequences are generated."""
 
     request_id: int
@@ -41,7 +41,7 @@ class Request(msgspec.Struct, eq=False):
     """Likewise of the prompt's, all but the first, by its first sequence"""
     num_prompt_records: int = 0
     """Of those, how many have come."""
-    is_whole: bool = False
+    needs_full_prefill: bool = False
     """Each position of the prompt is computed, by each sequence and in one go."""
 
 
@@ -49,7 +49,7 @@ class Sequence(msgspec.Struct, eq=False):
     """One sample of a request. While it runs, its ids are in its row; else they are here. Never in both."""
 
     seq: int
-    request: Request
+    request: PromptRequest
     index: int
     ids: Ids
     """int32, every settled id: the prompt, then outputs"""
@@ -63,9 +63,9 @@ class Sequence(msgspec.Struct, eq=False):
     swapped: Swapped | None = None
     """Where its keys and values are while it waits, if they were kept."""
     num_preemptions: int = 0
-    waits_long: bool = False
+    is_long: bool = False
     """Whether it waits among those with many ids."""
-    num_passed: int = 0
+    num_skipped: int = 0
     """How often a later one started before it, while it waited."""
     started_s: float = 0.0
     """When its first step was planned; 0 before."""

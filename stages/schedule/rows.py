@@ -48,7 +48,7 @@ class Rows:
         """Likewise of the prompt's ids"""
         self.num_recorded = 0
         """Rows that are told either."""
-        self.is_whole = np.zeros(max_num_seqs, np.bool_)
+        self.needs_full_prefill = np.zeros(max_num_seqs, np.bool_)
         """Each position of the prompt is computed in one go."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -71,9 +71,11 @@ class Rows:
             self._order = np.fromiter((row for _, row in self._by_age), np.int64, len(self._by_age))
         return self._order
 
-    def start(self, sequence: Sequence, blocks: list[int], num_computed: int, num_keyed: int, long_tokens: int) -> int:
+    def start(
+        self, sequence: Sequence, blocks: list[int], num_computed: int, num_keyed: int, long_prompt_tokens: int
+    ) -> int:
         """Give a sequence a row, with keys and values of its first positions in its blocks, of which the first
-        `num_keyed` are not to be offered; its ids move into it. It is long if it has more than `long_tokens` to
+        `num_keyed` are not to be offered; its ids move into it. It is long if it has more than `long_prompt_tokens` to
         compute. Returns the row."""
         row = self._free.pop()
         known = len(sequence.ids)
@@ -81,7 +83,7 @@ class Rows:
         self.planned[row] = num_computed
         self.ahead[row] = 0
         self.rank[row] = sequence.order[0]
-        self.is_long[row] = known - num_computed > long_tokens
+        self.is_long[row] = known - num_computed > long_prompt_tokens
         self.promised[row] = 0
         self.limit[row] = sequence.limit
         self.sent[row] = known  # whoever waits has said all it had to say
@@ -97,7 +99,7 @@ class Rows:
         self.record_bytes[row] = sequence.request.record_bytes
         self.prompt_record_bytes[row] = sequence.prompt_record_bytes
         self.num_recorded += sequence.is_recorded
-        self.is_whole[row] = sequence.request.is_whole
+        self.needs_full_prefill[row] = sequence.request.needs_full_prefill
         self.sequences[row] = sequence
         sequence.row = row
         sequence.ids = sequence.ids[:0]

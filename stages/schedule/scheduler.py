@@ -27,22 +27,22 @@ from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.kv_cache import prefix
-from pipeline.stages.schedule.kv_cache.manager import Memory
+from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.kv_cache.swap import Swapped
-from pipeline.stages.schedule.limits import ENDLESS, Limits
 from pipeline.stages.schedule.logprob_records import awaited, take_prompt_records, take_records
-from pipeline.stages.schedule.metrics import Counting
-from pipeline.stages.schedule.output_buffer import Outgoing, Put
-from pipeline.stages.schedule.parallel_samples import Siblings
-from pipeline.stages.schedule.policies.budget import Bounds, Shape, StepBudget, grant_chunks, grant_decodes
-from pipeline.stages.schedule.policies.policy import MAX_PASSED, POLICIES
-from pipeline.stages.schedule.policies.preemption import Preemption, Victims
-from pipeline.stages.schedule.policies.priority_preemptor import Way
-from pipeline.stages.schedule.policies.step_cost_model import StepTimes
-from pipeline.stages.schedule.queues import Queue, Waiting
-from pipeline.stages.schedule.request import Request, Sequence
+from pipeline.stages.schedule.metrics import ScheduleMetrics
+from pipeline.stages.schedule.output_buffer import OutputBuffer, Put
+from pipeline.stages.schedule.parallel_samples import ParallelSamples
+from pipeline.stages.schedule.policies.budget import BudgetLimits, StepBudget, StepShape, grant_chunks, grant_decodes
+from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, POLICIES
+from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
+from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
+from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
+from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
+from pipeline.stages.schedule.request import PromptRequest, Sequence
 from pipeline.stages.schedule.rows import Rows
-from pipeline.stages.schedule.step_entries import Entries, Flight, joined
+from pipeline.stages.schedule.scheduler_config import UNLIMITED, SchedulerConfig
+from pipeline.stages.schedule.step_entries import InFlightStep, StepEntries, joined
 
 MAX_TOMBSTONES = 65536
 """Aborts remembered that came before their request; as many as there can be open requests."""
@@ -71,36 +71,38 @@ def from_inline(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
 class Scheduler:
     """Owns requests, the waiting, the running and the swapped, the block pool, swap space and the settled ids.
 
-    The verbs: `admit`, `abort` and `close` for requests, `plan` and `settle` for steps; `outgoing` has what detokenize
-    is to be told. `put` and `take` carry arrays out of and into messages.
+    The verbs: `admit`, `abort` and `close` for requests, `plan` and `settle` for steps; `output_buffer` has what
+    detokenize is to be told. `put` and `take` carry arrays out of and into messages.
     """
 
     def __init__(
         self,
-        limits: Limits,
+        config: SchedulerConfig,
         incarnation: int = 1,
         put: Put = inline,
         take: Take = from_inline,
         num_detokenize: int = 1,
     ) -> None:
-        self.limits = limits
-        self.rows = Rows(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.memory = Memory(limits, self.rows)
-        self.pool = self.memory.pool
-        self.outgoing = Outgoing(self.rows, put, num_detokenize)
-        self.requests: dict[int, Request] = {}
-        self.in_flight: deque[Flight] = deque()
+        self.config = config
+        self.rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.kv_cache_manager = KVCacheManager(config, self.rows)
+        self.pool = self.kv_cache_manager.pool
+        self.output_buffer = OutputBuffer(self.rows, put, num_detokenize)
+        self.requests: dict[int, PromptRequest] = {}
+        self.in_flight: deque[InFlightStep] = deque()
         self._incarnation = incarnation
         self._put = put
         self._take = take
-        self._policy = POLICIES[limits.policy]()
-        self._bounds = Bounds(limits.max_num_batched_tokens, limits.max_step_s, limits.long_stretch)
-        self.times = StepTimes()
-        self._preemption = Preemption(limits.preemption, self.rows, self.times, self.memory, limits.block_size)
-        self._waiting = Waiting(self._policy, limits.long_tokens)
-        self._siblings = Siblings()
-        self._swapped = Queue()
-        self._way = Way(self.rows, self.memory, self._preemption)
+        self._policy = POLICIES[config.policy]()
+        self._bounds = BudgetLimits(config.max_num_batched_tokens, config.max_step_s, config.long_prompt_max_slowdown)
+        self.cost_model = StepCostModel()
+        self._preemption = PreemptionCosts(
+            config.preemption, self.rows, self.cost_model, self.kv_cache_manager, config.block_size
+        )
+        self._waiting = WaitingQueue(self._policy, config.long_prompt_tokens)
+        self._parallel_samples = ParallelSamples()
+        self._swapped = SequenceQueue()
+        self._preemptor = PriorityPreemptor(self.rows, self.kv_cache_manager, self._preemption)
         self._num_decode_steps = 0
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._drops: list[int] = []
@@ -108,8 +110,8 @@ class Scheduler:
         self._last_step = 0
         self.now_s = 0.0
         """By time.monotonic(), set by whoever drives this, once per wake."""
-        self.counting = Counting()
-        self.marked: list[int] = []
+        self.metrics = ScheduleMetrics()
+        self.traced_request_ids: list[int] = []
         """Requests that began or ended with the last result, for traces."""
         self._totals = {"prompt": 0, "cached": 0, "output": 0, "preemptions": 0}
 
@@ -119,14 +121,14 @@ class Scheduler:
         """Take a request in. Returns what detokenize is to be told: its openings, or why it is refused."""
         prompt = self._take(message.prompt_ids, np.int32).astype(np.int32, copy=False)
         outputs = [self._take(ids, np.int32) for ids in message.outputs]
-        limit = min(len(prompt) + message.max_tokens, self.limits.max_model_len)
+        limit = min(len(prompt) + message.max_tokens, self.config.max_model_len)
         failure = None
         if self._tombstones.pop((message.request_id, message.attempt), self) is None:
             failure = m.Failure(499, "the request was aborted", code="aborted")
-        elif (num_blocks := self.memory.blocks_for(limit - 1)) > self.limits.num_blocks:
+        elif (num_blocks := self.kv_cache_manager.blocks_for(limit - 1)) > self.config.num_blocks:
             failure = m.Failure(
                 400,
-                f"prompt and output need {num_blocks} KV blocks, but this server has {self.limits.num_blocks}: "
+                f"prompt and output need {num_blocks} KV blocks, but this server has {self.config.num_blocks}: "
                 "shorten the prompt or lower max_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
@@ -136,7 +138,7 @@ class Scheduler:
         if failure is not None:
             return [m.Refuse(message.request_id, message.attempt, message.gateway, failure)]
         assert message.request_id not in self.requests, f"request {message.request_id:x} came twice"
-        request = Request(
+        request = PromptRequest(
             message.request_id,
             message.attempt,
             message.gateway,
@@ -151,7 +153,7 @@ class Scheduler:
             root=prefix.root(message.cache_salt) if message.cache_salt else prefix.ROOT,
             record_bytes=message.record_bytes,
             prompt_record_bytes=message.prompt_record_bytes,
-            is_whole=message.is_whole,
+            needs_full_prefill=message.needs_full_prefill,
         )
         self.requests[request.request_id] = request
         return [
@@ -161,7 +163,7 @@ class Scheduler:
             for index in range(request.n)
         ]
 
-    def _open(self, request: Request, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
+    def _open(self, request: PromptRequest, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
         """Begin a sequence behind the outputs that are known, or end it at once where nothing may follow them."""
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} comes with more ids than it may have"
@@ -172,12 +174,12 @@ class Scheduler:
             finish = Finish.LENGTH
         if finish == Finish.NONE:
             if request.open_sequences:
-                self._siblings.park(sequence)
+                self._parallel_samples.park(sequence)
             else:
                 self._waiting.add(sequence)
             request.open_sequences[index] = sequence
         else:
-            self.outgoing.part(sequence, len(ids), finish)
+            self.output_buffer.part(sequence, len(ids), finish)
         return m.Open(
             sequence.seq,
             request.request_id,
@@ -224,7 +226,7 @@ class Scheduler:
                 request.keys.clear()
                 for sequence in sequences:
                     sequence.keys.clear()
-        return self.memory.forget()
+        return self.kv_cache_manager.forget()
 
     @property
     def num_running(self) -> int:
@@ -232,7 +234,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._siblings)
+        return len(self._waiting) + len(self._parallel_samples)
 
     def load(self) -> m.ScheduleLoad:
         """The counts of now and since start."""
@@ -250,27 +252,27 @@ class Scheduler:
             num_preemptions=self._totals["preemptions"],
             num_steps=self._last_step,
             num_swapped=len(self._swapped),
-            num_swap_blocks_free=self.memory.swap.num_free,
-            num_swap_blocks_total=self.memory.swap.num_total,
-            num_blocks_swapped_out=self.memory.num_swapped_out,
-            num_blocks_swapped_in=self.memory.num_swapped_in,
-            num_forks=self.memory.num_forks,
+            num_swap_blocks_free=self.kv_cache_manager.swap.num_free,
+            num_swap_blocks_total=self.kv_cache_manager.swap.num_total,
+            num_blocks_swapped_out=self.kv_cache_manager.num_swapped_out,
+            num_blocks_swapped_in=self.kv_cache_manager.num_swapped_in,
+            num_forks=self.kv_cache_manager.num_forks,
         )
 
     def counts(self) -> ScheduleCounts:
         """The same, with what is counted for metrics."""
-        counting = self.counting
+        metrics = self.metrics
         return ScheduleCounts(
             **msgspec.structs.asdict(self.load()),
-            queue_s=counting.queue_s.counts(),
-            prefill_s=counting.prefill_s.counts(),
-            decode_s=counting.decode_s.counts(),
-            inference_s=counting.inference_s.counts(),
-            step_tokens=counting.step_tokens.counts(),
-            plan_s=counting.plan_s,
-            settle_s=counting.settle_s,
-            plan_wait_s=counting.plan_wait_s(),
-            gaps=counting.gaps(),
+            queue_s=metrics.queue_s.counts(),
+            prefill_s=metrics.prefill_s.counts(),
+            decode_s=metrics.decode_s.counts(),
+            inference_s=metrics.inference_s.counts(),
+            step_tokens=metrics.step_tokens.counts(),
+            plan_s=metrics.plan_s,
+            settle_s=metrics.settle_s,
+            plan_wait_s=metrics.plan_wait_s(),
+            gaps=metrics.gaps(),
         )
 
     # ---------------------------------------------------------------------------------------------------- plan
@@ -278,9 +280,9 @@ class Scheduler:
     def plan(self) -> m.Step | None:
         """What the next step computes, or None where there is nothing to compute now."""
         rows = self.rows
-        if self._waiting or self._swapped or self._siblings.any_led:
+        if self._waiting or self._swapped or self._parallel_samples.any_led:
             np.copyto(rows.ahead, rows.planned)
-            for sequence in self._siblings.take_ready(rows):
+            for sequence in self._parallel_samples.take_ready(rows):
                 self._waiting.add(sequence)
         order, planned = rows.order, rows.planned[rows.order]
         total = rows.known[order] + rows.promised[order]
@@ -312,17 +314,17 @@ class Scheduler:
         Decoding rows come first, then prompts by order. Long prompts come after whoever starts, and the first of them
         is left something; so do, where the policy preempts, prompts of a higher rank than somebody who waits."""
         prompts = later = NO_PLACES
-        if len(need) <= self.limits.max_num_batched_tokens and (need == 1).all():
+        if len(need) <= self.config.max_num_batched_tokens and (need == 1).all():
             counts, num_decodes = need, len(need)  # nearly every step
         else:
-            counts = grant_decodes(need, self.limits.max_num_batched_tokens)
+            counts = grant_decodes(need, self.config.max_num_batched_tokens)
             num_decodes = int(counts.sum())
             prompts = (need > 1).nonzero()[0]
             yields = self._yields(order[prompts])
             prompts, later = prompts[~yields], order[prompts[yields]]
         matters = len(prompts) > 0 or len(later) > 0 or self._waiting or self._swapped or self._learns(False)
         context = int((total * counts).sum()) if matters else 0
-        budget = StepBudget(self._bounds, self.times, num_decodes, context)
+        budget = StepBudget(self._bounds, self.cost_model, num_decodes, context)
         if len(longs := later[self.rows.is_long[later]]):
             budget.hold_for_long(int(self.rows.rank[longs[0]]))
         if len(prompts):
@@ -335,7 +337,7 @@ class Scheduler:
         if not self._policy.preempts:
             return is_long
         ranks = self.rows.rank[prompts]
-        first = min((queue.first_rank for queue in (self._waiting, self._swapped) if queue), default=ENDLESS)
+        first = min((queue.first_rank for queue in (self._waiting, self._swapped) if queue), default=UNLIMITED)
         yields: Bools = (ranks > first) | (is_long & (ranks == first))
         return yields
 
@@ -351,7 +353,7 @@ class Scheduler:
             counts[of_rank] = grant_chunks(budget, need[of_rank], starts[of_rank], is_long[of_rank])
         return counts
 
-    def _go_on(self, budget: StepBudget, prompts: Int64s) -> list[Entries]:
+    def _go_on(self, budget: StepBudget, prompts: Int64s) -> list[StepEntries]:
         """Divide what is left of a budget among these rows' prompts."""
         rows = self.rows
         budget.release_held()
@@ -371,7 +373,7 @@ class Scheduler:
         A row starts with blocks for all its ids and gains one id a step, so it lacks one block at most. Rows are
         covered by order, so nobody who has just got a block is preempted for a later one."""
         rows, pool = self.rows, self.pool
-        full = planned + counts > rows.num_blocks[order] * self.limits.block_size
+        full = planned + counts > rows.num_blocks[order] * self.config.block_size
         appended: list[tuple[int, int]] = []
         preempted = False
         victims: Victims | None = None
@@ -408,7 +410,7 @@ class Scheduler:
         from its ids; what steps in flight sample for it is dropped, and sampled again with the same noise."""
         swapped: Swapped | None = None
         if self._preemption.swaps(row):
-            swapped = self.memory.swap_out(row, int(self._preemption.num_kept(np.array([row]))[0]))
+            swapped = self.kv_cache_manager.swap_out(row, int(self._preemption.num_kept(np.array([row]))[0]))
         sequence = self._leave(row, Finish.NONE)
         sequence.num_preemptions += 1
         sequence.swapped = swapped
@@ -418,36 +420,38 @@ class Scheduler:
     def _make_way(self, budget: StepBudget, ending: Int64s) -> bool:
         """Where the policy preempts, put rows back for who would start next. What was granted to them is nobody's in
         this step. Returns whether anyone was put back: then only those that it was for may start now."""
-        if not (self._policy.preempts and self.num_running and self._way.may_be_made() and budget.has_room(False)):
+        if not (
+            self._policy.preempts and self.num_running and self._preemptor.may_preempt() and budget.has_room(False)
+        ):
             return False
         first = self._next(budget)
         if first is None:
             return False
         behind = self._waiting.behind(first, int(self.rows.rank[self.rows.order[-1]]))
-        put_back = self._way.rows_for(first, behind, ending, budget.tokens, self._last_step)
+        put_back = self._preemptor.choose_victims(first, behind, ending, budget.tokens, self._last_step)
         for row in put_back:
             self._preempt(row)
         return bool(put_back)
 
     # ----------------------------------------------------------------------------------------------------- start
 
-    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd], has_made_way: bool) -> list[Entries]:
+    def _start_others(self, budget: StepBudget, adds: list[m.RowAdd], has_made_way: bool) -> list[StepEntries]:
         """Bring swapped sequences back and start waiting ones, while budget, rows and blocks last; where this plan has
         put others back, those alone that it was for. Returns what of them is computed, and appends to `adds`."""
-        started: list[Entries] = []
+        started: list[StepEntries] = []
         while budget.has_room(False) and self.rows.num_free and (sequence := self._next(budget)) is not None:
             queue = self._waiting if sequence.swapped is None else self._swapped
-            way_was_made = self._way.is_for(sequence)
+            way_was_made = self._preemptor.is_next(sequence)
             if has_made_way and not way_was_made:
                 break
-            is_sure = way_was_made or sequence.num_passed >= MAX_PASSED
+            is_sure = way_was_made or sequence.num_skipped >= MAX_SKIPPED
             add = self._start(sequence, way_was_made)
             if add is None:
                 break
-            self._way.forget(sequence)
+            self._preemptor.forget(sequence)
             queue.remove(sequence)
             self._waiting.started()
-            self._siblings.started(sequence)
+            self._parallel_samples.started(sequence)
             adds.append(add)
             row = add.row
             planned, known = int(self.rows.planned[row]), int(self.rows.known[row])
@@ -459,9 +463,11 @@ class Scheduler:
     def _next(self, budget: StepBudget) -> Sequence | None:
         """Who starts next, if there were blocks: for whom others were put back; then those that were put back
         themselves, by order, whether they are swapped or are computed again; then new ones."""
-        waiting = self._waiting.choose(budget.has_room_for_long, self.memory.num_cached, self.limits.block_size)
-        if self._way.made_for:
-            first = self._way.made_for[0]
+        waiting = self._waiting.choose(
+            budget.has_room_for_long, self.kv_cache_manager.num_cached, self.config.block_size
+        )
+        if self._preemptor.preempted_for:
+            first = self._preemptor.preempted_for[0]
             ranks = [queue.first_rank for queue in (self._waiting, self._swapped) if queue]
             if first.order[0] <= min(ranks):
                 self._waiting.choose_none()
@@ -477,7 +483,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, way_was_made: bool) -> m.RowAdd | None:
         """Give a sequence a row and the blocks of all its ids, or return None where there are too few. Where way was
         made for it, none is left for others."""
-        given = self.memory.start(sequence, 0 if way_was_made else self.num_running, self._last_step + 1)
+        given = self.kv_cache_manager.start(sequence, 0 if way_was_made else self.num_running, self._last_step + 1)
         if given is None:
             return None
         start, blocks = given
@@ -489,7 +495,7 @@ class Scheduler:
             self._totals["prompt"] += num_prompt
             self._totals["cached"] += sequence.num_cached
         num_keyed = len(start.blocks)  # what is shared, others have offered
-        row = self.rows.start(sequence, blocks, start.num_computed, num_keyed, self.limits.long_tokens)
+        row = self.rows.start(sequence, blocks, start.num_computed, num_keyed, self.config.long_prompt_tokens)
         return m.RowAdd(
             row=row,
             generation=int(self.rows.generation[row]),
@@ -502,7 +508,7 @@ class Scheduler:
             fork_of=start.leader,
         )
 
-    def _advance(self, running: Int64s, planned: Int64s, counts: Int64s, total: Int64s) -> Entries:
+    def _advance(self, running: Int64s, planned: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
         """Note that a step computes `counts` positions of these rows behind those planned, and offer the blocks that
         they fill to others. Rows that have caught up with what they have, `total` ids, sample one."""
         rows = self.rows
@@ -510,11 +516,11 @@ class Scheduler:
         samples: Bools = ends == total
         rows.planned[running] = ends
         rows.promised[running] += samples
-        self.memory.register(running)
-        return Entries(running, planned, counts, samples)
+        self.kv_cache_manager.register(running)
+        return StepEntries(running, planned, counts, samples)
 
     def _step(
-        self, entries: list[Entries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: Shape
+        self, entries: list[StepEntries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: StepShape
     ) -> m.Step:
         """Put a plan into a message. Decode rows first."""
         computed = joined(entries)
@@ -523,18 +529,18 @@ class Scheduler:
             computed = computed.taken(by_kind)
         drops, self._drops = self._drops, []
         num_tokens = int(computed.counts.sum())
-        self.counting.step_tokens.observe(num_tokens)
+        self.metrics.step_tokens.observe(num_tokens)
         self._last_step += 1
         # Where rows were put back, it is not what was granted that is computed.
         learns = self._learns(shape.num_chunk_tokens > 0) and num_tokens == shape.num_decodes + shape.num_chunk_tokens
         self._num_decode_steps += shape.num_chunk_tokens == 0
         num_samples = int(np.count_nonzero(computed.samples))
-        has_forks = self.memory.copies.has_forks
-        sources, targets = self.memory.copies.take()
+        has_forks = self.kv_cache_manager.copies.has_forks
+        sources, targets = self.kv_cache_manager.copies.take()
         num_copies = 0 if has_forks else len(sources)
         told = awaited(self.rows, computed)
         learns &= told is None or not told.prompts  # to tell of a prompt takes longer than to compute it
-        flight = Flight(self._last_step, num_samples, num_tokens, num_copies, shape if learns else None, told)
+        flight = InFlightStep(self._last_step, num_samples, num_tokens, num_copies, shape if learns else None, told)
         self.in_flight.append(flight)
         put = self._put
         return m.Step(
@@ -575,8 +581,8 @@ class Scheduler:
         current = rows.active[sampled] & (rows.generation[sampled] == generations)
         if (told := flight.awaited) is not None:
             take_records(rows, told, sampled, ids, current, take(result.records, np.uint8).tobytes())
-            take_prompt_records(rows, told, take(result.prompt_records, np.uint8).tobytes(), self.outgoing)
-        self.marked = []
+            take_prompt_records(rows, told, take(result.prompt_records, np.uint8).tobytes(), self.output_buffer)
+        self.traced_request_ids = []
         if result.errors:
             self._fail(sampled[current & (finishes == Finish.ERROR)], sampled[finishes == Finish.ERROR], result.errors)
             current &= finishes != Finish.ERROR
@@ -599,9 +605,9 @@ class Scheduler:
             for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
                 sequence = rows.sequences[row]
                 assert sequence is not None
-                self.marked.append(sequence.request.request_id)
+                self.traced_request_ids.append(sequence.request.request_id)
                 self._finish(sequence, Finish.STOP if by_stop else Finish.LENGTH)
-        self.memory.settle(flight.step_id)
+        self.kv_cache_manager.settle(flight.step_id)
         self._learn(flight, result)
 
     def _fail(self, running: Int64s, failed: Int64s, errors: list[str]) -> None:
@@ -612,52 +618,54 @@ class Scheduler:
             sequence = self.rows.sequences[row]
             assert sequence is not None
             sequence.error = reasons[row]
-            self.marked.append(sequence.request.request_id)
+            self.traced_request_ids.append(sequence.request.request_id)
             self._finish(sequence, Finish.ERROR)
 
-    def _learn(self, flight: Flight, result: m.StepResult) -> None:
+    def _learn(self, flight: InFlightStep, result: m.StepResult) -> None:
         """Take in how long a step took, for the budgets of later ones, and for what preemption costs."""
         if flight.num_copies:
-            self.memory.copies.observe(flight.num_copies, result.copy_s)
+            self.kv_cache_manager.copies.observe(flight.num_copies, result.copy_s)
         if (shape := flight.shape) is not None:
             seconds = result.compute_s - result.copy_s
-            self.times.observe(shape.num_decodes, shape.context, shape.num_chunk_tokens, shape.pairs, seconds)
+            self.cost_model.observe(shape.num_decodes, shape.context, shape.num_chunk_tokens, shape.pairs, seconds)
 
     def _has_begun(self, row: int) -> None:
         """A row's first output id is settled."""
         sequence = self.rows.sequences[row]
         assert sequence is not None
         sequence.first_s = self.now_s
-        self.marked.append(sequence.request.request_id)
+        self.traced_request_ids.append(sequence.request.request_id)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
         """End a sequence, wherever it is, with its one closing."""
         if sequence.row >= 0:
             self._leave(sequence.row, finish)
         else:
-            if self._siblings.holds(sequence):
-                self._siblings.remove(sequence)
+            if self._parallel_samples.holds(sequence):
+                self._parallel_samples.remove(sequence)
             elif sequence.swapped is None:
                 self._waiting.remove(sequence)
             else:
                 self._swapped.remove(sequence)
-                self.memory.give_up(sequence.swapped, self._last_in_flight)
+                self.kv_cache_manager.give_up(sequence.swapped, self._last_in_flight)
                 sequence.swapped = None
-            self.outgoing.part(sequence, len(sequence.ids), finish)
-        self._way.forget(sequence)
+            self.output_buffer.part(sequence, len(sequence.ids), finish)
+        self._preemptor.forget(sequence)
         del sequence.request.open_sequences[sequence.index]
-        for sibling in self._siblings.take_next(sequence.request, has_computed=len(sequence.ids) > sequence.num_given):
+        for sibling in self._parallel_samples.take_next(
+            sequence.request, has_computed=len(sequence.ids) > sequence.num_given
+        ):
             self._waiting.add(sibling)
-        self.counting.ended(sequence, finish, self.now_s)
+        self.metrics.ended(sequence, finish, self.now_s)
 
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks return when no step in flight names them."""
-        self.memory.register_last(row)
+        self.kv_cache_manager.register_last(row)
         num_sent = int(self.rows.sent[row])
         sequence, blocks = self.rows.end(row)
-        self.outgoing.part(sequence, num_sent, finish)
+        self.output_buffer.part(sequence, num_sent, finish)
         self._drops.append(row)
-        self.memory.release(blocks, self._last_in_flight)
+        self.kv_cache_manager.release(blocks, self._last_in_flight)
         return sequence
 
     @property
@@ -665,12 +673,12 @@ class Scheduler:
         return self._last_step if self.in_flight else None
 
     def _blocks_for(self, num_ids: int) -> int:
-        return -(-num_ids // self.limits.block_size)
+        return -(-num_ids // self.config.block_size)
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
         rows = self.rows
-        self.memory.check()
+        self.kv_cache_manager.check()
         for row in rows.order.tolist():
             assert rows.planned[row] <= rows.known[row] + rows.promised[row] <= rows.limit[row]
         for request in self.requests.values():
@@ -679,10 +687,10 @@ class Scheduler:
                     sequence.row >= 0,
                     sequence in self._swapped,
                     sequence in self._waiting,
-                    sequence in self._siblings,
+                    sequence in self._parallel_samples,
                 )
                 assert sum(places) == 1, "a sequence is in two places, or in none"
                 assert (sequence.swapped is not None) == places[1], "what was swapped out belongs to nobody"
-                assert self._siblings.holds(sequence) == places[3]
+                assert self._parallel_samples.holds(sequence) == places[3]
         kept = [sequence.swapped for sequence in self._swapped]
-        self.memory.swap.check([block for swapped in kept if swapped is not None for block in swapped.blocks])
+        self.kv_cache_manager.swap.check([block for swapped in kept if swapped is not None for block in swapped.blocks])

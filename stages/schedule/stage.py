@@ -18,9 +18,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
-from pipeline.stages.schedule.limits import Limits
-from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, AutoDepth
+from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, DepthTuner
 from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 IDLE_WAIT_S = 60.0
 """Longest wait for a message; an idle server wakes this often, for nothing."""
@@ -71,7 +71,7 @@ class ScheduleStage:
         settings = stage.settings.schedule
         depth = depth_of(stage.settings)
         depths = DEPTHS if stage.settings.execute.device == "cpu" else GPU_DEPTHS
-        self._auto_depth = AutoDepth(depths) if depth == "auto" else None
+        self._auto_depth = DepthTuner(depths) if depth == "auto" else None
         self._depth: int = depths[0] if depth == "auto" else depth
         self._has_settled = False
         """Whether a result came with this wake."""
@@ -81,7 +81,7 @@ class ScheduleStage:
         self._execute = stage.outbox("execute")
         self._detokenize = stage.outboxes_of("detokenize")
         self._scheduler = Scheduler(
-            Limits.of(settings, facts),
+            SchedulerConfig.of(settings, facts),
             incarnation=stage.launch.incarnation,
             put=stage.arrays.put,
             take=stage.arrays.take,
@@ -161,10 +161,10 @@ class ScheduleStage:
         flight, was_due = scheduler.in_flight[0], self._were_due.popleft()
         scheduler.settle(result)
         end_s = time.monotonic()
-        scheduler.counting.settle_s += end_s - begin_s
+        scheduler.metrics.settle_s += end_s - begin_s
         self._has_settled = True
         if was_due:
-            scheduler.counting.followed(flight.num_samples, flight.num_tokens, result.wait_s, result.compute_s)
+            scheduler.metrics.followed(flight.num_samples, flight.num_tokens, result.wait_s, result.compute_s)
             if flight.num_tokens == flight.num_samples:  # all rows decode
                 # From the end of the step before to the end of this; a replay gets the same times, and plans the same.
                 self._choose_depth(flight.num_tokens, result.wait_s + result.compute_s - result.copy_s)
@@ -172,7 +172,7 @@ class ScheduleStage:
             args: Args = {"step": result.step_id, "compute_ms": round(result.compute_s * 1000, 3)}
             if was_due:
                 args["plan_wait_ms"] = round(result.wait_s * 1000, 3)
-            trace.span("settle", begin_s, end_s, args, scheduler.marked)
+            trace.span("settle", begin_s, end_s, args, scheduler.traced_request_ids)
             trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
             pool = scheduler.pool
             trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
@@ -196,7 +196,7 @@ class ScheduleStage:
         scheduler, begin_s = self._scheduler, time.monotonic()
         step = scheduler.plan()
         end_s = time.monotonic()
-        scheduler.counting.plan_s += end_s - begin_s
+        scheduler.metrics.plan_s += end_s - begin_s
         if step is not None and (trace := self._stage.trace).on:
             args: Args = {"step": step.step_id, "tokens": scheduler.in_flight[-1].num_tokens, "starts": len(step.adds)}
             trace.span("plan", begin_s, end_s, args, [add.request_id for add in step.adds])
@@ -227,10 +227,10 @@ class ScheduleStage:
             if not detokenize.send(openings[0]):
                 return False
             openings.popleft()
-        report = self._scheduler.outgoing.report(replica, self._stage.replay_context.monotonic())
+        report = self._scheduler.output_buffer.pending(replica, self._stage.replay_context.monotonic())
         if report is not None:
             if not detokenize.send(report):
                 self._stage.arrays.retract_all(report)
                 return False
-            self._scheduler.outgoing.reported(replica)
+            self._scheduler.output_buffer.mark_sent(replica)
         return True

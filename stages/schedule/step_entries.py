@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Int64s
-from pipeline.stages.schedule.policies.budget import Shape
+from pipeline.stages.schedule.policies.budget import StepShape
 from pipeline.stages.schedule.request import Sequence
 
 
-class PromptPart(msgspec.Struct, frozen=True):
+class ExpectedPromptLogprobs(msgspec.Struct, frozen=True):
     """Records that a step tells of a prompt's ids."""
 
     row: int
@@ -21,15 +21,15 @@ class PromptPart(msgspec.Struct, frozen=True):
     width: int
 
 
-class Awaited(msgspec.Struct, frozen=True):
+class ExpectedLogprobs(msgspec.Struct, frozen=True):
     """What a step in flight will tell."""
 
     widths: Int64s
     """Bytes of the record of each of its samples; 0 for those that have none"""
-    prompts: list[PromptPart]
+    prompts: list[ExpectedPromptLogprobs]
 
 
-class Flight(msgspec.Struct, frozen=True):
+class InFlightStep(msgspec.Struct, frozen=True):
     """A step that the executor has been sent and has not answered."""
 
     step_id: int
@@ -37,13 +37,13 @@ class Flight(msgspec.Struct, frozen=True):
     num_tokens: int
     num_copies: int
     """To and from swap space; 0 where there are others too"""
-    shape: Shape | None
+    shape: StepShape | None
     """Where its time is to be learnt from"""
-    awaited: Awaited | None = None
+    awaited: ExpectedLogprobs | None = None
     """What it tells of ids besides"""
 
 
-class Entries(NamedTuple):
+class StepEntries(NamedTuple):
     """Rows that a step computes; parallel arrays."""
 
     rows: Int64s
@@ -51,13 +51,13 @@ class Entries(NamedTuple):
     counts: Int64s
     samples: Bools
 
-    def taken(self, places: Int64s) -> "Entries":
+    def taken(self, places: Int64s) -> "StepEntries":
         """Those at these places, in their order."""
-        return Entries(self.rows[places], self.starts[places], self.counts[places], self.samples[places])
+        return StepEntries(self.rows[places], self.starts[places], self.counts[places], self.samples[places])
 
 
-def joined(entries: list[Entries]) -> Entries:
+def joined(entries: list[StepEntries]) -> StepEntries:
     """All of them, one behind the other."""
     if len(entries) == 1:
         return entries[0]
-    return Entries(*(np.concatenate(arrays) for arrays in zip(*entries, strict=True)))
+    return StepEntries(*(np.concatenate(arrays) for arrays in zip(*entries, strict=True)))

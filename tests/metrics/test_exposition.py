@@ -22,7 +22,7 @@ from pipeline.metrics.stats import (
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.metrics import GatewayMetrics
-from pipeline.stages.schedule.metrics import Counting as ScheduleCounting
+from pipeline.stages.schedule.metrics import ScheduleMetrics
 
 MODEL = 'odd "name" \\ with\nlines'
 
@@ -33,7 +33,7 @@ def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float =
 
 
 def schedule(**more: int) -> ScheduleCounts:
-    counting = ScheduleCounting()
+    counting = ScheduleMetrics()
     counting.step_tokens.observe(20)
     counting.followed(3, 3, wait_s=0.0003, step_s=0.004)
     empty = counting.queue_s.counts()
@@ -127,7 +127,7 @@ def test_waits_for_plans_and_the_depth_are_there() -> None:
 
 
 def test_gaps_between_steps_are_told_by_batch_size() -> None:
-    counting = ScheduleCounting()
+    counting = ScheduleMetrics()
     for num_rows, num_tokens, wait_s in ((1, 1, 2e-6), (200, 200, 0.0), (256, 256, 3e-5), (3, 90, 0.5)):
         counting.followed(num_rows, num_tokens, wait_s, step_s=0.01)
     counts = msgspec.structs.replace(schedule(), gaps=counting.gaps(), plan_wait_s=counting.plan_wait_s())

@@ -168,7 +168,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         packed(m.TextOptions(record_bytes=20, num_top=2, prompt_num_top=1, with_pieces=True, min_tokens=3)),
         record_bytes=20,
         prompt_record_bytes=12,
-        is_whole=True,
+        needs_full_prefill=True,
     ),
     "deltas with records": m.Deltas(
         [1],

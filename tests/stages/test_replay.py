@@ -20,7 +20,7 @@ from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig
-from tests.stages.detokenize.test_sequences import ids_of, opening
+from tests.stages.detokenize.test_output_processor import ids_of, opening
 from tests.stages.detokenize.test_stage import settled, told_until_closed
 from tests.stages.detokenize.vocabularies import byte_level
 from tests.stages.execute import checkpoints

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 SAMPLED_ID = 5
 VOCAB_SIZE = 32000
@@ -50,7 +50,7 @@ def request_cost(
     and its close. `num_rows` run at once, prompts are random; the first `num_rows` requests fill the rows and the pool,
     and are not counted. What the executor and the gateway would do is not counted either."""
     scheduler = Scheduler(
-        Limits(
+        SchedulerConfig(
             num_blocks=num_blocks,
             max_model_len=2048,
             max_num_seqs=num_rows,
@@ -74,8 +74,8 @@ def request_cost(
         result = answer(scheduler, step)
         begun = time.process_time_ns()
         scheduler.settle(result)
-        scheduler.outgoing.report()
-        scheduler.outgoing.reported()
+        scheduler.output_buffer.pending()
+        scheduler.output_buffer.mark_sent()
         for request_id in [one for one in open_ids if not scheduler.requests[one].open_sequences]:
             scheduler.close(m.Closed(request_id, 1))
             open_ids.remove(request_id)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
-from pipeline.stages.ingest.templates.template_inspection import Wants
+from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Written behind the text that the output goes on with, to find it again in what the template makes of it. Its space
@@ -39,14 +39,14 @@ class BadChat(Exception):
         self.param = param
 
 
-def variables(prompt: ChatPrompt, wants: Wants) -> dict[str, Any]:
+def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
     """What the template is given. Raises BadChat."""
     kwargs = _object(prompt.template_kwargs)
     for name in kwargs:
         if name in OWN_FIELDS:
             raise BadChat(f"'chat_template_kwargs' can't have {name!r}: {OWN_FIELDS[name]}", "chat_template_kwargs")
-    messages = [_message(message, wants) for message in prompt.messages]
-    if any(message.role == "developer" for message in prompt.messages) and not wants.developer:
+    messages = [_message(message, traits) for message in prompt.messages]
+    if any(message.role == "developer" for message in prompt.messages) and not traits.developer:
         messages = _with_one_system(messages)
     if prompt.continue_final_message:
         if prompt.add_generation_prompt:
@@ -103,14 +103,14 @@ def _message_chars(message: ChatMessage) -> int:
     return size
 
 
-def _message(message: ChatMessage, wants: Wants) -> dict[str, Any]:
+def _message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     if message.reasoning is not None:
         plain["thinking"] = message.reasoning
     plain["role"] = message.role
-    plain["content"] = _content(message, wants)
+    plain["content"] = _content(message, traits)
     if message.tool_calls:
-        plain["tool_calls"] = [_tool_call(call, wants) for call in message.tool_calls]
+        plain["tool_calls"] = [_tool_call(call, traits) for call in message.tool_calls]
     if message.reasoning is not None:
         plain["reasoning"] = plain["reasoning_content"] = message.reasoning
     if message.tool_call_id is not None:
@@ -120,22 +120,22 @@ def _message(message: ChatMessage, wants: Wants) -> dict[str, Any]:
     return plain
 
 
-def _content(message: ChatMessage, wants: Wants) -> Any:
+def _content(message: ChatMessage, traits: TemplateTraits) -> Any:
     """Text for most; parts for a template that goes through them, unless a tool says it or the template takes text too
     and the client gave text. Nothing is None for a template that asks for it, and empty otherwise."""
     if message.content is None:
-        if wants.none:
+        if traits.none:
             return None
-        return [] if wants.parts and not wants.text_too else ""
-    if wants.parts and (not wants.text_too or (message.parts is not None and message.role != "tool")):
+        return [] if traits.parts and not traits.text_too else ""
+    if traits.parts and (not traits.text_too or (message.parts is not None and message.role != "tool")):
         texts = [message.content] if message.parts is None else message.parts
         return [{"type": "text", "text": text} for text in texts]
     return message.content
 
 
-def _tool_call(call: ToolCall, wants: Wants) -> dict[str, Any]:
+def _tool_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
     arguments: Any = call.arguments
-    if not wants.json_arguments:
+    if not traits.json_arguments:
         try:
             arguments = _decoded(call.arguments)
         except ValueError:

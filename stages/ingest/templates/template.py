@@ -13,7 +13,7 @@ import jinja2
 
 from pipeline.stages.ingest.templates.budget import Budget, OutOfTime, TooLarge, active
 from pipeline.stages.ingest.templates.sandbox import TemplateEnvironment
-from pipeline.stages.ingest.templates.template_inspection import wants
+from pipeline.stages.ingest.templates.template_inspection import inspect_template
 
 MAX_WORDS_CHARS = 500
 
@@ -31,7 +31,7 @@ class TextTooLong(Exception):
 class ChatTemplate:
     """A compiled template. Raises TemplateFailure where `source` isn't valid.
 
-    `wants` is what it wants a message to look like.
+    `traits` is what it wants a message to look like.
     """
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
@@ -40,7 +40,7 @@ class ChatTemplate:
             raise TemplateFailure(f"the model's chat template is longer than {MAX_SOURCE_CHARS} characters")
         try:
             environment = TemplateEnvironment()
-            self.wants = wants(environment, source)
+            self.traits = inspect_template(environment, source)
             self._template = environment.from_string(source)
         except Exception as error:
             # Compiling descends into what is nested, so a template from anywhere may raise MemoryError, RecursionError

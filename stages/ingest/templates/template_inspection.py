@@ -17,7 +17,7 @@ ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Wants:
+class TemplateTraits:
     """`parts`: it goes through a message's content part by part. `text_too`: it asks whether content is text, and so
     takes that as well. `none`: it asks whether content is None. `developer`: it knows that role. `json_arguments`: it
     adds the arguments of a call to text, and never asks whether they are text."""
@@ -29,19 +29,19 @@ class Wants:
     json_arguments: bool = False
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     MESSAGES = auto()
     MESSAGE = auto()
     CONTENT = auto()
 
 
-def wants(environment: jinja2.Environment, source: str) -> Wants:
+def inspect_template(environment: jinja2.Environment, source: str) -> TemplateTraits:
     """Raises jinja2.TemplateSyntaxError."""
     tree = environment.parse(source)
     names = _Names(tree)
     consts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    tests = [node for node in tree.find_all(nodes.Test) if names.kind(node.node) is Kind.CONTENT]
-    return Wants(
+    tests = [node for node in tree.find_all(nodes.Test) if names.kind(node.node) is ValueKind.CONTENT]
+    return TemplateTraits(
         parts=any(map(names.goes_through_parts, tree.find_all(nodes.For))),
         text_too=any(test.name == "string" for test in tests),
         none=any(test.name == "none" for test in tests) or names.compared_with_none(),
@@ -68,7 +68,7 @@ class _Names:
 
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
-        self._kinds: dict[str, Kind] = {"messages": Kind.MESSAGES}
+        self._kinds: dict[str, ValueKind] = {"messages": ValueKind.MESSAGES}
         self._macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
         for _ in range(ROUNDS):
             before = len(self._kinds)
@@ -76,7 +76,7 @@ class _Names:
             if len(self._kinds) == before:
                 return
 
-    def kind(self, node: nodes.Node | None) -> Kind | None:
+    def kind(self, node: nodes.Node | None) -> ValueKind | None:
         match node:
             case nodes.Name():
                 return self._kinds.get(node.name)
@@ -84,8 +84,8 @@ class _Names:
                 return self._of_part(node)
             case nodes.Filter():
                 inner = self.kind(node.node)
-                is_one = inner is Kind.MESSAGES and node.name in ("first", "last")
-                return Kind.MESSAGE if is_one else inner
+                is_one = inner is ValueKind.MESSAGES and node.name in ("first", "last")
+                return ValueKind.MESSAGE if is_one else inner
             case nodes.CondExpr():
                 return self.kind(node.expr1) or self.kind(node.expr2)
             case nodes.Or() | nodes.And() | nodes.Add():
@@ -95,7 +95,7 @@ class _Names:
     def goes_through_parts(self, loop: nodes.For) -> bool:
         """Whether a loop is one over a content's parts: what else it may be given as content, as calls of tools, has
         neither type nor text."""
-        if self.kind(loop.iter) is not Kind.CONTENT or not isinstance(loop.target, nodes.Name):
+        if self.kind(loop.iter) is not ValueKind.CONTENT or not isinstance(loop.target, nodes.Name):
             return False
         item = loop.target.name
         asked: list[Any] = [*loop.find_all(nodes.Getattr), *loop.find_all(nodes.Getitem)]
@@ -108,21 +108,21 @@ class _Names:
         for node in self._tree.find_all(nodes.Compare):
             sides = [node.expr, *(operand.expr for operand in node.ops)]
             is_none = any(isinstance(side, nodes.Const) and side.value is None for side in sides)
-            if is_none and any(self.kind(side) is Kind.CONTENT for side in sides):
+            if is_none and any(self.kind(side) is ValueKind.CONTENT for side in sides):
                 return True
         return False
 
-    def _of_part(self, node: nodes.Getattr | nodes.Getitem) -> Kind | None:
+    def _of_part(self, node: nodes.Getattr | nodes.Getitem) -> ValueKind | None:
         whole = self.kind(node.node)
         if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
             return whole
         name = _named(node)
         if isinstance(node.node, nodes.Name) and (kind := self._kinds.get(f"{node.node.name}.{name}")) is not None:
             return kind
-        if whole is Kind.MESSAGE:
-            return Kind.CONTENT if name == "content" else None
-        if whole is Kind.MESSAGES and isinstance(node, nodes.Getitem):
-            return Kind.MESSAGE
+        if whole is ValueKind.MESSAGE:
+            return ValueKind.CONTENT if name == "content" else None
+        if whole is ValueKind.MESSAGES and isinstance(node, nodes.Getitem):
+            return ValueKind.MESSAGE
         return None
 
     def _look(self) -> None:
@@ -133,8 +133,8 @@ class _Names:
             for target, value in zip(block.targets, block.values, strict=True):
                 self._note(target, value)
         for loop in self._tree.find_all(nodes.For):
-            if self.kind(loop.iter) is Kind.MESSAGES and isinstance(loop.target, nodes.Name):
-                self._kinds.setdefault(loop.target.name, Kind.MESSAGE)
+            if self.kind(loop.iter) is ValueKind.MESSAGES and isinstance(loop.target, nodes.Name):
+                self._kinds.setdefault(loop.target.name, ValueKind.MESSAGE)
         for call in self._tree.find_all(nodes.Call):
             if isinstance(call.node, nodes.Name) and (macro := self._macros.get(call.node.name)) is not None:
                 for parameter, value in zip(macro.args, call.args, strict=False):

@@ -17,17 +17,17 @@ import numpy as np
 from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
-from pipeline.stages.schedule.kv_cache.swap import Copies, Swapped, SwapSpace
-from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped, SwapSpace
 from pipeline.stages.schedule.policies.policy import may_start
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 NEVER_KEYED = np.iinfo(np.int64).max
 """`num_keyed` of rows whose blocks are never to be found."""
 
 
-class Start(msgspec.Struct):
+class ComputedPrefix(msgspec.Struct):
     """What a sequence that takes a row begins with."""
 
     blocks: list[int]
@@ -40,16 +40,16 @@ class Start(msgspec.Struct):
     """The row that it is a fork of."""
 
 
-class Memory:
+class KVCacheManager:
     """Owns the block pool, swap space and the copies of the next step."""
 
-    def __init__(self, limits: Limits, rows: Rows) -> None:
-        self.pool = BlockPool(limits.num_blocks)
-        self.swap = SwapSpace(limits.num_swap_blocks, limits.num_blocks)
-        self.copies = Copies()
+    def __init__(self, config: SchedulerConfig, rows: Rows) -> None:
+        self.pool = BlockPool(config.num_blocks)
+        self.swap = SwapSpace(config.num_swap_blocks, config.num_blocks)
+        self.copies = BlockCopies()
         self._rows = rows
-        self._block_size = limits.block_size
-        self._prefix_caching = limits.prefix_caching
+        self._block_size = config.block_size
+        self._prefix_caching = config.prefix_caching
         self.num_swapped_out = self.num_swapped_in = self.num_forks = 0
         """Blocks, blocks and sequences, since start."""
 
@@ -58,7 +58,7 @@ class Memory:
 
     # ---------------------------------------------------------------------------------------------------- start
 
-    def start(self, sequence: Sequence, num_running: int, step_id: int) -> tuple[Start, list[int]] | None:
+    def start(self, sequence: Sequence, num_running: int, step_id: int) -> tuple[ComputedPrefix, list[int]] | None:
         """Give a sequence the blocks of all its ids, and list the copies that bring its keys and values into them; None
         where there are too few blocks. `step_id` is the step that is being planned."""
         pool = self.pool
@@ -76,33 +76,33 @@ class Memory:
             sequence.swapped = None
         return start, blocks
 
-    def reach(self, sequence: Sequence) -> "Reach":
+    def reach(self, sequence: Sequence) -> "BlockDemand":
         """For asking which rows would have to be put back to let a sequence start."""
         start = self._look(sequence)
         num_lacking = start.num_needed + sum(map(self.pool.is_cached, start.blocks))
-        return Reach(self.pool, num_lacking, set(start.blocks))
+        return BlockDemand(self.pool, num_lacking, set(start.blocks))
 
     def num_cached(self, sequence: Sequence) -> int:
         """About how many blocks of its ids are in the prefix cache. Tails are evicted first, so a binary search finds
         the end of what is there, unless somebody else's use has kept a tail alive."""
-        if not self._prefix_caching or sequence.request.is_whole:
+        if not self._prefix_caching or sequence.request.needs_full_prefill:
             return 0
         find = self.pool.find
         return bisect_left(self._keys_of(sequence), 1, key=lambda key: 0 if find(key) is not None else 1)
 
-    def _look(self, sequence: Sequence) -> Start:
+    def _look(self, sequence: Sequence) -> ComputedPrefix:
         """What there is of a sequence."""
         hits = self._hits(sequence)
         return self._fork(sequence, hits) or self._found(sequence, hits)
 
-    def _found(self, sequence: Sequence, hits: list[int]) -> Start:
+    def _found(self, sequence: Sequence, hits: list[int]) -> ComputedPrefix:
         """In the prefix cache, and behind it in swap space."""
         num_computed = len(hits) * self._block_size
         if sequence.swapped is not None:
             num_computed = max(num_computed, sequence.swapped.num_computed)
-        return Start(hits, num_computed, self.blocks_for(len(sequence.ids)) - len(hits))
+        return ComputedPrefix(hits, num_computed, self.blocks_for(len(sequence.ids)) - len(hits))
 
-    def _fork(self, sequence: Sequence, hits: list[int]) -> Start | None:
+    def _fork(self, sequence: Sequence, hits: list[int]) -> ComputedPrefix | None:
         """From a sibling, where that is more than it finds otherwise."""
         request, rows = sequence.request, self._rows
         if request.n == 1 or sequence.swapped is not None:
@@ -115,9 +115,9 @@ class Memory:
             return None
         num_full = num_computed // self._block_size
         blocks: list[int] = rows.table[ready[0], :num_full].tolist()
-        return Start(blocks, num_computed, self.blocks_for(len(sequence.ids)) - num_full, ready[0])
+        return ComputedPrefix(blocks, num_computed, self.blocks_for(len(sequence.ids)) - num_full, ready[0])
 
-    def _copy_fork(self, start: Start, blocks: list[int]) -> None:
+    def _copy_fork(self, start: ComputedPrefix, blocks: list[int]) -> None:
         self.num_forks += 1
         num_shared = len(start.blocks)
         if start.num_computed > num_shared * self._block_size:
@@ -212,7 +212,7 @@ class Memory:
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """The longest run of blocks, from the first, that hold a sequence's ids already."""
-        if not self._prefix_caching or sequence.request.is_whole:
+        if not self._prefix_caching or sequence.request.needs_full_prefill:
             return []
         hits: list[int] = []
         for key in self._keys_of(sequence):
@@ -237,7 +237,7 @@ class Memory:
         )
 
 
-class Reach:
+class BlockDemand:
     """How many blocks are available to one sequence if some rows are put back, once steps in flight are settled."""
 
     def __init__(self, pool: BlockPool, num_lacking: int, shared: set[int]) -> None:

@@ -69,7 +69,7 @@ class SwapSpace:
         assert len(set(everywhere)) == self.num_total, "a swap block is in two states"
 
 
-class Copies:
+class BlockCopies:
     """The copies that the next step carries, and how long one has taken."""
 
     def __init__(self) -> None:

@@ -4,7 +4,8 @@ Decoding rows come first and are not held back. What is left goes to prompts, in
 
     tokens    at most `max_num_batched_tokens` in all
     time      while others decode, the step is to be done within `max_step_s`
-    stretch   while others decode, a step with a part of a long prompt takes at most `stretch` times as long as without
+    stretch   while others decode, a step with a part of a long prompt takes at most `max_slowdown` times as long as
+    without
 
 A prompt that gets anything gets MIN_CHUNK tokens, whatever that takes: so it is computed, however slow the machine is.
 """
@@ -13,15 +14,15 @@ import msgspec
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Int64s
-from pipeline.stages.schedule.policies.step_cost_model import StepTimes
+from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 
 MIN_CHUNK = 16
 """Fewer tokens than this at once cost hardly less time."""
 
-ENDLESS = float("inf")
+UNLIMITED = float("inf")
 
 
-class Shape(msgspec.Struct):
+class StepShape(msgspec.Struct):
     """What a step computes, as its time depends on it."""
 
     num_decodes: int = 0
@@ -36,30 +37,30 @@ class Shape(msgspec.Struct):
         self.pairs += count * (start + count / 2)
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class BudgetLimits(msgspec.Struct, frozen=True):
     """The settings of a budget."""
 
     tokens: int
-    step_s: float = ENDLESS
-    stretch: float = ENDLESS
+    step_s: float = UNLIMITED
+    max_slowdown: float = UNLIMITED
 
 
 class StepBudget:
     """What is left of one step. `shape` is what was given away."""
 
-    def __init__(self, bounds: Bounds, times: StepTimes, num_decodes: int, context: int) -> None:
-        self.shape = Shape(num_decodes, context)
-        self.tokens = bounds.tokens - num_decodes
-        self._times = times
+    def __init__(self, limits: BudgetLimits, cost_model: StepCostModel, num_decodes: int, context: int) -> None:
+        self.shape = StepShape(num_decodes, context)
+        self.tokens = limits.tokens - num_decodes
+        self._cost_model = cost_model
         self._held = 0
-        self._long_rank = ENDLESS
+        self._long_rank = UNLIMITED
         self._base_s = 0.0
-        self._left_s = self._long_left_s = ENDLESS
-        self._is_timed = num_decodes > 0 and times.is_known and min(bounds.step_s, bounds.stretch) < ENDLESS
+        self._left_s = self._long_left_s = UNLIMITED
+        self._is_timed = num_decodes > 0 and cost_model.is_known and min(limits.step_s, limits.max_slowdown) < UNLIMITED
         if self._is_timed:
-            self._base_s = times.predict(num_decodes, context, 0, 0.0)
-            self._left_s = bounds.step_s - self._base_s
-            self._long_left_s = self._base_s * (bounds.stretch - 1)
+            self._base_s = cost_model.predict(num_decodes, context, 0, 0.0)
+            self._left_s = limits.step_s - self._base_s
+            self._long_left_s = self._base_s * (limits.max_slowdown - 1)
 
     def hold_for_long(self, rank: int) -> None:
         """The first of the long prompts that come last has this rank: keep a chunk for it, and let no other long one of
@@ -72,7 +73,7 @@ class StepBudget:
         """It is the turn of those that come last."""
         self.tokens += self._held
         self._held = 0
-        self._long_rank = ENDLESS
+        self._long_rank = UNLIMITED
 
     def has_room_for_long(self, rank: int) -> bool:
         """Whether a long prompt of this rank may start."""
@@ -99,15 +100,15 @@ class StepBudget:
     def _fitting(self, start: int, most: int, is_long: bool) -> int:
         """The tokens that there is time for, and their time taken."""
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
-        if left_s < ENDLESS:
+        if left_s < UNLIMITED:
             shape = self.shape
-            fitting = self._times.max_chunk(self._base_s + left_s, shape.num_decodes, shape.context, start, most)
+            fitting = self._cost_model.max_chunk(self._base_s + left_s, shape.num_decodes, shape.context, start, most)
             if fitting < most:  # what is left is too little for anything
                 most = max(fitting, min(most, MIN_CHUNK))
                 self._long_left_s = 0.0
                 if left_s == self._left_s:
                     self._left_s = 0.0
-        seconds = self._times.prefill_s(start, most)
+        seconds = self._cost_model.prefill_s(start, most)
         self._left_s -= seconds
         self._long_left_s -= seconds
         return most

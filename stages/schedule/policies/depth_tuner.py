@@ -46,7 +46,7 @@ MAX_ROUND_STEPS = 4 * len(DEPTHS) * NUM_PAIRS * (TURN_STEPS + SETTLING_STEPS)
 up."""
 
 
-class Round:
+class TuningRound:
     """Some pairs of turns."""
 
     def __init__(self, depths: Depths = DEPTHS) -> None:
@@ -106,7 +106,7 @@ class Round:
         return [median(pair[high]) - median(pair[low]) for pair in pairs if min(map(len, pair.values())) >= MIN_ALIKE]
 
 
-class Decision(NamedTuple):
+class DepthDecision(NamedTuple):
     """What a round has shown."""
 
     num_rows: int
@@ -119,7 +119,7 @@ class Decision(NamedTuple):
     """The standard error of that; infinite where too little could be compared."""
 
 
-class Class:
+class BatchClass:
     """What is known of batches of about one size."""
 
     def __init__(self, size: int, choice: int, depths: Depths) -> None:
@@ -127,7 +127,7 @@ class Class:
         self._depths = depths
         self.choice = choice
         self.is_measured = False
-        self.round: Round | None = None
+        self.round: TuningRound | None = None
         self._num_until_round = WARMUP_STEPS
         self._num_between = MIN_BETWEEN
 
@@ -135,12 +135,12 @@ class Class:
     def depth(self) -> int:
         return self.choice if self.round is None else self.round.depth
 
-    def observe(self, num_rows: int, seconds: float) -> Decision | None:
+    def observe(self, num_rows: int, seconds: float) -> DepthDecision | None:
         """Take in a step. Returns what it has decided, where it ends a round."""
         if self.round is None:
             self._num_until_round -= 1
             if self._num_until_round <= 0:
-                self.round = Round(self._depths)
+                self.round = TuningRound(self._depths)
             return None
         self.round.observe(num_rows, seconds)
         if not self.round.is_over:
@@ -148,7 +148,7 @@ class Class:
         differences, self.round = self.round.differences(), None
         return self._decide(differences)
 
-    def _decide(self, differences: list[float]) -> Decision:
+    def _decide(self, differences: list[float]) -> DepthDecision:
         num = len(differences)
         difference = mean(differences) if num else 0.0
         error = stdev(differences) / sqrt(num) if num > 1 else inf
@@ -160,20 +160,20 @@ class Class:
         self.choice = better
         num_worse = NUM_PAIRS * (TURN_STEPS + SETTLING_STEPS)
         self._num_until_round = max(self._num_between, int(num_worse * expm1(abs(difference)) / MAX_COST))
-        return Decision(self._num_rows, better, expm1(difference), error)
+        return DepthDecision(self._num_rows, better, expm1(difference), error)
 
 
-class AutoDepth:
+class DepthTuner:
     """Chooses between two depths. Begins with the smaller. Deterministic: it reads no clock."""
 
     def __init__(self, depths: Depths = DEPTHS) -> None:
         self.depths = depths
-        self._classes: dict[int, Class] = {}
+        self._classes: dict[int, BatchClass] = {}
         self._size = -2  # below any
         self.depth = depths[0]
         """How many steps to have in flight now: the choice for the batch as it is, or what is being tried."""
 
-    def observe(self, num_rows: int, seconds: float) -> Decision | None:
+    def observe(self, num_rows: int, seconds: float) -> DepthDecision | None:
         """Take in a step that decoded `num_rows` rows and did nothing else, and that was planned as soon as there was
         something to plan: `seconds` from the end of the step before it to its own. Returns what has been decided, where
         this step ends a round."""
@@ -182,7 +182,7 @@ class AutoDepth:
         size = self._size_of(num_rows)
         one = self._classes.get(size)
         if one is None:
-            one = self._classes[size] = Class(size, self._choice_near(size), self.depths)
+            one = self._classes[size] = BatchClass(size, self._choice_near(size), self.depths)
         if size != self._size:
             self._size = size
             if one.round is not None and one.depth != self.depth:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Literal, Protocol
 
-from pipeline.stages.schedule.request import Request, Sequence
+from pipeline.stages.schedule.request import PromptRequest, Sequence
 
-Name = Literal["fcfs", "priority", "longest-prefix-match"]
+PolicyName = Literal["fcfs", "priority", "longest-prefix-match"]
 
 WINDOW = 32
 """Waiting sequences, from the first on, among which the longest prefix is looked for."""
-MAX_PASSED = 64
+MAX_SKIPPED = 64
 """How often one of them may be passed over before it goes first."""
 
 
@@ -25,7 +25,7 @@ class Policy(Protocol):
     preempts: bool
     """Whether a waiting sequence may take the place of a running one of a higher rank."""
 
-    def rank(self, request: Request) -> int:
+    def rank(self, request: PromptRequest) -> int:
         """Lower goes first."""
         ...
 
@@ -44,7 +44,7 @@ class Fcfs:
     preempts = False
     window = 1
 
-    def rank(self, request: Request) -> int:
+    def rank(self, request: PromptRequest) -> int:
         return 0
 
     def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
@@ -56,7 +56,7 @@ class Priority(Fcfs):
 
     preempts = True
 
-    def rank(self, request: Request) -> int:
+    def rank(self, request: PromptRequest) -> int:
         return request.priority
 
 
@@ -67,13 +67,13 @@ class LongestPrefixMatch(Fcfs):
     window = WINDOW
 
     def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
-        if waiting[0].num_passed >= MAX_PASSED:
+        if waiting[0].num_skipped >= MAX_SKIPPED:
             return 0
         lengths = [num_cached(sequence) for sequence in waiting]
         return lengths.index(max(lengths))
 
 
-POLICIES: dict[Name, Callable[[], Policy]] = {
+POLICIES: dict[PolicyName, Callable[[], Policy]] = {
     "fcfs": Fcfs,
     "priority": Priority,
     "longest-prefix-match": LongestPrefixMatch,

@@ -4,20 +4,27 @@ the sequence back, from measured rates."""
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Float64s, Int64s
-from pipeline.stages.schedule.kv_cache.manager import Memory
-from pipeline.stages.schedule.limits import Means
-from pipeline.stages.schedule.policies.step_cost_model import StepTimes
+from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.scheduler_config import PreemptionMode
 
 
-class Preemption:
+class PreemptionCosts:
     """Knows costs; it changes nothing."""
 
-    def __init__(self, means: Means, rows: Rows, times: StepTimes, memory: Memory, block_size: int) -> None:
+    def __init__(
+        self,
+        means: PreemptionMode,
+        rows: Rows,
+        cost_model: StepCostModel,
+        kv_cache_manager: KVCacheManager,
+        block_size: int,
+    ) -> None:
         self._means = means
         self._rows = rows
-        self._times = times
-        self._memory = memory
+        self._cost_model = cost_model
+        self._kv_cache_manager = kv_cache_manager
         self._block_size = block_size
 
     def num_kept(self, rows: Int64s) -> Int64s:
@@ -34,10 +41,14 @@ class Preemption:
         """Seconds that it takes to bring each of these rows back, and whether that is from swap space."""
         num_kept = self.num_kept(rows)
         num_blocks = -(-num_kept // self._block_size)
-        compute_s = self._times.prefill_times_s(num_kept)
+        compute_s = self._cost_model.prefill_times_s(num_kept)
         # Nothing, until a copy was measured: so one will be.
-        swap_s = 2 * num_blocks * self._memory.copies.block_s
-        swaps: Bools = (num_blocks > 0) & (num_blocks <= self._memory.swap.num_free) & ~self._rows.is_whole[rows]
+        swap_s = 2 * num_blocks * self._kv_cache_manager.copies.block_s
+        swaps: Bools = (
+            (num_blocks > 0)
+            & (num_blocks <= self._kv_cache_manager.swap.num_free)
+            & ~self._rows.needs_full_prefill[rows]
+        )
         if self._means == "recompute":
             swaps[:] = False
         elif self._means == "auto":
@@ -48,7 +59,7 @@ class Preemption:
 class Victims:
     """Rows that may be put back in one plan, by order."""
 
-    def __init__(self, preemption: Preemption, rows: Rows, candidates: Int64s) -> None:
+    def __init__(self, preemption: PreemptionCosts, rows: Rows, candidates: Int64s) -> None:
         self._candidates = candidates
         self._costs_s, _ = preemption.costs_s(candidates)
         self._ranks = rows.rank[candidates]

@@ -11,59 +11,59 @@ from itertools import chain
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Int64s
-from pipeline.stages.schedule.kv_cache.manager import Memory, Reach
-from pipeline.stages.schedule.policies.preemption import Preemption, Victims
+from pipeline.stages.schedule.kv_cache.manager import BlockDemand, KVCacheManager
+from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import Rows
 
-ASK_AGAIN = 16
+RETRY_STEPS = 16
 """Steps after which it is asked again whether somebody could be put back with any use."""
 
 
-class Way:
+class PriorityPreemptor:
     """Owns for whom way was made. It puts nobody back itself."""
 
-    def __init__(self, rows: Rows, memory: Memory, preemption: Preemption) -> None:
+    def __init__(self, rows: Rows, kv_cache_manager: KVCacheManager, preemption: PreemptionCosts) -> None:
         self._rows = rows
-        self._memory = memory
+        self._kv_cache_manager = kv_cache_manager
         self._preemption = preemption
-        self.made_for: list[Sequence] = []
+        self.preempted_for: list[Sequence] = []
         """By order; each until it starts."""
-        self._in_vain = (0, 0, 0)
+        self._last_failure = (0, 0, 0)
         """For whom nobody could be put back with any use, and when: `Rows.num_changes`, and about which step."""
 
-    def is_for(self, sequence: Sequence) -> bool:
+    def is_next(self, sequence: Sequence) -> bool:
         """Whether a sequence is the next that way was made for."""
-        return bool(self.made_for) and self.made_for[0] is sequence
+        return bool(self.preempted_for) and self.preempted_for[0] is sequence
 
     def forget(self, sequence: Sequence) -> None:
         """It has started, or ended."""
-        if self.made_for:
-            self.made_for = [other for other in self.made_for if other is not sequence]
+        if self.preempted_for:
+            self.preempted_for = [other for other in self.preempted_for if other is not sequence]
 
-    def may_be_made(self) -> bool:
+    def may_preempt(self) -> bool:
         """Whether nobody waits for way that was made. Where what was to come back is there, and others have taken of
         it, way has to be made once more."""
-        if self.made_for and not self._memory.pool.num_retired:
-            if self._memory.reach(self.made_for[0]).suffices(0):
+        if self.preempted_for and not self._kv_cache_manager.pool.num_retired:
+            if self._kv_cache_manager.reach(self.preempted_for[0]).suffices(0):
                 return False
-            self.made_for = []
-        return not self.made_for
+            self.preempted_for = []
+        return not self.preempted_for
 
-    def rows_for(
+    def choose_victims(
         self, first: Sequence, behind: Iterable[Sequence], ending: Int64s, num_tokens: int, step_id: int
     ) -> list[int]:
         """The rows to put back for who would start `first`, and for those `behind` it, while `num_tokens` last.
         `ending` are rows that have all their ids: they leave by themselves. If there are any rows, way is made."""
         rows = self._rows
-        moment = first.seq, rows.num_changes, step_id // ASK_AGAIN
-        if moment == self._in_vain:
+        moment = first.seq, rows.num_changes, step_id // RETRY_STEPS
+        if moment == self._last_failure:
             return []
         worse = rows.order[rows.rank[rows.order] > first.order[0]]
         worse = worse[~np.isin(worse, ending)]
         if len(worse) == 0:
             return []
-        reach = self._memory.reach(first)
+        reach = self._kv_cache_manager.reach(first)
         for row in ending.tolist():
             reach.add(rows.blocks_of(row))
         victims = Victims(self._preemption, rows, worse)
@@ -75,7 +75,7 @@ class Way:
                 num_tokens -= len(heads[-1].ids)
                 if num_tokens <= 0:
                     break
-                reach.want(self._memory.blocks_for(len(head.ids)))
+                reach.want(self._kv_cache_manager.blocks_for(len(head.ids)))
             num_spare_rows = num_free + len(put_back) - len(heads) - 1
             num_beside = num_running + len(heads) - len(put_back)
             chosen = self._chosen(victims, reach, head.order[0], num_spare_rows, num_beside)
@@ -84,12 +84,12 @@ class Way:
             heads.append(head)
             put_back += chosen
         if not heads:
-            self._in_vain = moment
-        self.made_for = heads if put_back else []
+            self._last_failure = moment
+        self.preempted_for = heads if put_back else []
         return put_back
 
     def _chosen(
-        self, victims: Victims, reach: Reach, rank: int, num_spare_rows: int, num_running: int
+        self, victims: Victims, reach: BlockDemand, rank: int, num_spare_rows: int, num_running: int
     ) -> list[int] | None:
         """The fewest rows of a rank above `rank` that leave no row and no block lacking; None where all are too few."""
         chosen: list[int] = []

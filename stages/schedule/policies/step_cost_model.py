@@ -56,7 +56,7 @@ Moments = list[float]
 """Of (a, b, c, d, e)'s features u and a target t: the 15 products u·u by rows of the upper triangle, then 5 of u·t."""
 
 
-class Kind:
+class StepKind:
     """The mean step of one kind."""
 
     __slots__ = ("mean", "noted", "num")
@@ -69,7 +69,7 @@ class Kind:
         """What the sum over all kinds has of this one."""
 
 
-class StepTimes:
+class StepCostModel:
     """Learns the model from steps, and predicts by it. Deterministic: the same steps give the same predictions.
 
     Before the first step every prediction is 0.0. Before the first with chunks a chunk costs nothing: see `is_known`.
@@ -87,7 +87,7 @@ class StepTimes:
         self._deviations = [0.1, 0.1]
         """The usual relative error of steps without chunks and with them."""
         self._last: Moments = [0.0] * 20
-        self._kinds: dict[tuple[int, int, int], Kind] = {}
+        self._kinds: dict[tuple[int, int, int], StepKind] = {}
         self._sum: Moments = [0.0] * 20
 
     @property
@@ -152,7 +152,7 @@ class StepTimes:
         if self._num <= NUM_EVERY_SWEPT or self._num % 4 == 0:
             self._sweep()
 
-    def _kind(self, num_decodes: float, context: float, num_chunk_tokens: float, pairs: float) -> Kind:
+    def _kind(self, num_decodes: float, context: float, num_chunk_tokens: float, pairs: float) -> StepKind:
         """The kind of such a step, made where it is the first."""
         decodes, tokens = int(num_decodes), int(num_chunk_tokens)
         if tokens > 0:
@@ -161,10 +161,10 @@ class StepTimes:
             key = (decodes.bit_length(), -1, int(context / decodes).bit_length() + 1 >> 1 if decodes else 0)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = Kind()
+            kind = self._kinds[key] = StepKind()
         return kind
 
-    def _clipped(self, expected_s: float, seconds: float, kind: Kind, has_chunks: bool) -> float:
+    def _clipped(self, expected_s: float, seconds: float, kind: StepKind, has_chunks: bool) -> float:
         """What a step counts as having taken, beside others of its kind."""
         num_decodes, context, num_chunk_tokens, pairs, mean_s = kind.mean
         mean_expected_s = self.predict(num_decodes, context, num_chunk_tokens, pairs)
@@ -205,7 +205,7 @@ class StepTimes:
             kind.mean[4] *= factor
             kind.noted = _scaled(kind.noted, factor)
 
-    def _keep(self, kind: Kind, features: tuple[float, float, float, float], seconds: float) -> None:
+    def _keep(self, kind: StepKind, features: tuple[float, float, float, float], seconds: float) -> None:
         """Take a step into its kind's mean, and now and then that into the sum over all kinds."""
         kind.num += 1
         gain = 1 / min(kind.num, KIND_WINDOW)

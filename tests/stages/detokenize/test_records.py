@@ -5,9 +5,9 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
-from pipeline.stages.detokenize.sequences import Sequences
+from pipeline.stages.detokenize.output_processor import OutputProcessor
 from tests.fakes import record
-from tests.stages.detokenize.test_sequences import VOCABULARY, ids_of, opening
+from tests.stages.detokenize.test_output_processor import VOCABULARY, ids_of, opening
 
 ASKING = m.TextOptions(stop=["stop"], record_bytes=logprob_bytes(1), num_top=1)
 WORDS = ids_of("it has to stop here and now")
@@ -33,7 +33,7 @@ def told(deltas: m.Deltas) -> list[tuple[list[int], bytes]]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 11, 100])
 @pytest.mark.parametrize("tell_every", [1, 3, 100])
 def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every: int) -> None:
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     sequences.open(opening(5, ASKING))
     ids: list[int] = []
     records = b""
@@ -51,7 +51,7 @@ def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every:
 
 
 def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     sequences.open(opening(5, m.TextOptions(record_bytes=WIDTH)))
     sequences.settle([5], [0], [4], WORDS[:4], [m.Finish.NONE], records=records_of(WORDS[:4]))
     sequences.settle([5], [2], [6], WORDS[2:8], [m.Finish.STOP], records=records_of(WORDS[2:8]))
@@ -59,7 +59,7 @@ def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
 
 
 def test_those_who_do_not_ask_have_none_beside_those_who_do() -> None:
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     for seq, options in ((3, None), (4, ASKING), (5, None)):
         sequences.open(opening(seq, options))
     sequences.settle([3, 5], [0, 0], [2, 1], WORDS[:3], [0, 0])
@@ -72,7 +72,7 @@ def test_those_who_do_not_ask_have_none_beside_those_who_do() -> None:
 
 
 def test_each_gateway_is_told_of_its_own() -> None:
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     sequences.open(opening(3, ASKING, gateway=0))
     sequences.open(opening(4, None, gateway=1))
     sequences.settle([3, 4], [0, 0], [1, 1], WORDS[:2], [0, 0], records=records_of(WORDS[:1]))
@@ -88,7 +88,7 @@ def bytes_of(token_id: int) -> bytes:
 @pytest.mark.parametrize("num_top", [0, 1, 3])
 def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> None:
     asking = m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     sequences.open(opening(3, None))
     sequences.open(opening(4, asking))
     sequences.settle([3, 4], [0, 0], [1, 2], WORDS[:3], [0, 0], records=records_of(WORDS[1:3], num_top))
@@ -100,7 +100,7 @@ def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> 
 @pytest.mark.parametrize("with_pieces", [False, True])
 def test_records_of_a_prompt_are_told_once_and_before_the_end(with_pieces: bool) -> None:
     options = m.TextOptions(prompt_num_top=2, with_pieces=with_pieces)
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     sequences.open(opening(3, None))
     sequences.open(opening(4, options))
     told_ids: list[int] = []
@@ -125,7 +125,7 @@ def test_records_of_a_prompt_are_told_once_and_before_the_end(with_pieces: bool)
 
 
 def test_why_a_sequence_ended_with_an_error_is_told() -> None:
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     for seq in (3, 4, 5):
         sequences.open(opening(seq, None))
     error = m.Finish.ERROR
@@ -137,7 +137,7 @@ def test_why_a_sequence_ended_with_an_error_is_told() -> None:
 @pytest.mark.parametrize("min_tokens", [0, 9, 13, 14, 15, 100])
 def test_a_stop_string_counts_that_ends_behind_the_first_ids(min_tokens: int) -> None:
     """Also one that begins within them."""
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     sequences.open(opening(5, m.TextOptions(stop=["stop"], min_tokens=min_tokens)))
     sequences.settle([5], [0], [6], WORDS[:6], [m.Finish.NONE])
     sequences.settle([5], [6], [len(WORDS) - 6], WORDS[6:], [m.Finish.LENGTH])

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
-from pipeline.stages.detokenize.sequences import Sequences
-from tests.stages.detokenize.test_sequences import (
+from pipeline.stages.detokenize.output_processor import OutputProcessor
+from tests.stages.detokenize.test_output_processor import (
     BYTES,
     END,
     FINISHES,
@@ -22,7 +22,7 @@ from tests.stages.detokenize.test_sequences import (
 
 def offsets_by_id(ids: list[int], options: m.TextOptions) -> list[int]:
     """Characters that an uninterrupted client has been shown with each number of ids, while its sequence goes on."""
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     sequences.open(opening(5, options))
     shown = [0]
     for place, token_id in enumerate(ids):
@@ -49,7 +49,7 @@ def test_cut_anywhere_the_same_text_follows(ids: list[int], finish: m.Finish, op
         cut = min(cut, len(ids) - 1)  # ids never say so
     known, rest = ids[:cut], ids[cut:]
     ended = finish if not rest else m.Finish.NONE
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     begun = msgspec.structs.replace(opening(5, options), outputs=np.array(known, np.int32).tobytes(), finish=ended)
     aborts = sequences.open(begun, known)
     texts, told, offset, end = "", [], -1, (0, None)

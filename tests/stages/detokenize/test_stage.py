@@ -12,11 +12,11 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, Outbox, address_of
 from pipeline.runtime.stage import Stage
 from pipeline.shm.arrays import Array, ShmRef
-from pipeline.stages.detokenize.stage import RETRY_S, Detokenize
+from pipeline.stages.detokenize.stage import RETRY_S, DetokenizeStage
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import Rig
 from tests.runtime.test_channels import until
-from tests.stages.detokenize.test_sequences import Told, ids_of, opening
+from tests.stages.detokenize.test_output_processor import Told, ids_of, opening
 from tests.stages.detokenize.vocabularies import byte_level
 
 FACTS = m.ExecuteFacts(num_blocks=8, block_size=16, max_model_len=128, vocab_size=420)
@@ -177,7 +177,7 @@ def test_what_a_full_socket_refuses_waits_merged_and_is_told_later(model_dir, mo
         death_fd=-1,
     )
     stage: Stage[m.DetokenizeInbox] = Stage(launch, m.DetokenizeInbox)
-    detokenize = Detokenize(stage, Vocabulary.load(model_dir / "tokenizer.json"))
+    detokenize = DetokenizeStage(stage, Vocabulary.load(model_dir / "tokenizer.json"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     schedule: Outbox[m.DetokenizeInbox] = Outbox(context, stage.launch.address, m.Envelope("schedule.0", 1), 1000)
 

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.stages.detokenize.stop_matcher import Judge, StopStrings
+from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 
 
 def judged(stops: list[str], pieces: list[str], *, include_stop: bool = False) -> tuple[str, str | None]:
-    judge = Judge(StopStrings(stops), include_stop=include_stop)
+    matcher = StopMatcher(StopStrings(stops), include_stop=include_stop)
     shown = ""
     for piece in pieces:
-        shown += judge.push(piece)
-        if judge.found is not None:
-            return shown, judge.found
-    return shown + judge.finish(), None
+        shown += matcher.push(piece)
+        if matcher.found is not None:
+            return shown, matcher.found
+    return shown + matcher.finish(), None
 
 
 def expected(stops: list[str], text: str, include_stop: bool) -> tuple[str, str | None]:
@@ -38,11 +38,11 @@ def test_the_verdict_is_the_rules_whatever_the_pieces(stops, pieces, include_sto
 @settings(max_examples=300, deadline=None)
 @given(stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), text=st.text("abc", max_size=30))
 def test_just_what_may_begin_a_stop_string_is_held_back(stops, text):
-    judge = Judge(StopStrings(stops), include_stop=False)
+    matcher = StopMatcher(StopStrings(stops), include_stop=False)
     shown = ""
     for place, character in enumerate(text, 1):
-        shown += judge.push(character)
-        if judge.found is not None:
+        shown += matcher.push(character)
+        if matcher.found is not None:
             return
         held = max(
             length
@@ -73,16 +73,16 @@ def test_cases(stops, pieces, shown, found):
 
 
 def test_a_stop_string_that_is_kept_holds_nothing_back():
-    judge = Judge(StopStrings(["END"]), include_stop=True)
-    assert judge.push("aEN") == "aEN"
-    assert judge.push("Dx") == "D"
-    assert judge.found == "END"
+    matcher = StopMatcher(StopStrings(["END"]), include_stop=True)
+    assert matcher.push("aEN") == "aEN"
+    assert matcher.push("Dx") == "D"
+    assert matcher.found == "END"
 
 
 def test_each_character_is_looked_at_once(monkeypatch):
     """A text of nothing but beginnings, thousands of stop strings: there are never more steps back than characters."""
     stops = StopStrings(["a" * 50 + chr(0x4E00 + i) for i in range(2000)])
-    judge = Judge(stops, include_stop=False)
+    matcher = StopMatcher(stops, include_stop=False)
     num_steps = 0
 
     class Counting(list):
@@ -93,5 +93,5 @@ def test_each_character_is_looked_at_once(monkeypatch):
 
     monkeypatch.setattr(stops, "_fallback", Counting(stops._fallback))
     for _ in range(5000):
-        judge.push("aaab")
+        matcher.push("aaab")
     assert 0 < num_steps <= 4 * 5000

@@ -14,8 +14,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.runner import Runner
-from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.rig import raw
 from tests.stages.execute.driver import take
 
@@ -81,7 +81,7 @@ class Pair:
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,
         }
-        self.scheduler = Scheduler(Limits(**known | limits))
+        self.scheduler = Scheduler(SchedulerConfig(**known | limits))
         self._runner = runner
         self._depth = depth
         self._steps: deque[m.Step] = deque()
@@ -143,7 +143,7 @@ class Pair:
             priority=ask.priority,
             record_bytes=ask.record_bytes(self._runner.facts),
             prompt_record_bytes=ask.prompt_record_bytes,
-            is_whole=bool(ask.prompt_record_bytes or ask.sampling.pooling),
+            needs_full_prefill=bool(ask.prompt_record_bytes or ask.sampling.pooling),
         )
         for told in self.scheduler.admit(admit):
             assert isinstance(told, m.Open), told
@@ -172,10 +172,10 @@ class Pair:
         self.scheduler.settle(result)
 
     def _report(self) -> None:
-        settled = self.scheduler.outgoing.report()
+        settled = self.scheduler.output_buffer.pending()
         if settled is None:
             return
-        self.scheduler.outgoing.reported()
+        self.scheduler.output_buffer.mark_sent()
         seqs, starts, counts = (
             take(array, dtype).tolist()
             for array, dtype in ((settled.seqs, np.uint64), (settled.starts, np.int32), (settled.counts, np.int32))

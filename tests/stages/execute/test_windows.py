@@ -12,8 +12,8 @@ import torch
 
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.runner import Runner
-from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.rig import raw
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, settings, take
@@ -39,7 +39,7 @@ DEPTH = 2
 def serve(runner: Runner, num_blocks: int) -> tuple[list[list[int]], int, int]:
     """Greedy texts of all prompts, one arriving after each step, through a scheduler with so many blocks. Returns them,
     how often a sequence was started again, and how many tokens were found in the prefix cache."""
-    limits = Limits(num_blocks=num_blocks, max_model_len=250, max_num_seqs=8, max_num_batched_tokens=32)
+    limits = SchedulerConfig(num_blocks=num_blocks, max_model_len=250, max_num_seqs=8, max_num_batched_tokens=32)
     scheduler = Scheduler(limits)
     texts: dict[int, list[int]] = {}
     waiting = deque(enumerate(PROMPTS, 1))
@@ -88,8 +88,8 @@ def serve(runner: Runner, num_blocks: int) -> tuple[list[list[int]], int, int]:
             )
         )
         scheduler.check()
-        if (report := scheduler.outgoing.report()) is not None:
-            scheduler.outgoing.reported()
+        if (report := scheduler.output_buffer.pending()) is not None:
+            scheduler.output_buffer.mark_sent()
             ids = take(report.ids, np.int32).tolist()
             counts = take(report.counts, np.int32).tolist()
             for seq, num in zip(take(report.seqs, np.uint64).tolist(), counts, strict=True):

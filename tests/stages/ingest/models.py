@@ -9,8 +9,8 @@ from pipeline.config.settings import Limits
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.ingest.prompt import Prompts
-from pipeline.stages.ingest.templates.chats import Chats
+from pipeline.stages.ingest.prompt_processor import PromptProcessor
+from pipeline.stages.ingest.templates.chat_templates import ChatTemplates
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"
@@ -58,9 +58,9 @@ def folder(path: Path, template: str | None = CHATML, tokenizer: Tokenizer | Non
     return path
 
 
-def prompts(tokenizer: Tokenizer, of: ExecuteFacts) -> Prompts:
+def prompts(tokenizer: Tokenizer, of: ExecuteFacts) -> PromptProcessor:
     """For a model that has no template."""
-    return Prompts(tokenizer, of, Chats({}, "no template", 1.0), Limits())
+    return PromptProcessor(tokenizer, of, ChatTemplates({}, "no template", 1.0), Limits())
 
 
 def submit(

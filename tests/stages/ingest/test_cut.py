@@ -10,21 +10,21 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import Limits
 from pipeline.runtime import messages as m
-from pipeline.stages.ingest import prompt as prompt_module
-from pipeline.stages.ingest.prompt import Prompts, Refusal
+from pipeline.stages.ingest import prompt_processor
+from pipeline.stages.ingest.prompt_processor import PromptProcessor, Refusal
 from tests.stages.ingest import models as tiny
 
 LIMITS = Limits(max_prompt_bytes=4096)
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
     folder = tiny.folder(tmp_path_factory.mktemp("tiny"))
-    return prompt_module.load(folder, tiny.facts(), Tokenizer.from_file(str(folder / "tokenizer.json")), LIMITS)
+    return prompt_processor.load(folder, tiny.facts(), Tokenizer.from_file(str(folder / "tokenizer.json")), LIMITS)
 
 
 def cut(
-    prompts: Prompts, prompt: m.Prompt | str, truncate: int, *, max_tokens: int | None = None
+    prompts: PromptProcessor, prompt: m.Prompt | str, truncate: int, *, max_tokens: int | None = None
 ) -> tuple[list[int], int]:
     options = m.PromptOptions(truncate=truncate)
     asked = msgspec.structs.replace(tiny.submit(prompt, max_tokens=max_tokens), prompt_options=options)
@@ -34,7 +34,7 @@ def cut(
     return ids.tolist(), prompts.max_tokens(ids, asked)
 
 
-def test_the_last_ids_are_kept(prompts: Prompts) -> None:
+def test_the_last_ids_are_kept(prompts: PromptProcessor) -> None:
     whole = prompts.encode(m.TextPrompt("abcdef")).tolist()
     assert cut(prompts, "abcdef", 2) == (whole[-2:], 62)
     assert cut(prompts, "abcdef", 10)[0] == whole
@@ -43,18 +43,18 @@ def test_the_last_ids_are_kept(prompts: Prompts) -> None:
     assert cut(prompts, m.IdsPrompt(np.arange(9, dtype=np.int32).tobytes()), 4)[0] == [5, 6, 7, 8]
 
 
-def test_minus_one_leaves_room_for_the_output(prompts: Prompts) -> None:
+def test_minus_one_leaves_room_for_the_output(prompts: PromptProcessor) -> None:
     for max_tokens, kept in ((None, 63), (1, 63), (10, 54), (0, 64), (63, 1)):
         ids, room = cut(prompts, "x" * 500, -1, max_tokens=max_tokens)
         assert (len(ids), room) == (kept, 1 if max_tokens is None else max_tokens)
 
 
-def test_texts_and_chats_too_long_for_any_ids_are_cut(prompts: Prompts) -> None:
+def test_texts_and_chats_too_long_for_any_ids_are_cut(prompts: PromptProcessor) -> None:
     assert len(cut(prompts, "x" * 4000, 5)[0]) == 5
     assert len(cut(prompts, tiny.chat("x" * 4000), 5)[0]) == 5
 
 
-def test_a_text_beyond_the_limit_is_refused_though_it_would_be_cut(prompts: Prompts) -> None:
+def test_a_text_beyond_the_limit_is_refused_though_it_would_be_cut(prompts: PromptProcessor) -> None:
     for prompt in ("é" * 2049, tiny.chat("x" * 4096)):
         with pytest.raises(Refusal, match="at most 4096 are taken") as caught:
             cut(prompts, prompt, 5)
@@ -62,20 +62,20 @@ def test_a_text_beyond_the_limit_is_refused_though_it_would_be_cut(prompts: Prom
 
 
 @pytest.mark.parametrize("truncate", [65, -2])
-def test_more_than_the_model_takes_is_refused(prompts: Prompts, truncate: int) -> None:
+def test_more_than_the_model_takes_is_refused(prompts: PromptProcessor, truncate: int) -> None:
     with pytest.raises(Refusal, match="1 to 64") as caught:
         cut(prompts, "x", truncate)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "truncate_prompt_tokens")
 
 
-def test_what_is_kept_must_leave_room(prompts: Prompts) -> None:
+def test_what_is_kept_must_leave_room(prompts: PromptProcessor) -> None:
     for truncate, max_tokens in ((64, None), (60, 5)):
         with pytest.raises(Refusal) as caught:
             cut(prompts, "x" * 100, truncate, max_tokens=max_tokens)
         assert caught.value.failure.code == "context_length_exceeded"
 
 
-def test_ids_that_are_cut_off_are_checked_too(prompts: Prompts) -> None:
+def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
     with pytest.raises(Refusal) as caught:
         cut(prompts, m.IdsPrompt(np.array([1, 999, 3], np.int32).tobytes()), 1)
     assert caught.value.failure.param == "prompt[1]"
@@ -90,13 +90,15 @@ def test_ids_that_are_cut_off_are_checked_too(prompts: Prompts) -> None:
         (m.Sampling(stop_token_ids=[2**63]), "stop_token_ids"),
     ],
 )
-def test_ids_that_the_model_does_not_have_are_refused(prompts: Prompts, sampling: m.Sampling, param: str) -> None:
+def test_ids_that_the_model_does_not_have_are_refused(
+    prompts: PromptProcessor, sampling: m.Sampling, param: str
+) -> None:
     with pytest.raises(Refusal, match=r"not one of the model's 0\.\.257") as caught:
         prompts.sampling(msgspec.structs.replace(tiny.submit("x"), sampling=sampling))
     assert (caught.value.failure.status, caught.value.failure.param) == (400, param)
 
 
-def test_bad_words_are_ids_in_what_the_executor_gets(prompts: Prompts, tmp_path: Path) -> None:
+def test_bad_words_are_ids_in_what_the_executor_gets(prompts: PromptProcessor, tmp_path: Path) -> None:
     asked = msgspec.structs.replace(tiny.submit("x"), bad_words=["ab"])
     ids = prompts.encode(m.TextPrompt("ab")).tolist()
     assert prompts.sampling(asked) == msgspec.structs.replace(asked.sampling, bad_words=[ids])
@@ -117,7 +119,7 @@ def test_bad_words_are_ids_in_what_the_executor_gets(prompts: Prompts, tmp_path:
     ],
 )
 def test_what_leaves_no_first_token_is_refused(
-    prompts: Prompts, sampling: dict[str, Any], words: list[str], is_left: bool
+    prompts: PromptProcessor, sampling: dict[str, Any], words: list[str], is_left: bool
 ) -> None:
     """Its sequence would end with an error of the server at once."""
     begun = [prompts.encode(m.TextPrompt(word)).tolist() for word in "ab"]

@@ -13,7 +13,7 @@ from pipeline.runtime.messages import PromptOptions
 from pipeline.stages.ingest import reply_grammar
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.bad_words import BadWord, as_ids
-from pipeline.stages.ingest.prompt import Refusal
+from pipeline.stages.ingest.prompt_processor import Refusal
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 

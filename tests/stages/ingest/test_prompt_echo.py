@@ -9,7 +9,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import PromptOptions
 from pipeline.shm.arrays import ShmRef
-from pipeline.stages.ingest.prompt_echo import Shown
+from pipeline.stages.ingest.prompt_echo import PromptEcho
 from pipeline.stages.ingest.stage import MANY_IDS
 from tests.rig import Rig
 from tests.stages.detokenize.vocabularies import byte_fallback, byte_ids
@@ -148,14 +148,14 @@ class TestAnEcho:
         assert accepted(rig, prompt, PromptOptions(with_text=True))[0].text == "a\ufffd"
 
     def test_of_a_text_is_what_was_written(self) -> None:
-        shown = Shown(tiny.byte_tokenizer())
+        shown = PromptEcho(tiny.byte_tokenizer())
         assert shown.text(m.TextPrompt("  Ünï </s>"), [1], goes_on=True) == "  Ünï </s>"
 
 
 def test_byte_fallback_vocabularies_are_shown_like_the_output_is() -> None:
     tokenizer = byte_fallback()
     letters = byte_ids(tokenizer)
-    shown = Shown(tokenizer)
+    shown = PromptEcho(tokenizer)
     ids = [letters[byte] for byte in "né".encode()] + [letters[0xE2]]
     assert shown.text(ids_prompt(ids), ids, goes_on=False) == "né\ufffd"
     assert shown.text(ids_prompt(ids), ids, goes_on=True) == "né"

@@ -14,7 +14,7 @@ from pipeline.config.settings import Ingest, Limits, Settings
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompt import Prompts
+from pipeline.stages.ingest.prompt_processor import PromptProcessor
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
@@ -161,13 +161,13 @@ def test_stopping_waits_for_the_text_being_encoded_but_not_for_those_behind(
     smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = []
-    really = Prompts.encode
+    really = PromptProcessor.encode
 
-    def counted(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
+    def counted(self: PromptProcessor, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
         encoded.append(prompt)
         return really(self, prompt, *others, **options)
 
-    monkeypatch.setattr(Prompts, "encode", counted)
+    monkeypatch.setattr(PromptProcessor, "encode", counted)
     with Rig("ingest", model_dir=smollm2_dir) as rig:
         rig.start(tiny.facts(max_model_len=1_000_000, vocab_size=49152))
         for i in range(30):
@@ -221,10 +221,10 @@ def test_a_folder_without_a_tokenizer_ends_the_stage_before_it_is_ready(tmp_path
 def test_what_goes_wrong_beside_the_loop_ends_the_stage_with_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Prompts, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
+    def broken(self: PromptProcessor, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
         raise AssertionError("a broken invariant")
 
-    monkeypatch.setattr(Prompts, "encode", broken)
+    monkeypatch.setattr(PromptProcessor, "encode", broken)
     with (
         pytest.raises(AssertionError, match="a broken invariant"),
         Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig,
@@ -262,14 +262,14 @@ def test_what_is_asked_of_the_prompt_is_told_to_schedule(rig: Rig) -> None:
     )
     rig.send(asked, "gateway.0")
     admit = rig.receive("schedule", m.Admit)
-    assert (admit.record_bytes, admit.prompt_record_bytes, admit.is_whole) == (12, 4 + 8 * 3, True)
+    assert (admit.record_bytes, admit.prompt_record_bytes, admit.needs_full_prefill) == (12, 4 + 8 * 3, True)
     assert len(msgspec.msgpack.decode(admit.sampling, type=m.Sampling).bad_words[0]) == 2
     pooled = m.Sampling(pooling=m.Pooling.MEAN)
     rig.send(msgspec.structs.replace(tiny.submit("x" * 63, max_tokens=1), sampling=pooled), "gateway.0")
     admit = rig.receive("schedule", m.Admit)
-    assert (admit.prompt_record_bytes, admit.is_whole) == (0, True)
+    assert (admit.prompt_record_bytes, admit.needs_full_prefill) == (0, True)
     rig.send(tiny.submit("x"), "gateway.0")
-    assert not rig.receive("schedule", m.Admit).is_whole
+    assert not rig.receive("schedule", m.Admit).needs_full_prefill
 
 
 def test_a_chat_is_shown_as_it_was_written_and_cut(rig: Rig) -> None:

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from pipeline.stages.schedule.limits import Limits
-from pipeline.stages.schedule.policies.policy import MAX_PASSED
-from tests.stages.schedule.test_scheduler import Bench, limits
+from pipeline.stages.schedule.policies.policy import MAX_SKIPPED
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from tests.stages.schedule.test_scheduler import Bench, config
 
 
 def turn(bench: Bench, steps: int = 1) -> None:
@@ -18,7 +18,7 @@ def turn(bench: Bench, steps: int = 1) -> None:
         bench.report()
 
 
-def taught(chosen: Limits, depth: int = 1) -> Bench:
+def taught(chosen: SchedulerConfig, depth: int = 1) -> Bench:
     """One that knows what steps take."""
     bench = Bench(chosen, depth)
     for number in range(12):
@@ -42,9 +42,9 @@ def ids(number: int, length: int) -> list[int]:
     return [int(value) for value in np.random.default_rng(number).integers(0, 900, length)]
 
 
-def long_limits(**changes: object) -> Limits:
+def long_limits(**changes: object) -> SchedulerConfig:
     values = {"num_blocks": 2000, "max_model_len": 3000, "long_tokens": 500, "long_stretch": 1.3}
-    return limits(**(values | changes))
+    return config(**(values | changes))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -68,7 +68,7 @@ def test_nobody_is_put_back_for_a_long_prompt_that_waits_for_another(depth: int,
 
 
 def test_what_is_shared_needs_no_way() -> None:
-    bench = Bench(limits(num_blocks=70, max_model_len=1024, policy="priority"), depth=1)
+    bench = Bench(config(num_blocks=70, max_model_len=1024, policy="priority"), depth=1)
     prompt = ids(1, 480)
     bench.admit(prompt, max_tokens=300)
     turn(bench, 10)
@@ -82,7 +82,7 @@ def test_what_is_shared_needs_no_way() -> None:
 
 
 def test_nobody_is_put_back_whose_blocks_stay_with_others() -> None:
-    bench = Bench(limits(num_blocks=60, max_model_len=1024, policy="priority"), depth=1)
+    bench = Bench(config(num_blocks=60, max_model_len=1024, policy="priority"), depth=1)
     prompt = ids(1, 480)
     bench.admit(prompt, max_tokens=300)
     turn(bench, 10)
@@ -101,7 +101,7 @@ def test_nobody_is_put_back_whose_blocks_stay_with_others() -> None:
 
 
 def test_nobody_is_put_back_while_there_is_nothing_left_to_compute_with() -> None:
-    bench = Bench(limits(num_blocks=400, max_model_len=1024, max_num_seqs=2, policy="priority"), depth=1)
+    bench = Bench(config(num_blocks=400, max_model_len=1024, max_num_seqs=2, policy="priority"), depth=1)
     bench.admit(range(10), max_tokens=500, priority=1)
     turn(bench, 3)
     bench.admit(ids(1, 900), max_tokens=2)
@@ -113,14 +113,14 @@ def test_nobody_is_put_back_while_there_is_nothing_left_to_compute_with() -> Non
         bench.report()
     bench.fill()
     assert bench.scheduler.load().num_running == 2
-    assert not bench.scheduler._way.made_for, "whom way was made for has started"
+    assert not bench.scheduler._preemptor.preempted_for, "whom way was made for has started"
     bench.run()
     bench.check_outputs()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_lower_priority_does_not_wait_for_a_prompt_of_a_higher_one(depth: int) -> None:
-    bench = Bench(limits(num_blocks=400, max_model_len=2048, policy="priority"), depth)
+    bench = Bench(config(num_blocks=400, max_model_len=2048, policy="priority"), depth)
     bench.admit(ids(1, 1500), max_tokens=2, priority=5)
     turn(bench, 3)
     urgent = bench.admit(ids(2, 50), max_tokens=2, priority=0)
@@ -188,11 +188,11 @@ def test_a_long_prompt_is_passed_so_often_and_no_more() -> None:
         turn(bench)
         if any(sequence and sequence.request.request_id == second for sequence in bench.scheduler.rows.sequences):
             break
-    assert number <= 2 * MAX_PASSED
+    assert number <= 2 * MAX_SKIPPED
 
 
 def test_who_is_preferred_is_counted_when_it_has_started_and_not_before() -> None:
-    bench = Bench(limits(num_blocks=16, max_num_seqs=8, max_model_len=200, policy="longest-prefix-match"), depth=1)
+    bench = Bench(config(num_blocks=16, max_num_seqs=8, max_model_len=200, policy="longest-prefix-match"), depth=1)
     bench.admit(range(64), max_tokens=1)
     bench.run()
     bench.admit(ids(1, 150), max_tokens=50)  # fills the memory for as long as it runs
@@ -204,7 +204,7 @@ def test_who_is_preferred_is_counted_when_it_has_started_and_not_before() -> Non
     waiting = [
         sequence for request in bench.scheduler.requests.values() for sequence in request.open_sequences.values()
     ]
-    assert all(sequence.num_passed == 0 for sequence in waiting if sequence.row < 0) or matching in {
+    assert all(sequence.num_skipped == 0 for sequence in waiting if sequence.row < 0) or matching in {
         bench.opened[seq].request_id for seq in bench.finished
     }
     bench.run()
@@ -212,7 +212,7 @@ def test_who_is_preferred_is_counted_when_it_has_started_and_not_before() -> Non
 
 
 def test_siblings_of_a_leader_that_is_aborted_have_another() -> None:
-    bench = Bench(limits(max_num_batched_tokens=16), depth=1)
+    bench = Bench(config(max_num_batched_tokens=16), depth=1)
     request = bench.admit(range(60), max_tokens=3, n=3)
     turn(bench)
     bench.abort(request, 0)
@@ -227,7 +227,7 @@ def test_putting_back_many_costs_little(aligned: bool) -> None:
     """A thousand rows that run out of memory at once: the cost of a plan, of which one may be a noisy moment's."""
     num_rows = 1024
     bench = Bench(
-        limits(
+        config(
             num_blocks=num_rows * 2, max_num_seqs=num_rows, max_num_batched_tokens=65536, prefix_caching=False,
             num_swap_blocks=500,
         ),
@@ -263,7 +263,7 @@ def test_a_prompt_that_is_put_back_lends_its_row_and_nothing_else(depth: int) ->
 @pytest.mark.parametrize("num_blocks", [10, 30, 40])
 def test_way_that_was_made_suffices_though_others_grow_meanwhile(depth: int, num_blocks: int) -> None:
     bench = Bench(
-        limits(num_blocks=64 * 2, max_num_seqs=64, max_model_len=1000, max_num_batched_tokens=1024, policy="priority"),
+        config(num_blocks=64 * 2, max_num_seqs=64, max_model_len=1000, max_num_batched_tokens=1024, policy="priority"),
         depth,
     )
     for number in range(16):
@@ -279,7 +279,7 @@ def test_way_that_was_made_suffices_though_others_grow_meanwhile(depth: int, num
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_many_of_a_lower_priority_take_rows_in_one_step(depth: int) -> None:
-    bench = Bench(limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=1024, policy="priority"), depth)
+    bench = Bench(config(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=1024, policy="priority"), depth)
     for number in range(32):
         bench.admit(ids(number, 10), max_tokens=100, priority=3)
     turn(bench, 4)
@@ -293,7 +293,7 @@ def test_many_of_a_lower_priority_take_rows_in_one_step(depth: int) -> None:
 
 
 def test_no_more_are_put_back_than_the_step_has_tokens_for() -> None:
-    bench = Bench(limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=64, policy="priority"), depth=1)
+    bench = Bench(config(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=64, policy="priority"), depth=1)
     for number in range(32):
         bench.admit(ids(number, 10), max_tokens=100, priority=3)
     turn(bench, 10)
@@ -304,7 +304,7 @@ def test_no_more_are_put_back_than_the_step_has_tokens_for() -> None:
 
 
 def test_nobody_is_put_back_for_a_row_that_is_about_to_be_free() -> None:
-    bench = Bench(limits(num_blocks=200, max_num_seqs=2, policy="priority"), depth=2)
+    bench = Bench(config(num_blocks=200, max_num_seqs=2, policy="priority"), depth=2)
     bench.admit(range(10), max_tokens=100, priority=2)
     bench.admit(range(50, 60), max_tokens=12, priority=3)
     while not any(sequence and len(bench.received[2]) == 11 for sequence in bench.scheduler.rows.sequences):
@@ -334,7 +334,7 @@ def test_a_long_prompt_does_not_wait_for_prompts_of_a_higher_priority(other: int
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_siblings_of_a_leader_that_ends_with_its_first_id_go_on_together(caching: bool) -> None:
-    bench = Bench(limits(num_blocks=600, max_num_seqs=64, max_num_batched_tokens=2048, prefix_caching=caching), depth=1)
+    bench = Bench(config(num_blocks=600, max_num_seqs=64, max_num_batched_tokens=2048, prefix_caching=caching), depth=1)
     bench.admit(ids(1, 30), max_tokens=1, n=64)
     assert bench.run() <= 3
     bench.check_outputs()

@@ -11,8 +11,8 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.limits import Limits
 from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor, expected, record
 from tests.rig import raw
 
@@ -28,8 +28,8 @@ LIMITS: dict[str, Any] = {
 class Asks:
     """A scheduler, a fake executor, and what detokenize has been told of each sequence."""
 
-    def __init__(self, depth: int, num_swap_blocks: int = 0, **limits: Any) -> None:
-        known = Limits(**LIMITS | {"num_swap_blocks": num_swap_blocks} | limits)
+    def __init__(self, depth: int, num_swap_blocks: int = 0, **config: Any) -> None:
+        known = SchedulerConfig(**LIMITS | {"num_swap_blocks": num_swap_blocks} | config)
         self.scheduler = Scheduler(known)
         self._executor = FakeExecutor(known.num_blocks, num_swap_blocks=num_swap_blocks)
         self._depth = depth
@@ -77,7 +77,7 @@ class Asks:
             text=raw(m.TextOptions(record_bytes=width, num_top=num_top, prompt_num_top=prompt_num_top)),
             record_bytes=width,
             prompt_record_bytes=logprob_bytes(prompt_num_top) if prompt_num_top >= 0 else 0,
-            is_whole=prompt_num_top >= 0,
+            needs_full_prefill=prompt_num_top >= 0,
             **how,
         )
         for told in self.scheduler.admit(admit):
@@ -98,10 +98,10 @@ class Asks:
         return True
 
     def report(self, sent: bool = True) -> None:
-        message = self.scheduler.outgoing.report()
+        message = self.scheduler.output_buffer.pending()
         if message is None or not sent:
             return
-        self.scheduler.outgoing.reported()
+        self.scheduler.output_buffer.mark_sent()
         self.reports.append(message)
         ids = np.frombuffer(message.ids, np.int32).tolist()
         for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):

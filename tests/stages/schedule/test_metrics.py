@@ -6,17 +6,17 @@ import pytest
 from pipeline.metrics.stats import HistogramCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.stages.schedule.test_scheduler import Bench
 
 
 class Clock(Bench):
     """A bench on which each step takes a second, from its plan to its result."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, **config: int) -> None:
         super().__init__(
-            Limits(
-                **{"num_blocks": 64, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64} | limits
+            SchedulerConfig(
+                **{"num_blocks": 64, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64} | config
             ),
             1,
         )  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ class Clock(Bench):
         self.scheduler.now_s += 1
         if self.steps:
             self.answer()
-        report = self.scheduler.outgoing.report()
+        report = self.scheduler.output_buffer.pending()
         self.firsts += report.firsts if report is not None else []
         self.report()
 

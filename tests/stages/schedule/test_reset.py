@@ -7,14 +7,14 @@ from pipeline.config.settings import Schedule, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.scheduler import Limits
+from pipeline.stages.schedule.scheduler import SchedulerConfig
 from tests.fakes import expected
 from tests.rig import Rig
 from tests.stages.schedule.policies.test_preemption import crowd, short_of_memory
 from tests.stages.schedule.test_scheduler import Bench
 from tests.stages.schedule.test_stage import FACTS, Neighbours
 
-LIMITS = Limits(num_blocks=64, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256)
+LIMITS = SchedulerConfig(num_blocks=64, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256)
 
 
 class TestThePool:

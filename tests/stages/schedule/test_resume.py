@@ -7,7 +7,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from tests.fakes import expected
 from tests.rig import raw
-from tests.stages.schedule.test_scheduler import Bench, limits
+from tests.stages.schedule.test_scheduler import Bench, config
 
 PROMPT = list(range(40))
 STOP_AT = 23
@@ -57,7 +57,7 @@ def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> 
     whole, finish = expected(PROMPT, m.Sampling(seed=3, stop_token_ids=stop), 0, 30)
     known = whole[:cut]
     ended = Finish.STOP if stops and len(known) == len(whole) else Finish.NONE
-    bench = Bench(limits(), depth)
+    bench = Bench(config(), depth)
     (opening,) = resume(bench, [known], [ended], 30, stop)
     steps = bench.run()
     bench.check_outputs()
@@ -74,7 +74,7 @@ def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> 
 
 def test_sequences_of_n_go_on_each_from_its_own_place() -> None:
     wholes = [expected(PROMPT, m.Sampling(seed=3), index, 20)[0] for index in range(3)]
-    bench = Bench(limits(), depth=2)
+    bench = Bench(config(), depth=2)
     openings = resume(bench, [wholes[0], [], wholes[2][:5]], [Finish.NONE] * 3, 20, [])
     assert [opening.finish for opening in openings] == [Finish.LENGTH, Finish.NONE, Finish.NONE]
     bench.run()
@@ -83,7 +83,7 @@ def test_sequences_of_n_go_on_each_from_its_own_place() -> None:
 
 
 def test_what_was_known_is_computed_again_after_a_preemption_too() -> None:
-    bench = Bench(limits(num_blocks=9, max_num_seqs=4), depth=2)
+    bench = Bench(config(num_blocks=9, max_num_seqs=4), depth=2)
     bench.admit(range(200, 240), max_tokens=60, arrival_s=-1.0)
     whole, _ = expected(PROMPT, m.Sampling(seed=3), 0, 50)
     (opening,) = resume(bench, [whole[:11]], [Finish.NONE], 50, [], request_id=2)
@@ -95,7 +95,7 @@ def test_what_was_known_is_computed_again_after_a_preemption_too() -> None:
 
 def test_only_the_prompt_counts_as_prompt_and_as_cached() -> None:
     """Ids that were received are computed as a prompt is, and are none."""
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     whole, _ = expected(PROMPT, m.Sampling(seed=3), 0, 30)
     for request_id in (1, 2):
         resume(bench, [whole[:25]], [Finish.NONE], 30, [], request_id)

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.limits import Limits, Means
-from pipeline.stages.schedule.policies.policy import Name
+from pipeline.stages.schedule.policies.policy import PolicyName
 from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Scheduler
+from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
 from tests.fakes import FakeExecutor, expected, next_id, record
 from tests.rig import raw
 
@@ -26,10 +26,10 @@ MAX_STEPS = 20_000
 class Bench:
     """A scheduler and a fake executor, with what detokenize would have received."""
 
-    def __init__(self, limits: Limits, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
+    def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
         self.num_detokenize = num_detokenize
-        self.scheduler = Scheduler(limits, num_detokenize=num_detokenize)
-        self.executor = FakeExecutor(limits.num_blocks, num_swap_blocks=limits.num_swap_blocks, copy_s=copy_s)
+        self.scheduler = Scheduler(config, num_detokenize=num_detokenize)
+        self.executor = FakeExecutor(config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s)
         self.depth = depth
         self.steps: deque[m.Step] = deque()
         self.tables: deque[set[int]] = deque()
@@ -91,7 +91,7 @@ class Bench:
             cache_salt=salt,
             record_bytes=logprob_bytes(num_top) if num_top >= 0 else 0,
             prompt_record_bytes=logprob_bytes(prompt_num_top) if prompt_num_top >= 0 else 0,
-            is_whole=prompt_num_top >= 0,
+            needs_full_prefill=prompt_num_top >= 0,
         )
         for told in self.scheduler.admit(message):
             if isinstance(told, m.Refuse):
@@ -136,7 +136,7 @@ class Bench:
         pool = self.scheduler.pool
         for blocks in self.tables:
             assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
-        swap = self.scheduler.memory.swap
+        swap = self.scheduler.kv_cache_manager.swap
         for step in self.steps:
             assert swap.free.isdisjoint(np.frombuffer(_bytes(step.copy_sources), np.int32).tolist()), (
                 "a step in flight copies from a swap block that is free"
@@ -148,10 +148,10 @@ class Bench:
             self.report_to(replica, sent)
 
     def report_to(self, replica: int, sent: bool) -> None:
-        message = self.scheduler.outgoing.report(replica)
+        message = self.scheduler.output_buffer.pending(replica)
         if message is None or not sent:
             return
-        self.scheduler.outgoing.reported(replica)
+        self.scheduler.output_buffer.mark_sent(replica)
         ids = np.frombuffer(_bytes(message.ids), np.int32).tolist()
         seqs = np.frombuffer(_bytes(message.seqs), np.uint64).tolist()
         for first in message.firsts:
@@ -202,7 +202,7 @@ class Bench:
         for seq, finish in self.finished.items():
             message, sampling = self.wanted[seq]
             prompt = np.frombuffer(_bytes(message.prompt_ids), np.int32).tolist()
-            limit = min(message.max_tokens, self.scheduler.limits.max_model_len - len(prompt))
+            limit = min(message.max_tokens, self.scheduler.config.max_model_len - len(prompt))
             index = self.opened[seq].index
             ids, natural = expected(prompt, sampling, index, limit)
             if any(fails := [token_id in sampling.bias_ids for token_id in ids]):
@@ -232,19 +232,19 @@ def _bytes(array: Any) -> bytes:
     return array
 
 
-def limits(**changes: Any) -> Limits:
+def config(**changes: Any) -> SchedulerConfig:
     values: dict[str, Any] = {
         "num_blocks": 64,
         "max_model_len": 256,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
     }
-    return Limits(**(values | changes))
+    return SchedulerConfig(**(values | changes))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_sequence_generates_exactly_its_ids(depth: int) -> None:
-    bench = Bench(limits(), depth)
+    bench = Bench(config(), depth)
     bench.admit(range(50), max_tokens=40)
     bench.run()
     bench.check_outputs()
@@ -256,7 +256,7 @@ def test_a_sequence_generates_exactly_its_ids(depth: int) -> None:
 def test_a_stop_id_ends_a_sequence_and_later_steps_in_flight_add_nothing(depth: int) -> None:
     prompt = list(range(20))
     ids, _ = expected(prompt, m.Sampling(), 0, 6)
-    bench = Bench(limits(), depth)
+    bench = Bench(config(), depth)
     bench.admit(prompt, max_tokens=40, stop=[ids[5]])
     assert bench.run() == 6 + depth - 1, "those that were in flight when it came"
     assert bench.received[1] == ids
@@ -265,13 +265,13 @@ def test_a_stop_id_ends_a_sequence_and_later_steps_in_flight_add_nothing(depth: 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_a_length_stop_wastes_no_step_at_any_depth(depth: int) -> None:
-    bench = Bench(limits(), depth)
+    bench = Bench(config(), depth)
     bench.admit(range(10), max_tokens=5)
     assert bench.run() == 5
 
 
 def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
-    bench = Bench(limits(max_num_batched_tokens=32), depth=1)
+    bench = Bench(config(max_num_batched_tokens=32), depth=1)
     bench.admit(range(8), max_tokens=30)
     bench.fill()
     bench.answer()
@@ -288,7 +288,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
 
 
 def test_no_step_exceeds_the_budget() -> None:
-    bench = Bench(limits(max_num_batched_tokens=16, max_num_seqs=8), depth=2)
+    bench = Bench(config(max_num_batched_tokens=16, max_num_seqs=8), depth=2)
     for number in range(20):
         bench.admit(range(number, number + 37), max_tokens=9)
     while True:
@@ -302,7 +302,7 @@ def test_no_step_exceeds_the_budget() -> None:
 
 
 def test_a_prompt_seen_before_is_not_computed_again() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     bench.admit(range(100), max_tokens=4)
     bench.run()
     bench.admit(range(100), max_tokens=4)
@@ -312,7 +312,7 @@ def test_a_prompt_seen_before_is_not_computed_again() -> None:
 
 
 def test_a_prompt_of_full_blocks_still_computes_its_last_id() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     for _ in range(2):
         bench.admit(range(64), max_tokens=4)
         bench.run()
@@ -321,7 +321,7 @@ def test_a_prompt_of_full_blocks_still_computes_its_last_id() -> None:
 
 
 def test_generated_blocks_are_found_by_the_next_turn_of_a_chat() -> None:
-    bench = Bench(limits(), depth=2)
+    bench = Bench(config(), depth=2)
     bench.admit(range(30), max_tokens=40)
     bench.run()
     turn = [*range(30), *bench.received[1], 5, 6, 7]
@@ -332,7 +332,7 @@ def test_generated_blocks_are_found_by_the_next_turn_of_a_chat() -> None:
 
 
 def test_nothing_is_cached_where_prefix_caching_is_off() -> None:
-    bench = Bench(limits(prefix_caching=False), depth=1)
+    bench = Bench(config(prefix_caching=False), depth=1)
     for _ in range(2):
         bench.admit(range(64), max_tokens=4)
         bench.run()
@@ -346,7 +346,7 @@ def test_nothing_is_cached_where_prefix_caching_is_off() -> None:
 def test_siblings_of_n_fork_from_the_first_and_compute_one_position_of_the_prompt(
     length: int, depth: int, caching: bool
 ) -> None:
-    bench = Bench(limits(max_num_batched_tokens=256, prefix_caching=caching), depth)
+    bench = Bench(config(max_num_batched_tokens=256, prefix_caching=caching), depth)
     bench.admit(range(length), max_tokens=4, n=4)
     bench.fill()
     assert bench.scheduler.num_running == min(4, depth**2), "the siblings wait until the prompt is computed"
@@ -364,7 +364,7 @@ def test_siblings_of_n_fork_from_the_first_and_compute_one_position_of_the_promp
 
 
 def test_a_sibling_whose_leader_is_gone_computes_the_prompt_itself() -> None:
-    bench = Bench(limits(max_num_seqs=1, prefix_caching=False), depth=1)
+    bench = Bench(config(max_num_seqs=1, prefix_caching=False), depth=1)
     bench.admit(range(40), max_tokens=3, n=3)
     bench.run()
     bench.check_outputs()
@@ -372,7 +372,7 @@ def test_a_sibling_whose_leader_is_gone_computes_the_prompt_itself() -> None:
 
 
 def test_siblings_wait_for_a_prompt_in_chunks_and_others_start_meanwhile() -> None:
-    bench = Bench(limits(max_num_batched_tokens=32), depth=1)
+    bench = Bench(config(max_num_batched_tokens=32), depth=1)
     bench.admit(range(60), max_tokens=4, n=2)
     bench.admit(range(500, 504), max_tokens=4)
     bench.fill()
@@ -385,7 +385,7 @@ def test_siblings_wait_for_a_prompt_in_chunks_and_others_start_meanwhile() -> No
 
 
 def test_the_least_recently_used_prefix_is_evicted_first() -> None:
-    bench = Bench(limits(num_blocks=10, max_num_seqs=1), depth=1)
+    bench = Bench(config(num_blocks=10, max_num_seqs=1), depth=1)
     for first in (0, 1000, 0, 2000):  # three full blocks each; the third touches the first again
         bench.admit(range(first, first + 60), max_tokens=4)
         bench.run()
@@ -403,7 +403,7 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_when_blocks_run_out_the_youngest_is_preempted_and_ends_with_the_same_ids(depth: int) -> None:
-    bench = Bench(limits(num_blocks=10, max_num_seqs=4, max_model_len=160), depth)
+    bench = Bench(config(num_blocks=10, max_num_seqs=4, max_model_len=160), depth)
     for number in range(4):
         bench.admit(range(number * 50, number * 50 + 20), max_tokens=90)
     bench.run()
@@ -415,7 +415,7 @@ def test_when_blocks_run_out_the_youngest_is_preempted_and_ends_with_the_same_id
 
 @pytest.mark.parametrize("depth", [2, 4])
 def test_who_came_first_ends_first_though_memory_is_short(depth: int) -> None:
-    bench = Bench(limits(num_blocks=8, max_num_seqs=8, max_model_len=128), depth)
+    bench = Bench(config(num_blocks=8, max_num_seqs=8, max_model_len=128), depth)
     for number in range(12):
         bench.admit(range(number, number + 30), max_tokens=60)
     bench.run()
@@ -423,7 +423,7 @@ def test_who_came_first_ends_first_though_memory_is_short(depth: int) -> None:
 
 
 def test_a_preempted_sequence_tells_its_ids_before_it_waits() -> None:
-    bench = Bench(limits(num_blocks=4, max_num_seqs=2, max_model_len=64), depth=1)
+    bench = Bench(config(num_blocks=4, max_num_seqs=2, max_model_len=64), depth=1)
     bench.admit(range(14), max_tokens=40)
     bench.admit(range(100, 114), max_tokens=40)
     while bench.scheduler.load().num_preemptions == 0:
@@ -439,7 +439,7 @@ def test_a_preempted_sequence_tells_its_ids_before_it_waits() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    bench = Bench(limits(num_blocks=4, max_model_len=256), depth=1)
+    bench = Bench(config(num_blocks=4, max_model_len=256), depth=1)
     bench.admit(range(60), max_tokens=60)
     assert "8 KV blocks" in bench.refused[0].failure.message
     assert bench.refused[0].failure.status == 400
@@ -448,7 +448,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_an_abort_frees_blocks_when_the_last_step_in_flight_is_settled(depth: int) -> None:
-    bench = Bench(limits(prefix_caching=False), depth)
+    bench = Bench(config(prefix_caching=False), depth)
     request = bench.admit(range(40), max_tokens=100)
     bench.fill()
     bench.answer()
@@ -464,7 +464,7 @@ def test_an_abort_frees_blocks_when_the_last_step_in_flight_is_settled(depth: in
 
 
 def test_an_abort_of_the_waiting_takes_no_step() -> None:
-    bench = Bench(limits(max_num_seqs=1), depth=1)
+    bench = Bench(config(max_num_seqs=1), depth=1)
     bench.admit(range(10), max_tokens=50)
     second = bench.admit(range(10), max_tokens=50)
     bench.fill()
@@ -476,7 +476,7 @@ def test_an_abort_of_the_waiting_takes_no_step() -> None:
 
 
 def test_an_abort_is_idempotent() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     request = bench.admit(range(10), max_tokens=50)
     for _ in range(3):
         bench.scheduler.abort(m.Abort(request, 1))
@@ -485,7 +485,7 @@ def test_an_abort_is_idempotent() -> None:
 
 
 def test_an_abort_that_overtakes_its_request_is_answered_when_that_comes() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     bench.scheduler.abort(m.Abort(77, 1))
     bench.admit(range(10), request_id=77)
     assert bench.refused[0].failure.code == "aborted"
@@ -495,7 +495,7 @@ def test_an_abort_that_overtakes_its_request_is_answered_when_that_comes() -> No
 
 
 def test_a_stop_string_ends_one_sequence_of_n_and_leaves_the_others() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     request = bench.admit(range(10), max_tokens=20, n=3)
     bench.fill()
     bench.answer()
@@ -505,7 +505,7 @@ def test_a_stop_string_ends_one_sequence_of_n_and_leaves_the_others() -> None:
 
 
 def test_what_a_full_socket_refused_goes_with_the_next_report() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     bench.admit(range(10), max_tokens=9)
     for turn in range(9):
         bench.fill()
@@ -517,7 +517,7 @@ def test_what_a_full_socket_refused_goes_with_the_next_report() -> None:
 
 
 def test_the_log_of_a_finished_request_stays_until_closed() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     request = bench.admit(range(10))
     bench.run()
     assert request in bench.scheduler.requests
@@ -528,7 +528,7 @@ def test_the_log_of_a_finished_request_stays_until_closed() -> None:
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_a_row_goes_to_another_while_steps_of_its_former_owner_are_in_flight(depth: int) -> None:
     """What they sample for it is nobody's, and what they write is in blocks that nobody else has."""
-    bench = Bench(limits(max_num_seqs=1, num_blocks=12, prefix_caching=False), depth)
+    bench = Bench(config(max_num_seqs=1, num_blocks=12, prefix_caching=False), depth)
     for number in range(5):
         request = bench.admit(range(number * 100, number * 100 + 20), max_tokens=60)
         bench.fill()
@@ -545,7 +545,7 @@ def test_a_row_goes_to_another_while_steps_of_its_former_owner_are_in_flight(dep
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_who_comes_in_at_depth_waits_for_the_steps_in_flight_and_no_longer(depth: int) -> None:
-    bench = Bench(limits(), depth)
+    bench = Bench(config(), depth)
     bench.admit(range(10), max_tokens=60)
     bench.fill()
     late = bench.admit(range(100, 110), max_tokens=5)
@@ -561,7 +561,7 @@ def test_who_comes_in_at_depth_waits_for_the_steps_in_flight_and_no_longer(depth
 
 
 def test_an_id_for_the_wrong_step_is_a_broken_invariant() -> None:
-    bench = Bench(limits(), depth=2)
+    bench = Bench(config(), depth=2)
     bench.admit(range(10))
     bench.fill()
     bench.executor.run(bench.steps.popleft())
@@ -574,7 +574,7 @@ def test_a_fake_id_depends_on_every_id_before_it() -> None:
 
 
 def test_a_half_computed_prompt_that_is_aborted_lends_only_what_was_computed() -> None:
-    bench = Bench(limits(max_num_batched_tokens=32), depth=1)
+    bench = Bench(config(max_num_batched_tokens=32), depth=1)
     first = bench.admit(range(100))
     bench.fill()
     bench.answer()
@@ -586,7 +586,7 @@ def test_a_half_computed_prompt_that_is_aborted_lends_only_what_was_computed() -
 
 
 def test_when_part_of_a_prompt_is_evicted_its_head_is_still_found() -> None:
-    bench = Bench(limits(num_blocks=8, max_num_seqs=1), depth=1)
+    bench = Bench(config(num_blocks=8, max_num_seqs=1), depth=1)
     bench.admit(range(97), max_tokens=1)  # seven blocks, six of them full
     bench.run()
     bench.admit(range(500, 540), max_tokens=4)  # takes the free ones, and a cached one
@@ -598,7 +598,7 @@ def test_when_part_of_a_prompt_is_evicted_its_head_is_still_found() -> None:
 
 
 def test_a_newcomer_leaves_running_sequences_their_next_blocks() -> None:
-    bench = Bench(limits(num_blocks=12, max_num_seqs=8), depth=1)
+    bench = Bench(config(num_blocks=12, max_num_seqs=8), depth=1)
     for number in range(4):
         bench.admit(range(number * 100, number * 100 + 30), max_tokens=18)  # two blocks now, three in the end
     bench.run()
@@ -608,7 +608,7 @@ def test_a_newcomer_leaves_running_sequences_their_next_blocks() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_nobody_is_preempted_for_a_block_that_is_about_to_come_back(depth: int) -> None:
-    bench = Bench(limits(num_blocks=5, max_num_seqs=3, max_model_len=64, prefix_caching=False), depth)
+    bench = Bench(config(num_blocks=5, max_num_seqs=3, max_model_len=64, prefix_caching=False), depth)
     bench.admit(range(16), max_tokens=30)
     bench.admit(range(100, 116), max_tokens=2)
     bench.run()
@@ -618,7 +618,7 @@ def test_nobody_is_preempted_for_a_block_that_is_about_to_come_back(depth: int) 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_row_used_again_still_fills_the_prefix_cache(depth: int) -> None:
-    bench = Bench(limits(max_num_seqs=1), depth)
+    bench = Bench(config(max_num_seqs=1), depth)
     bench.admit(range(200, 260), max_tokens=2)
     bench.run()
     for _ in range(2):
@@ -628,7 +628,7 @@ def test_a_row_used_again_still_fills_the_prefix_cache(depth: int) -> None:
 
 
 def test_the_longest_prompt_leaves_room_for_one_id_and_a_longer_one_is_refused() -> None:
-    bench = Bench(limits(max_model_len=64), depth=1)
+    bench = Bench(config(max_model_len=64), depth=1)
     bench.admit(range(63), max_tokens=10)
     bench.admit(range(64), max_tokens=10)
     bench.run()
@@ -639,7 +639,7 @@ def test_the_longest_prompt_leaves_room_for_one_id_and_a_longer_one_is_refused()
 
 
 def test_the_last_id_needs_no_block_for_it_is_never_computed() -> None:
-    bench = Bench(limits(num_blocks=4, max_model_len=80), depth=1)
+    bench = Bench(config(num_blocks=4, max_model_len=80), depth=1)
     bench.admit(range(60), max_tokens=5)
     bench.run()
     bench.check_outputs()
@@ -647,7 +647,7 @@ def test_the_last_id_needs_no_block_for_it_is_never_computed() -> None:
 
 
 def test_an_abort_of_an_older_attempt_leaves_the_newer_alone() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     request = bench.admit(range(10), max_tokens=4)
     bench.scheduler.abort(m.Abort(request, 0))
     bench.run()
@@ -655,7 +655,7 @@ def test_an_abort_of_an_older_attempt_leaves_the_newer_alone() -> None:
 
 
 def test_closing_an_open_request_ends_its_sequences() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     request = bench.admit(range(10), max_tokens=40, n=2)
     bench.fill()
     bench.answer()
@@ -666,7 +666,7 @@ def test_closing_an_open_request_ends_its_sequences() -> None:
 
 
 def test_closing_takes_the_tombstone_away() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     bench.scheduler.abort(m.Abort(5, 1))
     bench.scheduler.close(m.Closed(5, 1))
     bench.admit(range(10), request_id=5)
@@ -674,7 +674,7 @@ def test_closing_takes_the_tombstone_away() -> None:
 
 
 def test_tombstones_are_bounded() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     for request in range(MAX_TOMBSTONES + 1):
         bench.scheduler.abort(m.Abort(10 + request, 1))
     bench.admit(range(10), request_id=10)
@@ -702,7 +702,7 @@ class Histories(RuleBasedStateMachine):
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         policy=st.sampled_from(["fcfs", "priority", "longest-prefix-match"]),
         copy_s=st.sampled_from([0.0001, 0.02]),
-        long_tokens=st.sampled_from([20, 1000]),
+        long_prompt_tokens=st.sampled_from([20, 1000]),
         bounds_s=st.sampled_from([(float("inf"), float("inf")), (0.02, 2.0), (float("inf"), 1.2), (0.003, 1.2)]),
     )
     def start(
@@ -714,14 +714,14 @@ class Histories(RuleBasedStateMachine):
         prefix_caching: bool,
         num_detokenize: int,
         num_swap_blocks: int,
-        preemption: Means,
-        policy: Name,
+        preemption: PreemptionMode,
+        policy: PolicyName,
         copy_s: float,
-        long_tokens: int,
+        long_prompt_tokens: int,
         bounds_s: tuple[float, float],
     ) -> None:
         self.bench = Bench(
-            Limits(
+            SchedulerConfig(
                 num_blocks=num_blocks,
                 max_model_len=128,
                 max_num_seqs=max_num_seqs,
@@ -731,8 +731,8 @@ class Histories(RuleBasedStateMachine):
                 preemption=preemption,
                 policy=policy,
                 max_step_s=bounds_s[0],
-                long_tokens=long_tokens,
-                long_stretch=bounds_s[1],
+                long_prompt_tokens=long_prompt_tokens,
+                long_prompt_max_slowdown=bounds_s[1],
             ),
             depth,
             num_detokenize,
@@ -857,7 +857,7 @@ def test_depth_changes_no_token(data: st.DataObject) -> None:
     load = data.draw(st.lists(st.tuples(PROMPTS, st.integers(1, 40)), min_size=1, max_size=8))
     outputs = []
     for depth in (1, 2, 3, 4):
-        bench = Bench(limits(num_blocks=9, max_model_len=128), depth)
+        bench = Bench(config(num_blocks=9, max_model_len=128), depth)
         for prompt, max_tokens in load:
             bench.admit(prompt, max_tokens)
         bench.run()

@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import ShmRef
-from pipeline.stages.schedule.output_buffer import Outgoing
+from pipeline.stages.schedule.output_buffer import OutputBuffer
 from tests.fakes import FakeExecutor, expected
 from tests.rig import PATIENCE_S, Rig, raw
 
@@ -298,9 +298,9 @@ def test_the_executor_is_fed_before_anybody_is_told() -> None:
         step = rig.receive("execute", m.Step)
         rig.receive("detokenize", m.Open)
         order: list[str] = []
-        feed, tell = Outbox.send, Outgoing.report
+        feed, tell = Outbox.send, OutputBuffer.report
 
-        def report(self: Outgoing, replica: int, now_s: float) -> m.Settled | None:
+        def report(self: OutputBuffer, replica: int, now_s: float) -> m.Settled | None:
             settled = tell(self, replica, now_s)
             if settled is not None:  # what an earlier wake asks may come as late as here, and has nothing to tell
                 order.append("report")
@@ -308,7 +308,7 @@ def test_the_executor_is_fed_before_anybody_is_told() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Outbox, "send", lambda self, one: (order.append(type(one).__name__), feed(self, one))[1])
-            patch.setattr(Outgoing, "report", report)
+            patch.setattr(OutputBuffer, "report", report)
             rig.send(around.executor.run(step), "execute.0")
             rig.receive("detokenize", m.Settled)
         assert order.index("Step") < order.index("report")

@@ -15,7 +15,7 @@ from pipeline.kernels.triton.rows import Field, StepArrays
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cuda.runner import CudaRunner
-from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import EMPTY
 from tests.fakes import next_id as hash_of
 from tests.rig import raw
@@ -99,7 +99,7 @@ class ExactMasks:
 class CudaBench(Bench):
     """Steps are launched as they are planned, and collected as they are answered."""
 
-    def __init__(self, runner: CudaRunner, limits: Limits, depth: int) -> None:
+    def __init__(self, runner: CudaRunner, limits: SchedulerConfig, depth: int) -> None:
         super().__init__(limits, depth)
         self._runner = runner
         self._published: list[tuple[int, Any]] = []
@@ -161,7 +161,7 @@ def test_rows_come_and_go_while_steps_are_in_flight(slight_dir: Path, monkeypatc
     monkeypatch.setattr(runner.model, "forward", ExactModel(runner).forward)
     monkeypatch.setattr(runner, "masks", ExactMasks(runner))
     assert (runner.facts.num_blocks, runner.facts.num_swap_blocks) == (5, 12)
-    bench = CudaBench(runner, Limits(5, 80, 4, 64, num_swap_blocks=12, preemption="swap"), depth=3)
+    bench = CudaBench(runner, SchedulerConfig(5, 80, 4, 64, num_swap_blocks=12, preemption="swap"), depth=3)
     plain = m.Sampling(temperature=0.0, ignore_eos=True)
     shared = list(range(20, 38))
     stop = outputs(shared, plain, 9)[0][-1]

@@ -29,7 +29,7 @@ def prompt(messages: Chat, *, tools: list[Any] | None = None, kwargs: Any = None
 
 def render(source: str, asked: ChatPrompt, *, num_steps: int = 10**6, max_chars: int = 10**6) -> str:
     template = ChatTemplate(source, "<s>", "</s>")
-    variables = conversation.variables(asked, template.wants)
+    variables = conversation.variables(asked, template.traits)
     text = template.render(variables, max_chars=max_chars, budget=Budget(num_steps), now_s=NOW_S)
     return conversation.up_to_tag(text, asked) if asked.continue_final_message else text
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
 from pipeline.stages.ingest.templates.budget import MAX_VALUE_CHARS, Budget, OutOfTime, TooLarge
-from pipeline.stages.ingest.templates.chats import Chats, NeedsTime
+from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, NeedsTime
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
 from tests.stages.ingest.templates.chats import render
 
@@ -203,7 +203,7 @@ def test_a_slow_machine_is_told_by_its_clock() -> None:
 
 def test_others_wait_for_a_template_for_so_many_steps_and_the_thread_for_so_many_more() -> None:
     source = "{% set ns = namespace(n=0) %}{% for i in range(20000) %}{% set ns.n = i %}{% endfor %}{{ ns.n }}"
-    chats = Chats({"default": ChatTemplate(source)}, "", timeout_s=60.0)
+    chats = ChatTemplates({"default": ChatTemplate(source)}, "", timeout_s=60.0)
     with pytest.raises(NeedsTime):
         chats.text(USER, max_chars=100, now_s=1.0, is_short=True)
     assert chats.text(USER, max_chars=100, now_s=1.0, is_short=False) == "19999"

@@ -8,14 +8,14 @@ import pytest
 from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.templates.conversation import OWN_FIELDS, BadChat, variables
 from pipeline.stages.ingest.templates.template import TemplateFailure
-from pipeline.stages.ingest.templates.template_inspection import Wants
+from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 from tests.stages.ingest.templates.chats import render
 
-PLAIN = Wants()
+PLAIN = TemplateTraits()
 
 
-def message(given: ChatMessage, wants: Wants = PLAIN) -> dict[str, Any]:
-    (made,) = variables(ChatPrompt([given]), wants)["messages"]
+def message(given: ChatMessage, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
+    (made,) = variables(ChatPrompt([given]), traits)["messages"]
     return dict(made)
 
 
@@ -42,25 +42,28 @@ def test_arguments_are_an_object_whatever_the_model_wrote(text: str, arguments: 
 
 
 def test_arguments_are_text_where_the_template_adds_them_to_text() -> None:
-    assert message(call('{"a": 1}'), Wants(json_arguments=True))["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert (
+        message(call('{"a": 1}'), TemplateTraits(json_arguments=True))["tool_calls"][0]["function"]["arguments"]
+        == '{"a": 1}'
+    )
 
 
 def test_nothing_is_none_only_for_a_template_that_asks() -> None:
     assert message(call("{}"))["content"] == ""
-    assert message(call("{}"), Wants(none=True))["content"] is None
-    assert message(call("{}"), Wants(parts=True))["content"] == []
-    assert message(call("{}"), Wants(parts=True, text_too=True))["content"] == ""
+    assert message(call("{}"), TemplateTraits(none=True))["content"] is None
+    assert message(call("{}"), TemplateTraits(parts=True))["content"] == []
+    assert message(call("{}"), TemplateTraits(parts=True, text_too=True))["content"] == ""
 
 
 def test_parts_are_given_to_a_template_that_goes_through_them() -> None:
     in_parts = ChatMessage("user", "a\nb", parts=["a", "b"])
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert message(in_parts)["content"] == "a\nb"
-    assert message(in_parts, Wants(parts=True, text_too=True))["content"] == parts
-    assert message(ChatMessage("user", "a"), Wants(parts=True, text_too=True))["content"] == "a"
-    assert message(ChatMessage("user", "a"), Wants(parts=True))["content"] == parts[:1]
+    assert message(in_parts, TemplateTraits(parts=True, text_too=True))["content"] == parts
+    assert message(ChatMessage("user", "a"), TemplateTraits(parts=True, text_too=True))["content"] == "a"
+    assert message(ChatMessage("user", "a"), TemplateTraits(parts=True))["content"] == parts[:1]
     result = ChatMessage("tool", "a\nb", parts=["a", "b"], tool_call_id="c1")
-    assert message(result, Wants(parts=True, text_too=True)) == {
+    assert message(result, TemplateTraits(parts=True, text_too=True)) == {
         "role": "tool",
         "content": "a\nb",
         "tool_call_id": "c1",
@@ -76,7 +79,7 @@ def test_developers_are_the_system_to_a_template_that_does_not_know_them() -> No
     chat = [ChatMessage("system", "a"), ChatMessage("user", "hi"), ChatMessage("developer", "b")]
     made = variables(ChatPrompt(chat), PLAIN)["messages"]
     assert made == [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "hi"}]
-    known = variables(ChatPrompt(chat), Wants(developer=True))["messages"]
+    known = variables(ChatPrompt(chat), TemplateTraits(developer=True))["messages"]
     assert [one["role"] for one in known] == ["system", "user", "developer"]
     source = "{% for m in messages %}{% for p in m.content %}{{ m.role }}:{{ p.text }};{% endfor %}{% endfor %}"
     assert render(source, ChatPrompt(chat)) == "system:a\n\nb;user:hi;"

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
-from pipeline.stages.ingest.templates.template_inspection import Wants
+from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 from tests.stages.ingest.templates.chats import TEMPLATES, Chat, by_transformers, prompt, render
 
 SOURCES = {path.name.removesuffix(".jinja"): path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))}
@@ -139,8 +139,8 @@ def test_documents_reach_the_template() -> None:
 
 
 def test_what_templates_want_is_told_from_them() -> None:
-    asked = {name: ChatTemplate(source).wants for name, source in SOURCES.items()}
-    assert {name for name, wants in asked.items() if wants.parts} == TAKE_PARTS
-    assert {name for name, wants in asked.items() if wants.none} == {"deepseek-r1-distill", "deepseek-v3.1"}
-    assert {name for name, wants in asked.items() if wants.json_arguments} == TAKE_JSON
-    assert asked["qwen3"] == Wants(text_too=True)
+    asked = {name: ChatTemplate(source).traits for name, source in SOURCES.items()}
+    assert {name for name, traits in asked.items() if traits.parts} == TAKE_PARTS
+    assert {name for name, traits in asked.items() if traits.none} == {"deepseek-r1-distill", "deepseek-v3.1"}
+    assert {name for name, traits in asked.items() if traits.json_arguments} == TAKE_JSON
+    assert asked["qwen3"] == TemplateTraits(text_too=True)

@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.stages.schedule.policies import policy
-from pipeline.stages.schedule.policies.budget import MIN_CHUNK, Bounds, StepBudget, grant_chunks, grant_decodes
-from pipeline.stages.schedule.policies.step_cost_model import StepTimes
+from pipeline.stages.schedule.policies.budget import MIN_CHUNK, BudgetLimits, StepBudget, grant_chunks, grant_decodes
+from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 
 TOKEN_S = 0.001
 
 
 @pytest.fixture(scope="module")
-def times() -> StepTimes:
+def cost_model() -> StepCostModel:
     """A machine that takes a millisecond for a step and one for each token."""
-    learnt = StepTimes()
+    learnt = StepCostModel()
     for turn in range(400):
         num_decodes, count, start = turn % 17, turn * 7 % 90, turn * 31 % 1500
         seconds = TOKEN_S * (1 + num_decodes + count)
@@ -28,7 +28,7 @@ def grant(need: list[int], budget: int, is_long: list[bool] | None = None) -> li
     lacks = np.array(need, np.int64)
     counts = grant_decodes(lacks, budget)
     prompts = np.flatnonzero(lacks > 1)
-    left = StepBudget(Bounds(budget), StepTimes(), int(counts.sum()), 0)
+    left = StepBudget(BudgetLimits(budget), StepCostModel(), int(counts.sum()), 0)
     longs = np.array(is_long or [False] * len(need), np.bool_)
     counts[prompts] = grant_chunks(left, lacks[prompts], np.zeros(len(prompts), np.int64), longs[prompts])
     assert left.tokens == budget - counts.sum()
@@ -64,36 +64,36 @@ def test_a_grant_uses_the_budget_and_no_more(rows: list[tuple[int, bool]], budge
     assert sum(grants) == min(budget, sum(need))
 
 
-def test_a_budget_in_time_holds_back_prompts_beside_decoding_rows(times: StepTimes) -> None:
-    budget = StepBudget(Bounds(1000, step_s=0.050), times, 10, 1000)
+def test_a_budget_in_time_holds_back_prompts_beside_decoding_rows(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(1000, step_s=0.050), cost_model, 10, 1000)
     assert budget.chunk(0, 500, False) == pytest.approx(39, abs=3)
     assert not budget.has_room(False)
     assert budget.chunk(0, 500, False) == 0
 
 
-def test_it_holds_nobody_back_where_nobody_decodes(times: StepTimes) -> None:
-    budget = StepBudget(Bounds(1000, step_s=0.050, stretch=1.1), times, 0, 0)
+def test_it_holds_nobody_back_where_nobody_decodes(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(1000, step_s=0.050, max_slowdown=1.1), cost_model, 0, 0)
     assert budget.chunk(0, 5000, True) == 1000
 
 
 def test_nor_before_it_is_known_what_prompts_cost() -> None:
-    assert StepBudget(Bounds(1000, step_s=0.001), StepTimes(), 10, 1000).chunk(0, 500, False) == 500
+    assert StepBudget(BudgetLimits(1000, step_s=0.001), StepCostModel(), 10, 1000).chunk(0, 500, False) == 500
 
 
-def test_the_first_prompt_gets_something_however_little_time_there_is(times: StepTimes) -> None:
-    budget = StepBudget(Bounds(1000, step_s=0.001), times, 10, 1000)
+def test_the_first_prompt_gets_something_however_little_time_there_is(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(1000, step_s=0.001), cost_model, 10, 1000)
     assert budget.chunk(0, 500, False) == MIN_CHUNK
     assert budget.chunk(0, 500, False) == 0
 
 
-def test_the_stretch_bounds_long_prompts_alone(times: StepTimes) -> None:
-    bounds = Bounds(1000, stretch=3.0)
-    assert StepBudget(bounds, times, 20, 2000).chunk(0, 500, False) == 500
-    assert StepBudget(bounds, times, 20, 2000).chunk(0, 500, True) == pytest.approx(42, abs=4)
+def test_the_stretch_bounds_long_prompts_alone(cost_model: StepCostModel) -> None:
+    limits = BudgetLimits(1000, max_slowdown=3.0)
+    assert StepBudget(limits, cost_model, 20, 2000).chunk(0, 500, False) == 500
+    assert StepBudget(limits, cost_model, 20, 2000).chunk(0, 500, True) == pytest.approx(42, abs=4)
 
 
-def test_short_prompts_use_up_what_long_ones_may_take(times: StepTimes) -> None:
-    budget = StepBudget(Bounds(1000, stretch=3.0), times, 20, 2000)
+def test_short_prompts_use_up_what_long_ones_may_take(cost_model: StepCostModel) -> None:
+    budget = StepBudget(BudgetLimits(1000, max_slowdown=3.0), cost_model, 20, 2000)
     assert budget.chunk(0, 60, False) == 60
     assert budget.has_room(False) and not budget.has_room(True)
     assert budget.chunk(0, 500, True) == 0
@@ -103,22 +103,26 @@ def test_short_prompts_use_up_what_long_ones_may_take(times: StepTimes) -> None:
 @given(
     num_decodes=st.integers(0, 30),
     step_s=st.sampled_from([0.001, 0.03, float("inf")]),
-    stretch=st.sampled_from([1.1, 3.0, float("inf")]),
+    max_slowdown=st.sampled_from([1.1, 3.0, float("inf")]),
     prompts=st.lists(st.tuples(st.integers(0, 1000), st.integers(2, 2000), st.booleans()), max_size=6),
 )
 def test_what_is_granted_beyond_the_least_fits_the_bounds(
-    times: StepTimes, num_decodes: int, step_s: float, stretch: float, prompts: list[tuple[int, int, bool]]
+    cost_model: StepCostModel,
+    num_decodes: int,
+    step_s: float,
+    max_slowdown: float,
+    prompts: list[tuple[int, int, bool]],
 ) -> None:
-    budget = StepBudget(Bounds(200, step_s, stretch), times, num_decodes, num_decodes * 100)
-    base_s = times.predict(num_decodes, num_decodes * 100, 0, 0)
+    budget = StepBudget(BudgetLimits(200, step_s, max_slowdown), cost_model, num_decodes, num_decodes * 100)
+    base_s = cost_model.predict(num_decodes, num_decodes * 100, 0, 0)
     counts = [budget.chunk(start, need, is_long) for start, need, is_long in prompts]
     assert sum(counts) + num_decodes + budget.tokens == 200
     if num_decodes:
         seconds = base_s + sum(
-            times.prefill_s(start, count) for (start, _, _), count in zip(prompts, counts, strict=True)
+            cost_model.prefill_s(start, count) for (start, _, _), count in zip(prompts, counts, strict=True)
         )
         last = max((place for place, count in enumerate(counts) if count), default=0)
-        least_s = times.prefill_s(prompts[last][0], MIN_CHUNK) if prompts else 0
+        least_s = cost_model.prefill_s(prompts[last][0], MIN_CHUNK) if prompts else 0
         assert seconds <= max(step_s, base_s) + least_s + 1e-6
 
 

@@ -13,8 +13,8 @@ from pipeline.stages.schedule.policies.depth_tuner import (
     MAX_COST,
     MAX_ROUND_STEPS,
     MIN_BETWEEN,
-    AutoDepth,
-    Round,
+    DepthTuner,
+    TuningRound,
 )
 
 FIRST_ROUND = 500
@@ -25,7 +25,7 @@ class Executor:
     """Takes 4 ms and 0.25 ms a row for a step at depth 1, `at_2` times that at depth 2, with noise."""
 
     def __init__(self, at_2: float | Callable[[int], float], noise: float = 0.05, seed: int = 1) -> None:
-        self.auto = AutoDepth()
+        self.auto = DepthTuner()
         self.at_2 = at_2
         self.noise = noise
         self.random = random.Random(seed)
@@ -150,14 +150,14 @@ def test_when_the_machine_changes_so_does_the_choice() -> None:
 
 
 def test_a_round_in_which_nothing_is_alike_says_nothing() -> None:
-    one = Round()
+    one = TuningRound()
     while not one.is_over:
         one.observe(2**one.num_steps, 0.01 if one.depth == 1 else 0.001)
     assert one.differences() == []
 
 
 def test_a_round_that_is_disturbed_again_and_again_ends_all_the_same() -> None:
-    one = Round()
+    one = TuningRound()
     for _ in range(MAX_ROUND_STEPS):
         assert not one.is_over
         one.unsettle()
@@ -175,7 +175,7 @@ def test_it_is_at_1_until_anything_is_known_and_tries_nothing_at_first() -> None
 
 
 def test_a_round_says_what_it_has_found() -> None:
-    auto = AutoDepth()
+    auto = DepthTuner()
     decisions = [auto.observe(20, 0.010 if auto.depth == 1 else 0.012) for _ in range(FIRST_ROUND)]
     [decision] = [one for one in decisions if one is not None]
     assert (decision.num_rows, decision.depth) == (16, 1)
@@ -196,7 +196,7 @@ def test_it_is_deterministic() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 1e6) | st.floats(-1, 0)), max_size=400))
 @settings(max_examples=60, deadline=None)
 def test_whatever_comes_the_depth_is_1_or_2(steps: list[tuple[int, float]]) -> None:
-    auto = AutoDepth()
+    auto = DepthTuner()
     for _ in range(3):
         for num_rows, seconds in steps:
             auto.observe(num_rows, seconds)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline.stages.schedule.policies.policy import MAX_PASSED
-from tests.stages.schedule.test_scheduler import Bench, limits
+from pipeline.stages.schedule.policies.policy import MAX_SKIPPED
+from tests.stages.schedule.test_scheduler import Bench, config
 
 
 def running(bench: Bench) -> set[int]:
@@ -12,7 +12,7 @@ def running(bench: Bench) -> set[int]:
 
 
 def test_fcfs_takes_no_notice_of_priorities() -> None:
-    bench = Bench(limits(max_num_seqs=1), depth=1)
+    bench = Bench(config(max_num_seqs=1), depth=1)
     for priority in (5, 3, 1):
         bench.admit(range(10), max_tokens=3, priority=priority)
     bench.run()
@@ -20,7 +20,7 @@ def test_fcfs_takes_no_notice_of_priorities() -> None:
 
 
 def test_the_lowest_priority_goes_first_and_among_equals_who_came_first() -> None:
-    bench = Bench(limits(max_num_seqs=1, policy="priority"), depth=1)
+    bench = Bench(config(max_num_seqs=1, policy="priority"), depth=1)
     for priority in (5, 3, -1, 3):
         bench.admit(range(10), max_tokens=3, priority=priority)
     bench.run()
@@ -31,7 +31,7 @@ def test_the_lowest_priority_goes_first_and_among_equals_who_came_first() -> Non
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_swap_blocks", [0, 20])
 def test_a_lower_priority_takes_a_row_from_a_higher_one(depth: int, num_swap_blocks: int) -> None:
-    bench = Bench(limits(max_num_seqs=2, policy="priority", num_swap_blocks=num_swap_blocks), depth)
+    bench = Bench(config(max_num_seqs=2, policy="priority", num_swap_blocks=num_swap_blocks), depth)
     bench.admit(range(20), max_tokens=30, priority=1)
     bench.admit(range(50, 70), max_tokens=30, priority=2)
     bench.fill()
@@ -46,7 +46,7 @@ def test_a_lower_priority_takes_a_row_from_a_higher_one(depth: int, num_swap_blo
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_lower_priority_takes_blocks_from_as_many_as_it_needs(depth: int) -> None:
-    bench = Bench(limits(num_blocks=12, policy="priority", prefix_caching=False), depth)
+    bench = Bench(config(num_blocks=12, policy="priority", prefix_caching=False), depth)
     for number in range(3):
         bench.admit(range(number * 50, number * 50 + 40), max_tokens=20, priority=5)
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_a_lower_priority_takes_blocks_from_as_many_as_it_needs(depth: int) -> N
 
 
 def test_nobody_is_put_back_for_one_that_does_not_fit_even_so() -> None:
-    bench = Bench(limits(num_blocks=12, policy="priority", prefix_caching=False), depth=1)
+    bench = Bench(config(num_blocks=12, policy="priority", prefix_caching=False), depth=1)
     bench.admit(range(100), max_tokens=8, priority=0)
     bench.admit(range(200, 220), max_tokens=8, priority=9)
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_nobody_is_put_back_for_one_that_does_not_fit_even_so() -> None:
 
 
 def test_the_longest_prefix_in_the_cache_starts_first() -> None:
-    bench = Bench(limits(max_num_seqs=1, policy="longest-prefix-match"), depth=1)
+    bench = Bench(config(max_num_seqs=1, policy="longest-prefix-match"), depth=1)
     bench.admit(range(100), max_tokens=2)
     bench.run()
     bench.admit(range(500, 600), max_tokens=2)
@@ -88,18 +88,18 @@ def test_the_longest_prefix_in_the_cache_starts_first() -> None:
 
 
 def test_nobody_is_passed_over_for_ever() -> None:
-    bench = Bench(limits(max_num_seqs=1, policy="longest-prefix-match"), depth=1)
+    bench = Bench(config(max_num_seqs=1, policy="longest-prefix-match"), depth=1)
     bench.admit(range(64), max_tokens=1)
     bench.run()
     bench.admit(range(500, 510), max_tokens=1)
-    for _ in range(MAX_PASSED + 10):
+    for _ in range(MAX_SKIPPED + 10):
         bench.admit(range(64), max_tokens=1)
     bench.run()
-    assert list(bench.finished).index(2) == 1 + MAX_PASSED
+    assert list(bench.finished).index(2) == 1 + MAX_SKIPPED
 
 
 def test_prompts_of_different_salts_share_nothing() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     for salt in ("", "a", "b", "a"):
         before = bench.scheduler.load().num_cached_tokens
         bench.admit(range(64), max_tokens=2, salt=salt)
@@ -110,7 +110,7 @@ def test_prompts_of_different_salts_share_nothing() -> None:
 
 
 def test_a_reset_forgets_what_is_cached_and_what_is_held() -> None:
-    bench = Bench(limits(), depth=1)
+    bench = Bench(config(), depth=1)
     bench.admit(range(64), max_tokens=2)
     bench.run()
     bench.admit(range(100, 164), max_tokens=9)
@@ -151,7 +151,7 @@ def beside_decodes(num_decodes: int, **changes: object) -> list[int]:
     """Chunks in which a long prompt is computed beside so many decoding rows. A step takes a millisecond, and one for
     each token."""
     values = {"num_blocks": 600, "max_model_len": 2048, "max_num_seqs": 20, "max_num_batched_tokens": 256}
-    bench = Bench(limits(**(values | {"prefix_caching": False} | changes)), depth=1)
+    bench = Bench(config(**(values | {"prefix_caching": False} | changes)), depth=1)
     decoding(bench, num_decodes)
     bench.admit([number % 900 for number in range(1000)], max_tokens=2)
     chunks = []
@@ -165,17 +165,17 @@ def beside_decodes(num_decodes: int, **changes: object) -> list[int]:
 
 
 def test_a_long_prompt_slows_down_a_step_by_no_more_than_its_stretch() -> None:
-    chunks = beside_decodes(15, long_tokens=100, long_stretch=4.0)
+    chunks = beside_decodes(15, long_prompt_tokens=100, long_prompt_max_slowdown=4.0)
     assert 32 <= np.mean(chunks) <= 64, "16 ms without it, so 64 ms with it, as far as is known by then"
     assert max(chunks) <= 2 * 48
 
 
 def test_a_long_prompt_gets_something_however_tight_the_stretch() -> None:
-    assert beside_decodes(15, long_tokens=100, long_stretch=1.1)[:-1] == [16] * 62
+    assert beside_decodes(15, long_prompt_tokens=100, long_prompt_max_slowdown=1.1)[:-1] == [16] * 62
 
 
 def test_a_prompt_that_is_not_long_takes_all_there_is() -> None:
-    assert beside_decodes(15, long_tokens=1000, long_stretch=1.1)[0] == 241
+    assert beside_decodes(15, long_prompt_tokens=1000, long_prompt_max_slowdown=1.1)[0] == 241
 
 
 def test_a_budget_in_time_holds_for_every_prompt() -> None:
@@ -186,9 +186,9 @@ def test_a_budget_in_time_holds_for_every_prompt() -> None:
 
 def test_short_prompts_pass_a_long_one_and_it_goes_on_nevertheless() -> None:
     bench = Bench(
-        limits(
+        config(
             num_blocks=600, max_model_len=2048, max_num_batched_tokens=64, prefix_caching=False,
-            long_tokens=100, long_stretch=1.5,
+            long_prompt_tokens=100, long_prompt_max_slowdown=1.5,
         ),
         depth=1,
     )  # fmt: skip
@@ -210,7 +210,9 @@ def test_short_prompts_pass_a_long_one_and_it_goes_on_nevertheless() -> None:
 
 
 def test_without_others_a_long_prompt_has_the_whole_budget() -> None:
-    bench = Bench(limits(num_blocks=100, max_model_len=1200, long_tokens=100, long_stretch=1.1), depth=1)
+    bench = Bench(
+        config(num_blocks=100, max_model_len=1200, long_prompt_tokens=100, long_prompt_max_slowdown=1.1), depth=1
+    )
     bench.admit([number % 900 for number in range(1000)], max_tokens=2)
     for _ in range(10):
         bench.fill()

@@ -5,16 +5,16 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.limits import Limits, Means
-from tests.stages.schedule.test_scheduler import Bench, limits
+from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
+from tests.stages.schedule.test_scheduler import Bench, config
 
 SLOW_COPY_S = 10.0
 
 
-def short_of_memory(preemption: Means, num_swap_blocks: int = 40, **changes: object) -> Limits:
+def short_of_memory(preemption: PreemptionMode, num_swap_blocks: int = 40, **changes: object) -> SchedulerConfig:
     """Ten blocks, of which four sequences of `crowd` want seven each in the end."""
     values = {"num_blocks": 10, "max_num_seqs": 4, "max_model_len": 160, "prefix_caching": False}
-    return limits(**(values | {"preemption": preemption, "num_swap_blocks": num_swap_blocks} | changes))
+    return config(**(values | {"preemption": preemption, "num_swap_blocks": num_swap_blocks} | changes))
 
 
 def crowd(bench: Bench, num: int = 4) -> None:
@@ -117,7 +117,7 @@ def test_who_is_computed_again_comes_back_before_later_ones_that_are_swapped(num
 
 
 def test_the_cheapest_to_bring_back_is_put_back_and_the_first_never_is() -> None:
-    bench = Bench(limits(num_blocks=12, max_num_seqs=4, prefix_caching=False, max_num_batched_tokens=256), depth=1)
+    bench = Bench(config(num_blocks=12, max_num_seqs=4, prefix_caching=False, max_num_batched_tokens=256), depth=1)
     bench.admit(range(60), max_tokens=30)  # crosses into a fifth block after the others have taken the last two
     bench.admit(range(100, 115), max_tokens=60)
     bench.admit(range(200, 279), max_tokens=30)
@@ -151,7 +151,7 @@ def test_an_abort_of_the_swapped_frees_its_swap_blocks() -> None:
 
 def test_a_half_computed_prompt_is_swapped_and_goes_on_where_it_was() -> None:
     bench = Bench(
-        limits(
+        config(
             num_blocks=12,
             max_num_batched_tokens=17,
             prefix_caching=False,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.stages.schedule.policies.step_cost_model import NUM_KNOWN, NUM_SAME_WAY, StepTimes
+from pipeline.stages.schedule.policies.step_cost_model import NUM_KNOWN, NUM_SAME_WAY, StepCostModel
 
 Features = tuple[int, int, int, float]
 
@@ -29,7 +29,7 @@ class Machine:
         self.random = random.Random(seed)
         self.noise = noise
         self.speed = 1.0
-        self.times = StepTimes()
+        self.times = StepCostModel()
 
     def true_s(self, step: Features) -> float:
         a, *rest = self.coefficients
@@ -216,7 +216,7 @@ steps = st.tuples(
 def test_whatever_comes_no_prediction_is_below_zero_nor_beyond_reason(
     history: list[tuple[int, int, int, int, float]], times: int
 ) -> None:
-    model = StepTimes()
+    model = StepCostModel()
     longest_s = max(seconds for *_, seconds in history)
     for _ in range(times):
         for num, context, count, start, seconds in history:
@@ -247,7 +247,7 @@ def test_the_largest_chunk_is_the_largest_that_fits(
     start: int,
     most: int,
 ) -> None:
-    model = StepTimes()
+    model = StepCostModel()
     model.coefficients = coefficients
     fitting = [
         count

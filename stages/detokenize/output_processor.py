@@ -18,24 +18,24 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
-from pipeline.stages.detokenize.stop_matcher import Judge, StopStrings
-from pipeline.text.incremental_decoder import Text
+from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
+from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
 
 E = TypeVar("E", bytes, list[bytes])
 ERROR = int(m.Finish.ERROR)
 
 
-class Sequence:
+class OutputSequence:
     """One sequence, with what its gateway has not been told yet."""
 
     __slots__ = (
         "_has_stops",
         "_include_stop",
-        "_judge",
         "_min_tokens",
         "_num_settled",
         "_stop_id",
+        "_stop_matcher",
         "_stop_token_ids",
         "_text",
         "attempt",
@@ -71,8 +71,8 @@ class Sequence:
         self.index = opening.index
         self.gateway = opening.gateway
         prompt_tail = np.frombuffer(opening.prompt_tail, "<i4").tolist()
-        self._text = Text(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
-        self._judge = Judge(stops, include_stop=options.include_stop)
+        self._text = IncrementalDecoder(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
+        self._stop_matcher = StopMatcher(stops, include_stop=options.include_stop)
         self._has_stops = bool(stops.firsts)
         self._min_tokens = options.min_tokens
         self._stop_token_ids = options.stop_token_ids
@@ -141,25 +141,25 @@ class Sequence:
 
     def _show(self, ids: list[int], num_shown: int) -> None:
         """Append the text of the first ids, and all ids: or those up to the one that completes a stop string."""
-        text, judge, texts = self._text, self._judge, self.texts
+        text, matcher, texts = self._text, self._stop_matcher, self.texts
         num_silent = self._min_tokens - (self._num_settled - len(ids))
         for place in range(num_shown):
-            texts.append(judge.push(text.add(ids[place]), counts=place >= num_silent))
-            if judge.found is not None:
+            texts.append(matcher.push(text.add(ids[place]), counts=place >= num_silent))
+            if matcher.found is not None:
                 self.ids += ids[: place + 1]
                 self._judged()
                 return
         self.ids += ids
         if self.finish:
-            texts.append(judge.push(text.finish(), counts=num_shown > num_silent))
-            if judge.found is not None:
+            texts.append(matcher.push(text.finish(), counts=num_shown > num_silent))
+            if matcher.found is not None:
                 self._judged()
             else:
-                texts.append(judge.finish())
+                texts.append(matcher.finish())
 
     def _judged(self) -> None:
         self.finish = m.Finish.STOP
-        self.stop_reason = self._judge.found
+        self.stop_reason = self._stop_matcher.found
 
     def record(self, num_before: int, records: bytes) -> None:
         """Take the records of settled ids, of which the first `num_before` are here already: those of ids that don't
@@ -187,7 +187,7 @@ class Sequence:
         self.first = None
 
 
-class Sequences:
+class OutputProcessor:
     """All sequences of this process."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -195,8 +195,8 @@ class Sequences:
         self._options = msgspec.msgpack.Decoder(m.TextOptions)
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         """Those of live sequences: long ones take a while to build, and sequences share them."""
-        self._live: dict[int, Sequence] = {}
-        self._unsent: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)
+        self._live: dict[int, OutputSequence] = {}
+        self._unsent: defaultdict[int, dict[int, OutputSequence]] = defaultdict(dict)
         """By gateway, then by `seq`."""
         self._bytes = vocabulary.pieces(skip_special_tokens=False)
         """What records name ids by"""
@@ -214,7 +214,7 @@ class Sequences:
         key = tuple(options.stop)
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
-        sequence = self._live[opening.seq] = Sequence(opening, outputs or [], options, stops, self._vocabulary)
+        sequence = self._live[opening.seq] = OutputSequence(opening, outputs or [], options, stops, self._vocabulary)
         if not sequence.finish:
             return []
         self._unsent[sequence.gateway][opening.seq] = sequence
@@ -315,7 +315,7 @@ class Sequences:
             errors=[sequence.error for sequence in sequences if sequence.finish == ERROR],
         )
 
-    def _pieces(self, sequence: Sequence) -> list[bytes]:
+    def _pieces(self, sequence: OutputSequence) -> list[bytes]:
         """Of each of its ids and of those that its record names."""
         if not (sequence.options.with_pieces and sequence.records):
             return []
@@ -323,7 +323,7 @@ class Sequences:
         pairs = zip(sequence.ids, names, strict=True)
         return [self._bytes_of(named) for token_id, top_ids in pairs for named in (token_id, *top_ids)]
 
-    def _prompt_pieces(self, sequence: Sequence) -> list[bytes]:
+    def _prompt_pieces(self, sequence: OutputSequence) -> list[bytes]:
         if not sequence.options.with_pieces:
             return []
         records = np.frombuffer(bytes(sequence.prompt_records), logprob_dtype(sequence.options.prompt_num_top))
@@ -345,6 +345,6 @@ def _or_none(each: list[E]) -> list[E]:
     return each if any(each) else []
 
 
-def _end_of(sequence: Sequence) -> m.Abort:
+def _end_of(sequence: OutputSequence) -> m.Abort:
     """What asks schedule to end a sequence whose text has a stop string."""
     return m.Abort(sequence.request_id, sequence.attempt, sequence.index, m.Finish.STOP)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
-from pipeline.stages.detokenize.sequences import Sequences
-from pipeline.text.incremental_decoder import Text
+from pipeline.stages.detokenize.output_processor import OutputProcessor
+from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
 from tests.stages.detokenize.test_stop_matcher import expected
 from tests.stages.detokenize.vocabularies import byte_ids, byte_level
@@ -64,7 +64,7 @@ class Told:
         assert ids == []
 
 
-def tell(sequences: Sequences, told: Told) -> None:
+def tell(sequences: OutputProcessor, told: Told) -> None:
     for gateway in sequences.unsent():
         told.take(sequences.deltas(gateway))
         sequences.sent(gateway)
@@ -75,7 +75,7 @@ def run_one(
     ids: list[int], finish: int, options: m.TextOptions | None = None, cuts: list[int] | None = None
 ) -> tuple[Told, list[m.Abort]]:
     """One sequence, its ids grouped by `cuts`, told after each message."""
-    sequences, told, aborts = Sequences(VOCABULARY), Told(), []
+    sequences, told, aborts = OutputProcessor(VOCABULARY), Told(), []
     sequences.open(opening(5, options))
     edges = [0, *sorted(cut for cut in cuts or [] if cut < len(ids)), len(ids)]
     for begin, end in pairwise(edges):
@@ -108,7 +108,7 @@ def outcome(ids: list[int], finish: int, options: m.TextOptions) -> tuple[str, l
     stopped_by_id = finish == m.Finish.STOP
     asked_for = stopped_by_id and ids[-1] in options.stop_token_ids
     shown = ids[:-1] if stopped_by_id and not (asked_for and options.include_stop) else ids
-    text = Text(VOCABULARY, [], skip_special_tokens=options.skip_special_tokens)
+    text = IncrementalDecoder(VOCABULARY, [], skip_special_tokens=options.skip_special_tokens)
     lengths, whole = [], ""
     for token_id in shown:
         whole += text.add(token_id)
@@ -137,7 +137,7 @@ def test_what_is_told_depends_on_ids_and_options_alone(ids, finish, options, cut
 def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
     """Messages hold entries of any sequences; a gateway's socket takes deltas only now and then; ids come twice."""
     num = len(plans)
-    sequences, told = Sequences(VOCABULARY), [Told(), Told()]
+    sequences, told = OutputProcessor(VOCABULARY), [Told(), Told()]
     for seq, (_, _, options) in enumerate(plans):
         sequences.open(opening(seq, options, gateway=seq % 2))
     settled = [0] * num
@@ -197,7 +197,7 @@ def test_a_stop_id_that_was_asked_for_is_the_reason_and_shown_on_request():
 
 
 def test_a_stop_string_asks_schedule_to_end_the_sequence_once_and_drops_what_follows():
-    sequences, told = Sequences(VOCABULARY), Told()
+    sequences, told = OutputProcessor(VOCABULARY), Told()
     sequences.open(opening(5, m.TextOptions(stop=["b c"])))
     aborts = sequences.settle([5], [0], [6], ids_of("ab cde"), [m.Finish.NONE])
     assert aborts == [m.Abort(1005, 2, 2, m.Finish.STOP)]
@@ -217,7 +217,7 @@ def test_a_stop_string_that_schedules_closing_completes_needs_no_abort():
 
 
 def test_text_that_may_begin_a_stop_string_waits_while_its_ids_go_on():
-    sequences, told = Sequences(VOCABULARY), Told()
+    sequences, told = OutputProcessor(VOCABULARY), Told()
     sequences.open(opening(5, m.TextOptions(stop=["xyz"])))
     sequences.settle([5], [0], [3], ids_of("axy"), [m.Finish.NONE])
     tell(sequences, told)
@@ -231,7 +231,7 @@ def test_text_that_may_begin_a_stop_string_waits_while_its_ids_go_on():
 
 
 def test_what_schedule_may_not_do_ends_the_stage():
-    sequences = Sequences(VOCABULARY)
+    sequences = OutputProcessor(VOCABULARY)
     with pytest.raises(AssertionError, match="never opened"):
         sequences.settle([5], [0], [1], [7], [m.Finish.NONE])
     sequences.open(opening(5))

@@ -6,15 +6,15 @@ import msgspec
 
 from pipeline.config.settings import Schedule
 from pipeline.runtime.messages import ExecuteFacts
-from pipeline.stages.schedule.policies.policy import Name
+from pipeline.stages.schedule.policies.policy import PolicyName
 
-Means = Literal["auto", "swap", "recompute"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
 
-ENDLESS = float("inf")
+UNLIMITED = float("inf")
 MAX_TOKENS = 2**31 - 1
 
 
-class Limits(msgspec.Struct, frozen=True):
+class SchedulerConfig(msgspec.Struct, frozen=True):
     """As the settings have it, without their zeros for no bound."""
 
     num_blocks: int
@@ -24,17 +24,17 @@ class Limits(msgspec.Struct, frozen=True):
     block_size: int = 16
     prefix_caching: bool = True
     num_swap_blocks: int = 0
-    policy: Name = "fcfs"
-    preemption: Means = "auto"
-    max_step_s: float = ENDLESS
+    policy: PolicyName = "fcfs"
+    preemption: PreemptionMode = "auto"
+    max_step_s: float = UNLIMITED
     """While others decode"""
-    long_tokens: int = MAX_TOKENS
+    long_prompt_tokens: int = MAX_TOKENS
     """Prompts with more to compute are long."""
-    long_stretch: float = ENDLESS
+    long_prompt_max_slowdown: float = UNLIMITED
     """How many times as long a step may take for a long prompt."""
 
     @classmethod
-    def of(cls, settings: Schedule, facts: ExecuteFacts) -> "Limits":
+    def of(cls, settings: Schedule, facts: ExecuteFacts) -> "SchedulerConfig":
         """Those of a server with these settings, whose executor has found these facts."""
         return cls(
             num_blocks=facts.num_blocks,
@@ -46,7 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
             num_swap_blocks=facts.num_swap_blocks,
             policy=settings.policy,
             preemption=settings.preemption,
-            max_step_s=settings.max_step_ms / 1000 or ENDLESS,
-            long_tokens=settings.long_prompt_tokens or MAX_TOKENS,
-            long_stretch=settings.long_prompt_stretch,
+            max_step_s=settings.max_step_ms / 1000 or UNLIMITED,
+            long_prompt_tokens=settings.long_prompt_tokens or MAX_TOKENS,
+            long_prompt_max_slowdown=settings.long_prompt_stretch,
         )

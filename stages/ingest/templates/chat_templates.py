@@ -20,7 +20,7 @@ class NeedsTime(Exception):
     """The template takes longer than others should wait."""
 
 
-class Chats:
+class ChatTemplates:
     """The templates of one model, by name; `failure` says why there is none that works."""
 
     def __init__(self, templates: Mapping[str, ChatTemplate], failure: str, timeout_s: float) -> None:
@@ -36,7 +36,7 @@ class Chats:
         makes depend on the prompt alone, but for OutOfTime on a machine that is very slow.
         """
         template = self._template(prompt)
-        variables = conversation.variables(prompt, template.wants)
+        variables = conversation.variables(prompt, template.traits)
         if is_short:
             budget = Budget(SHORT_STEPS)
         else:
@@ -58,7 +58,7 @@ class Chats:
         raise TemplateFailure(self._failure)
 
 
-def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float) -> Chats:
+def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float) -> ChatTemplates:
     """The templates in a prepared folder. One that is not valid is said to those who want to chat."""
     templates = {}
     failure = "this model has no chat template: use /v1/completions"
@@ -68,4 +68,4 @@ def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float) -> Chat
                 templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), bos_token, eos_token)
             except TemplateFailure as error:
                 failure = str(error)
-    return Chats(templates, failure, timeout_s)
+    return ChatTemplates(templates, failure, timeout_s)

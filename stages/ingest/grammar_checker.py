@@ -15,7 +15,7 @@ from pipeline.config.settings import Limits
 from pipeline.grammars.checks import Check, Checked
 from pipeline.grammars.worker import LENGTH, Worker
 from pipeline.runtime.messages import Failure, Grammar
-from pipeline.stages.ingest.prompt import Refusal
+from pipeline.stages.ingest.prompt_processor import Refusal
 
 MAX_KNOWN = 256
 """Grammars that are remembered, with what became of them."""
@@ -45,7 +45,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckOutcome:
     """Either is empty."""
 
     grammar: str
@@ -54,12 +54,12 @@ class Verdict:
     """As in `Checked`."""
 
 
-class Grammars:
+class GrammarChecker:
     """Owns the process. `model_dir` is a prepared folder."""
 
     def __init__(self, model_dir: Path, limits: Limits, title: str = "pipeline: grammars") -> None:
         self._model_dir, self._limits, self._title = model_dir, limits, title
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._known: OrderedDict[bytes, CheckOutcome] = OrderedDict()
         self._known_bytes = 0
         self._worker: Worker | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -98,7 +98,7 @@ class Grammars:
             await self._take_turn(grammar, checked.took_s)
         if not checked.is_final:
             raise _busy(grammar)
-        self._remember(_key(grammar), Verdict(checked.grammar, checked.error, checked.place))
+        self._remember(_key(grammar), CheckOutcome(checked.grammar, checked.error, checked.place))
         if checked.error:
             raise refusal(grammar, checked.error, checked.place)
         return checked.grammar
@@ -175,7 +175,7 @@ class Grammars:
     def close(self) -> None:
         self._stop("was stopped")
 
-    def _remember(self, key: bytes, verdict: Verdict) -> None:
+    def _remember(self, key: bytes, verdict: CheckOutcome) -> None:
         self._known[key] = verdict
         self._known_bytes += _size(verdict)
         while len(self._known) > MAX_KNOWN or self._known_bytes > MAX_KNOWN_BYTES:
@@ -215,7 +215,7 @@ def _key(grammar: Grammar) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _size(verdict: Verdict) -> int:
+def _size(verdict: CheckOutcome) -> int:
     return len(verdict.grammar) + len(verdict.error) + 100
 
 

@@ -12,26 +12,26 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers import models as tokenizer_models
 
 from pipeline.runtime import messages as m
-from pipeline.stages.ingest import prompt as prompt_module
+from pipeline.stages.ingest import prompt_processor
 from pipeline.stages.ingest.longest_id import longest_id_bytes
-from pipeline.stages.ingest.prompt import Prompts, Refusal
+from pipeline.stages.ingest.prompt_processor import PromptProcessor, Refusal
 from tests.stages.ingest import models as tiny
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
     folder = tiny.folder(tmp_path_factory.mktemp("tiny"))
-    return prompt_module.load(folder, tiny.facts(), Tokenizer.from_file(str(folder / "tokenizer.json")))
+    return prompt_processor.load(folder, tiny.facts(), Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
-def refused(prompts: Prompts, submit: m.Submit) -> m.Failure:
+def refused(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
     """The failure a request ends with."""
     with pytest.raises(Refusal) as caught:
         ids_of(prompts, submit)
     return caught.value.failure
 
 
-def ids_of(prompts: Prompts, submit: m.Submit) -> tuple[list[int], int]:
+def ids_of(prompts: PromptProcessor, submit: m.Submit) -> tuple[list[int], int]:
     prompt = submit.prompt
     ids = np.frombuffer(prompt.ids, np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt)
     prompts.sampling(submit)
@@ -42,7 +42,7 @@ def given_ids(*ids: int) -> m.IdsPrompt:
     return m.IdsPrompt(np.array(ids, np.int32).tobytes())
 
 
-def test_a_chat_is_written_by_the_template_and_its_special_tokens_are_single_ids(prompts: Prompts) -> None:
+def test_a_chat_is_written_by_the_template_and_its_special_tokens_are_single_ids(prompts: PromptProcessor) -> None:
     ids, room = ids_of(prompts, tiny.submit(tiny.chat("hi")))
     text = tiny.byte_tokenizer().decode(ids, skip_special_tokens=False)
     assert text == "<s>user:hi</s><s>assistant:"
@@ -52,18 +52,18 @@ def test_a_chat_is_written_by_the_template_and_its_special_tokens_are_single_ids
 def test_only_a_text_gets_the_tokenizers_own_special_tokens(tmp_path: Path) -> None:
     tokenizer = tiny.byte_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    made = prompt_module.load(tiny.folder(tmp_path, "{{ messages[0].content }}"), tiny.facts(), tokenizer)
+    made = prompt_processor.load(tiny.folder(tmp_path, "{{ messages[0].content }}"), tiny.facts(), tokenizer)
     chat, text = made.encode(tiny.chat("a")).tolist(), made.encode(m.TextPrompt("a")).tolist()
     assert text == [256, *chat]
 
 
-def test_all_that_fits_may_be_generated_where_nothing_was_asked(prompts: Prompts) -> None:
+def test_all_that_fits_may_be_generated_where_nothing_was_asked(prompts: PromptProcessor) -> None:
     assert ids_of(prompts, tiny.submit("x" * 60))[1] == 4
     assert ids_of(prompts, tiny.submit("x" * 60, max_tokens=3))[1] == 3
     assert ids_of(prompts, tiny.submit("x" * 63))[1] == 1
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(prompts: Prompts) -> None:
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(prompts: PromptProcessor) -> None:
     failure = refused(prompts, tiny.submit("x" * 64))
     assert (failure.status, failure.param, failure.code) == (400, "prompt", "context_length_exceeded")
     assert "64 tokens" in failure.message
@@ -71,14 +71,14 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(prompts: Prom
     assert refused(prompts, tiny.submit(tiny.chat("x" * 64))).param == "messages"
 
 
-def test_asking_for_more_than_fits_is_refused(prompts: Prompts) -> None:
+def test_asking_for_more_than_fits_is_refused(prompts: PromptProcessor) -> None:
     failure = refused(prompts, tiny.submit("x" * 60, max_tokens=5))
     assert (failure.status, failure.param, failure.code) == (400, "max_tokens", "context_length_exceeded")
     assert "65: 60 in the prompt and 5 to generate" in failure.message
     assert refused(prompts, tiny.submit("x", max_tokens=-1)).param == "max_tokens"
 
 
-def test_a_text_too_long_for_any_ids_is_refused_before_it_is_tokenized(prompts: Prompts) -> None:
+def test_a_text_too_long_for_any_ids_is_refused_before_it_is_tokenized(prompts: PromptProcessor) -> None:
     failure = refused(prompts, tiny.submit("x" * 10_000_000))
     assert failure.code == "context_length_exceeded"
     assert "at least" in failure.message
@@ -86,12 +86,12 @@ def test_a_text_too_long_for_any_ids_is_refused_before_it_is_tokenized(prompts: 
 
 def test_what_the_template_writes_is_bounded_too(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path, "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}")
-    made = prompt_module.load(folder, tiny.facts(), tiny.byte_tokenizer())
+    made = prompt_processor.load(folder, tiny.facts(), tiny.byte_tokenizer())
     assert refused(made, tiny.submit(tiny.chat("hi"))).code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("ids", [(-1,), (258,), (1, 2, 2**31 - 1), (-(2**31),)])
-def test_ids_outside_the_vocabulary_are_refused(prompts: Prompts, ids: tuple[int, ...]) -> None:
+def test_ids_outside_the_vocabulary_are_refused(prompts: PromptProcessor, ids: tuple[int, ...]) -> None:
     failure = refused(prompts, tiny.submit(given_ids(*ids)))
     assert (failure.status, failure.param) == (400, f"prompt[{len(ids) - 1}]")
     assert str(ids[-1]) in failure.message
@@ -99,7 +99,7 @@ def test_ids_outside_the_vocabulary_are_refused(prompts: Prompts, ids: tuple[int
 
 
 @pytest.mark.parametrize("stop_id", [-1, 258, 2**62])
-def test_stop_ids_outside_the_vocabulary_are_refused(prompts: Prompts, stop_id: int) -> None:
+def test_stop_ids_outside_the_vocabulary_are_refused(prompts: PromptProcessor, stop_id: int) -> None:
     failure = refused(prompts, tiny.submit("x", stop_token_ids=(0, stop_id)))
     assert (failure.status, failure.param) == (400, "stop_token_ids")
 
@@ -111,28 +111,28 @@ def test_the_executors_vocabulary_decides_not_the_tokenizers() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", given_ids(), m.ChatPrompt([])])
-def test_an_empty_prompt_is_refused(prompts: Prompts, prompt: m.Prompt | str) -> None:
+def test_an_empty_prompt_is_refused(prompts: PromptProcessor, prompt: m.Prompt | str) -> None:
     failure = refused(prompts, tiny.submit(prompt))
     assert failure.status == 400
     assert "empty" in failure.message
 
 
 def test_a_model_without_a_template_refuses_chats_and_says_what_to_do(tmp_path: Path) -> None:
-    made = prompt_module.load(tiny.folder(tmp_path, template=None), tiny.facts(), tiny.byte_tokenizer())
+    made = prompt_processor.load(tiny.folder(tmp_path, template=None), tiny.facts(), tiny.byte_tokenizer())
     failure = refused(made, tiny.submit(tiny.chat("hi")))
     assert (failure.status, failure.param) == (400, "messages")
     assert "/v1/completions" in failure.message
 
 
 def test_a_template_that_is_not_valid_leaves_completions_working(tmp_path: Path) -> None:
-    made = prompt_module.load(tiny.folder(tmp_path, template="{% for %}"), tiny.facts(), tiny.byte_tokenizer())
+    made = prompt_processor.load(tiny.folder(tmp_path, template="{% for %}"), tiny.facts(), tiny.byte_tokenizer())
     assert "not valid" in refused(made, tiny.submit(tiny.chat("hi"))).message
     assert len(ids_of(made, tiny.submit("hi"))[0]) == 2
 
 
 def test_what_a_template_raises_reaches_the_client(tmp_path: Path) -> None:
     source = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
-    made = prompt_module.load(tiny.folder(tmp_path, source), tiny.facts(), tiny.byte_tokenizer())
+    made = prompt_processor.load(tiny.folder(tmp_path, source), tiny.facts(), tiny.byte_tokenizer())
     failure = refused(made, tiny.submit(tiny.chat("hi", role="robot")))
     assert (failure.status, failure.param) == (400, "messages")
     assert "roles must alternate" in failure.message
@@ -140,7 +140,7 @@ def test_what_a_template_raises_reaches_the_client(tmp_path: Path) -> None:
 
 
 def test_begin_and_end_tokens_come_from_the_models_config(tmp_path: Path) -> None:
-    made = prompt_module.load(
+    made = prompt_processor.load(
         tiny.folder(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"),
         tiny.facts(),
         tiny.byte_tokenizer(),
@@ -163,7 +163,7 @@ def test_begin_and_end_tokens_come_from_the_models_config(tmp_path: Path) -> Non
     stop_token_ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple),
 )
 def test_whatever_is_asked_ends_in_ids_that_fit_or_in_a_refusal_that_travels(
-    prompts: Prompts, prompt: m.Prompt, max_tokens: int | None, stop_token_ids: tuple[int, ...]
+    prompts: PromptProcessor, prompt: m.Prompt, max_tokens: int | None, stop_token_ids: tuple[int, ...]
 ) -> None:
     submit = tiny.submit(prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
     try:
@@ -211,7 +211,7 @@ def test_smollm2_writes_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
         eos_token="<|im_end|>",
         chat_template=(smollm2_dir / "chat_template.jinja").read_text(),
     )
-    made = prompt_module.load(
+    made = prompt_processor.load(
         smollm2_dir, tiny.facts(8192, 49152), Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     )
     messages = [{"role": "user", "content": "  Count to  10:\n\n 1 2 3"}, {"role": "assistant", "content": "4 <5>"}]
@@ -225,12 +225,12 @@ def resumed(outputs: list[list[int]], *, ignore_eos: bool = False, stop: tuple[i
     return msgspec.structs.replace(tiny.submit("hi", max_tokens=4), n=len(outputs), sampling=sampling)
 
 
-def checked(prompts: Prompts, outputs: list[list[int]], **options: Any) -> bytes:
+def checked(prompts: PromptProcessor, outputs: list[list[int]], **options: Any) -> bytes:
     arrays = [np.array(ids, np.int32) for ids in outputs]
     return prompts.check_outputs(arrays, resumed(outputs, **options), 4)
 
 
-def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prompts: Prompts) -> None:
+def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prompts: PromptProcessor) -> None:
     none, stop = m.Finish.NONE, m.Finish.STOP
     assert checked(prompts, [[1, 2], [1, 257], [], [257]]) == bytes([none, stop, none, stop])
     assert checked(prompts, [[1, 257, 5]], ignore_eos=True) == bytes([none])
@@ -248,7 +248,9 @@ def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prom
         ([[257, 1]], r"received\[0\] goes on after token id 257, which ends a sequence"),
     ],
 )
-def test_ids_that_no_stream_can_have_given_are_refused(prompts: Prompts, outputs: list[list[int]], words: str) -> None:
+def test_ids_that_no_stream_can_have_given_are_refused(
+    prompts: PromptProcessor, outputs: list[list[int]], words: str
+) -> None:
     with pytest.raises(Refusal, match=words) as caught:
         checked(prompts, outputs)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "received")

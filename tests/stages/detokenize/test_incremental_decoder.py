@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from pipeline.text.incremental_decoder import Text
+from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
 from tests.stages.detokenize.vocabularies import CHARACTERS, byte_fallback, byte_ids, byte_level
 
@@ -20,7 +20,7 @@ FALLBACK_BYTES = byte_ids(byte_fallback())
 
 
 def grown(vocabulary: Vocabulary, tail: list[int], ids: list[int], skip: bool) -> str:
-    text = Text(vocabulary, tail, skip_special_tokens=skip)
+    text = IncrementalDecoder(vocabulary, tail, skip_special_tokens=skip)
     return "".join([*map(text.add, ids), text.finish()])
 
 
@@ -71,7 +71,7 @@ def test_a_character_that_the_prompt_began_is_shown_whole():
 
 
 def test_nothing_is_shown_of_half_a_character_until_the_end():
-    text = Text(LEVEL, [], skip_special_tokens=True)
+    text = IncrementalDecoder(LEVEL, [], skip_special_tokens=True)
     assert [text.add(LEVEL_BYTES[byte]) for byte in "🤖".encode()] == ["", "", "", "🤖"]
     assert text.finish() == ""
     assert [text.add(LEVEL_BYTES[byte]) for byte in "🤖".encode()[:3]] == ["", "", ""]

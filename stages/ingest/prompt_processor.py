@@ -32,9 +32,9 @@ from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.ingest import bad_words
 from pipeline.stages.ingest.bad_words import BadWord
 from pipeline.stages.ingest.longest_id import longest_id_bytes
-from pipeline.stages.ingest.templates import chats, conversation
+from pipeline.stages.ingest.templates import chat_templates, conversation
 from pipeline.stages.ingest.templates.budget import OutOfTime
-from pipeline.stages.ingest.templates.chats import Chats
+from pipeline.stages.ingest.templates.chat_templates import ChatTemplates
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import TemplateFailure, TextTooLong
 
@@ -61,14 +61,14 @@ class Refusal(Exception):
         self.failure = failure
 
 
-class Prompts:
+class PromptProcessor:
     """Makes prompts for one model. `limits` are those of the settings."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         facts: ExecuteFacts,
-        chats: Chats,
+        templates: ChatTemplates,
         limits: Limits,
         eos_ids: Collection[int] = (),
     ) -> None:
@@ -76,7 +76,7 @@ class Prompts:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._chats = chats
+        self._chat_templates = templates
         self._limits = limits
         self._eos_ids = eos_ids
         self._max_model_len = facts.max_model_len
@@ -240,7 +240,7 @@ class Prompts:
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
-            return self._chats.text(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short)
+            return self._chat_templates.text(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short)
         except BadChat as error:
             raise Refusal(Failure(400, str(error), error.param)) from error
         except TemplateFailure as failure:
@@ -259,13 +259,13 @@ class Prompts:
         return Refusal(Failure(400, message, param, "context_length_exceeded"))
 
 
-def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: Limits = LIMITS) -> Prompts:
+def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: Limits = LIMITS) -> PromptProcessor:
     """Make prompts for the model in a prepared folder."""
     config = ModelConfig.load(folder)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
-    made = chats.load(folder, bos_token or "", eos_token or "", limits.template_timeout_s)
-    return Prompts(tokenizer, facts, made, limits, eos_ids=config.eos_ids)
+    templates = chat_templates.load(folder, bos_token or "", eos_token or "", limits.template_timeout_s)
+    return PromptProcessor(tokenizer, facts, templates, limits, eos_ids=config.eos_ids)
 
 
 def cost_chars(submit: Submit) -> int:

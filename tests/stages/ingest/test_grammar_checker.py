@@ -15,9 +15,9 @@ import pytest
 
 from pipeline.config.settings import Limits, Settings
 from pipeline.runtime import messages as m
-from pipeline.stages.ingest import grammar as grammar_module
-from pipeline.stages.ingest.grammar import Grammars
-from pipeline.stages.ingest.prompt import Refusal
+from pipeline.stages.ingest import grammar_checker
+from pipeline.stages.ingest.grammar_checker import GrammarChecker
+from pipeline.stages.ingest.prompt_processor import Refusal
 from pipeline.text.formats.tool_format import Lark
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS
@@ -25,13 +25,13 @@ from tests.stages.ingest import models as tiny
 
 
 @pytest.fixture
-async def grammars(tmp_path: Path) -> AsyncIterator[Grammars]:
-    grammars = Grammars(tiny.folder(tmp_path), Limits())
+async def grammars(tmp_path: Path) -> AsyncIterator[GrammarChecker]:
+    grammars = GrammarChecker(tiny.folder(tmp_path), Limits())
     yield grammars
     grammars.close()
 
 
-async def refused(grammars: Grammars, kind: str, source: Any) -> m.Failure:
+async def refused(grammars: GrammarChecker, kind: str, source: Any) -> m.Failure:
     text = source if isinstance(source, str) else json.dumps(source)
     with pytest.raises(Refusal) as caught:
         await grammars.check(m.Grammar(kind, text, "guided"))
@@ -56,17 +56,17 @@ GOOD = [
 ]
 
 
-async def test_what_is_understood(grammars: Grammars) -> None:
+async def test_what_is_understood(grammars: GrammarChecker) -> None:
     for kind, source in GOOD:
         assert await grammars.check(m.Grammar(kind, source))
 
 
-async def test_several_may_come_at_once_before_there_is_a_process(grammars: Grammars) -> None:
+async def test_several_may_come_at_once_before_there_is_a_process(grammars: GrammarChecker) -> None:
     checked = await asyncio.gather(*(grammars.check(m.Grammar("regex", f"a{{{i}}}")) for i in range(1, 9)))
     assert len(set(checked)) == 8
 
 
-async def test_who_leaves_while_it_starts_stops_nobody_else(grammars: Grammars) -> None:
+async def test_who_leaves_while_it_starts_stops_nobody_else(grammars: GrammarChecker) -> None:
     first = asyncio.create_task(grammars.check(m.Grammar("regex", "a")))
     second = asyncio.create_task(grammars.check(m.Grammar("regex", "b")))
     await asyncio.sleep(0)  # both have begun
@@ -113,14 +113,14 @@ BAD = [
 ]
 
 
-async def test_what_is_not_understood_is_a_400_that_says_why(grammars: Grammars) -> None:
+async def test_what_is_not_understood_is_a_400_that_says_why(grammars: GrammarChecker) -> None:
     for kind, source, part in BAD:
         failure = await refused(grammars, kind, source)
         assert (failure.status, failure.code) == (400, "invalid_grammar")
         assert part in failure.message and len(failure.message) < 600, (kind, source, failure.message)
 
 
-async def test_the_tool_whose_schema_is_bad_is_named(grammars: Grammars) -> None:
+async def test_the_tool_whose_schema_is_bad_is_named(grammars: GrammarChecker) -> None:
     good, bad = {"type": "object"}, {"type": "object", "properties": {"a": {"minItems": 2, "maxItems": 1, "not": {}}}}
     lark = Lark("", {})
     start = lark.one_of([lark.schema(json.dumps(schema)) for schema in (good, bad)])
@@ -154,7 +154,7 @@ HOSTILE = {
 }
 
 
-async def test_hostile_grammars_are_refused_in_time(grammars: Grammars) -> None:
+async def test_hostile_grammars_are_refused_in_time(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))  # the process is there
     for name, (kind, source) in HOSTILE.items():
         began_s = time.monotonic()
@@ -164,7 +164,7 @@ async def test_hostile_grammars_are_refused_in_time(grammars: Grammars) -> None:
         assert time.monotonic() - began_s < 5, name
 
 
-async def test_hostile_ones_do_not_hold_up_others(grammars: Grammars) -> None:
+async def test_hostile_ones_do_not_hold_up_others(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
     hostile = [asyncio.ensure_future(refused(grammars, "grammar", f"{ENDLESS}\n// {i}")) for i in range(3)]
     await asyncio.sleep(0)
@@ -174,7 +174,7 @@ async def test_hostile_ones_do_not_hold_up_others(grammars: Grammars) -> None:
     await asyncio.gather(*hostile)
 
 
-async def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
+async def test_what_was_checked_is_remembered(grammars: GrammarChecker) -> None:
     good, bad = m.Grammar("regex", "a+"), m.Grammar("regex", "(", "regex")
     assert grammars.known(good) is None
     text = await grammars.check(good)
@@ -185,10 +185,10 @@ async def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
         grammars.known(bad)
 
 
-async def test_dear_ones_go_on_one_after_the_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dear_ones_go_on_one_after_the_other(grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may hold up a step for as long as it took to check."""
-    monkeypatch.setattr(grammar_module, "DEAR_S", 0.0)
-    monkeypatch.setattr(grammar_module, "SHARE", 0.005)
+    monkeypatch.setattr(grammar_checker, "DEAR_S", 0.0)
+    monkeypatch.setattr(grammar_checker, "SHARE", 0.005)
     await grammars.check(m.Grammar("regex", "a"))
     calm_s = grammars._calm_s
     assert calm_s > time.monotonic()
@@ -199,7 +199,7 @@ async def test_dear_ones_go_on_one_after_the_other(grammars: Grammars, monkeypat
     assert await grammars.check(m.Grammar("regex", "a"))  # what is known costs nothing
 
 
-async def test_a_checker_that_dies_is_replaced(grammars: Grammars) -> None:
+async def test_a_checker_that_dies_is_replaced(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
     assert grammars._worker is not None
     os.kill(grammars._worker.pid, signal.SIGKILL)
@@ -207,7 +207,7 @@ async def test_a_checker_that_dies_is_replaced(grammars: Grammars) -> None:
     assert await grammars.check(m.Grammar("regex", "b+"))
 
 
-async def test_what_a_checker_was_at_ends_with_it(grammars: Grammars) -> None:
+async def test_what_a_checker_was_at_ends_with_it(grammars: GrammarChecker) -> None:
     """A check that never ends would go on by itself, and keep who asked for it waiting."""
     await grammars.check(m.Grammar("json_object"))
     assert grammars._worker is not None
@@ -225,7 +225,7 @@ async def test_what_a_checker_was_at_ends_with_it(grammars: Grammars) -> None:
 
 async def test_a_check_that_had_no_processor_goes_on_when_its_time_is_up(tmp_path: Path) -> None:
     """Its time is up before it has begun; a machine that is busy does that to many that come at once."""
-    grammars = Grammars(tiny.folder(tmp_path), Limits(grammar_timeout_s=0.001))
+    grammars = GrammarChecker(tiny.folder(tmp_path), Limits(grammar_timeout_s=0.001))
     try:
         assert await grammars.check(m.Grammar("regex", "a+"))
     finally:
@@ -236,7 +236,7 @@ async def test_a_model_whose_outputs_never_end_has_no_grammars(tmp_path: Path) -
     folder = tiny.folder(tmp_path)
     config = json.loads((folder / "model.json").read_text()) | {"eos_ids": []}
     (folder / "model.json").write_text(json.dumps(config))
-    grammars = Grammars(folder, Limits())
+    grammars = GrammarChecker(folder, Limits())
     try:
         assert "ends a sequence" in (await refused(grammars, "regex", "a")).message
     finally:
