@@ -1,7 +1,8 @@
-"""What the executor tells of ids besides the ids, on its way through: bytes that are cut up by whose they are. What
-they say is the matter of others (pipeline/runtime/logprob_records.py).
+"""Logprob records on their way from the executor to detokenize: bytes that are divided among sequences. The scheduler
+knows the width of a record and not its content (see pipeline/runtime/logprob_records.py).
 
-A step that is planned notes what it will tell, for until its result comes a row may be another's.
+The records that a step returns are noted when it is planned, because a row may hold another sequence when its result
+comes.
 """
 
 import numpy as np
@@ -12,15 +13,15 @@ from pipeline.stages.schedule.rows import Rows
 from pipeline.stages.schedule.step_entries import ExpectedLogprobs, ExpectedPromptLogprobs, StepEntries
 
 
-def awaited(rows: Rows, entries: StepEntries) -> ExpectedLogprobs | None:
-    """What a step with these entries will tell; None where nobody asks."""
+def expect_logprobs(rows: Rows, entries: StepEntries) -> ExpectedLogprobs | None:
+    """The records that a step with these entries will return; None if no running request asks for any."""
     if not rows.num_recorded:
         return None
     prompts = []
     widths = rows.prompt_record_bytes[entries.rows]
     for place in np.flatnonzero(widths).tolist():
         row, start = int(entries.rows[place]), int(entries.starts[place])
-        # Position p tells of the id behind it.
+        # Position p returns the record of the id behind it.
         end = min(start + int(entries.counts[place]), int(rows.num_prompt[row]) - 1)
         sequence = rows.sequences[row]
         assert sequence is not None
@@ -30,30 +31,31 @@ def awaited(rows: Rows, entries: StepEntries) -> ExpectedLogprobs | None:
 
 
 def take_records(
-    rows: Rows, awaited: ExpectedLogprobs, sampled: Int64s, ids: Ids, current: Bools, records: bytes
+    rows: Rows, expected: ExpectedLogprobs, sampled: Int64s, ids: Ids, current: Bools, records: bytes
 ) -> None:
-    """Give the records of a step's samples to the sequences that still run in their rows. `ids` has -1 where there is
-    none, and no record either."""
-    ends = np.cumsum(np.where(ids >= 0, awaited.widths, 0))
-    assert (int(ends[-1]) if len(ends) else 0) == len(records), f"{len(records)} bytes of records came"
-    for place in np.flatnonzero((awaited.widths > 0) & (ids >= 0) & current).tolist():
+    """Give the records of a step's samples to the sequences that still run in their rows. An id of -1 has no record."""
+    ends = np.cumsum(np.where(ids >= 0, expected.widths, 0))
+    assert (int(ends[-1]) if len(ends) else 0) == len(records), f"unexpected {len(records)} bytes of records"
+    for place in np.flatnonzero((expected.widths > 0) & (ids >= 0) & current).tolist():
         sequence = rows.sequences[int(sampled[place])]
         assert sequence is not None
-        sequence.records += records[int(ends[place] - awaited.widths[place]) : int(ends[place])]
+        sequence.records += records[int(ends[place] - expected.widths[place]) : int(ends[place])]
 
 
-def take_prompt_records(rows: Rows, awaited: ExpectedLogprobs, records: bytes, output_buffer: OutputBuffer) -> None:
-    """Pass on those that are new: a prompt that is computed again tells its records again."""
+def take_prompt_records(rows: Rows, expected: ExpectedLogprobs, records: bytes, output_buffer: OutputBuffer) -> None:
+    """Pass on records that are new. A prompt that is computed again after a preemption returns its records again."""
     begin = 0
-    for part in awaited.prompts:
+    for part in expected.prompts:
         data = records[begin : begin + part.num * part.width]
         begin += part.num * part.width
         if rows.sequences[part.row] is not part.sequence:
-            continue  # it has ended, or was put back
+            continue  # it has finished or was preempted
         request = part.sequence.request
         num_known = request.num_prompt_records - part.start
-        assert num_known >= 0, f"records of request {request.request_id:x} are left out"
+        assert num_known >= 0, f"prompt records of request {request.request_id:x} are missing"
         if num_known < part.num:
-            output_buffer.tell_prompt(part.sequence.seq, request.num_prompt_records, data[num_known * part.width :])
+            output_buffer.add_prompt_records(
+                part.sequence.seq, request.num_prompt_records, data[num_known * part.width :]
+            )
             request.num_prompt_records = part.start + part.num
-    assert begin == len(records), f"{len(records)} bytes of prompt records came for {begin}"
+    assert begin == len(records), f"{len(records)} bytes of prompt records came, {begin} were expected"

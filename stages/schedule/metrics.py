@@ -1,15 +1,15 @@
-"""What the scheduler counts besides its totals: how long sequences wait, prefill and decode, how big steps are. Pure.
+"""The scheduler's histograms: how long sequences wait, prefill and decode, and how large steps are. Pure.
 
-    queued ──► started (a step is planned) ──► first id settled ──► ended
+    queued ──► started (a step is planned) ──► first id settled ──► finished
        queue_s             prefill_s                decode_s
                            └─────────── inference_s ─────────┘
 
-Sequences that end by stop or length are counted, when they end. Prefill includes what a preemption costs before the
-first id, decode what one costs after it.
+Sequences that finish with `stop` or `length` are counted when they finish. Prefill time includes preemptions before the
+first id, decode time those after it.
 
-A step's plan wait is how long the executor had nothing to do before it although there was something to plan: of steps
-planned in the wake that handled the result before them, or earlier. What an idle server waits for is requests. It is
-counted by the size of the step's batch: how much of the time a device computes depends on how long its steps are.
+A step's plan wait is the time that the executor was idle before it although there was work to plan. It counts only for
+steps planned in the wake that handled the previous result, or earlier: otherwise the server waited for requests. Plan
+waits are divided by the step's batch size, because short steps leave a device idle for a larger share of the time.
 """
 
 from pipeline.metrics.batch_size_buckets import BATCHES, batch_of
@@ -20,7 +20,7 @@ from pipeline.stages.schedule.request import Sequence
 
 
 class StepGaps:
-    """The waits before steps of one class of batches, and how long the steps took."""
+    """Plan waits and step times of one class of batch sizes."""
 
     __slots__ = ("gap_s", "step_s")
 
@@ -30,6 +30,8 @@ class StepGaps:
 
 
 class ScheduleMetrics:
+    """Owns the histograms and the time spent in `plan` and `settle`."""
+
     def __init__(self) -> None:
         self.queue_s = Histogram(REQUEST_S)
         self.prefill_s = Histogram(REQUEST_S)
@@ -40,8 +42,8 @@ class ScheduleMetrics:
         self.plan_s = 0.0
         self.settle_s = 0.0
 
-    def followed(self, num_rows: int, num_tokens: int, wait_s: float, step_s: float) -> None:
-        """A step has come back that was planned as soon as there was something to plan."""
+    def observe_step(self, num_rows: int, num_tokens: int, wait_s: float, step_s: float) -> None:
+        """Count a step that was planned as soon as there was work."""
         place = batch_of(num_rows, num_tokens)
         gaps = self._gaps[place]
         if gaps is None:
@@ -50,15 +52,16 @@ class ScheduleMetrics:
         gaps.step_s += step_s
 
     def gaps(self) -> list[GapCounts]:
-        """By class, of those there have been any of."""
+        """One entry for each class of batch sizes with any steps."""
         places = enumerate(self._gaps)
         return [GapCounts(place, of.gap_s.counts(), of.step_s) for place, of in places if of is not None]
 
     def plan_wait_s(self) -> HistogramCounts:
-        """Of all of them together."""
+        """Over all classes."""
         return summed((of.gap_s for of in self.gaps()), PLAN_WAIT_S)
 
-    def ended(self, sequence: Sequence, finish: Finish, now_s: float) -> None:
+    def observe_finished(self, sequence: Sequence, finish: Finish, now_s: float) -> None:
+        """Count a sequence that finishes."""
         if finish in (Finish.STOP, Finish.LENGTH) and sequence.first_s:
             self.queue_s.observe(sequence.started_s - sequence.request.queued_s)
             self.prefill_s.observe(sequence.first_s - sequence.started_s)

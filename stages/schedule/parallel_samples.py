@@ -1,8 +1,9 @@
-"""Siblings of n > 1 that wait for one of them to compute their prompt, so that they can fork from it.
+"""Parallel samples: sequences of a request with n > 1 that wait until one of them has computed the prompt, to fork
+from.
 
-admitted: the first waits like any other, and leads; the others are parked
-its prompt is computed by a step that is planned: the others wait, and find it when they start
-it ends before: the next of them leads
+admitted                                          the first sequence waits like any other; the others are parked
+a planned step computes the rest of the prompt    the others join the waiting queue and fork when they start
+the first sequence ends before that               the next one joins the waiting queue
 """
 
 from collections.abc import Iterator
@@ -12,13 +13,13 @@ from pipeline.stages.schedule.rows import Rows
 
 
 class ParallelSamples:
-    """Owns who is parked."""
+    """Owns the parked sequences."""
 
     def __init__(self) -> None:
         self._parked: dict[int, dict[int, Sequence]] = {}
-        """By request and index."""
-        self._led: dict[int, PromptRequest] = {}
-        """Requests with parked ones of which another runs, or ran: the only ones that are looked at in each plan."""
+        """By request id and index."""
+        self._running: dict[int, PromptRequest] = {}
+        """Requests with parked sequences of which another has started. Only these are checked in each plan."""
         self._num = 0
 
     def __len__(self) -> int:
@@ -34,34 +35,33 @@ class ParallelSamples:
         self._parked.setdefault(sequence.request.request_id, {})[sequence.index] = sequence
         self._num += 1
 
-    def holds(self, sequence: Sequence) -> bool:
+    def is_parked(self, sequence: Sequence) -> bool:
         return sequence.index in self._parked.get(sequence.request.request_id, {})
 
     def remove(self, sequence: Sequence) -> None:
-        """Take one out: it waits or ends."""
         request_id = sequence.request.request_id
         del self._parked[request_id][sequence.index]
         self._num -= 1
         if not self._parked[request_id]:
             del self._parked[request_id]
-            self._led.pop(request_id, None)
+            self._running.pop(request_id, None)
 
-    def started(self, sequence: Sequence) -> None:
-        """A sequence has a row: its parked siblings, if it has any, are looked at from now on."""
+    def on_start(self, sequence: Sequence) -> None:
+        """A sequence has a row: check from now on whether it has computed the prompt for its parked samples."""
         if sequence.request.n > 1 and sequence.request.request_id in self._parked:
-            self._led[sequence.request.request_id] = sequence.request
+            self._running[sequence.request.request_id] = sequence.request
 
     @property
-    def any_led(self) -> bool:
-        return bool(self._led)
+    def any_running(self) -> bool:
+        return bool(self._running)
 
     def take_ready(self, rows: Rows) -> list[Sequence]:
-        """Those whose prompt has been computed by an earlier step, or by one in flight."""
+        """Remove and return the sequences whose prompt is computed by an earlier step, or by one in flight."""
         ready: list[Sequence] = []
-        for request_id, request in list(self._led.items()):
+        for request_id, request in list(self._running.items()):
             running = [other.row for other in request.open_sequences.values() if other.row >= 0]
             if not running:
-                del self._led[request_id]  # it was put back, and is looked at again when it runs again
+                del self._running[request_id]  # it was preempted; `on_start` adds it again
             elif any(rows.ahead[row] >= len(request.prompt) for row in running):
                 ready += self._parked[request_id].values()
         for sequence in ready:
@@ -69,8 +69,8 @@ class ParallelSamples:
         return ready
 
     def take_next(self, request: PromptRequest, has_computed: bool) -> list[Sequence]:
-        """Who waits from now on, where all that were not parked have ended: the next, which leads, or all, where the
-        last `has_computed` the prompt: they find what of it is cached."""
+        """Call when a sequence has ended. If only parked sequences are left, remove and return those that now wait: the
+        next one, or all of them if the last `has_computed` the prompt, since its blocks may be cached."""
         parked = self._parked.get(request.request_id)
         if not parked or len(parked) < len(request.open_sequences):
             return []

@@ -1,4 +1,4 @@
-"""Sequences without a row, by order: those that wait to be computed, and those that wait in swap space."""
+"""Queues of sequences without a row, in order: those to be computed, and those in swap space."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from itertools import islice
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
 from pipeline.stages.schedule.request import Order, Sequence
 
-MAX_LONG_LOOKED_AT = 8
-"""Long ids at the queue's beginning that are looked at for a prompt of which most is cached."""
+MAX_LONG_CANDIDATES = 8
+"""How many long prompts at the head of the queue are checked for a cached prefix."""
 
 
 class SequenceQueue:
-    """Owns their order. A sequence is in one queue at most."""
+    """Keeps sequences sorted by `order`. A sequence is in one queue at most."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Order, Sequence]] = []
@@ -21,7 +21,7 @@ class SequenceQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The first in order comes first. The queue must not change meanwhile."""
+        """In order. Do not change the queue while iterating."""
         return (sequence for _, sequence in self._entries)
 
     def __contains__(self, sequence: object) -> bool:
@@ -33,7 +33,7 @@ class SequenceQueue:
 
     @property
     def first_rank(self) -> int:
-        """Of a queue that isn't empty."""
+        """The lowest rank in a queue that isn't empty."""
         return self._entries[0][0][0]
 
     def add(self, sequence: Sequence) -> None:
@@ -46,14 +46,15 @@ class SequenceQueue:
 
 
 class WaitingQueue:
-    """Those that wait to be computed. Long ones are kept apart, so that short ones behind them are found at once."""
+    """Sequences to be computed. Long prompts have a queue of their own, so that short ones behind them are found at
+    once."""
 
     def __init__(self, policy: Policy, long_prompt_tokens: int) -> None:
         self._policy = policy
-        self._long_tokens = long_prompt_tokens
+        self._long_prompt_tokens = long_prompt_tokens
         self._short = SequenceQueue()
         self._long = SequenceQueue()
-        self._passed: list[Sequence] = []
+        self._skipped: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._short) + len(self._long)
@@ -63,57 +64,57 @@ class WaitingQueue:
 
     @property
     def first_rank(self) -> int:
-        """The lowest of those that wait; somebody does."""
+        """The lowest rank in a queue that isn't empty."""
         return min(queue.first_rank for queue in (self._short, self._long) if queue)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.is_long = len(sequence.ids) > self._long_tokens
+        sequence.is_long = len(sequence.ids) > self._long_prompt_tokens
         self._queue_of(sequence).add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         self._queue_of(sequence).remove(sequence)
 
     def choose(
-        self, has_room_for_long: Callable[[int], bool], num_cached: Callable[[Sequence], int], block_size: int
+        self, has_room_for_long: Callable[[int], bool], num_cached_blocks: Callable[[Sequence], int], block_size: int
     ) -> Sequence | None:
-        """Whom the policy starts next. Where a step has no room for long prompts of a rank, those are passed over that
-        have more than `long_prompt_tokens` to compute, until they have been so too often. `num_cached` says how many
-        blocks of a sequence's ids are in the prefix cache."""
-        looked_at = list(islice(self._short, self._policy.window))
-        able = looked_at
+        """Return the sequence that the policy starts next. Prompts with more than `long_prompt_tokens` to compute are
+        skipped if the step has no room for long prompts of their rank, but at most MAX_SKIPPED times.
+        `num_cached_blocks` returns how many blocks of a sequence's ids are in the prefix cache."""
+        candidates = list(islice(self._short, self._policy.window))
+        eligible = candidates
         if len(self._long):
-            longs = list(islice(self._long, max(self._policy.window, MAX_LONG_LOOKED_AT)))
-            looked_at = sorted(looked_at + longs, key=_by_order)
-            able = [
+            longs = list(islice(self._long, max(self._policy.window, MAX_LONG_CANDIDATES)))
+            candidates = sorted(candidates + longs, key=_by_order)
+            eligible = [
                 sequence
-                for sequence in looked_at
+                for sequence in candidates
                 if not sequence.is_long
                 or has_room_for_long(sequence.order[0])
                 or sequence.num_skipped >= MAX_SKIPPED
-                or len(sequence.ids) - num_cached(sequence) * block_size <= self._long_tokens
+                or len(sequence.ids) - num_cached_blocks(sequence) * block_size <= self._long_prompt_tokens
             ][: self._policy.window]
-        if not able:
+        if not eligible:
             return None
-        chosen = able[0] if len(able) == 1 else able[self._policy.choose(able, num_cached)]
-        self._passed = [sequence for sequence in looked_at if sequence.order < chosen.order]
+        chosen = eligible[0] if len(eligible) == 1 else eligible[self._policy.choose(eligible, num_cached_blocks)]
+        self._skipped = [sequence for sequence in candidates if sequence.order < chosen.order]
         return chosen
 
-    def behind(self, first: Sequence, rank: int) -> Iterator[Sequence]:
-        """Those that are not long, come after `first` in order and have a rank below `rank`."""
+    def short_after(self, first: Sequence, rank: int) -> Iterator[Sequence]:
+        """The short prompts after `first` in order whose rank is below `rank`."""
         for sequence in self._short:
             if sequence.order[0] >= rank:
                 return
             if sequence.order > first.order:
                 yield sequence
 
-    def started(self) -> None:
-        """Who was chosen last has started before those that it was preferred to."""
-        for sequence in self._passed:
+    def count_skipped(self) -> None:
+        """The sequence chosen last has started: count it for those that it was preferred to."""
+        for sequence in self._skipped:
             sequence.num_skipped += 1
 
-    def choose_none(self) -> None:
-        """Somebody who does not wait here starts next."""
-        self._passed = []
+    def clear_skipped(self) -> None:
+        """A sequence from elsewhere starts next, so none is skipped here."""
+        self._skipped = []
 
     def _queue_of(self, sequence: Sequence) -> SequenceQueue:
         return self._long if sequence.is_long else self._short

@@ -1,4 +1,4 @@
-"""Requests and their sequences, as the scheduler keeps them."""
+"""The scheduler's state of a prompt request and of its sequences."""
 
 import msgspec
 from msgspec import Raw
@@ -9,7 +9,7 @@ from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
 
 Order = tuple[int, float, int]
-"""Rank, arrival and number: a sequence's place among all."""
+"""Rank, arrival and `seq`: the order in which sequences are served."""
 
 NO_ROW = -1
 
@@ -27,58 +27,58 @@ class PromptRequest(msgspec.Struct, eq=False):
     sampling: Raw
     text: Raw
     open_sequences: dict[int, "Sequence"] = {}
-    """By index: those without a closing. A request whose last sequence closes stays as a log until `Closed`."""
+    """By index: sequences that have not finished. The request is kept until `Closed`, even without any."""
     queued_s: float = 0.0
-    """When it was taken in, by time.monotonic(); as below."""
+    """When it was admitted, by time.monotonic()."""
     priority: int = 0
     root: bytes = prefix.ROOT
-    """What its prefix keys begin with."""
+    """The root of its prefix keys."""
     keys: list[bytes] = []
-    """Those of its prompt's full blocks, where siblings share them."""
+    """Prefix keys of the prompt's full blocks, if n > 1: parallel samples share them."""
     record_bytes: int = 0
-    """Bytes of what the executor tells of each output id besides; 0 is nothing."""
+    """Bytes of the executor's logprob record of each output id; 0 without records."""
     prompt_record_bytes: int = 0
-    """Likewise of the prompt's, all but the first, by its first sequence"""
+    """Bytes of the record of each prompt id but the first; its first sequence gets them."""
     num_prompt_records: int = 0
-    """Of those, how many have come."""
+    """Prompt records received so far."""
     needs_full_prefill: bool = False
-    """Each position of the prompt is computed, by each sequence and in one go."""
+    """Each sequence computes the whole prompt, without prefix cache and swap space."""
 
 
 class Sequence(msgspec.Struct, eq=False):
-    """One sample of a request. While it runs, its ids are in its row; else they are here. Never in both."""
+    """One sample of a request. While it runs, its ids are in its row and `ids` is empty."""
 
     seq: int
     request: PromptRequest
     index: int
     ids: Ids
-    """int32, every settled id: the prompt, then outputs"""
+    """int32: the settled ids, prompt and output."""
     limit: int
-    """Ids at which it ends by length."""
+    """Number of ids at which it finishes with `length`."""
     order: Order
-    """Its place among all sequences: who is first goes first, and is preempted last."""
+    """Lower goes first and is preempted last."""
     row: int = NO_ROW
     keys: list[bytes] = []
-    """Prefix keys of its full blocks, as far as they were needed."""
+    """Prefix keys of its full blocks, computed on demand."""
     swapped: Swapped | None = None
-    """Where its keys and values are while it waits, if they were kept."""
+    """Its KV in swap space, if it was swapped out."""
     num_preemptions: int = 0
     is_long: bool = False
-    """Whether it waits among those with many ids."""
+    """Whether it waits in the queue of long prompts."""
     num_skipped: int = 0
-    """How often a later one started before it, while it waited."""
+    """How often a later sequence started first while it waited."""
     started_s: float = 0.0
-    """When its first step was planned; 0 before."""
+    """When its first step was planned; 0 before that."""
     first_s: float = 0.0
-    """When its first output id was settled; 0 before."""
+    """When its first sampled id was settled; 0 before that."""
     num_given: int = 0
-    """Ids it came with: its prompt, and outputs that the client had already."""
+    """Ids at admission: the prompt, and output that the client already has."""
     records: bytearray = msgspec.field(default_factory=bytearray)
-    """Of the settled ids that have not been reported yet"""
+    """Logprob records of settled ids that were not sent to detokenize yet."""
     error: str = ""
-    """Why it ended, where that was an error."""
+    """The reason, if it finished with `error`."""
     num_cached: int = 0
-    """Ids that it found in the prefix cache when it first started."""
+    """Prompt ids found in the prefix cache when it first started."""
 
     @property
     def prompt_record_bytes(self) -> int:
@@ -86,10 +86,10 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the executor tells anything of its ids, or of its prompt's."""
+        """Whether the executor returns records of its output or of its prompt."""
         return self.request.record_bytes > 0 or self.prompt_record_bytes > 0
 
     @property
     def first_times(self) -> FirstTimes:
-        """Their place is set when they are sent."""
+        """`place` is set when they are sent."""
         return FirstTimes(0, self.request.queued_s, self.started_s, self.first_s, self.num_cached)

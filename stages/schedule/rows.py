@@ -1,9 +1,9 @@
-"""The running sequences as a struct of arrays, one entry a row, so that a step's bookkeeping is a few numpy operations
-and Python only touches rows that start, end, or cross a block boundary.
+"""The running sequences as a struct of arrays, one entry per row. A step's bookkeeping is a few numpy operations;
+Python touches only rows that start, end or cross a block boundary.
 
     ids[row]:   0 ........ planned ........ known ........ known + promised
                 computed,   to compute,     sampled by steps in flight:
-                or in flight  ids known     ids not known here yet
+                or in flight  ids known     ids not known yet
 """
 
 from bisect import bisect_left, insort
@@ -15,15 +15,15 @@ from pipeline.stages.schedule.request import NO_ROW, Order, Sequence
 
 
 class Rows:
-    """Row table of `max_num_seqs` rows; row r here is row r in the executor's memory."""
+    """A table of `max_num_seqs` rows; row r is row r of the executor."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.known: Int64s = np.zeros(max_num_seqs, np.int64)
-        """Settled ids, prompt and outputs."""
+        """Settled ids, prompt and output."""
         self.planned: Int64s = np.zeros(max_num_seqs, np.int64)
         """Positions whose KV is computed, or will be by steps in flight."""
         self.ahead: Int64s = np.zeros(max_num_seqs, np.int64)
-        """The same, without what the plan that is being made adds: what its copies may read."""
+        """`planned` before the current plan: the positions that the plan's copies may read."""
         self.promised: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that steps in flight will sample."""
         self.limit: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -31,31 +31,31 @@ class Rows:
         self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_given: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_blocks: Int64s = np.zeros(max_num_seqs, np.int64)
-        self.num_keyed: Int64s = np.zeros(max_num_seqs, np.int64)
-        """Blocks, from the first, that have been offered to the prefix cache."""
+        self.num_registered: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Blocks, counted from the first, that were added to the prefix cache."""
         self.rank: Int64s = np.zeros(max_num_seqs, np.int64)
-        """Of the sequence's order"""
+        """The rank in the sequence's order."""
         self.is_long = np.zeros(max_num_seqs, np.bool_)
-        """Whether it began with a long prompt to compute."""
+        """Whether the sequence started with a long prompt to compute."""
         self.seq = np.zeros(max_num_seqs, np.uint64)
         self.generation = np.zeros(max_num_seqs, np.uint32)
         self.active = np.zeros(max_num_seqs, np.bool_)
         self.ids: Int32s = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.table: Int32s = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
-        """Of each id that is sampled; 0 in rows that are told none."""
+        """Bytes of the record of each sampled id; 0 in rows without records."""
         self.prompt_record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
-        """Likewise of the prompt's ids"""
+        """Bytes of the record of each prompt id; 0 in rows without them."""
         self.num_recorded = 0
-        """Rows that are told either."""
+        """Rows with records of either kind."""
         self.needs_full_prefill = np.zeros(max_num_seqs, np.bool_)
-        """Each position of the prompt is computed in one go."""
+        """The prompt is computed whole, without prefix cache and swap space."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._by_age: list[tuple[Order, int]] = []
         self._order: Int64s | None = None
         self.num_changes = 0
-        """Sequences that have started and left."""
+        """How often a sequence has started in a row or left one."""
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -66,17 +66,17 @@ class Rows:
 
     @property
     def order(self) -> Int64s:
-        """int64, the active rows, oldest sequence first."""
+        """The active rows by sequence order; int64."""
         if self._order is None:
             self._order = np.fromiter((row for _, row in self._by_age), np.int64, len(self._by_age))
         return self._order
 
     def start(
-        self, sequence: Sequence, blocks: list[int], num_computed: int, num_keyed: int, long_prompt_tokens: int
+        self, sequence: Sequence, blocks: list[int], num_computed: int, num_registered: int, long_prompt_tokens: int
     ) -> int:
-        """Give a sequence a row, with keys and values of its first positions in its blocks, of which the first
-        `num_keyed` are not to be offered; its ids move into it. It is long if it has more than `long_prompt_tokens` to
-        compute. Returns the row."""
+        """Move a sequence into a row and return the row. The KV of its first `num_computed` positions is in `blocks`;
+        the first `num_registered` blocks are in the prefix cache already. The sequence is long if it has more than
+        `long_prompt_tokens` to compute."""
         row = self._free.pop()
         known = len(sequence.ids)
         self.known[row] = known
@@ -86,11 +86,11 @@ class Rows:
         self.is_long[row] = known - num_computed > long_prompt_tokens
         self.promised[row] = 0
         self.limit[row] = sequence.limit
-        self.sent[row] = known  # whoever waits has said all it had to say
+        self.sent[row] = known  # the output buffer has the ids of waiting sequences
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_given[row] = sequence.num_given
         self.num_blocks[row] = len(blocks)
-        self.num_keyed[row] = num_keyed
+        self.num_registered[row] = num_registered
         self.seq[row] = sequence.seq
         self.generation[row] += 1
         self.active[row] = True
@@ -109,7 +109,7 @@ class Rows:
         return row
 
     def end(self, row: int) -> tuple[Sequence, list[int]]:
-        """Take a sequence out of its row; its ids move back. Returns it and its blocks, the tail first."""
+        """Move a sequence out of its row. Returns it and its blocks, the tail first."""
         sequence = self.sequences[row]
         assert sequence is not None and self.active[row], f"row {row} is not running"
         sequence.ids = self.ids[row, : self.known[row]].copy()
@@ -126,7 +126,7 @@ class Rows:
         return sequence, blocks
 
     def blocks_of(self, row: int) -> list[int]:
-        """Its block table, the head first."""
+        """A row's block table, the head first."""
         blocks: list[int] = self.table[row, : self.num_blocks[row]].tolist()
         return blocks
 

@@ -1,4 +1,4 @@
-"""What the scheduler may hand out, and by which rules."""
+"""The scheduler's resources and rules."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ MAX_TOKENS = 2**31 - 1
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
-    """As the settings have it, without their zeros for no bound."""
+    """The settings and the executor's facts, with UNLIMITED or MAX_TOKENS for a setting of 0."""
 
     num_blocks: int
     max_model_len: int
@@ -27,15 +27,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     policy: PolicyName = "fcfs"
     preemption: PreemptionMode = "auto"
     max_step_s: float = UNLIMITED
-    """While others decode"""
+    """Bound of a step's predicted time while any row decodes."""
     long_prompt_tokens: int = MAX_TOKENS
-    """Prompts with more to compute are long."""
+    """Prompts with more tokens to compute are long."""
     long_prompt_max_slowdown: float = UNLIMITED
-    """How many times as long a step may take for a long prompt."""
+    """Bound of a step with a part of a long prompt, relative to the step without it."""
 
     @classmethod
     def of(cls, settings: Schedule, facts: ExecuteFacts) -> "SchedulerConfig":
-        """Those of a server with these settings, whose executor has found these facts."""
+        """From the settings and the executor's facts."""
         return cls(
             num_blocks=facts.num_blocks,
             max_model_len=facts.max_model_len,

@@ -1,8 +1,8 @@
 """The schedule stage's process: receive, settle, keep `depth` steps in flight, report.
 
-    wait ──► handle all that came ──► plan until `depth` steps are in flight ──► report ──► wait
+    wait ──► handle all messages ──► plan until `depth` steps are in flight ──► report to detokenize ──► wait
 
-The executor is fed before anybody is told anything: it is what everyone waits for.
+Steps go to the executor before output goes to detokenize, because the executor is the bottleneck.
 """
 
 import gc
@@ -23,9 +23,9 @@ from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 IDLE_WAIT_S = 60.0
-"""Longest wait for a message; an idle server wakes this often, for nothing."""
+"""Longest wait for a message while the server is idle."""
 RETRY_S = 0.01
-"""How soon what a full socket refused is offered again."""
+"""How soon a message that a full socket refused is sent again."""
 
 
 def run(launch: m.Launch) -> None:
@@ -42,10 +42,10 @@ def run(launch: m.Launch) -> None:
 
 
 def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox]) -> m.ExecuteFacts | None:
-    """The executor's facts, or None where `Stop` comes first. The supervisor has the deadline.
+    """Returns the executor's facts, or None if `Stop` comes first. The supervisor has the deadline.
 
-    Nothing is sent before `Start`, but nothing orders what comes from two neighbours: `early` gets what was faster, to
-    be handled after it. The gateways' credits bound it."""
+    No stage sends anything before its own `Start`, but messages of other stages may overtake ours. They go into
+    `early`, to be handled afterwards. The gateways' credits bound their number."""
     while True:
         stage.inbox.wait(IDLE_WAIT_S)
         match stage.inbox.receive():
@@ -64,19 +64,19 @@ def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox
 
 
 class ScheduleStage:
-    """The loop around the scheduler, and what waits to be sent."""
+    """The loop around the scheduler, and the messages that wait to be sent."""
 
     def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
         self._stage = stage
         settings = stage.settings.schedule
         depth = depth_of(stage.settings)
         depths = DEPTHS if stage.settings.execute.device == "cpu" else GPU_DEPTHS
-        self._auto_depth = DepthTuner(depths) if depth == "auto" else None
+        self._depth_tuner = DepthTuner(depths) if depth == "auto" else None
         self._depth: int = depths[0] if depth == "auto" else depth
         self._has_settled = False
-        """Whether a result came with this wake."""
+        """Whether a result came in this wake."""
         self._were_due: deque[bool] = deque()
-        """For each step in flight: whether it was planned as soon as the executor could have taken it, and not when a
+        """For each step in flight: whether it was planned as soon as the executor could take it, rather than when a
         request came to an idle server."""
         self._execute = stage.outbox("execute")
         self._detokenize = stage.outboxes_of("detokenize")
@@ -89,11 +89,11 @@ class ScheduleStage:
         )
         stage.control_requests.own_counts = self._counts
         self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
-        """For each replica of detokenize."""
+        """Openings to send, for each replica of detokenize."""
         self._stopped = False
 
     def loop(self, early: list[m.ScheduleInbox]) -> None:
-        """Handle what came before `Start`, then what comes, until `Stop`."""
+        """Handle the messages that came before `Start`, then new ones, until `Stop`."""
         messages, report_is_due = early, False
         while not self._stopped:
             messages = messages or self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
@@ -137,14 +137,14 @@ class ScheduleStage:
                 assert_never(message)
 
     def _feed(self) -> None:
-        """Plan until `depth` steps are in flight. The edge to the executor never holds more than those."""
+        """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
         in_flight = self._scheduler.in_flight
         while len(in_flight) < self._depth and (step := self._plan()) is not None:
             self._were_due.append(self._has_settled or len(in_flight) > 1)
             sent = self._execute.send(step)
             assert sent, "the edge to the executor is full, though few steps are in flight"
 
-    # ------------------------------------------------------------------- the scheduler's verbs, timed and traced
+    # ------------------------------------------------------------------- the scheduler's methods, timed and traced
 
     def _admit(self, message: m.Admit) -> None:
         begin_s = time.monotonic()
@@ -158,36 +158,37 @@ class ScheduleStage:
 
     def _settle(self, result: m.StepResult) -> None:
         scheduler, begin_s = self._scheduler, time.monotonic()
-        flight, was_due = scheduler.in_flight[0], self._were_due.popleft()
+        step, was_due = scheduler.in_flight[0], self._were_due.popleft()
         scheduler.settle(result)
         end_s = time.monotonic()
         scheduler.metrics.settle_s += end_s - begin_s
         self._has_settled = True
         if was_due:
-            scheduler.metrics.followed(flight.num_samples, flight.num_tokens, result.wait_s, result.compute_s)
-            if flight.num_tokens == flight.num_samples:  # all rows decode
-                # From the end of the step before to the end of this; a replay gets the same times, and plans the same.
-                self._choose_depth(flight.num_tokens, result.wait_s + result.compute_s - result.copy_s)
+            scheduler.metrics.observe_step(step.num_samples, step.num_tokens, result.wait_s, result.compute_s)
+            if step.num_tokens == step.num_samples:  # all rows decode
+                # From the end of the previous step to the end of this one. A replay gets the same times and plans the
+                # same.
+                self._choose_depth(step.num_tokens, result.wait_s + result.compute_s - result.copy_s)
         if (trace := self._stage.trace).on:
             args: Args = {"step": result.step_id, "compute_ms": round(result.compute_s * 1000, 3)}
             if was_due:
                 args["plan_wait_ms"] = round(result.wait_s * 1000, 3)
             trace.span("settle", begin_s, end_s, args, scheduler.traced_request_ids)
             trace.counters("sequences", end_s, {"running": scheduler.num_running, "waiting": scheduler.num_waiting})
-            pool = scheduler.pool
+            pool = scheduler.kv_cache_manager.pool
             trace.counters("KV blocks", end_s, {"held": pool.num_held, "cached": pool.num_cached})
 
     def _choose_depth(self, num_rows: int, seconds: float) -> None:
-        """Let a step that decoded `num_rows` rows in so long have its say, where the depth is chosen by measurement."""
-        if self._auto_depth is None:
+        """Tune the depth, if it is "auto", with the time of a step that decoded `num_rows` rows."""
+        if self._depth_tuner is None:
             return
-        decision = self._auto_depth.observe(num_rows, seconds)
-        self._depth = self._auto_depth.depth
+        decision = self._depth_tuner.observe(num_rows, seconds)
+        self._depth = self._depth_tuner.depth
         if decision is not None:
             fields = {
                 "rows": decision.num_rows,
                 "depth": decision.depth,
-                f"slower_at_{self._auto_depth.depths[1]}_percent": round(100 * decision.difference, 1),
+                f"slower_at_{self._depth_tuner.depths[1]}_percent": round(100 * decision.difference, 1),
                 "error_percent": round(100 * decision.error, 1),
             }
             self._stage.log.info("depth", extra={"fields": fields})
@@ -217,7 +218,7 @@ class ScheduleStage:
         return topology.shard(number, len(self._detokenize))
 
     def _report(self) -> bool:
-        """Tell detokenize what is new. Returns False where an edge is full: the rest goes with the next report."""
+        """Send new output to detokenize. Returns False if an edge is full: the rest goes with the next report."""
         were_sent = [self._report_to(replica) for replica in range(len(self._detokenize))]
         return all(were_sent)
 

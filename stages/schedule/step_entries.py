@@ -1,5 +1,6 @@
-"""What a step computes, as the scheduler puts it together, and what it remembers of a step that is in flight."""
+"""The rows that a step computes, and the steps in flight."""
 
+from collections import deque
 from typing import NamedTuple
 
 import msgspec
@@ -8,39 +9,6 @@ import numpy as np
 from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.policies.budget import StepShape
 from pipeline.stages.schedule.request import Sequence
-
-
-class ExpectedPromptLogprobs(msgspec.Struct, frozen=True):
-    """Records that a step tells of a prompt's ids."""
-
-    row: int
-    sequence: Sequence
-    start: int
-    """Records before these"""
-    num: int
-    width: int
-
-
-class ExpectedLogprobs(msgspec.Struct, frozen=True):
-    """What a step in flight will tell."""
-
-    widths: Int64s
-    """Bytes of the record of each of its samples; 0 for those that have none"""
-    prompts: list[ExpectedPromptLogprobs]
-
-
-class InFlightStep(msgspec.Struct, frozen=True):
-    """A step that the executor has been sent and has not answered."""
-
-    step_id: int
-    num_samples: int
-    num_tokens: int
-    num_copies: int
-    """To and from swap space; 0 where there are others too"""
-    shape: StepShape | None
-    """Where its time is to be learnt from"""
-    awaited: ExpectedLogprobs | None = None
-    """What it tells of ids besides"""
 
 
 class StepEntries(NamedTuple):
@@ -52,12 +20,72 @@ class StepEntries(NamedTuple):
     samples: Bools
 
     def taken(self, places: Int64s) -> "StepEntries":
-        """Those at these places, in their order."""
+        """The entries at these places, in their order."""
         return StepEntries(self.rows[places], self.starts[places], self.counts[places], self.samples[places])
 
 
 def joined(entries: list[StepEntries]) -> StepEntries:
-    """All of them, one behind the other."""
+    """Concatenate entries."""
     if len(entries) == 1:
         return entries[0]
     return StepEntries(*(np.concatenate(arrays) for arrays in zip(*entries, strict=True)))
+
+
+class ExpectedPromptLogprobs(msgspec.Struct, frozen=True):
+    """Logprob records that a step returns for a row's prompt ids."""
+
+    row: int
+    sequence: Sequence
+    start: int
+    """Records before these."""
+    num: int
+    width: int
+    """Bytes of one record."""
+
+
+class ExpectedLogprobs(msgspec.Struct, frozen=True):
+    """Logprob records that a step in flight will return."""
+
+    widths: Int64s
+    """Bytes of the record of each sample; 0 for samples without one."""
+    prompts: list[ExpectedPromptLogprobs]
+
+
+class InFlightStep(msgspec.Struct, frozen=True):
+    """A step that was sent to the executor and has no result yet."""
+
+    step_id: int
+    num_samples: int
+    num_tokens: int
+    num_copies: int
+    """Copies to and from swap space; 0 if the step makes other copies too."""
+    shape: StepShape | None
+    """None if the cost model does not learn from the step."""
+    expected_logprobs: ExpectedLogprobs | None = None
+
+
+class InFlightSteps:
+    """Owns the steps in flight, their numbering, and the rows that the next step drops."""
+
+    def __init__(self) -> None:
+        self.steps: deque[InFlightStep] = deque()
+        self.last_step_id = 0
+        """The last step that was planned."""
+        self._dropped_rows: list[int] = []
+
+    @property
+    def last_in_flight(self) -> int | None:
+        """The last step in flight, or None. Resources that it may use are released when it is settled."""
+        return self.last_step_id if self.steps else None
+
+    def drop_row(self, row: int) -> None:
+        """Have the next step tell the executor that a row's sequence has left it."""
+        self._dropped_rows.append(row)
+
+    def take_dropped_rows(self) -> list[int]:
+        dropped, self._dropped_rows = self._dropped_rows, []
+        return dropped
+
+    def next_step_id(self) -> int:
+        self.last_step_id += 1
+        return self.last_step_id

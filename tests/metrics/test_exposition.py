@@ -35,7 +35,7 @@ def stage(name: str, own: OwnCounts | None, state: str = "ready", age_s: float =
 def schedule(**more: int) -> ScheduleCounts:
     counting = ScheduleMetrics()
     counting.step_tokens.observe(20)
-    counting.followed(3, 3, wait_s=0.0003, step_s=0.004)
+    counting.observe_step(3, 3, wait_s=0.0003, step_s=0.004)
     empty = counting.queue_s.counts()
     totals = {"num_prompt_tokens": 100, "num_cached_tokens": 30, "num_output_tokens": 50, "num_preemptions": 2} | more
     return ScheduleCounts(
@@ -129,7 +129,7 @@ def test_waits_for_plans_and_the_depth_are_there() -> None:
 def test_gaps_between_steps_are_told_by_batch_size() -> None:
     counting = ScheduleMetrics()
     for num_rows, num_tokens, wait_s in ((1, 1, 2e-6), (200, 200, 0.0), (256, 256, 3e-5), (3, 90, 0.5)):
-        counting.followed(num_rows, num_tokens, wait_s, step_s=0.01)
+        counting.observe_step(num_rows, num_tokens, wait_s, step_s=0.01)
     counts = msgspec.structs.replace(schedule(), gaps=counting.gaps(), plan_wait_s=counting.plan_wait_s())
     samples = read(server(stage("schedule.0", counts)))
     expected = {"1": (1, 2e-6, 0.01), "65-256": (2, 3e-5, 0.02), "prompts": (1, 0.5, 0.01)}

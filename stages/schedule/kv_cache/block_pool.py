@@ -8,7 +8,7 @@
        └── evict ◄───── cached (no refs; least recently used goes first)
 
 free + cached + held == total, always. A block with a key can be found by it whether it is held or cached. Blocks that a
-step in flight names are not released at once but retired: they stay held until that step is settled.
+step in flight names are retired, not released: they stay held until that step is settled.
 """
 
 from collections import OrderedDict, deque
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 
 class BlockPool:
-    """Owns which block is whose. Every operation is O(1) for each block."""
+    """Owns the state of each block. Every operation takes O(1) per block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_total = num_blocks
@@ -27,7 +27,7 @@ class BlockPool:
         self._by_key: dict[bytes, int] = {}
         self._retired: deque[tuple[int, list[int]]] = deque()
         self.num_retired = 0
-        """References that return when their step is settled."""
+        """References to be released when their step is settled."""
 
     @property
     def num_free(self) -> int:
@@ -47,7 +47,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def take(self) -> int:
-        """A block without a key, held once. The caller has made sure that one is available."""
+        """A block without a key, held once. The caller has checked that one is available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -61,29 +61,29 @@ class BlockPool:
         return self._by_key.get(key)
 
     def num_refs(self, block: int) -> int:
-        """How many hold it."""
+        """Number of references to the block."""
         return self._refs[block]
 
     def is_cached(self, block: int) -> bool:
-        """Whether nobody holds it, so that holding it makes one less available."""
+        """Whether the block has a key and no holder. To hold it leaves one block less available."""
         return block in self._cached
 
     def hold(self, block: int) -> None:
-        """Hold a block that was found once more."""
+        """Add a reference to a block that was found."""
         if self._refs[block] == 0:
             del self._cached[block]
         self._refs[block] += 1
 
     def register(self, block: int, key: bytes) -> None:
-        """Let a held block be found by its content. Where another block has that content already, that one stays."""
+        """Let a held block be found by its content. If another block has the key already, that one keeps it."""
         assert self._refs[block] > 0, f"block {block} is not held"
         if self._keys[block] is None and key not in self._by_key:
             self._keys[block] = key
             self._by_key[key] = block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give back one reference of each. Pass a table from its tail to its head: what is released first is evicted
-        first, and a prefix is worth more than what follows it."""
+        """Drop one reference of each block. Pass a block table from tail to head: blocks released first are evicted
+        first, and a prefix is worth more than its continuation."""
         for block in blocks:
             refs = self._refs[block]
             assert refs > 0, f"block {block} is released twice"
@@ -95,25 +95,24 @@ class BlockPool:
                     self._cached[block] = None
 
     def retire(self, blocks: list[int], step_id: int) -> None:
-        """Release once `step_id` is settled. Steps never go down from call to call."""
+        """Release the blocks once `step_id` is settled. Step ids must not decrease from call to call."""
         assert not self._retired or self._retired[-1][0] <= step_id
         self._retired.append((step_id, blocks))
         self.num_retired += len(blocks)
 
     def retired(self) -> Iterator[list[int]]:
-        """References that return when steps in flight are settled."""
+        """The references that steps in flight will release."""
         return (blocks for _, blocks in self._retired)
 
     def settle(self, step_id: int) -> None:
-        """All steps up to `step_id` have run: what they alone still named is released."""
+        """Release what was retired until `step_id`."""
         while self._retired and self._retired[0][0] <= step_id:
             _, blocks = self._retired.popleft()
             self.num_retired -= len(blocks)
             self.release(blocks)
 
     def forget_all(self) -> int:
-        """Let no block be found by its content any more: those that nobody holds are free. Returns how many had a
-        key."""
+        """Remove every key, and free the blocks without a holder. Returns how many blocks had a key."""
         num_forgotten = len(self._by_key)
         for block in self._by_key.values():
             self._keys[block] = None

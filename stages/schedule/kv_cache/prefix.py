@@ -1,11 +1,11 @@
-"""Names for KV blocks by content, so that prompts which begin alike share them.
+"""Keys of KV blocks by content, so that prompts with a common prefix share blocks.
 
 The key of block i is a hash of block i-1's key and the block's own ids: equal keys mean equal ids from the first on.
-What else decides keys and values goes in too: a salt, with which clients keep their prompts to themselves, and an
-adapter's name into the root of the chain; the content of images into the blocks that they lie in.
+The hash also covers whatever else the KV depends on. A cache salt, which isolates clients' prompts, and an adapter's
+name go into the root of the chain; the content of an image goes into the blocks that hold it.
 
-128 bits of BLAKE2b keep strangers' prompts from meeting by accident or by design. Proposed for paged KV by vLLM's
-"automatic prefix caching" design page; the chain itself is a Merkle list.
+128 bits of BLAKE2b prevent collisions, accidental or crafted. Described for paged KV in vLLM's "automatic prefix
+caching" design page; the chain itself is a Merkle list.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
 
 
 def root(salt: str = "", adapter: str = "") -> bytes:
-    """What stands before the first block's key: 16 bytes."""
+    """The key in front of the first block's: 16 bytes."""
     parts = [part.encode("utf-8", "surrogatepass") for part in (salt, adapter)]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return blake2b(framed, digest_size=16, person=b"prefix root").digest()
@@ -27,8 +27,8 @@ def root(salt: str = "", adapter: str = "") -> bytes:
 ROOT = root()
 
 
-def apart(root: bytes, request_id: int) -> bytes:
-    """A root that no other request has."""
+def unique_root(root: bytes, request_id: int) -> bytes:
+    """A root that only this request has."""
     return blake2b(root + request_id.to_bytes(8, "little"), digest_size=16, person=b"prefix apart").digest()
 
 
@@ -40,8 +40,8 @@ def extend(
     root: bytes = ROOT,
     extras: Mapping[int, bytes] = NO_EXTRAS,
 ) -> None:
-    """Extend `keys` in place until the first `num_blocks` blocks of `ids` (int32) have one each. `extras` has the hash
-    of what a block's keys and values depend on besides ids, by the block's place."""
+    """Extend `keys` in place to one for each of the first `num_blocks` blocks of `ids` (int32). `extras` maps a
+    block's index to the hash of what its KV depends on besides ids."""
     if len(keys) >= num_blocks:
         return
     data = ids[: num_blocks * block_size].tobytes()

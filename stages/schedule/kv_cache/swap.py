@@ -1,12 +1,12 @@
-"""Swap space: where KV blocks of preempted sequences wait, and the copies between it and the KV memory.
+"""Swap space, which holds KV blocks of preempted sequences, and the copies between it and the KV cache.
 
                take                       retire                    its step is settled
       free ───────────► held by a ────────────────────► retired ────────────────────────► free
                         swapped sequence
 
-A swap block has the id `num_blocks` + its place, so that a copy is a pair of ids whichever memory they are in. Copies
-of a step are made in the order in which they are listed, before anything of the step is computed and after all that
-earlier steps compute: what leaves goes first, so a block may be given away by the plan that empties it.
+Swap block i has the id `num_blocks` + i, so a copy is a pair of ids whichever memory they are in. A step makes its
+copies in list order, after all computation of earlier steps and before its own. Swap-outs are listed first, so the plan
+that empties a block can allocate it again.
 """
 
 from collections import deque
@@ -14,20 +14,20 @@ from collections import deque
 import msgspec
 
 COPY_WEIGHT = 0.2
-"""Of the newest measurement in the mean time of a copy."""
+"""Weight of the newest measurement in the mean time of a copy."""
 
 
 class Swapped(msgspec.Struct, frozen=True):
-    """What is kept of a sequence that was swapped out."""
+    """The KV of a sequence that was swapped out."""
 
     blocks: list[int]
-    """Swap blocks, those of its first positions first."""
+    """Swap blocks in the order of positions."""
     num_computed: int
-    """Positions whose keys and values they hold."""
+    """Positions whose KV they hold."""
 
 
 class SwapSpace:
-    """Owns which swap block is whose."""
+    """Owns the state of each swap block."""
 
     def __init__(self, num_blocks: int, first_id: int) -> None:
         self.num_total = num_blocks
@@ -40,11 +40,11 @@ class SwapSpace:
 
     @property
     def free(self) -> frozenset[int]:
-        """Those that `take` may give; for tests."""
+        """The free blocks; for tests."""
         return frozenset(self._free)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Free swap blocks; the caller has made sure that there are so many."""
+        """Take free swap blocks. The caller has checked that there are enough."""
         return [self._free.pop() for _ in range(num_blocks)]
 
     def release(self, blocks: list[int]) -> None:
@@ -52,12 +52,12 @@ class SwapSpace:
         assert len(self._free) <= self.num_total, "a swap block is released twice"
 
     def retire(self, blocks: list[int], step_id: int) -> None:
-        """Release once `step_id`, which copies from them, is settled. Steps never go down from call to call."""
+        """Release the blocks once `step_id`, which copies from them, is settled. Step ids must not decrease."""
         assert not self._retired or self._retired[-1][0] <= step_id
         self._retired.append((step_id, blocks))
 
     def settle(self, step_id: int) -> None:
-        """All steps up to `step_id` have run."""
+        """Release what was retired until `step_id`."""
         while self._retired and self._retired[0][0] <= step_id:
             self.release(self._retired.popleft()[1])
 
@@ -70,15 +70,21 @@ class SwapSpace:
 
 
 class BlockCopies:
-    """The copies that the next step carries, and how long one has taken."""
+    """The copies of the next step, and the measured time of one copy."""
 
     def __init__(self) -> None:
         self._sources: list[int] = []
         self._targets: list[int] = []
         self.has_forks = False
-        """Whether some of them are within the KV memory."""
+        """Whether some copies are within the KV cache."""
         self.block_s = 0.0
-        """Mean time of a copy to or from swap space, 0 until one was measured."""
+        """Mean time to copy one block to or from swap space; 0 before the first measurement."""
+
+    @property
+    def num_swap_copies(self) -> int:
+        """Copies of the next step to and from swap space; 0 if it makes other copies too, which can't be told apart in
+        its time."""
+        return 0 if self.has_forks else len(self._sources)
 
     def add(self, sources: list[int], targets: list[int], is_fork: bool = False) -> None:
         self.has_forks |= is_fork
@@ -87,12 +93,12 @@ class BlockCopies:
         self._targets += targets
 
     def take(self) -> tuple[list[int], list[int]]:
-        """All that were added since the last call: sources and targets."""
+        """Take what was added since the last call: sources and targets."""
         pairs = self._sources, self._targets
         self._sources, self._targets, self.has_forks = [], [], False
         return pairs
 
     def observe(self, num_blocks: int, seconds: float) -> None:
-        """A step has made so many copies in this time."""
+        """Learn from a step that copied `num_blocks` blocks in `seconds`."""
         block_s = seconds / num_blocks
         self.block_s += (block_s - self.block_s) * (COPY_WEIGHT if self.block_s else 1.0)

@@ -1,13 +1,12 @@
-"""What one step may compute: tokens, and time as predicted from the steps before.
+"""The budget of one step: tokens, and time as predicted from earlier steps.
 
-Decoding rows come first and are not held back. What is left goes to prompts, in chunks:
+Decoding rows come first and are never held back. The rest goes to prompts, in chunks:
 
-    tokens    at most `max_num_batched_tokens` in all
-    time      while others decode, the step is to be done within `max_step_s`
-    stretch   while others decode, a step with a part of a long prompt takes at most `max_slowdown` times as long as
-    without
+    tokens    at most `max_num_batched_tokens` in total
+    time      while others decode, the step should take at most `max_step_s`
+    slowdown  while others decode, a part of a long prompt makes a step at most `max_slowdown` times as long
 
-A prompt that gets anything gets MIN_CHUNK tokens, whatever that takes: so it is computed, however slow the machine is.
+The time bounds never cut a chunk below MIN_CHUNK tokens, so prompts progress on a machine of any speed.
 """
 
 import msgspec
@@ -17,20 +16,20 @@ from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 
 MIN_CHUNK = 16
-"""Fewer tokens than this at once cost hardly less time."""
+"""Fewer tokens than this take hardly less time."""
 
 UNLIMITED = float("inf")
 
 
 class StepShape(msgspec.Struct):
-    """What a step computes, as its time depends on it."""
+    """The numbers that a step's time depends on."""
 
     num_decodes: int = 0
     context: int = 0
-    """Tokens that the decoding rows look back at, in all"""
+    """Tokens that the decoding rows attend to, in total."""
     num_chunk_tokens: int = 0
     pairs: float = 0.0
-    """Pairs of a chunk's token and one that it looks at, in all"""
+    """(query, key) pairs of the chunks, in total."""
 
     def add_chunk(self, start: int, count: int) -> None:
         self.num_chunk_tokens += count
@@ -38,7 +37,7 @@ class StepShape(msgspec.Struct):
 
 
 class BudgetLimits(msgspec.Struct, frozen=True):
-    """The settings of a budget."""
+    """The settings of a step's budget."""
 
     tokens: int
     step_s: float = UNLIMITED
@@ -46,7 +45,7 @@ class BudgetLimits(msgspec.Struct, frozen=True):
 
 
 class StepBudget:
-    """What is left of one step. `shape` is what was given away."""
+    """What is left of one step's budget. `shape` is what was granted."""
 
     def __init__(self, limits: BudgetLimits, cost_model: StepCostModel, num_decodes: int, context: int) -> None:
         self.shape = StepShape(num_decodes, context)
@@ -63,14 +62,14 @@ class StepBudget:
             self._long_left_s = self._base_s * (limits.max_slowdown - 1)
 
     def hold_for_long(self, rank: int) -> None:
-        """The first of the long prompts that come last has this rank: keep a chunk for it, and let no other long one of
-        its rank or a higher one start."""
+        """Reserve a chunk for the first deferred long prompt, and let no other long prompt of its rank or a higher one
+        start."""
         self._long_rank = rank
         self._held = max(0, min(MIN_CHUNK, (self.tokens + 1) // 2))
         self.tokens -= self._held
 
     def release_held(self) -> None:
-        """It is the turn of those that come last."""
+        """Return the reserved chunk to the budget: it is the deferred prompts' turn."""
         self.tokens += self._held
         self._held = 0
         self._long_rank = UNLIMITED
@@ -80,14 +79,13 @@ class StepBudget:
         return rank < self._long_rank and self.has_room(True)
 
     def has_room(self, is_long: bool) -> bool:
-        """Whether a prompt may have a chunk. The first always may."""
+        """Whether a prompt may get a chunk. The first prompt always may."""
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
         return self.tokens > 0 and (left_s > 0 or not self.shape.num_chunk_tokens)
 
     def chunk(self, start: int, need: int, is_long: bool, reserve: int = 0, is_sure: bool = False) -> int:
-        """How many of `need` tokens, from position `start` on, a row computes; they are taken from the budget.
-        `reserve` tokens are left for others; who is sure gets something while there are tokens, though no time is
-        left."""
+        """Grant a row up to `need` tokens from position `start` on, and return how many. `reserve` tokens are left for
+        others. With `is_sure` the row gets something while there are tokens, even if no time is left."""
         most = min(need, self.tokens - reserve)
         if most <= 0 or not (is_sure or self.has_room(is_long)):
             return 0
@@ -98,12 +96,12 @@ class StepBudget:
         return most
 
     def _fitting(self, start: int, most: int, is_long: bool) -> int:
-        """The tokens that there is time for, and their time taken."""
+        """Limit a chunk to the time that is left, and take its time from the budget."""
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
         if left_s < UNLIMITED:
             shape = self.shape
             fitting = self._cost_model.max_chunk(self._base_s + left_s, shape.num_decodes, shape.context, start, most)
-            if fitting < most:  # what is left is too little for anything
+            if fitting < most:  # the rest of the time is too short for another chunk
                 most = max(fitting, min(most, MIN_CHUNK))
                 self._long_left_s = 0.0
                 if left_s == self._left_s:
@@ -115,22 +113,22 @@ class StepBudget:
 
 
 def grant_decodes(need: Int64s, budget: int) -> Int64s:
-    """Which rows decode: int64 [rows], 1 for those that need one token, 0 for the others, `budget` of them at most.
+    """Which rows decode: int64 [rows], 1 for rows that need one token, at most `budget` of them, 0 for the others.
 
-    They come before all chunks of prompts, by order, so that a long prompt never stalls running streams.
+    Decoding rows come before all chunks, by order, so a long prompt never stalls running streams.
     """
     decoding = need == 1
     return np.asarray(decoding * (decoding.cumsum() <= budget), np.int64)
 
 
 def grant_chunks(budget: StepBudget, need: Int64s, starts: Int64s, is_long: Bools) -> Int64s:
-    """Divide what is left of a budget among running prompts: the short ones by order, then the long ones. The first of
-    the long ones gets something in any case, so that it goes on though short ones come and come.
+    """Divide a budget among running prompts: the short ones by order, then the long ones. The first long prompt always
+    gets a chunk, so a stream of short prompts can't starve it.
 
     Args:
-        budget: what is granted is taken from it.
-        need: int64 [rows], tokens each lacks, first in order first.
-        starts: int64 [rows], the position that each goes on from.
+        budget: the chunks are taken from it.
+        need: int64 [rows], the tokens that each row lacks, in order.
+        starts: int64 [rows], the first position to compute.
         is_long: bool [rows].
 
     Returns:

@@ -1,22 +1,22 @@
-"""How many steps to keep in flight, found by trying: `schedule.depth = "auto"`. Pure.
+"""Tunes how many steps to keep in flight, by measurement: `schedule.depth = "auto"`. Pure.
 
 At depth 1 the executor waits while the scheduler settles a result and plans the next step. At depth 2 the next step is
-there when one ends, but it was planned beside that one, on cores that it may have needed. A GPU always waits at depth
-1; there the question is whether steps are so short that it waits at depth 2 as well, where 3 costs those who come one
-step more. Which costs less depends on machine, model and load, so now and then both are tried, in short turns, so that
-what drifts (contexts grow) falls on both alike:
+ready when one ends, but the scheduler planned it while that one ran, on cores that it may have needed. A GPU always
+waits at depth 1. There the question is whether steps are so short that it waits at depth 2 too; depth 3 costs a new
+request one more step. Which depth is faster depends on machine, model and load. So now and then both are tried in short
+turns, so that drift (contexts grow) affects both alike:
 
     1 2 │ 2 1 │ 1 2 │ 2 1 │ 1 2 │ 2 1      a round of six pairs; each digit is a turn of `TURN_STEPS` counted steps
 
-Only like steps are compared: of as many rows, in which nothing but decoding was computed, and which were planned at
-once, so that the executor did not wait for a request to come. Their times are from the end of the step before to their
-own, by the clock of the device. Each pair says how much longer steps take at the greater depth. The mean over the pairs
-decides where it is beyond `MARGIN` and beyond twice its standard error; else the choice stays.
+Only comparable steps are compared: with the same number of rows, decoding only, and planned without delay, so that the
+executor did not wait for a request. A step's time runs from the end of the previous step to its own, by the device's
+clock. Each pair yields how much longer steps take at the greater depth. If the mean over the pairs exceeds `MARGIN` and
+twice its standard error, it decides; otherwise the choice stays.
 
-Small and large batches may differ, so each class of numbers of rows (from 1, 4, 16, 64, … on) has its own choice and
-rounds; numbers near the border of two belong to the class of before. A round is repeated after some thousands of steps
-of the class; after more of them the oftener it has confirmed the choice and the more the worse depth costs, so that in
-the long run rounds take less than `MAX_COST` of the time.
+Small and large batches may differ, so each class of batch sizes (from 1, 4, 16, 64, … rows on) has its own choice and
+rounds. A batch near the border of two classes stays in the previous one. A round is repeated after some thousands of
+steps of its class. The interval grows with each confirmation and with the cost of the worse depth, so that in the long
+run rounds take less than `MAX_COST` of the time.
 """
 
 from math import expm1, inf, log, log2, sqrt
@@ -24,30 +24,29 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 Depths = tuple[int, int]
-"""The smaller and the greater of the two that are tried."""
+"""The two depths to try, the smaller first."""
 DEPTHS: Depths = (1, 2)
 GPU_DEPTHS: Depths = (2, 3)
 NUM_PAIRS = 6
 TURN_STEPS = 16
 MIN_ALIKE = 4
-"""Of a turn's steps, those that must be comparable for its pair to say something."""
+"""A pair counts if each of its turns has at least this many comparable steps."""
 SETTLING_STEPS = 3
-"""Steps after a change of depth that are not counted: they were planned before it, or late because of it."""
+"""Steps after a change of depth that don't count: they were planned before the change, or delayed by it."""
 WARMUP_STEPS = 64
-"""Of a class, before its first round."""
+"""Steps of a class before its first round."""
 MIN_BETWEEN = 4096
-"""Counted steps of a class from one of its rounds to the next; doubled each time that the choice is confirmed."""
+"""Steps of a class between two rounds; doubled each time that the choice is confirmed."""
 MAX_BETWEEN = 65536
 MARGIN = 0.02
-"""The choice changes for no less than this: relative time per step."""
+"""The smallest relative difference in time per step that changes the choice."""
 MAX_COST = 0.01
 MAX_ROUND_STEPS = 4 * len(DEPTHS) * NUM_PAIRS * (TURN_STEPS + SETTLING_STEPS)
-"""A round that has not come to an end after so many steps of its class (their numbers of rows are never alike) is given
-up."""
+"""A round ends after this many steps of its class, even if too few are comparable because batch sizes vary."""
 
 
 class TuningRound:
-    """Some pairs of turns."""
+    """One round: some pairs of turns."""
 
     def __init__(self, depths: Depths = DEPTHS) -> None:
         self._depths = depths
@@ -56,11 +55,12 @@ class TuningRound:
         self._num_settling = SETTLING_STEPS
         self._num_counted = 0
         self._samples: list[tuple[int, int, int, float]] = []
-        """Of counted steps: pair, depth, size and seconds. Of one size are those whose numbers of rows are alike."""
+        """Pair, depth, size and seconds of each counted step. Steps with about the same number of rows have one
+        size."""
 
     @property
     def depth(self) -> int:
-        """The depth of the turn that goes on."""
+        """The depth of the current turn."""
         pair, place = divmod(self._turn, 2)
         return self._depths[place ^ (pair & 1)]
 
@@ -69,7 +69,7 @@ class TuningRound:
         return self._turn >= 2 * NUM_PAIRS or self.num_steps >= MAX_ROUND_STEPS
 
     def unsettle(self) -> None:
-        """Another depth was used in between."""
+        """Another depth was used since the last step: skip the next steps."""
         self._num_settling = SETTLING_STEPS
 
     def observe(self, num_rows: int, seconds: float) -> None:
@@ -87,9 +87,8 @@ class TuningRound:
                 self.unsettle()
 
     def differences(self) -> list[float]:
-        """Of each pair that can be compared: the logarithm of the time at the greater depth over that at the
-        smaller, as medians of steps in units of what is usual for their size. A size that was not there at both depths
-        says nothing."""
+        """For each comparable pair, the logarithm of the ratio of step times, greater depth to smaller. Times are
+        medians, relative to the usual time of their size. Sizes that did not occur at both depths are ignored."""
         by_size: dict[int, dict[int, list[float]]] = {}
         for _, depth, size, seconds in self._samples:
             by_size.setdefault(size, {}).setdefault(depth, []).append(log(seconds))
@@ -107,20 +106,20 @@ class TuningRound:
 
 
 class DepthDecision(NamedTuple):
-    """What a round has shown."""
+    """The result of a round."""
 
     num_rows: int
-    """The smallest of its class."""
+    """The smallest batch size of the class."""
     depth: int
-    """Chosen from now on."""
+    """The choice from now on."""
     difference: float
-    """How much longer a step takes at the greater depth: 0.1 is a tenth; below 0 it takes less."""
+    """Relative extra time of a step at the greater depth: 0.1 is 10 % longer, below 0 is shorter."""
     error: float
-    """The standard error of that; infinite where too little could be compared."""
+    """Its standard error; infinite if too few pairs were comparable."""
 
 
 class BatchClass:
-    """What is known of batches of about one size."""
+    """The choice and the rounds of one class of batch sizes."""
 
     def __init__(self, size: int, choice: int, depths: Depths) -> None:
         self._num_rows = 4**size
@@ -136,7 +135,7 @@ class BatchClass:
         return self.choice if self.round is None else self.round.depth
 
     def observe(self, num_rows: int, seconds: float) -> DepthDecision | None:
-        """Take in a step. Returns what it has decided, where it ends a round."""
+        """Learn from a step. Returns a decision if the step ends a round."""
         if self.round is None:
             self._num_until_round -= 1
             if self._num_until_round <= 0:
@@ -164,41 +163,40 @@ class BatchClass:
 
 
 class DepthTuner:
-    """Chooses between two depths. Begins with the smaller. Deterministic: it reads no clock."""
+    """Chooses between two depths, starting with the smaller. Deterministic: it reads no clock."""
 
     def __init__(self, depths: Depths = DEPTHS) -> None:
         self.depths = depths
         self._classes: dict[int, BatchClass] = {}
         self._size = -2  # below any
         self.depth = depths[0]
-        """How many steps to have in flight now: the choice for the batch as it is, or what is being tried."""
+        """How many steps to keep in flight now: the choice for the current batch size, or the depth being tried."""
 
     def observe(self, num_rows: int, seconds: float) -> DepthDecision | None:
-        """Take in a step that decoded `num_rows` rows and did nothing else, and that was planned as soon as there was
-        something to plan: `seconds` from the end of the step before it to its own. Returns what has been decided, where
-        this step ends a round."""
+        """Learn from a step that only decoded `num_rows` rows, was planned as soon as possible, and took `seconds` from
+        the end of the previous step. Returns a decision if the step ends a round."""
         if num_rows <= 0 or seconds <= 0.0:
             return None
         size = self._size_of(num_rows)
-        one = self._classes.get(size)
-        if one is None:
-            one = self._classes[size] = BatchClass(size, self._choice_near(size), self.depths)
+        batch_class = self._classes.get(size)
+        if batch_class is None:
+            batch_class = self._classes[size] = BatchClass(size, self._choice_near(size), self.depths)
         if size != self._size:
             self._size = size
-            if one.round is not None and one.depth != self.depth:
-                one.round.unsettle()
-        decision = one.observe(num_rows, seconds)
-        self.depth = one.depth
+            if batch_class.round is not None and batch_class.depth != self.depth:
+                batch_class.round.unsettle()
+        decision = batch_class.observe(num_rows, seconds)
+        self.depth = batch_class.depth
         return decision
 
     def _size_of(self, num_rows: int) -> int:
-        """The class of so many rows; the last one as long as they are near it."""
+        """The class of a batch size; the previous class while the size is near it."""
         if 0.75 * 4**self._size <= num_rows <= 1.25 * 4 ** (self._size + 1):
             return self._size
         return (num_rows.bit_length() - 1) // 2
 
     def _choice_near(self, size: int) -> int:
-        """What the nearest class that has been measured has chosen; the smaller depth where there is none."""
+        """The choice of the nearest measured class; the smaller depth if there is none."""
         measured = [other for other, one in self._classes.items() if one.is_measured]
         if not measured:
             return self.depths[0]
@@ -206,5 +204,5 @@ class DepthTuner:
 
     @property
     def choices(self) -> dict[int, int]:
-        """By the smallest number of rows of each class: the depth chosen for it."""
+        """The chosen depth by the smallest batch size of each class."""
         return {4**size: one.choice for size, one in sorted(self._classes.items())}

@@ -1,8 +1,8 @@
-"""Who goes first, and who may be put back for whom. Pure functions over what is known of sequences.
+"""Scheduling policies: the order in which sequences are served, and whether they preempt each other. Pure.
 
-A policy gives each sequence a rank. Ranks are compared first: a sequence of a lower rank is computed, started and
-brought back before all of a higher one, and, where the policy preempts, instead of them. Within a rank, who came first
-goes first and is preempted last, and so always ends.
+A policy gives each sequence a rank, and lower ranks go first: to compute, to start and to resume. If the policy
+preempts, a waiting sequence also takes the place of a running one of a higher rank. Within a rank, the sequence that
+came first goes first and is preempted last, so it always finishes.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from pipeline.stages.schedule.request import PromptRequest, Sequence
 PolicyName = Literal["fcfs", "priority", "longest-prefix-match"]
 
 WINDOW = 32
-"""Waiting sequences, from the first on, among which the longest prefix is looked for."""
+"""How many waiting sequences are searched for the longest cached prefix."""
 MAX_SKIPPED = 64
-"""How often one of them may be passed over before it goes first."""
+"""How often a waiting sequence may be skipped before it goes first."""
 
 
 class Policy(Protocol):
-    """What the scheduler asks."""
+    """The decisions that a policy makes."""
 
     preempts: bool
     """Whether a waiting sequence may take the place of a running one of a higher rank."""
@@ -29,13 +29,13 @@ class Policy(Protocol):
         """Lower goes first."""
         ...
 
-    def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
-        """The place of the one that starts next among those that wait, by order; there is one at least. `num_cached`
-        says how many blocks of a sequence's ids are in the prefix cache."""
+    def choose(self, waiting: Items[Sequence], num_cached_blocks: Callable[[Sequence], int]) -> int:
+        """The index in `waiting`, which is in order and not empty, of the sequence that starts next.
+        `num_cached_blocks` returns how many blocks of a sequence's ids are in the prefix cache."""
         ...
 
     window: int
-    """How many of the waiting `choose` looks at."""
+    """How many waiting sequences `choose` gets at most."""
 
 
 class Fcfs:
@@ -47,12 +47,12 @@ class Fcfs:
     def rank(self, request: PromptRequest) -> int:
         return 0
 
-    def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
+    def choose(self, waiting: Items[Sequence], num_cached_blocks: Callable[[Sequence], int]) -> int:
         return 0
 
 
 class Priority(Fcfs):
-    """The lowest priority first, and instead of higher ones that run."""
+    """The lowest `priority` value first. Preempts running requests with a larger value."""
 
     preempts = True
 
@@ -61,15 +61,15 @@ class Priority(Fcfs):
 
 
 class LongestPrefixMatch(Fcfs):
-    """Who finds most of its ids in the cache starts first, so that a prefix is used while it is there. Proposed by
-    SGLang (Zheng et al., 2024, arXiv:2312.07104); here nobody is passed over for ever."""
+    """The sequence with the longest cached prefix starts first, so that a prefix is used while it is cached. Proposed
+    by SGLang (Zheng et al., 2024, arXiv:2312.07104); unlike there, a sequence is skipped MAX_SKIPPED times at most."""
 
     window = WINDOW
 
-    def choose(self, waiting: Items[Sequence], num_cached: Callable[[Sequence], int]) -> int:
+    def choose(self, waiting: Items[Sequence], num_cached_blocks: Callable[[Sequence], int]) -> int:
         if waiting[0].num_skipped >= MAX_SKIPPED:
             return 0
-        lengths = [num_cached(sequence) for sequence in waiting]
+        lengths = [num_cached_blocks(sequence) for sequence in waiting]
         return lengths.index(max(lengths))
 
 
@@ -81,9 +81,9 @@ POLICIES: dict[PolicyName, Callable[[], Policy]] = {
 
 
 def may_start(num_available: int, num_needed: int, num_running: int) -> bool:
-    """Whether a sequence that needs `num_needed` more blocks may start beside `num_running` others.
+    """Whether a sequence that needs `num_needed` blocks may start beside `num_running` others.
 
-    Every running row may cross a block boundary soon. A newcomer that takes their next blocks would be preempted for
-    them a few steps later, and all that it had computed would be lost; so one block is left for each.
+    Every running row may soon need its next block. A new sequence that took those blocks would be preempted a few steps
+    later and lose what it had computed, so one block is left for each running row.
     """
     return num_available - num_needed >= num_running

@@ -1,5 +1,5 @@
-"""Whose blocks are taken when there are too few, and whether its keys and values are kept: by what it costs to bring
-the sequence back, from measured rates."""
+"""Which running sequences are preempted if blocks run out, and whether their KV is swapped out: by the time that it
+takes to resume them, estimated from measured rates."""
 
 import numpy as np
 
@@ -11,63 +11,61 @@ from pipeline.stages.schedule.scheduler_config import PreemptionMode
 
 
 class PreemptionCosts:
-    """Knows costs; it changes nothing."""
+    """Estimates what it costs to resume preempted sequences. Changes nothing."""
 
     def __init__(
         self,
-        means: PreemptionMode,
+        mode: PreemptionMode,
         rows: Rows,
         cost_model: StepCostModel,
         kv_cache_manager: KVCacheManager,
         block_size: int,
     ) -> None:
-        self._means = means
+        self._mode = mode
         self._rows = rows
         self._cost_model = cost_model
         self._kv_cache_manager = kv_cache_manager
         self._block_size = block_size
 
     def num_kept(self, rows: Int64s) -> Int64s:
-        """Positions of rows whose keys and values hold for their settled ids. The last id is computed in any case, for
-        the next one is drawn from its logits."""
+        """Positions of these rows whose KV belongs to settled ids. The last id is always computed again: the next id is
+        sampled from its logits."""
         return np.minimum(self._rows.planned[rows], self._rows.known[rows] - 1).clip(0)
 
     def swaps(self, row: int) -> bool:
-        """Whether a row's blocks are copied to swap space, where there is room for them, rather than computed again."""
+        """Whether a row would be swapped out rather than computed again."""
         _, swaps = self.costs_s(np.array([row]))
         return bool(swaps[0])
 
     def costs_s(self, rows: Int64s) -> tuple[Float64s, Bools]:
-        """Seconds that it takes to bring each of these rows back, and whether that is from swap space."""
+        """Seconds that it takes to resume each of these rows, and whether from swap space."""
         num_kept = self.num_kept(rows)
         num_blocks = -(-num_kept // self._block_size)
         compute_s = self._cost_model.prefill_times_s(num_kept)
-        # Nothing, until a copy was measured: so one will be.
-        swap_s = 2 * num_blocks * self._kv_cache_manager.copies.block_s
-        swaps: Bools = (
-            (num_blocks > 0)
-            & (num_blocks <= self._kv_cache_manager.swap.num_free)
-            & ~self._rows.needs_full_prefill[rows]
-        )
-        if self._means == "recompute":
+        manager = self._kv_cache_manager
+        # 0 until a copy was measured, so that one will be.
+        swap_s = 2 * num_blocks * manager.copies.block_s
+        has_room = num_blocks <= manager.swap.num_free
+        swaps: Bools = (num_blocks > 0) & has_room & ~self._rows.needs_full_prefill[rows]
+        if self._mode == "recompute":
             swaps[:] = False
-        elif self._means == "auto":
+        elif self._mode == "auto":
             swaps &= swap_s <= compute_s
         return np.where(swaps, swap_s, compute_s), swaps
 
 
 class Victims:
-    """Rows that may be put back in one plan, by order."""
+    """Rows that one plan may preempt, by order."""
 
-    def __init__(self, preemption: PreemptionCosts, rows: Rows, candidates: Int64s) -> None:
+    def __init__(self, costs: PreemptionCosts, rows: Rows, candidates: Int64s) -> None:
         self._candidates = candidates
-        self._costs_s, _ = preemption.costs_s(candidates)
+        self._costs_s, _ = costs.costs_s(candidates)
         self._ranks = rows.rank[candidates]
         self._left = np.ones(len(candidates), np.bool_)
 
     def take(self, behind: int = -1, above: int | None = None) -> int | None:
-        """Of the highest rank among those behind a place, the one that costs least to bring back; of equals, the last.
-        It is taken out. None where there are none, or that rank is not above one that is given."""
+        """Remove and return a row: of the candidates behind a place, of the highest rank among them, the one that costs
+        least to resume; of equals, the last. Returns None if there is none, or if its rank is not above `above`."""
         places = self._left[behind + 1 :].nonzero()[0] + behind + 1
         if len(places) == 0 or (above is not None and self._ranks[places[-1]] <= above):
             return None
@@ -77,5 +75,5 @@ class Victims:
         return int(self._candidates[place])
 
     def drop(self, places: Int64s) -> None:
-        """Those at these places are not to be put back."""
+        """Remove the candidates at these places."""
         self._left[places] = False

@@ -1,27 +1,27 @@
-"""How long a step takes, learnt from the steps that were: pure, and a few microseconds a step.
+"""Predicts how long a step takes, learnt online from earlier steps. Pure; takes a few microseconds per step.
 
-    seconds = a + b·D + c·C + d·T + e·P,   none of them below 0
+    seconds = a + b·D + c·C + d·T + e·P,   all coefficients at least 0
 
-    D   decoding rows: those that compute one position
-    C   positions that these attend to, summed over them
-    T   positions that the other rows compute, the chunks
+    D   decoding rows: rows that compute one position
+    C   positions that these attend to, in total
+    T   positions that the other rows compute, in chunks
     P   (query, key) pairs of the chunks: for `count` positions from `start` on, count · (start + count / 2)
 
-What is minimised is the relative error, weighted by two memories:
+The model minimises the relative error over two memories:
 
-- the last steps (`WINDOW` of them), which say how fast the machine is now;
-- one mean step of each kind there has ever been (kinds are sizes of D, T and their contexts, by powers of 2 or 4).
-  All kinds together weigh little (`KEPT`), so they decide only what the last steps leave open: an hour of decoding
-  forgets nothing of what prefill costs, and a load that never changes can't drift along the many coefficients which
-  explain it equally well.
+- the last `WINDOW` steps, which show how fast the machine is now;
+- the mean step of each kind ever observed (kinds are sizes of D, T and their contexts, by powers of 2 or 4). All kinds
+  together have a small weight (`KEPT`), so they decide only what the last steps leave open: after an hour of decoding
+  the model still knows what prefill costs, and under a constant load it does not drift among coefficients that explain
+  the load equally well.
 
-Observations are followed by a sweep of coordinate descent from the coefficients there are, each kept at 0 or above. A
-sweep's exact line searches don't depend on the features' scales, so there is none to choose. It moves half way
-(`RELAXATION`), which divides what could be any coefficient's among them, rather than to give all to the first.
+After an observation, one sweep of coordinate descent updates the coefficients, each kept at 0 or above. Its exact line
+searches don't depend on the scales of the features, so there are none to choose. A sweep moves half way (`RELAXATION`):
+that divides a shared effect among the coefficients instead of giving all of it to the first.
 
-A step that took far longer than its kind does (another process had the core) counts as a little longer. Where several
-in a row are off in one direction, each beside others of its kind, the machine has changed its speed: all that is
-remembered is then scaled by how much, what was not computed lately too.
+Outliers are clipped: a step that took far longer than its kind (another process had the core) counts as a little
+longer. If several steps in a row are off in one direction, the machine has changed its speed: then all memory is
+scaled, including kinds that were not computed lately.
 """
 
 from math import sqrt
@@ -31,29 +31,29 @@ import numpy as np
 from pipeline.stages.schedule.arrays import Float64s, Int64s
 
 WINDOW = 128
-"""Steps that the short memory averages over."""
+"""Steps in the short memory."""
 KIND_WINDOW = 16
-"""Steps of a kind that its mean is taken over."""
+"""Steps in the mean of a kind."""
 KEPT = 0.05
-"""What all kinds together weigh beside the last steps."""
+"""Weight of all kinds together, relative to the last steps."""
 RELAXATION = 0.5
 NUM_EVERY_SWEPT = 64
-"""After so many steps only each fourth is followed by a sweep."""
+"""After this many steps, only each fourth is followed by a sweep."""
 MIN_CLIP = 0.25
-"""Relative errors up to this, and up to four times the usual one, count in full."""
+"""Relative errors up to this, or up to four times the usual error, are not clipped."""
 MAX_DEVIATION = 3.0
 NUM_UNCLIPPED = 4
-"""Steps of a new kind that count in full."""
+"""The first steps of a kind, which are not clipped."""
 NUM_SAME_WAY = 6
-"""So many steps in a row that are off by more than `MIN_CLIP`, all too long or all too short, are a change of speed."""
+"""Steps in a row, all too long or all too short by more than `MIN_CLIP`, that show a change of speed."""
 MIN_S, MAX_S = 1e-9, 1e9
 NUM_KNOWN = 8
-"""Steps with chunks from which on prefill is known."""
+"""Steps with chunks after which predictions for prefill are trusted."""
 REFRESH = 8
-"""A kind's mean is looked at again after so many steps of it."""
+"""How many steps of a kind pass between two updates of its mean in the sum over all kinds."""
 
 Moments = list[float]
-"""Of (a, b, c, d, e)'s features u and a target t: the 15 products u·u by rows of the upper triangle, then 5 of u·t."""
+"""For features u of (a, b, c, d, e) and a target t: the 15 products u·u of the upper triangle by rows, then 5 u·t."""
 
 
 class StepKind:
@@ -66,13 +66,14 @@ class StepKind:
         self.mean = [0.0] * 5
         """D, C, T, P and seconds."""
         self.noted: Moments = [0.0] * 20
-        """What the sum over all kinds has of this one."""
+        """This kind's part in the sum over all kinds."""
 
 
 class StepCostModel:
-    """Learns the model from steps, and predicts by it. Deterministic: the same steps give the same predictions.
+    """Learns from steps and predicts their time. Deterministic: the same steps give the same predictions.
 
-    Before the first step every prediction is 0.0. Before the first with chunks a chunk costs nothing: see `is_known`.
+    Before the first step every prediction is 0.0. Before the first step with chunks, chunks cost nothing: see
+    `is_known`.
     """
 
     __slots__ = ("_deviations", "_kinds", "_last", "_num", "_num_chunks", "_off", "_sum", "coefficients")
@@ -83,7 +84,7 @@ class StepCostModel:
         self._num = 0
         self._num_chunks = 0
         self._off: list[float] = []
-        """How many times longer than their kinds the last steps took, while all are off in one direction."""
+        """Times of the last steps relative to their kinds, while all are off in one direction."""
         self._deviations = [0.1, 0.1]
         """The usual relative error of steps without chunks and with them."""
         self._last: Moments = [0.0] * 20
@@ -92,37 +93,37 @@ class StepCostModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps with chunks have been seen for predictions about chunks to be trusted."""
+        """Whether the model has seen enough steps with chunks to predict their time."""
         return self._num_chunks >= NUM_KNOWN
 
     def predict(self, num_decodes: float, context: float, num_chunk_tokens: float, pairs: float) -> float:
-        """Seconds that a step takes with these D, C, T and P; 0.0 before the first step."""
+        """Seconds that a step with these D, C, T and P takes; 0.0 before the first step."""
         a, b, c, d, e = self.coefficients
         return a + b * num_decodes + c * context + d * num_chunk_tokens + e * pairs
 
     def prefill_s(self, start: int, count: int) -> float:
-        """Seconds that a chunk of `count` positions from `start` on adds to a step that happens anyway."""
+        """Seconds that a chunk of `count` positions from `start` on adds to a step."""
         _, _, _, d, e = self.coefficients
         return d * count + e * count * (start + count / 2)
 
     def prefill_times_s(self, counts: Int64s) -> Float64s:
-        """`prefill_s` of each of these counts, from position 0 on."""
+        """`prefill_s` of each of these counts from position 0 on."""
         _, _, _, d, e = self.coefficients
         return np.asarray(d * counts + e * counts * (counts / 2), np.float64)
 
     def max_chunk(self, budget_s: float, num_decodes: int, context: int, start: int, most: int) -> int:
-        """The largest chunk at `start`, of at most `most` positions, with which a step of these decodes is predicted to
-        take at most `budget_s`; 0 where even one position is too much. For a step that has chunks already, take their
-        `prefill_s` off the budget."""
+        """The largest chunk from `start` on, at most `most` positions, with which a step of these decodes is predicted
+        to take at most `budget_s`; 0 if even one position takes too long. If the step has chunks already, subtract
+        their `prefill_s` from the budget first."""
         a, b, c, d, e = self.coefficients
         left = budget_s - (a + b * num_decodes + c * context)
         slope = d + e * start
         if left < 0 or most <= 0:
             return 0
-        # e/2·n² + slope·n = left, solved so that nothing cancels where e is small
+        # e/2·n² + slope·n = left, solved without cancellation for small e
         divisor = slope + sqrt(slope * slope + 2 * e * left)
         count = most if 2 * left >= most * divisor else int(2 * left / divisor)
-        # what rounding has made of the whole numbers next to it
+        # correct for rounding
         while count > 0 and self.predict(num_decodes, context, count, count * (start + count / 2)) > budget_s:
             count -= 1
         following = count + 1
@@ -135,7 +136,7 @@ class StepCostModel:
     def observe(
         self, num_decodes: float, context: float, num_chunk_tokens: float, pairs: float, seconds: float
     ) -> None:
-        """Learn from a step. One that took no time, or none that can be, is passed over."""
+        """Learn from a step. Steps with an impossible time are ignored."""
         if not MIN_S < seconds < MAX_S:
             return
         features = (float(num_decodes), float(context), float(num_chunk_tokens), float(pairs))
@@ -153,7 +154,7 @@ class StepCostModel:
             self._sweep()
 
     def _kind(self, num_decodes: float, context: float, num_chunk_tokens: float, pairs: float) -> StepKind:
-        """The kind of such a step, made where it is the first."""
+        """The kind of such a step."""
         decodes, tokens = int(num_decodes), int(num_chunk_tokens)
         if tokens > 0:
             key = (decodes.bit_length() + 1 >> 1, tokens.bit_length(), int(pairs / tokens).bit_length() + 1 >> 1)
@@ -165,7 +166,7 @@ class StepCostModel:
         return kind
 
     def _clipped(self, expected_s: float, seconds: float, kind: StepKind, has_chunks: bool) -> float:
-        """What a step counts as having taken, beside others of its kind."""
+        """A step's time, clipped by the usual time of its kind."""
         num_decodes, context, num_chunk_tokens, pairs, mean_s = kind.mean
         mean_expected_s = self.predict(num_decodes, context, num_chunk_tokens, pairs)
         usual_s = mean_s * expected_s / mean_expected_s if mean_expected_s > 0 else mean_s
@@ -181,8 +182,8 @@ class StepCostModel:
         return usual_s * (1 + min(max(error, -clip), clip))
 
     def _has_changed(self, ratio: float) -> bool:
-        """Take in how many times longer than usual a step took. Returns whether this has shown that the machine changed
-        its speed; then all is scaled."""
+        """Take a step's time relative to the usual time. If the machine has changed its speed, scale all memory and
+        return True."""
         off = self._off
         if abs(ratio - 1) <= MIN_CLIP:
             off.clear()
@@ -197,7 +198,7 @@ class StepCostModel:
         return True
 
     def _scale(self, factor: float) -> None:
-        """Make of all that is remembered what it would be if every step had taken `factor` times as long."""
+        """Scale all memory as if every step had taken `factor` times as long."""
         self.coefficients = tuple(factor * each for each in self.coefficients)  # type: ignore[assignment]
         self._last = _scaled(self._last, factor)
         self._sum = _scaled(self._sum, factor)
@@ -206,7 +207,7 @@ class StepCostModel:
             kind.noted = _scaled(kind.noted, factor)
 
     def _keep(self, kind: StepKind, features: tuple[float, float, float, float], seconds: float) -> None:
-        """Take a step into its kind's mean, and now and then that into the sum over all kinds."""
+        """Add a step to its kind's mean, and now and then update the mean in the sum over all kinds."""
         kind.num += 1
         gain = 1 / min(kind.num, KIND_WINDOW)
         kind.mean = [old + gain * (new - old) for old, new in zip(kind.mean, (*features, seconds), strict=True)]
@@ -218,7 +219,7 @@ class StepCostModel:
             self._sum = [s + new - old for s, new, old in zip(self._sum, kind.noted, noted, strict=True)]
 
     def _sweep(self) -> None:
-        """Move each coefficient in turn half way to where the error is least, the others being as they are."""
+        """Move each coefficient in turn half way to its optimum, the others fixed."""
         share = KEPT / len(self._kinds)
         aa, ab, ac, ad, ae, bb, bc, bd, be, cc, cd, ce, dd, de, ee, at, bt, ct, dt, et = [
             last + share * kept for last, kept in zip(self._last, self._sum, strict=True)
@@ -240,8 +241,8 @@ class StepCostModel:
 def _moments(
     num_decodes: float, context: float, num_chunk_tokens: float, pairs: float, seconds: float, scale_s: float
 ) -> Moments:
-    """The products of one step, its error counted in units of `scale_s`: what it took, or what was expected if that is
-    more, so that one which was far too short does not count for many."""
+    """The products of one step. Errors are in units of `scale_s`, the larger of the measured and the expected time, so
+    that a step which was far too short does not dominate."""
     a, t = 1 / scale_s, seconds / scale_s
     b, c, d, e = num_decodes * a, context * a, num_chunk_tokens * a, pairs * a
     return [
@@ -251,6 +252,6 @@ def _moments(
 
 
 def _scaled(moments: Moments, factor: float) -> Moments:
-    """The moments of steps that took `factor` times as long. Errors are relative, so that targets stay as they are, and
-    features count for less."""
+    """The moments of steps that took `factor` times as long. Errors are relative, so the targets stay and the features
+    shrink."""
     return [moment / factor**2 for moment in moments[:15]] + [moment / factor for moment in moments[15:]]

@@ -43,7 +43,7 @@ def ids(number: int, length: int) -> list[int]:
 
 
 def long_limits(**changes: object) -> SchedulerConfig:
-    values = {"num_blocks": 2000, "max_model_len": 3000, "long_tokens": 500, "long_stretch": 1.3}
+    values = {"num_blocks": 2000, "max_model_len": 3000, "long_prompt_tokens": 500, "long_prompt_max_slowdown": 1.3}
     return config(**(values | changes))
 
 
@@ -113,7 +113,7 @@ def test_nobody_is_put_back_while_there_is_nothing_left_to_compute_with() -> Non
         bench.report()
     bench.fill()
     assert bench.scheduler.load().num_running == 2
-    assert not bench.scheduler._preemptor.preempted_for, "whom way was made for has started"
+    assert not bench.scheduler.lifecycle.preemptor.preempted_for, "whom way was made for has started"
     bench.run()
     bench.check_outputs()
 

@@ -7,7 +7,7 @@ from pipeline.config.settings import Schedule, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.scheduler import SchedulerConfig
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import expected
 from tests.rig import Rig
 from tests.stages.schedule.policies.test_preemption import crowd, short_of_memory
@@ -60,7 +60,7 @@ class TestTheScheduler:
         bench = Bench(LIMITS, depth=2)
         prompt = list(range(100))
         assert [cached_by(bench, prompt), cached_by(bench, prompt)] == [0, 96]
-        num_cached = bench.scheduler.pool.num_cached
+        num_cached = bench.scheduler.kv_cache_manager.pool.num_cached
         assert bench.scheduler.reset_prefix_cache() == num_cached > 0
         assert bench.scheduler.load().num_blocks_free == LIMITS.num_blocks
         assert [cached_by(bench, prompt), cached_by(bench, prompt)] == [0, 96]

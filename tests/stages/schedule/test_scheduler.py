@@ -15,7 +15,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.policies.policy import PolicyName
-from pipeline.stages.schedule.scheduler import MAX_TOMBSTONES, Scheduler
+from pipeline.stages.schedule.request_table import MAX_TOMBSTONES
+from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
 from tests.fakes import FakeExecutor, expected, next_id, record
 from tests.rig import raw
@@ -133,7 +134,7 @@ class Bench:
     def check(self) -> None:
         """Every invariant; and no block that a step in flight names is anybody's to take."""
         self.scheduler.check()
-        pool = self.scheduler.pool
+        pool = self.scheduler.kv_cache_manager.pool
         for blocks in self.tables:
             assert all(pool.num_refs(block) > 0 for block in blocks), "a step in flight names a block that was released"
         swap = self.scheduler.kv_cache_manager.swap
@@ -352,7 +353,7 @@ def test_siblings_of_n_fork_from_the_first_and_compute_one_position_of_the_promp
     assert bench.scheduler.num_running == min(4, depth**2), "the siblings wait until the prompt is computed"
     num_shared = (length - 1) // 16
     num_own = -(-(length + depth - 1) // 16) - num_shared  # what a step in flight will sample has its place already
-    assert bench.scheduler.pool.num_held <= num_shared + 4 * num_own, "its full blocks are there once"
+    assert bench.scheduler.kv_cache_manager.pool.num_held <= num_shared + 4 * num_own, "its full blocks are there once"
     bench.run()
     bench.check_outputs()
     load = bench.scheduler.load()
@@ -565,7 +566,7 @@ def test_an_id_for_the_wrong_step_is_a_broken_invariant() -> None:
     bench.admit(range(10))
     bench.fill()
     bench.executor.run(bench.steps.popleft())
-    with pytest.raises(AssertionError, match="step 2 answered, 1 is due"):
+    with pytest.raises(AssertionError, match="a result of step 2 came, step 1 is due"):
         bench.scheduler.settle(bench.executor.run(bench.steps.popleft()))
 
 
@@ -799,7 +800,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        pool = self.bench.scheduler.pool
+        pool = self.bench.scheduler.kv_cache_manager.pool
         num_cached = pool.num_cached
         assert self.bench.scheduler.reset_prefix_cache() >= num_cached
         assert pool.num_cached == 0

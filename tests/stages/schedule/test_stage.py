@@ -298,7 +298,7 @@ def test_the_executor_is_fed_before_anybody_is_told() -> None:
         step = rig.receive("execute", m.Step)
         rig.receive("detokenize", m.Open)
         order: list[str] = []
-        feed, tell = Outbox.send, OutputBuffer.report
+        feed, tell = Outbox.send, OutputBuffer.pending
 
         def report(self: OutputBuffer, replica: int, now_s: float) -> m.Settled | None:
             settled = tell(self, replica, now_s)
@@ -308,7 +308,7 @@ def test_the_executor_is_fed_before_anybody_is_told() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Outbox, "send", lambda self, one: (order.append(type(one).__name__), feed(self, one))[1])
-            patch.setattr(OutputBuffer, "report", report)
+            patch.setattr(OutputBuffer, "pending", report)
             rig.send(around.executor.run(step), "execute.0")
             rig.receive("detokenize", m.Settled)
         assert order.index("Step") < order.index("report")

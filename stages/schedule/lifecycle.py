@@ -1,0 +1,170 @@
+"""The states of a sequence, and the transitions between them.
+
+      add                     start                     finish
+────────────────► waiting ───────────► running ──────────────────────►
+   │                 ▲ ▲   preempt        │  ▲ │
+   │ n > 1           │ └──────────────────┘  │ │ preempt, KV kept
+   └────► parked ────┘                start  │ ▼
+                                         swapped
+"""
+
+import numpy as np
+
+from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, KVCacheManager
+from pipeline.stages.schedule.kv_cache.swap import Swapped
+from pipeline.stages.schedule.metrics import ScheduleMetrics
+from pipeline.stages.schedule.output_buffer import OutputBuffer
+from pipeline.stages.schedule.parallel_samples import ParallelSamples
+from pipeline.stages.schedule.policies.policy import Policy
+from pipeline.stages.schedule.policies.preemption import PreemptionCosts
+from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
+from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
+from pipeline.stages.schedule.request import PromptRequest, Sequence
+from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.scheduler_config import UNLIMITED, SchedulerConfig
+from pipeline.stages.schedule.step_entries import InFlightSteps
+
+
+class SequenceLifecycle:
+    """Owns the queues of sequences without a row. Every sequence that has not finished is in exactly one place."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        rows: Rows,
+        kv_cache_manager: KVCacheManager,
+        costs: PreemptionCosts,
+        output_buffer: OutputBuffer,
+        in_flight: InFlightSteps,
+        metrics: ScheduleMetrics,
+    ) -> None:
+        self.waiting = WaitingQueue(policy, config.long_prompt_tokens)
+        self.swapped = SequenceQueue()
+        self.parallel_samples = ParallelSamples()
+        self.preemptor = PriorityPreemptor(rows, kv_cache_manager, costs)
+        self.now_s = 0.0
+        """By time.monotonic(), set once per wake."""
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = 0
+        """Since start."""
+        self._long_prompt_tokens = config.long_prompt_tokens
+        self._rows = rows
+        self._kv_cache_manager = kv_cache_manager
+        self._costs = costs
+        self._output_buffer = output_buffer
+        self._in_flight = in_flight
+        self._metrics = metrics
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait to be computed, parked ones included."""
+        return len(self.waiting) + len(self.parallel_samples)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no sequence at all."""
+        return not (len(self._rows) or self.num_waiting or self.swapped)
+
+    def first_rank(self, default: float = UNLIMITED) -> float:
+        """The lowest rank of the waiting and the swapped sequences."""
+        return min((queue.first_rank for queue in (self.waiting, self.swapped) if queue), default=default)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a new sequence wait: for its turn, or for a parallel sample that computes the prompt."""
+        request = sequence.request
+        if request.open_sequences:
+            self.parallel_samples.park(sequence)
+        else:
+            self.waiting.add(sequence)
+        request.open_sequences[sequence.index] = sequence
+
+    def add_ready_samples(self) -> None:
+        """Move parked sequences whose prompt is computed to the waiting queue."""
+        for sequence in self.parallel_samples.take_ready(self._rows):
+            self.waiting.add(sequence)
+
+    def start(self, sequence: Sequence, num_reserved: int) -> tuple[int, ComputedPrefix, list[int]] | None:
+        """Give a sequence a row and the blocks of all its ids, and leave `num_reserved` blocks for others. Returns the
+        row, the computed prefix and the block table, or None if there are too few blocks."""
+        queue = self.waiting if sequence.swapped is None else self.swapped
+        allocated = self._kv_cache_manager.allocate(sequence, num_reserved, self._in_flight.last_step_id + 1)
+        if allocated is None:
+            return None
+        found, blocks = allocated
+        if sequence.num_preemptions == 0:
+            num_prompt = len(sequence.request.prompt)
+            sequence.started_s = self.now_s
+            sequence.num_cached = min(found.num_computed, num_prompt)  # output that the client has is no prompt
+            self.num_prompt_tokens += num_prompt
+            self.num_cached_tokens += sequence.num_cached
+        # The shared blocks are in the prefix cache already.
+        row = self._rows.start(sequence, blocks, found.num_computed, len(found.blocks), self._long_prompt_tokens)
+        self.preemptor.forget(sequence)
+        queue.remove(sequence)
+        self.waiting.count_skipped()
+        self.parallel_samples.on_start(sequence)
+        return row, found, blocks
+
+    def preempt(self, row: int) -> None:
+        """Take a running sequence's row and blocks. It is swapped out, or waits in its old place to be computed again.
+        Samples of steps in flight are dropped, and sampled again with the same noise."""
+        swapped: Swapped | None = None
+        if self._costs.swaps(row):
+            swapped = self._kv_cache_manager.swap_out(row, int(self._costs.num_kept(np.array([row]))[0]))
+        sequence = self._leave(row, Finish.NONE)
+        sequence.num_preemptions += 1
+        sequence.swapped = swapped
+        self.num_preemptions += 1
+        (self.waiting if swapped is None else self.swapped).add(sequence)
+
+    def finish(self, sequence: Sequence, finish: Finish) -> None:
+        """End a sequence in any state."""
+        if sequence.row >= 0:
+            self._leave(sequence.row, finish)
+        else:
+            self._remove_queued(sequence)
+            self._output_buffer.add_closing(sequence, len(sequence.ids), finish)
+        self.preemptor.forget(sequence)
+        request = sequence.request
+        del request.open_sequences[sequence.index]
+        for sample in self.parallel_samples.take_next(request, has_computed=len(sequence.ids) > sequence.num_given):
+            self.waiting.add(sample)
+        self._metrics.observe_finished(sequence, finish, self.now_s)
+
+    def _remove_queued(self, sequence: Sequence) -> None:
+        if self.parallel_samples.is_parked(sequence):
+            self.parallel_samples.remove(sequence)
+        elif sequence.swapped is None:
+            self.waiting.remove(sequence)
+        else:
+            self.swapped.remove(sequence)
+            self._kv_cache_manager.release_swapped(sequence.swapped, self._in_flight.last_in_flight)
+            sequence.swapped = None
+
+    def _leave(self, row: int, finish: Finish) -> Sequence:
+        """Take a sequence out of its row. Its blocks are released when no step in flight names them."""
+        self._kv_cache_manager.register_last(row)
+        num_sent = int(self._rows.sent[row])
+        sequence, blocks = self._rows.end(row)
+        self._output_buffer.add_closing(sequence, num_sent, finish)
+        self._in_flight.drop_row(row)
+        self._kv_cache_manager.release(blocks, self._in_flight.last_in_flight)
+        return sequence
+
+    def check(self, requests: list[PromptRequest]) -> None:
+        """Assert every invariant; for tests."""
+        for request in requests:
+            for sequence in request.open_sequences.values():
+                places = (
+                    sequence.row >= 0,
+                    sequence in self.swapped,
+                    sequence in self.waiting,
+                    sequence in self.parallel_samples,
+                )
+                assert sum(places) == 1, "a sequence is in two places, or in none"
+                assert (sequence.swapped is not None) == places[1], "swapped blocks have no sequence in swap space"
+                assert self.parallel_samples.is_parked(sequence) == places[3]
+        kept = [sequence.swapped for sequence in self.swapped]
+        blocks = [block for swapped in kept if swapped is not None for block in swapped.blocks]
+        self._kv_cache_manager.swap.check(blocks)

@@ -1,0 +1,220 @@
+"""Plans steps by counts alone: a row's length is known before its ids are.
+
+A step lets each sequence's computed positions catch up with its ids, within a budget. Prefill, chunks, decode, prefix
+hits, forks and resumption after preemption are that one rule with different numbers.
+"""
+
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.stages.schedule.arrays import Bools, Int64s, Put
+from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.lifecycle import SequenceLifecycle
+from pipeline.stages.schedule.policies.budget import StepBudget
+from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
+from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
+from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.step_builder import StepBuilder
+from pipeline.stages.schedule.step_entries import InFlightSteps, StepEntries
+from pipeline.stages.schedule.token_grants import NO_ROWS, TokenGrants
+
+
+class Planner:
+    """Makes plans. The state that they change belongs to `Rows`, `KVCacheManager` and `SequenceLifecycle`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        rows: Rows,
+        kv_cache_manager: KVCacheManager,
+        lifecycle: SequenceLifecycle,
+        costs: PreemptionCosts,
+        grants: TokenGrants,
+        builder: StepBuilder,
+        in_flight: InFlightSteps,
+        put: Put,
+    ) -> None:
+        self._block_size = config.block_size
+        self._preempts = policy.preempts
+        self._rows = rows
+        self._kv_cache_manager = kv_cache_manager
+        self._lifecycle = lifecycle
+        self._costs = costs
+        self._grants = grants
+        self._builder = builder
+        self._in_flight = in_flight
+        self._put = put
+
+    def plan(self) -> m.Step | None:
+        """Return the next step, or None if there is nothing to compute now."""
+        rows, lifecycle = self._rows, self._lifecycle
+        if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:
+            np.copyto(rows.ahead, rows.planned)
+            lifecycle.add_ready_samples()
+        order = rows.order
+        planned = rows.planned[order]
+        total = rows.known[order] + rows.promised[order]
+        need = (total - planned) * (total < rows.limit[order])
+        learns = self._builder.learns(has_chunks=False)
+        budget, counts, deferred = self._grants.grant(order, planned, need, total, learns=learns)
+        has_preempted = self._preempt_for_priority(budget, order, total)
+        running, appended, lacked_blocks = self._allocate_blocks(order, planned, counts, total)
+        if running is not order:
+            kept = np.flatnonzero(np.isin(order, running))
+            planned, total, counts = planned[kept], total[kept], counts[kept]
+        entries = [self._advance(running, planned, counts, total)]
+        deferred = deferred[rows.active[deferred]]  # the row of a preempted prompt may get another sequence below
+        adds: list[m.RowAdd] = []
+        if not lacked_blocks and (lifecycle.waiting or lifecycle.swapped):
+            entries += self._start_sequences(budget, adds, only_preempted_for=has_preempted)
+        if len(deferred):
+            entries.append(self._grant_deferred(budget, deferred))
+        if not any(len(part.rows) for part in entries) and not adds:
+            assert self._in_flight.steps or lifecycle.is_idle, "there is work, but no step to do it"
+            return None
+        return self._builder.build(entries, appended, adds, budget.shape)
+
+    def _advance(self, running: Int64s, planned: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
+        """Add `counts` positions of these rows to the step, behind those planned, and the blocks that they fill to the
+        prefix cache. A row that catches up with its `total` ids samples one."""
+        rows = self._rows
+        ends = planned + counts
+        samples: Bools = ends == total
+        rows.planned[running] = ends
+        rows.promised[running] += samples
+        self._kv_cache_manager.register(running)
+        return StepEntries(running, planned, counts, samples)
+
+    def _grant_deferred(self, budget: StepBudget, prompts: Int64s) -> StepEntries:
+        """Divide what is left of a budget among the deferred prompts."""
+        budget.release_held()
+        planned, known = self._rows.planned[prompts], self._rows.known[prompts]
+        counts = self._grants.chunks(budget, prompts, known - planned, planned)
+        some = counts > 0
+        return self._advance(prompts[some], planned[some], counts[some], known[some])
+
+    # ---------------------------------------------------------------------------------------------- running rows
+
+    def _allocate_blocks(
+        self, order: Int64s, planned: Int64s, counts: Int64s, total: Int64s
+    ) -> tuple[Int64s, list[tuple[int, int]], bool]:
+        """Append the blocks that the granted positions need. If none is available, preempt the row behind that costs
+        least to bring back, or the row itself if it is the last. So the first sequence always proceeds, and every
+        sequence becomes the first. Returns the rows that run (`order` itself if all do), the (row, block) pairs, and
+        whether any row was preempted.
+
+        A row starts with blocks for all its ids and gains one id a step, so it needs at most one block. Rows are
+        handled by order, so no row that has just got a block is preempted for a later one."""
+        rows, pool = self._rows, self._kv_cache_manager.pool
+        full = planned + counts > rows.num_blocks[order] * self._block_size
+        appended: list[tuple[int, int]] = []
+        preempted = False
+        victims: Victims | None = None
+        ending = NO_ROWS
+        runs: Bools = (counts > 0) & rows.active[order]
+        for place in full.nonzero()[0].tolist():
+            row = int(order[place])
+            if pool.num_available == 0 and victims is None:
+                # Rows with all their ids finish when the step in flight is settled, and release their blocks.
+                ending = (total >= rows.limit[order]).nonzero()[0]
+                victims = Victims(self._costs, rows, order)
+                victims.drop(np.concatenate((ending, (~rows.active[order]).nonzero()[0])))
+            while rows.active[row] and not (pool.num_available or pool.num_retired or len(ending)):
+                assert victims is not None
+                victim = victims.take(behind=place)
+                self._lifecycle.preempt(row if victim is None else victim)
+                preempted = True
+            if not rows.active[row]:
+                continue
+            if pool.num_available:
+                block = pool.take()
+                rows.append_block(row, block)
+                appended.append((row, block))
+            else:
+                runs[place] = False  # a block is released when the step in flight is settled
+        if preempted:
+            runs &= rows.active[order]
+        return order if runs.all() else order[runs], appended, preempted
+
+    def _preempt_for_priority(self, budget: StepBudget, order: Int64s, total: Int64s) -> bool:
+        """If the policy preempts, preempt rows for the sequences that would start next. Their grants in this step are
+        lost. Returns whether any row was preempted: then only the sequences that triggered it may start now."""
+        preemptor, rows = self._lifecycle.preemptor, self._rows
+        if not (self._preempts and len(rows) and preemptor.may_preempt() and budget.has_room(False)):
+            return False
+        first = self._next_sequence(budget)
+        if first is None:
+            return False
+        following = self._lifecycle.waiting.short_after(first, int(rows.rank[order[-1]]))
+        ending = order[total >= rows.limit[order]]
+        victims = preemptor.choose_victims(first, following, ending, budget.tokens, self._in_flight.last_step_id)
+        for row in victims:
+            self._lifecycle.preempt(row)
+        return bool(victims)
+
+    # ----------------------------------------------------------------------------------------------------- start
+
+    def _start_sequences(
+        self, budget: StepBudget, adds: list[m.RowAdd], *, only_preempted_for: bool
+    ) -> list[StepEntries]:
+        """Start waiting and swapped sequences while budget, rows and blocks last; with `only_preempted_for`, only those
+        that triggered a preemption. Appends to `adds`, and returns what the step computes of them."""
+        rows = self._rows
+        started: list[StepEntries] = []
+        while budget.has_room(False) and rows.num_free and (sequence := self._next_sequence(budget)) is not None:
+            is_preempted_for = self._lifecycle.preemptor.is_next(sequence)
+            if only_preempted_for and not is_preempted_for:
+                break
+            is_sure = is_preempted_for or sequence.num_skipped >= MAX_SKIPPED
+            add = self._start(sequence, is_preempted_for)
+            if add is None:
+                break
+            adds.append(add)
+            row = add.row
+            planned, known = int(rows.planned[row]), int(rows.known[row])
+            count = budget.chunk(planned, known - planned, bool(rows.is_long[row]), is_sure=is_sure)
+            if count:  # otherwise it has its row now and computes in a later step
+                started.append(self._advance(*(np.array([value]) for value in (row, planned, count, known))))
+        return started
+
+    def _next_sequence(self, budget: StepBudget) -> Sequence | None:
+        """The sequence to start next, if there are blocks for it: one that triggered a preemption, then preempted ones
+        by order, swapped or not, then new ones."""
+        lifecycle, manager = self._lifecycle, self._kv_cache_manager
+        waiting = lifecycle.waiting.choose(budget.has_room_for_long, manager.num_cached_blocks, self._block_size)
+        if lifecycle.preemptor.preempted_for:
+            first = lifecycle.preemptor.preempted_for[0]
+            if first.order[0] <= lifecycle.first_rank():
+                lifecycle.waiting.clear_skipped()
+                return first
+        if lifecycle.swapped:
+            swapped = lifecycle.swapped.first
+            is_older = waiting is not None and waiting.num_preemptions > 0 and waiting.order < swapped.order
+            if waiting is None or (swapped.order[0] <= waiting.order[0] and not is_older):
+                lifecycle.waiting.clear_skipped()
+                return swapped
+        return waiting
+
+    def _start(self, sequence: Sequence, is_preempted_for: bool) -> m.RowAdd | None:
+        """Start a sequence, or return None if there are too few blocks. One block is left for each running row, unless
+        the sequence triggered a preemption."""
+        request, ids = sequence.request, sequence.ids  # the ids move into the row
+        num_prompt = len(request.prompt)
+        started = self._lifecycle.start(sequence, 0 if is_preempted_for else len(self._rows))
+        if started is None:
+            return None
+        row, found, blocks = started
+        return m.RowAdd(
+            row=row,
+            generation=int(self._rows.generation[row]),
+            index=sequence.index,
+            ids=self._put(ids[num_prompt:] if found.fork_of >= 0 else ids),
+            num_prompt=num_prompt,
+            blocks=self._put(np.array(blocks, np.int32)),
+            sampling=request.sampling,
+            request_id=request.request_id,
+            fork_of=found.fork_of,
+        )

@@ -1,0 +1,112 @@
+"""Settles step results: from then on the sampled ids can't change."""
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import Finish
+from pipeline.stages.schedule.arrays import Ids, Int64s, Take
+from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.lifecycle import SequenceLifecycle
+from pipeline.stages.schedule.logprob_records import take_prompt_records, take_records
+from pipeline.stages.schedule.output_buffer import OutputBuffer
+from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
+from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
+
+
+class Settlement:
+    """Owns what results add up to."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        kv_cache_manager: KVCacheManager,
+        lifecycle: SequenceLifecycle,
+        in_flight: InFlightSteps,
+        cost_model: StepCostModel,
+        output_buffer: OutputBuffer,
+        take: Take,
+    ) -> None:
+        self.traced_request_ids: list[int] = []
+        """Requests with a sequence that began or finished in the last result; for traces."""
+        self.num_output_tokens = 0
+        self._rows = rows
+        self._kv_cache_manager = kv_cache_manager
+        self._lifecycle = lifecycle
+        self._in_flight = in_flight
+        self._cost_model = cost_model
+        self._output_buffer = output_buffer
+        self._take = take
+
+    def settle(self, result: m.StepResult) -> None:
+        """Store what the oldest step in flight sampled, and finish sequences."""
+        step = self._in_flight.steps.popleft()
+        assert result.step_id == step.step_id, f"a result of step {result.step_id} came, step {step.step_id} is due"
+        rows, take = self._rows, self._take
+        sampled = take(result.rows, np.int32).astype(np.int64)
+        generations = take(result.generations, np.uint32)
+        ids = take(result.ids, np.int32)
+        finishes = take(result.finishes, np.uint8)
+        assert len(sampled) == step.num_samples, (
+            f"step {step.step_id} has {len(sampled)} samples, {step.num_samples} were expected"
+        )
+        current = rows.active[sampled] & (rows.generation[sampled] == generations)
+        if (expected := step.expected_logprobs) is not None:
+            take_records(rows, expected, sampled, ids, current, take(result.records, np.uint8).tobytes())
+            take_prompt_records(rows, expected, take(result.prompt_records, np.uint8).tobytes(), self._output_buffer)
+        self.traced_request_ids = []
+        if result.errors:
+            failed = finishes == Finish.ERROR
+            self._finish_failed(sampled[current & failed], sampled[failed], result.errors)
+            current &= ~failed
+        if not current.all():
+            sampled, ids, finishes = sampled[current], ids[current], finishes[current]
+        assert (ids >= 0).all(), f"step {step.step_id} has no id for a running row"
+        self._store(sampled, ids, finishes)
+        self._kv_cache_manager.settle(step.step_id)
+        self._learn(step, result)
+
+    def _store(self, sampled: Int64s, ids: Ids, finishes: "np.ndarray[Any, np.dtype[np.uint8]]") -> None:
+        """Append one id to each of these rows, and finish the sequences that end with it."""
+        rows = self._rows
+        known = rows.known[sampled]
+        rows.ids[sampled, known] = ids
+        following = known + 1
+        rows.known[sampled] = following
+        rows.promised[sampled] -= 1
+        self.num_output_tokens += len(sampled)
+        begun = known == rows.num_given[sampled]
+        if begun.any():
+            for row in sampled[begun].tolist():
+                self._traced_sequence(row).first_s = self._lifecycle.now_s
+        stopped = finishes == Finish.STOP
+        ended = stopped | (following >= rows.limit[sampled])
+        if ended.any():
+            for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
+                self._lifecycle.finish(self._traced_sequence(row), Finish.STOP if by_stop else Finish.LENGTH)
+
+    def _finish_failed(self, running: Int64s, failed: Int64s, errors: list[str]) -> None:
+        """Finish the sequences that the executor could not sample. It gives a reason for each row in `failed`; rows in
+        `running` still have the sequence that the step computed."""
+        reasons = dict(zip(failed.tolist(), errors, strict=True))
+        for row in running.tolist():
+            sequence = self._traced_sequence(row)
+            sequence.error = reasons[row]
+            self._lifecycle.finish(sequence, Finish.ERROR)
+
+    def _traced_sequence(self, row: int) -> Sequence:
+        sequence = self._rows.sequences[row]
+        assert sequence is not None
+        self.traced_request_ids.append(sequence.request.request_id)
+        return sequence
+
+    def _learn(self, step: InFlightStep, result: m.StepResult) -> None:
+        """Learn from a step's times: for the budgets of later steps, and for the costs of preemption."""
+        if step.num_copies:
+            self._kv_cache_manager.copies.observe(step.num_copies, result.copy_s)
+        if (shape := step.shape) is not None:
+            seconds = result.compute_s - result.copy_s
+            self._cost_model.observe(shape.num_decodes, shape.context, shape.num_chunk_tokens, shape.pairs, seconds)

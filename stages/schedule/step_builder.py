@@ -1,0 +1,88 @@
+"""Puts a plan into a `Step` message."""
+
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.shm.arrays import Array
+from pipeline.stages.schedule.arrays import Put
+from pipeline.stages.schedule.kv_cache.swap import BlockCopies
+from pipeline.stages.schedule.logprob_records import expect_logprobs
+from pipeline.stages.schedule.metrics import ScheduleMetrics
+from pipeline.stages.schedule.policies.budget import StepShape
+from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps, StepEntries, joined
+
+LEARN_EVERY = 8
+"""The cost model learns from one of this many decode-only steps: they are all alike."""
+
+
+class StepBuilder:
+    """Numbers steps, notes them as in flight, and chooses those that the cost model learns from."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        copies: BlockCopies,
+        in_flight: InFlightSteps,
+        metrics: ScheduleMetrics,
+        put: Put,
+        incarnation: int,
+    ) -> None:
+        self._rows = rows
+        self._copies = copies
+        self._in_flight = in_flight
+        self._metrics = metrics
+        self._put = put
+        self._incarnation = incarnation
+        self._num_decode_steps = 0
+
+    def learns(self, has_chunks: bool) -> bool:
+        """Whether the cost model learns from the next step."""
+        return has_chunks or self._num_decode_steps % LEARN_EVERY == 0
+
+    def build(
+        self, entries: list[StepEntries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: StepShape
+    ) -> m.Step:
+        """Build the message, decoding rows first. `appended` are (row, block) pairs, `shape` is what was granted."""
+        computed = joined(entries)
+        if shape.num_chunk_tokens:
+            by_kind = np.argsort(computed.counts > 1, kind="stable")
+            computed = computed.taken(by_kind)
+        step_id = self._note(computed, shape)
+        sources, targets = self._copies.take()
+        put = self._put
+        return m.Step(
+            incarnation=self._incarnation,
+            step_id=step_id,
+            drops=self._put_list(self._in_flight.take_dropped_rows()),
+            adds=adds,
+            block_rows=self._put_list([row for row, _ in appended]),
+            block_ids=self._put_list([block for _, block in appended]),
+            rows=put(computed.rows.astype(np.int32)),
+            starts=put(computed.starts.astype(np.int32)),
+            counts=put(computed.counts.astype(np.int32)),
+            samples=put(computed.samples.astype(np.uint8)),
+            copy_sources=self._put_list(sources),
+            copy_targets=self._put_list(targets),
+        )
+
+    def _note(self, computed: StepEntries, shape: StepShape) -> int:
+        """Note a step as in flight. Returns its id."""
+        num_tokens = int(computed.counts.sum())
+        self._metrics.step_tokens.observe(num_tokens)
+        # If rows were preempted, the step computes less than was granted.
+        is_as_granted = num_tokens == shape.num_decodes + shape.num_chunk_tokens
+        learns = self.learns(shape.num_chunk_tokens > 0) and is_as_granted
+        self._num_decode_steps += shape.num_chunk_tokens == 0
+        num_samples = int(np.count_nonzero(computed.samples))
+        expected = expect_logprobs(self._rows, computed)
+        learns &= expected is None or not expected.prompts  # logprobs of a prompt take longer than its KV
+        step_id = self._in_flight.next_step_id()
+        step_shape = shape if learns else None
+        step = InFlightStep(step_id, num_samples, num_tokens, self._copies.num_swap_copies, step_shape, expected)
+        self._in_flight.steps.append(step)
+        return step_id
+
+    def _put_list(self, values: list[int]) -> Array:
+        """As int32. Nearly always the list is empty."""
+        return self._put(np.array(values, np.int32)) if values else b""

@@ -1,0 +1,83 @@
+"""Divides a step's budget among running rows.
+
+    decoding rows  >  prompts by order  >  sequences that start  >  deferred prompts
+
+Deferred are long prompts and, if the policy preempts, prompts of a higher rank than a sequence that waits. The first
+deferred long prompt always gets a chunk.
+"""
+
+import numpy as np
+
+from pipeline.stages.schedule.arrays import Bools, Int64s
+from pipeline.stages.schedule.lifecycle import SequenceLifecycle
+from pipeline.stages.schedule.policies.budget import BudgetLimits, StepBudget, grant_chunks, grant_decodes
+from pipeline.stages.schedule.policies.policy import Policy
+from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
+from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+
+NO_ROWS: Int64s = np.zeros(0, np.int64)
+
+
+class TokenGrants:
+    """Decides how many tokens each running row computes. Changes nothing but the budget."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        rows: Rows,
+        lifecycle: SequenceLifecycle,
+        cost_model: StepCostModel,
+    ) -> None:
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._limits = BudgetLimits(config.max_num_batched_tokens, config.max_step_s, config.long_prompt_max_slowdown)
+        self._preempts = policy.preempts
+        self._rows = rows
+        self._lifecycle = lifecycle
+        self._cost_model = cost_model
+
+    def grant(
+        self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s, *, learns: bool
+    ) -> tuple[StepBudget, Int64s, Int64s]:
+        """Divide a step's budget among rows that lack `need` of `total` ids. Returns what is left of it, the number of
+        tokens that each row computes, and the deferred rows. `learns` says whether the cost model learns from a step
+        without chunks."""
+        prompts = deferred = NO_ROWS
+        if len(need) <= self._max_num_batched_tokens and (need == 1).all():
+            counts, num_decodes = need, len(need)  # nearly every step
+        else:
+            counts = grant_decodes(need, self._max_num_batched_tokens)
+            num_decodes = int(counts.sum())
+            prompts = (need > 1).nonzero()[0]
+            is_deferred = self._is_deferred(order[prompts])
+            prompts, deferred = prompts[~is_deferred], order[prompts[is_deferred]]
+        lifecycle = self._lifecycle
+        needs_context = len(prompts) > 0 or len(deferred) > 0 or lifecycle.waiting or lifecycle.swapped or learns
+        context = int((total * counts).sum()) if needs_context else 0
+        budget = StepBudget(self._limits, self._cost_model, num_decodes, context)
+        if len(longs := deferred[self._rows.is_long[deferred]]):
+            budget.hold_for_long(int(self._rows.rank[longs[0]]))
+        if len(prompts):
+            counts[prompts] = self.chunks(budget, order[prompts], need[prompts], planned[prompts])
+        return budget, counts, deferred
+
+    def _is_deferred(self, prompts: Int64s) -> Bools:
+        is_long: Bools = self._rows.is_long[prompts]
+        if not self._preempts:
+            return is_long
+        ranks = self._rows.rank[prompts]
+        first = self._lifecycle.first_rank()
+        is_deferred: Bools = (ranks > first) | (is_long & (ranks == first))
+        return is_deferred
+
+    def chunks(self, budget: StepBudget, prompts: Int64s, need: Int64s, starts: Int64s) -> Int64s:
+        """Divide a budget among these rows' prompts, by order: rank by rank."""
+        ranks, is_long = self._rows.rank[prompts], self._rows.is_long[prompts]
+        if len(ranks) == 0 or ranks[0] == ranks[-1]:
+            return grant_chunks(budget, need, starts, is_long)
+        counts = np.zeros(len(prompts), np.int64)
+        for rank in np.unique(ranks):
+            of_rank = ranks == rank
+            counts[of_rank] = grant_chunks(budget, need[of_rank], starts[of_rank], is_long[of_rank])
+        return counts
