@@ -1,12 +1,11 @@
-"""The text of a sequence, as its ids come.
+"""Incremental detokenization: the text of a sequence, id by id.
 
-It is a function of (prompt tail, ids, options) and of nothing else: not of how ids were grouped into messages. What is
-given out is never taken back: bytes that may begin a character wait for the rest of it.
+The text depends on (prompt tail, ids, options) alone, not on how ids were grouped into messages. Text is never revised:
+bytes that may begin a character wait for the rest of it.
 
-Joined, it is what decoding the prompt tail and all ids at once gives, less what the prompt tail gives. There is one
-exception: where a run of byte tokens of a ByteFallback vocabulary is not UTF-8 as a whole, decoding at once shows
-every byte of the run as U+FFFD, also those of good characters, which can't be done while streaming. Here good
-characters stay, and only the bytes that make none are U+FFFD.
+The joined text equals the decoded prompt tail and ids, less the decoded prompt tail. There is one exception. If a run
+of byte tokens of a ByteFallback vocabulary is not valid UTF-8 as a whole, one-shot decoding shows every byte of the run
+as U+FFFD, which can't be done while streaming. Here valid characters stay, and only invalid bytes become U+FFFD.
 """
 
 from codecs import utf_8_decode
@@ -16,7 +15,7 @@ from pipeline.text.vocabulary import Vocabulary
 
 
 class IncrementalDecoder:
-    """Grows by one id at a time."""
+    """Decodes one id at a time."""
 
     __slots__ = ("_errors", "_num_strip", "_partial", "_pieces", "_strip")
 
@@ -30,23 +29,23 @@ class IncrementalDecoder:
             self.add(token_id)
 
     def add(self, token_id: int) -> str:
-        """The text that this id completes."""
+        """Return the text that this id completes."""
         piece = self._pieces[token_id]
         if isinstance(piece, bytes):
             data = self._partial + piece
             text, num_used = utf_8_decode(data, self._errors, False)
             self._partial = data[num_used:]
         elif self._partial and piece:
-            text = self._broken_off() + piece
+            text = self._decode_partial() + piece
         else:
             text = piece
         return self._stripped(text) if self._num_strip else text
 
     def finish(self) -> str:
-        """What was held back; no id follows."""
-        return self._broken_off()
+        """Return the text that was held back. Call it after the last id."""
+        return self._decode_partial()
 
-    def _broken_off(self) -> str:
+    def _decode_partial(self) -> str:
         text, _ = utf_8_decode(self._partial, self._errors, True)
         self._partial = b""
         return text

@@ -1,11 +1,11 @@
-"""The live sequences: what schedule has settled goes in, what the gateways have to be told comes out.
+"""Turns settled ids of live sequences into text for the gateways.
 
     open ──settle──► live ──settle with a finish──► gone
                       │                               ▲
-                      └─stop string found──► judged ──┘  later ids are dropped; schedule, which is asked to end
-                                                         it, closes it like any other
+                      └─stop string found──► stopped ─┘  later ids are dropped; schedule gets an `Abort` and closes
+                                                         the sequence like any other
 
-What a sequence has to tell waits in it until `sent`: entries that a full socket refused grow, and none is lost.
+Output waits in its sequence until `mark_sent`: if a full socket refuses it, the next message has it too.
 """
 
 from collections import defaultdict
@@ -27,9 +27,10 @@ ERROR = int(m.Finish.ERROR)
 
 
 class OutputSequence:
-    """One sequence, with what its gateway has not been told yet."""
+    """One sequence, with the output that its gateway has not got yet."""
 
     __slots__ = (
+        "_decoder",
         "_has_stops",
         "_include_stop",
         "_min_tokens",
@@ -37,7 +38,6 @@ class OutputSequence:
         "_stop_id",
         "_stop_matcher",
         "_stop_token_ids",
-        "_text",
         "attempt",
         "error",
         "finish",
@@ -65,13 +65,13 @@ class OutputSequence:
         stops: StopStrings,
         vocabulary: Vocabulary,
     ) -> None:
-        """`outputs` are the opening's: ids that the client has already."""
+        """`outputs` are ids of the opening that the client already has."""
         self.request_id = opening.request_id
         self.attempt = opening.attempt
         self.index = opening.index
         self.gateway = opening.gateway
         prompt_tail = np.frombuffer(opening.prompt_tail, "<i4").tolist()
-        self._text = IncrementalDecoder(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
+        self._decoder = IncrementalDecoder(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
         self._stop_matcher = StopMatcher(stops, include_stop=options.include_stop)
         self._has_stops = bool(stops.firsts)
         self._min_tokens = options.min_tokens
@@ -85,97 +85,99 @@ class OutputSequence:
         self.options = options
         self.record_bytes = options.record_bytes
         self.records = bytearray()
-        """Of `ids`, where they are asked for"""
+        """Logprob records of `ids`, if the request asks for them."""
         self.prompt_records = bytearray()
-        """Likewise of the prompt's"""
+        """Logprob records of the prompt."""
         self.prompt_offset = 0
-        """Records of the prompt before these"""
+        """Number of prompt records before these."""
         self.error = ""
-        """Why it ended, where that was an error and somebody said."""
+        """The reason, if it finished with `error`."""
         self.finish: int = m.Finish.NONE
         self.stop_reason: str | int | None = None
         self._stop_id: int | None = None
-        """The id that stopped it, where it came with the opening."""
+        """The stop id, if it came with the opening."""
         self.first: m.FirstTimes | None = None
-        """Goes with its first ids, like them until it was sent."""
+        """Sent with the first ids."""
         if outputs:
             self._resume(outputs, opening.finish)
 
     def _resume(self, outputs: list[int], finish: int) -> None:
-        """Take ids whose text the client has already. What they leave half, a character or a stop string, goes on with
-        the ids that follow."""
+        """Decode ids whose text the client already has. The ids that follow continue an incomplete character or stop
+        string."""
         self._num_settled = len(outputs)
         if finish == m.Finish.STOP:
             self._stop_id = outputs[-1]
-        self._show(outputs, len(outputs) - (finish == m.Finish.STOP))
-        self.sent()
+        self._decode(outputs, len(outputs) - (finish == m.Finish.STOP))
+        self.mark_sent()
         self.id_offset = len(outputs)
 
     def settle(self, start: int, ids: list[int], finish: int) -> None:
-        """Take ids that begin at output id `start`; those that were taken before are skipped."""
+        """Decode ids from output id `start` on. Ids that were decoded before are skipped."""
         if start == self._num_settled and not finish and not self._has_stops:
-            # Nearly every entry: ids that follow those before, and nothing that ends the text.
+            # Nearly every entry: the next ids, and nothing that ends the text.
             self._num_settled += len(ids)
-            self.texts += map(self._text.add, ids)
+            self.texts += map(self._decoder.add, ids)
             self.ids += ids
             return
-        assert start <= self._num_settled, f"ids {self._num_settled} to {start} of {self.request_id:x} never came"
+        assert start <= self._num_settled, (
+            f"ids {self._num_settled} to {start} of request {self.request_id:x} are missing"
+        )
         if start < self._num_settled:
             ids = ids[self._num_settled - start :]
         self._num_settled += len(ids)
         is_stopped_before = finish == m.Finish.STOP and not ids
         if is_stopped_before:
-            assert self._stop_id is not None, f"nothing stops sequence {self.index} of {self.request_id:x}"
+            assert self._stop_id is not None, f"sequence {self.index} of request {self.request_id:x} has no stop id"
             ids = [self._stop_id]
         num_shown = len(ids)
         if finish == m.Finish.STOP:
             stop_id = ids[-1]
-            asked_for = stop_id in self._stop_token_ids
-            self.stop_reason = stop_id if asked_for else None
-            if not (asked_for and self._include_stop):
+            is_requested = stop_id in self._stop_token_ids
+            self.stop_reason = stop_id if is_requested else None
+            if not (is_requested and self._include_stop):
                 num_shown -= 1
         self.finish = finish
-        self._show(ids, num_shown)
+        self._decode(ids, num_shown)
         if is_stopped_before:
-            self.ids = []  # the client has it
+            self.ids = []  # the client already has it
 
-    def _show(self, ids: list[int], num_shown: int) -> None:
-        """Append the text of the first ids, and all ids: or those up to the one that completes a stop string."""
-        text, matcher, texts = self._text, self._stop_matcher, self.texts
+    def _decode(self, ids: list[int], num_shown: int) -> None:
+        """Append all ids, and the text of the first `num_shown`. Stop at the id that completes a stop string."""
+        decoder, matcher, texts = self._decoder, self._stop_matcher, self.texts
         num_silent = self._min_tokens - (self._num_settled - len(ids))
         for place in range(num_shown):
-            texts.append(matcher.push(text.add(ids[place]), counts=place >= num_silent))
+            texts.append(matcher.push(decoder.add(ids[place]), counts=place >= num_silent))
             if matcher.found is not None:
                 self.ids += ids[: place + 1]
-                self._judged()
+                self._stop()
                 return
         self.ids += ids
         if self.finish:
-            texts.append(matcher.push(text.finish(), counts=num_shown > num_silent))
+            texts.append(matcher.push(decoder.finish(), counts=num_shown > num_silent))
             if matcher.found is not None:
-                self._judged()
+                self._stop()
             else:
                 texts.append(matcher.finish())
 
-    def _judged(self) -> None:
+    def _stop(self) -> None:
         self.finish = m.Finish.STOP
         self.stop_reason = self._stop_matcher.found
 
-    def record(self, num_before: int, records: bytes) -> None:
-        """Take the records of settled ids, of which the first `num_before` are here already: those of ids that don't
-        count, behind a stop string, are left out."""
+    def add_records(self, num_before: int, records: bytes) -> None:
+        """Add the records of settled ids, without the first `num_before`, which are here already, and without those of
+        ids behind a stop string."""
         num = len(self.ids) - len(self.records) // self.record_bytes
         self.records += records[num_before * self.record_bytes : (num_before + num) * self.record_bytes]
 
-    def record_prompt(self, start: int, records: bytes) -> None:
-        """Take records of the prompt, of which `start` come before; those that were taken before are skipped."""
+    def add_prompt_records(self, start: int, records: bytes) -> None:
+        """Add records of the prompt, `start` of which come before. Records that were added before are skipped."""
         width = logprob_bytes(self.options.prompt_num_top)
         num_known = self.prompt_offset + len(self.prompt_records) // width
-        assert start <= num_known, f"records {num_known} to {start} of the prompt of {self.request_id:x} never came"
+        assert start <= num_known, f"prompt records {num_known} to {start} of request {self.request_id:x} are missing"
         self.prompt_records += records[(num_known - start) * width :]
 
-    def sent(self) -> None:
-        """The gateway has been told everything up to now."""
+    def mark_sent(self) -> None:
+        """The gateway got all output up to now."""
         self.text_offset += sum(map(len, self.texts))
         self.texts.clear()
         self.id_offset += len(self.ids)
@@ -188,27 +190,27 @@ class OutputSequence:
 
 
 class OutputProcessor:
-    """All sequences of this process."""
+    """Owns the live sequences of this process."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._options = msgspec.msgpack.Decoder(m.TextOptions)
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
-        """Those of live sequences: long ones take a while to build, and sequences share them."""
+        """Of live sequences, which share them: an automaton of long strings takes a while to build."""
         self._live: dict[int, OutputSequence] = {}
         self._unsent: defaultdict[int, dict[int, OutputSequence]] = defaultdict(dict)
         """By gateway, then by `seq`."""
         self._bytes = vocabulary.pieces(skip_special_tokens=False)
-        """What records name ids by"""
+        """The bytes of each id, for logprobs."""
         self._settled_s = 0.0
-        """When schedule sent the newest that was taken."""
+        """When schedule sent the last message."""
 
     def __len__(self) -> int:
         return len(self._live)
 
     def open(self, opening: m.Open, outputs: list[int] | None = None) -> list[m.Abort]:
-        """Begin a sequence; `outputs` are the opening's. Returns what schedule has to end because a stop string is in
-        their text already."""
+        """Open a sequence with the `outputs` of its opening. Returns an `Abort` for schedule if their text has a stop
+        string."""
         assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
         options = self._options.decode(opening.text)
         key = tuple(options.stop)
@@ -218,15 +220,15 @@ class OutputProcessor:
         if not sequence.finish:
             return []
         self._unsent[sequence.gateway][opening.seq] = sequence
-        return [] if opening.finish else [_end_of(sequence)]
+        return [] if opening.finish else [_abort_of(sequence)]
 
     @property
     def num_unsent(self) -> int:
-        """Sequences with something that their gateway has not taken."""
+        """Sequences with output that their gateway has not got."""
         return sum(map(len, self._unsent.values()))
 
-    def requests(self, seqs: list[int]) -> list[int]:
-        """Whose they are."""
+    def request_ids(self, seqs: list[int]) -> list[int]:
+        """The request ids of these sequences."""
         return [self._live[seq].request_id for seq in seqs]
 
     def settle(
@@ -241,8 +243,8 @@ class OutputProcessor:
         records: bytes = b"",
         errors: Iterable[str] = (),
     ) -> list[m.Abort]:
-        """Take what is in a `Settled`, but for records of prompts. Returns what schedule has to end because a stop
-        string was found."""
+        """Handle a `Settled`, except for prompt records. Returns an `Abort` for schedule for each sequence with a stop
+        string."""
         aborts: list[m.Abort] = []
         self._settled_s = settled_s
         first_of = {first.place: first for first in firsts}
@@ -250,44 +252,44 @@ class OutputProcessor:
         reasons = iter(errors)
         for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
             begin, end = end, end + count
-            assert seq in self._live, f"sequence {seq} was never opened, or closed before"
+            assert seq in self._live, f"sequence {seq} is not open"
             sequence = self._live.pop(seq) if finish else self._live[seq]
             sequence.first = first_of.get(place, sequence.first)
             if finish == ERROR:
                 sequence.error = next(reasons, "")
             if width := sequence.record_bytes:
-                told, recorded = recorded, recorded + width * count
+                records_begin, recorded = recorded, recorded + width * count
                 num_before = sequence.id_offset + len(sequence.ids) - start
             if sequence.finish:
-                continue  # judged; its gateway was told so
+                continue  # stopped; its gateway knows
             sequence.settle(start, ids[begin:end], finish)
             if width:
-                sequence.record(num_before, records[told:recorded])
+                sequence.add_records(num_before, records[records_begin:recorded])
             if sequence.finish and not finish:
-                aborts.append(_end_of(sequence))
+                aborts.append(_abort_of(sequence))
             if sequence.ids or sequence.finish:
                 self._unsent[sequence.gateway][seq] = sequence
-        assert end == len(ids), f"{len(ids)} ids came for {end}"
-        assert recorded == len(records), f"{len(records)} bytes of records came for {recorded}"
+        assert end == len(ids), f"{len(ids)} ids came, {end} were expected"
+        assert recorded == len(records), f"{len(records)} bytes of records came, {recorded} were expected"
         return aborts
 
-    def record_prompts(self, message: m.Settled) -> None:
-        """Take what a `Settled` has of prompts; before the rest, which may end their sequences."""
+    def add_prompt_records(self, message: m.Settled) -> None:
+        """Handle the prompt records of a `Settled`. Call it before `settle`, which may close the sequences."""
         for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             sequence = self._live[seq]
             if not sequence.finish:
-                sequence.record_prompt(start, records)
+                sequence.add_prompt_records(start, records)
                 self._unsent[sequence.gateway][seq] = sequence
 
     def unsent(self) -> list[int]:
-        """The gateways that have to be told something."""
+        """The gateways with pending output."""
         return [gateway for gateway, sequences in self._unsent.items() if sequences]
 
     def deltas(self, gateway: int, now_s: float = 0.0) -> m.Deltas:
-        """All that a gateway has to be told."""
+        """The pending output of a gateway."""
         sequences = self._unsent[gateway].values()
-        is_told = any(sequence.records or sequence.prompt_records for sequence in sequences)  # seldom
-        prompts = [(place, one) for place, one in enumerate(sequences) if one.prompt_records] if is_told else []
+        has_records = any(sequence.records or sequence.prompt_records for sequence in sequences)  # seldom
+        prompts = [(place, one) for place, one in enumerate(sequences) if one.prompt_records] if has_records else []
         return m.Deltas(
             request_ids=[sequence.request_id for sequence in sequences],
             attempts=[sequence.attempt for sequence in sequences],
@@ -306,8 +308,8 @@ class OutputProcessor:
             ],
             settled_s=self._settled_s,
             sent_s=now_s,
-            records=_or_none([bytes(sequence.records) for sequence in sequences]) if is_told else [],
-            pieces=_or_none([self._pieces(sequence) for sequence in sequences]) if is_told else [],
+            records=_or_none([bytes(sequence.records) for sequence in sequences]) if has_records else [],
+            pieces=_or_none([self._pieces(sequence) for sequence in sequences]) if has_records else [],
             prompt_places=[place for place, _ in prompts],
             prompt_offsets=[sequence.prompt_offset for _, sequence in prompts],
             prompt_records=[bytes(sequence.prompt_records) for _, sequence in prompts],
@@ -316,7 +318,7 @@ class OutputProcessor:
         )
 
     def _pieces(self, sequence: OutputSequence) -> list[bytes]:
-        """Of each of its ids and of those that its record names."""
+        """The bytes of each of its ids and of the likeliest ids in its records."""
         if not (sequence.options.with_pieces and sequence.records):
             return []
         names = np.frombuffer(bytes(sequence.records), logprob_dtype(sequence.options.num_top))["top_ids"].tolist()
@@ -333,18 +335,18 @@ class OutputProcessor:
         piece = self._bytes[token_id]
         return piece.encode() if isinstance(piece, str) else piece
 
-    def sent(self, gateway: int) -> None:
-        """The gateway's socket took `deltas`."""
+    def mark_sent(self, gateway: int) -> None:
+        """The gateway's socket accepted `deltas`."""
         for sequence in self._unsent[gateway].values():
-            sequence.sent()
+            sequence.mark_sent()
         self._unsent[gateway].clear()
 
 
 def _or_none(each: list[E]) -> list[E]:
-    """What entries have, or nothing where none has anything."""
+    """The list, or an empty one if all entries are empty."""
     return each if any(each) else []
 
 
-def _end_of(sequence: OutputSequence) -> m.Abort:
-    """What asks schedule to end a sequence whose text has a stop string."""
+def _abort_of(sequence: OutputSequence) -> m.Abort:
+    """Asks schedule to end a sequence whose text has a stop string."""
     return m.Abort(sequence.request_id, sequence.attempt, sequence.index, m.Finish.STOP)

@@ -1,10 +1,10 @@
-"""Turns settled ids into text, and judges stop strings.
+"""Turns settled ids into text, and matches stop strings.
 
     schedule ──Open, Settled, Refuse──►  detokenize  ──Deltas, Rejected──►  gateway
         ▲                                    │
         └──────────Abort (stop string)───────┘
 
-It never blocks in a send: what a full socket refused waits here, merged, and goes with a later wake.
+It never blocks in a send: messages that a full socket refused are merged and sent in a later wake.
 """
 
 import gc
@@ -21,14 +21,14 @@ from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.vocabulary import Vocabulary
 
 IDLE_S = 60.0
-"""Longest wait where there is nothing to do."""
+"""Longest wait for a message while the server is idle."""
 
 RETRY_S = 0.01
-"""Longest wait while something could not be sent."""
+"""Longest wait while a message waits to be sent."""
 
 
 def run(launch: Launch) -> None:
-    """The stage. Returns after `Stop`."""
+    """Run the stage until `Stop`."""
     stage: Stage[m.DetokenizeInbox]
     with Stage(launch, m.DetokenizeInbox) as stage:
         detokenize = DetokenizeStage(stage, Vocabulary.load(stage.model_dir / "tokenizer.json"))
@@ -38,47 +38,47 @@ def run(launch: Launch) -> None:
 
 
 class DetokenizeStage:
-    """The loop's state: the sequences, and single messages that wait for room in a socket."""
+    """The loop's state: the sequences, and messages that wait for room in a socket."""
 
     def __init__(self, stage: Stage[m.DetokenizeInbox], vocabulary: Vocabulary) -> None:
         self._stage = stage
-        self._sequences = OutputProcessor(vocabulary)
-        self._letters: list[tuple[Outbox[Any], m.Rejected | m.Abort | m.PrefixCacheReset]] = []
+        self._output_processor = OutputProcessor(vocabulary)
+        self._pending: list[tuple[Outbox[Any], m.Rejected | m.Abort | m.PrefixCacheReset]] = []
         self.stopped = False
         self._num_tokens = 0
         self._settle_s = 0.0
         stage.control_requests.own_counts = self._counts
 
     def _counts(self) -> DetokenizeCounts:
-        unsent = self._sequences.num_unsent
-        return DetokenizeCounts(len(self._sequences), unsent, self._num_tokens, self._settle_s)
+        unsent = self._output_processor.num_unsent
+        return DetokenizeCounts(len(self._output_processor), unsent, self._num_tokens, self._settle_s)
 
     def turn(self) -> None:
-        """One wake: take everything that is there, then tell each receiver once."""
-        waiting = self._letters or self._sequences.unsent()
+        """One wake: handle all messages, then send each receiver one message."""
+        waiting = self._pending or self._output_processor.unsent()
         messages = self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S)
         begin_s = time.monotonic()
         for message in messages:
-            self._take(message)
-        self._tell()
+            self._handle(message)
+        self._send()
         self._stage.release()
         if self._stage.trace.on:
             self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
 
-    def _take(self, message: m.DetokenizeInbox) -> None:
+    def _handle(self, message: m.DetokenizeInbox) -> None:
         match message:
             case m.Settled():
                 self._settle(message)
             case m.Open():
                 outputs = self._stage.arrays.take(message.outputs, "<i4").tolist()
-                self._end(self._sequences.open(message, outputs))
+                self._abort(self._output_processor.open(message, outputs))
             case m.Refuse():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)
-                self._letters.append((self._stage.outbox("gateway", message.gateway), rejected))
+                self._pending.append((self._stage.outbox("gateway", message.gateway), rejected))
             case m.PrefixCacheReset():
-                self._letters.append((self._stage.outbox("gateway", message.gateway), message))
+                self._pending.append((self._stage.outbox("gateway", message.gateway), message))
             case m.Ping():
-                self._stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(len(self._sequences))))
+                self._stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(len(self._output_processor))))
             case m.Start():
                 gc.collect()
                 gc.freeze()
@@ -93,15 +93,15 @@ class DetokenizeStage:
         seqs = take(message.seqs, "<u8").tolist()
         ids = take(message.ids, "<i4").tolist()
         finishes = take(message.finishes, "u1").tolist()
-        is_watched = self._stage.trace.on or self._stage.log.isEnabledFor(logging.DEBUG)
-        traced = self._sequences.requests(seqs) if is_watched else []
-        for request_id, finish in zip(traced, finishes, strict=False):
+        is_traced = self._stage.trace.on or self._stage.log.isEnabledFor(logging.DEBUG)
+        request_ids = self._output_processor.request_ids(seqs) if is_traced else []
+        for request_id, finish in zip(request_ids, finishes, strict=False):
             if finish:
                 fields = {"request": f"{request_id:x}", "finish": m.Finish(finish).name.lower()}
                 self._stage.log.debug("ended", extra={"fields": fields})
         if message.prompt_seqs:
-            self._sequences.record_prompts(message)
-        aborts = self._sequences.settle(
+            self._output_processor.add_prompt_records(message)
+        aborts = self._output_processor.settle(
             seqs,
             take(message.starts, "<i4").tolist(),
             take(message.counts, "<i4").tolist(),
@@ -116,20 +116,20 @@ class DetokenizeStage:
         self._num_tokens += len(ids)
         self._settle_s += end_s - begin_s
         if (trace := self._stage.trace).on:
-            # A request is followed here where its text begins, and where it ends.
+            # A trace shows a request where its text begins and where it ends.
             begun = {first.place for first in message.firsts}
-            marked = [one for place, one in enumerate(traced) if place in begun or finishes[place]]
+            marked = [one for place, one in enumerate(request_ids) if place in begun or finishes[place]]
             trace.span("text", begin_s, end_s, {"sequences": len(seqs), "tokens": len(ids)}, marked)
-        self._end(aborts)
+        self._abort(aborts)
 
-    def _end(self, aborts: list[m.Abort]) -> None:
-        """Have schedule end sequences in whose text a stop string was found."""
+    def _abort(self, aborts: list[m.Abort]) -> None:
+        """Ask schedule to end sequences with a stop string."""
         schedule = self._stage.outbox("schedule")
-        self._letters += [(schedule, abort) for abort in aborts]
+        self._pending += [(schedule, abort) for abort in aborts]
 
-    def _tell(self) -> None:
-        for gateway in self._sequences.unsent():
-            deltas = self._sequences.deltas(gateway, self._stage.replay_context.monotonic())
+    def _send(self) -> None:
+        for gateway in self._output_processor.unsent():
+            deltas = self._output_processor.deltas(gateway, self._stage.replay_context.monotonic())
             if self._stage.outbox("gateway", gateway).send(deltas):
-                self._sequences.sent(gateway)
-        self._letters = [(outbox, letter) for outbox, letter in self._letters if not outbox.send(letter)]
+                self._output_processor.mark_sent(gateway)
+        self._pending = [(outbox, message) for outbox, message in self._pending if not outbox.send(message)]

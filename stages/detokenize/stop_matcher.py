@@ -1,11 +1,11 @@
-"""Judges where a text ends because of a stop string.
+"""Finds the stop string that ends a text.
 
-The rule: the match that is complete first wins; of those complete at the same character, the longest. So the verdict
-depends on the text alone and not on how it was cut into pieces.
+The match that is complete first wins; of those complete at the same character, the longest. So the result depends on
+the text alone and not on how it was divided into pieces.
 
-Each character is looked at once, with the automaton of A. Aho and M. Corasick, "Efficient string matching: an aid to
-bibliographic search" (1975): a node is the longest beginning of a stop string that the text ends with, and its depth
-is how much of the text can't be shown yet.
+Each character is read once, with the automaton of A. Aho and M. Corasick, "Efficient string matching: an aid to
+bibliographic search" (1975): a node is the longest prefix of a stop string that the text ends with, and its depth is
+the number of characters that must be held back.
 """
 
 from collections import deque
@@ -15,10 +15,9 @@ ROOT = 0
 
 
 class StopStrings:
-    """The automaton of a set of stop strings; empty ones never match. The same for all sequences that share the set.
+    """The automaton of a set of stop strings; empty strings never match. Sequences with the same set share it.
 
-    A node's entry in each list: `depth` is its distance from the root, `ends` the longest stop string that a text at
-    this node ends with.
+    By node: `depth` is its distance from the root, `ends` the longest stop string that a text at the node ends with.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -56,7 +55,7 @@ class StopStrings:
         self.ends[node] = stop
 
     def _link(self) -> None:
-        """Give each node, in order of depth, the longest proper ending of it that is a node as well."""
+        """Link each node, in order of depth, to its longest proper suffix that is a node."""
         nodes = deque(self._children[ROOT].values())
         while nodes:
             node = nodes.popleft()
@@ -68,7 +67,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Lets one sequence's text through up to the first stop string."""
+    """Passes one sequence's text through up to the first stop string."""
 
     __slots__ = ("_held", "_include_stop", "_node", "_stops", "found")
 
@@ -81,8 +80,8 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, text: str, *, counts: bool = True) -> str:
-        """What can be shown after `text` has come. Nothing may be pushed once `found` is set. Stop strings that end in
-        a text that does not count go unnoticed."""
+        """Add text, and return the text that can be shown. Do not push after `found` is set. If not `counts`, stop
+        strings that end in this text are ignored."""
         node, stops = self._node, self._stops
         if node == ROOT and stops.firsts.isdisjoint(text):
             return text
@@ -101,5 +100,5 @@ class StopMatcher:
         return shown[:split]
 
     def finish(self) -> str:
-        """What was held back; no text follows, and no stop string was found."""
+        """Return the text that was held back. Call it at the end of a text without a stop string."""
         return self._held

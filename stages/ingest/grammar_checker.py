@@ -1,5 +1,5 @@
-"""Grammars of requests, checked by a process beside the loop (pipeline/grammars/checker.py), which starts with the
-first that comes. What has been checked lately is known."""
+"""Checks the grammars of requests in a separate process (pipeline/grammars/checker.py), which starts with the first
+grammar. Recent outcomes are cached."""
 
 import asyncio
 import hashlib
@@ -18,19 +18,19 @@ from pipeline.runtime.messages import Failure, Grammar
 from pipeline.stages.ingest.prompt_processor import Refusal
 
 MAX_KNOWN = 256
-"""Grammars that are remembered, with what became of them."""
+"""Outcomes in the cache."""
 
 MAX_KNOWN_BYTES = 16 * 1024**2
 
-DEAR_S = 0.05
-"""The executor takes about as long to prepare a grammar as checking it took, and a step may have to wait for it. Those
-that take longer than this go on one after the other."""
+SLOW_S = 0.05
+"""The executor prepares a grammar in about the time that checking it took, and a step may have to wait for it. Grammars
+slower than this are passed on one by one."""
 
 SHARE = 0.1
-"""The most of all time that may go into that: then comes the next dear one."""
+"""The largest share of time that the executor spends on slow grammars; it sets the interval between them."""
 
-PATIENCE_S = 30.0
-"""Longest that a check may take altogether: its process starts, others are before it."""
+CHECK_TIMEOUT_S = 30.0
+"""Longest time of a check, including the start of the process and the checks before it."""
 
 NAMES = {
     "json_object": "response_format",
@@ -46,7 +46,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """Either is empty."""
+    """The outcome of a check. Either `grammar` or `error` is empty."""
 
     grammar: str
     error: str
@@ -55,7 +55,7 @@ class CheckOutcome:
 
 
 class GrammarChecker:
-    """Owns the process. `model_dir` is a prepared folder."""
+    """Owns the process and the cache. `model_dir` is a prepared folder."""
 
     def __init__(self, model_dir: Path, limits: Limits, title: str = "pipeline: grammars") -> None:
         self._model_dir, self._limits, self._title = model_dir, limits, title
@@ -65,36 +65,36 @@ class GrammarChecker:
         self._reader: asyncio.Task[None] | None = None
         self._stream: asyncio.StreamWriter | None = None
         self._starting = asyncio.Lock()
-        """Held by whoever starts the process: those who come meanwhile use it too."""
+        """Held while the process starts, so that concurrent checks share it."""
         self._answers: dict[int, asyncio.Future[Checked]] = {}
         self._number = 0
-        self._calm_s = 0.0
-        """When the next dear grammar may go on, by time.monotonic()."""
+        self._next_slow_s = 0.0
+        """When the next slow grammar may be passed on, by time.monotonic()."""
 
     def known(self, grammar: Grammar) -> str | None:
-        """In llguidance's own form, if it has been checked lately. Raises Refusal where it can't be used."""
+        """Return the grammar in llguidance's form if the outcome is cached. Raises Refusal if it can't be used."""
         self._check_size(grammar)
-        verdict = self._known.get(_key(grammar))
-        if verdict is None:
+        outcome = self._known.get(_key(grammar))
+        if outcome is None:
             return None
         self._known.move_to_end(_key(grammar))
-        if verdict.error:
-            raise refusal(grammar, verdict.error, verdict.place)
-        return verdict.grammar
+        if outcome.error:
+            raise refusal(grammar, outcome.error, outcome.place)
+        return outcome.grammar
 
     async def check(self, grammar: Grammar) -> str:
-        """In llguidance's own form. Raises Refusal where it can't be used."""
+        """Return the grammar in llguidance's form. Raises Refusal if it can't be used."""
         if (known := self.known(grammar)) is not None:
             return known
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                checked = await self._ask(grammar)
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                checked = await self._query(grammar)
         except TimeoutError:
             self._stop("does not answer")
             raise _busy(grammar) from None
         except ConnectionError:
             raise _busy(grammar) from None
-        if checked.grammar and checked.took_s > DEAR_S:
+        if checked.grammar and checked.took_s > SLOW_S:
             await self._take_turn(grammar, checked.took_s)
         if not checked.is_final:
             raise _busy(grammar)
@@ -103,7 +103,7 @@ class GrammarChecker:
             raise refusal(grammar, checked.error, checked.place)
         return checked.grammar
 
-    async def _ask(self, grammar: Grammar) -> Checked:
+    async def _query(self, grammar: Grammar) -> Checked:
         async with self._starting:
             if self._worker is None or self._stream is None or not self._worker.is_alive:
                 await self._start()
@@ -122,11 +122,11 @@ class GrammarChecker:
             self._answers.pop(number, None)
 
     async def _take_turn(self, grammar: Grammar, took_s: float) -> None:
-        """Wait until the steps have had their time since the last dear one. Raises Refusal where that is too long."""
-        wait_s = self._calm_s - time.monotonic()
-        if wait_s > PATIENCE_S:
+        """Delay a slow grammar until its turn. Raises Refusal if that takes too long."""
+        wait_s = self._next_slow_s - time.monotonic()
+        if wait_s > CHECK_TIMEOUT_S:
             raise _busy(grammar)
-        self._calm_s = max(self._calm_s, time.monotonic()) + took_s / SHARE
+        self._next_slow_s = max(self._next_slow_s, time.monotonic()) + took_s / SHARE
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
@@ -175,9 +175,9 @@ class GrammarChecker:
     def close(self) -> None:
         self._stop("was stopped")
 
-    def _remember(self, key: bytes, verdict: CheckOutcome) -> None:
-        self._known[key] = verdict
-        self._known_bytes += _size(verdict)
+    def _remember(self, key: bytes, outcome: CheckOutcome) -> None:
+        self._known[key] = outcome
+        self._known_bytes += _size(outcome)
         while len(self._known) > MAX_KNOWN or self._known_bytes > MAX_KNOWN_BYTES:
             _, dropped = self._known.popitem(last=False)
             self._known_bytes -= _size(dropped)
@@ -185,17 +185,17 @@ class GrammarChecker:
     def _check_size(self, grammar: Grammar) -> None:
         limit = self._limits.max_grammar_bytes
         num_bytes = len(grammar.source)
-        if num_bytes <= limit:  # else it has more bytes than that in any case
+        if num_bytes <= limit:  # otherwise it has more bytes in any case
             try:
                 num_bytes = len(grammar.source.encode())
             except UnicodeEncodeError:
-                raise refusal(grammar, "it holds half a surrogate pair, which is no character") from None
+                raise refusal(grammar, "it contains an unpaired surrogate, which is not a valid character") from None
         if num_bytes > limit:
-            raise refusal(grammar, f"it has {num_bytes} bytes or more, and at most {limit} are taken")
+            raise refusal(grammar, f"it has at least {num_bytes} bytes, the limit is {limit}")
 
 
 def refusal(grammar: Grammar, why: str, place: int = -1) -> Refusal:
-    """What the client is told; `place` is the tool's whose schema is to blame."""
+    """A Refusal for the client. `place` is the index of the tool whose schema failed."""
     what, param = NAMES.get(grammar.kind.removeprefix("compact_"), "the grammar"), grammar.param
     if place >= 0 and param == "tools":
         param = f"tools[{place}].function.parameters"
@@ -210,23 +210,23 @@ def _busy(grammar: Grammar) -> Refusal:
 
 
 def _key(grammar: Grammar) -> bytes:
-    """Different grammars never share one."""
+    """A key that no two grammars share."""
     text = f"{grammar.kind}\0{grammar.source}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _size(verdict: CheckOutcome) -> int:
-    return len(verdict.grammar) + len(verdict.error) + 100
+def _size(outcome: CheckOutcome) -> int:
+    return len(outcome.grammar) + len(outcome.error) + 100
 
 
-_verdicts = msgspec.msgpack.Decoder(str | Failure)
+_outcomes = msgspec.msgpack.Decoder(str | Failure)
 
 
-def noted(outcome: str | Refusal) -> bytes:
-    """What became of a check, for a recording."""
+def encode_outcome(outcome: str | Refusal) -> bytes:
+    """Encode the outcome of a check for a recording."""
     return msgspec.msgpack.encode(outcome.failure if isinstance(outcome, Refusal) else outcome)
 
 
-def outcome_of(noted: bytes) -> str | Refusal:
-    verdict = _verdicts.decode(noted)
-    return Refusal(verdict) if isinstance(verdict, Failure) else verdict
+def decode_outcome(data: bytes) -> str | Refusal:
+    outcome = _outcomes.decode(data)
+    return Refusal(outcome) if isinstance(outcome, Failure) else outcome

@@ -1,4 +1,4 @@
-"""How much text one id can stand for. Pure."""
+"""The longest text of one token id. Pure."""
 
 import json
 from typing import Any
@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders
 
 
 def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
-    """The most bytes of text that one id can stand for, where every byte of a text is in some id; None where a text
-    may shrink on the way (normalisation, unknown tokens that swallow, added tokens that take spaces with them)."""
+    """The most bytes of text in one id; None if ids may lose text (normalisation, unknown tokens, added tokens that
+    strip spaces)."""
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
@@ -16,12 +16,12 @@ def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
     byte_fallback = bool(getattr(tokenizer.model, "byte_fallback", False))
     if not (byte_level or byte_fallback) or not _keeps_every_byte(tokenizer.normalizer):
         return None
-    # Vocabularies spell a byte as a character of one or more bytes, so the spelling is never shorter.
+    # A vocabulary spells each byte as a character of one or more bytes, so a spelling is never shorter than its text.
     return max((len(token.encode()) for token in tokenizer.get_vocab()), default=None)
 
 
 def _keeps_every_byte(normalizer: Any) -> bool:
-    """Whether a normaliser at most adds to a text: none, or SentencePiece's marks for spaces."""
+    """Whether a normaliser removes nothing: there is none, or it adds SentencePiece's marks for spaces."""
     if normalizer is None:
         return True
     return _only_marks_spaces(json.loads(normalizer.__getstate__()))

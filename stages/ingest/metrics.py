@@ -1,19 +1,21 @@
-"""What ingest counts. Pure."""
+"""Ingest's counters. Pure."""
 
 from pipeline.metrics.stats import IngestCounts
 
 
 class IngestMetrics:
+    """Counts accepted and rejected prompts."""
+
     def __init__(self) -> None:
         self.num_rejected = 0
         self._num_accepted = 0
         self._num_tokens = 0
         self._encode_s = 0.0
 
-    def accepted(self, num_tokens: int, took_s: float) -> None:
+    def accepted(self, num_tokens: int, duration_s: float) -> None:
         self._num_accepted += 1
         self._num_tokens += num_tokens
-        self._encode_s += took_s
+        self._encode_s += duration_s
 
     def counts(self, num_waiting: int, num_encoding: int) -> IngestCounts:
         return IngestCounts(

@@ -1,9 +1,9 @@
-"""From what a client asked to the prompt's ids, or to the reason why not. No sockets, no shared memory.
+"""Converts a client's prompt to token ids, or refuses it. No sockets, no shared memory.
 
-    chat ──template──► text ──tokenizer──► ids ──cut()──► ids ──max_tokens()──► how many may follow
-    └───────────── encode() ─────────────┘               sampling() ► how they are drawn, with ids for words
+    chat ──template──► text ──tokenizer──► ids ──cut()──► ids ──max_tokens()──► limit of output tokens
+    └───────────── encode() ─────────────┘               sampling() ► parameters, with words as ids
 
-Each may raise Refusal. `encode` takes about half a microsecond a character; other threads run meanwhile.
+Each may raise Refusal. `encode` takes about half a microsecond per character and lets other threads run.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,17 +44,17 @@ PLAIN = PromptOptions()
 LIMITS = Limits()
 
 UNBOUNDED_CHARS_PER_ID = 256
-"""Characters that a template may write per id of the model's length, for tokenizers that tell no bound themselves."""
+"""Characters that a template may write per token of the model's length, if the tokenizer gives no bound."""
 
 TEMPLATE_GROWTH = 4
-"""How many times as long as its messages a chat of any length may become."""
+"""How many times the length of its messages a chat with `any_length` or `truncate` may have."""
 
 WORD_CHARS = 40
-"""What it costs to tokenize a short word, in characters of a long text."""
+"""The cost of tokenizing a short word, in characters of a long text."""
 
 
 class Refusal(Exception):
-    """The request can't be served; carries what the client is told."""
+    """The request can't be served. Carries the failure for the client."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -62,7 +62,7 @@ class Refusal(Exception):
 
 
 class PromptProcessor:
-    """Makes prompts for one model. `limits` are those of the settings."""
+    """Processes prompts for one model. `limits` are settings."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PromptProcessor:
         limits: Limits,
         eos_ids: Collection[int] = (),
     ) -> None:
-        # Threads share the tokenizer, so nothing may set these on the way.
+        # Threads share the tokenizer, so these must not change later.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -91,15 +91,15 @@ class PromptProcessor:
         *,
         is_short: bool = False,
     ) -> Ids:
-        """The ids of a chat or a text, [n]. Chat templates write their special tokens themselves; `now_s` is the time
-        of those that write it, Unix seconds. Raises Refusal, or NeedsTime where it `is_short` and the chat's template
-        takes long all the same."""
+        """The ids of a chat or a text, [n]. Chat templates write special tokens themselves; `now_s` is the time for
+        templates that write it, Unix seconds. Raises Refusal, or NeedsTime if it `is_short` but the chat's template
+        takes long."""
         is_chat = isinstance(prompt, ChatPrompt)
         text = self._render(prompt, options, now_s, is_short) if isinstance(prompt, ChatPrompt) else prompt.text
         self._check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
         try:
-            # Unlike `encode`, the batch call lets other threads run; "fast" leaves out the offsets that nobody reads.
+            # Unlike `encode`, the batch call lets other threads run; "fast" omits the offsets, which are not needed.
             with panics_as_errors():
                 (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises nothing more precise
@@ -111,7 +111,7 @@ class PromptProcessor:
             raise _refusal(message, prompt) from error
 
     def cut(self, ids: Ids, submit: Submit) -> Ids:
-        """The last ids of a prompt, as many as its `truncate` says. Raises Refusal."""
+        """The last `truncate` ids of a prompt. Raises Refusal."""
         options = submit.prompt_options
         if options.truncate == 0:
             return ids
@@ -119,8 +119,8 @@ class PromptProcessor:
         keep = options.truncate
         if keep > self._max_model_len or keep < -1:
             message = (
-                f"'truncate_prompt_tokens' can't be {keep}: it may be 1 to {self._max_model_len}, the model's maximum "
-                "context length, or -1 for as many tokens as leave room for the output"
+                f"'truncate_prompt_tokens' can't be {keep}: use 1 to {self._max_model_len}, the model's maximum "
+                "context length, or -1 to leave room for the output"
             )
             raise Refusal(Failure(400, message, "truncate_prompt_tokens"))
         if keep == -1:
@@ -152,18 +152,18 @@ class PromptProcessor:
             forbidden.update(self._eos_ids, sampling.stop_token_ids)
         if forbidden.issuperset(np.frombuffer(sampling.allowed_ids, np.int32).tolist()):
             message = (
-                "'allowed_token_ids' leaves no token to begin with: bad_words, or min_tokens with what ends a text, "
-                "forbid each of them"
+                "'allowed_token_ids' leaves no first token: 'bad_words', or 'min_tokens' with the stop tokens, "
+                "excludes all of them"
             )
             raise Refusal(Failure(400, message, "allowed_token_ids", "nothing_left"))
 
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
-        """Check everything that needs the ids. Returns how many tokens may be generated at most. Raises Refusal."""
+        """Check everything that needs the ids. Returns the most tokens that may be generated. Raises Refusal."""
         param = _param(submit.prompt)
         self._check_ids(ids, submit.prompt)
         if submit.prompt_options.any_length:
             if len(ids) > MAX_SHOWN_IDS:
-                message = f"there are {len(ids)} tokens in it, and at most {MAX_SHOWN_IDS} are taken at once"
+                message = f"the prompt has {len(ids)} tokens, the limit is {MAX_SHOWN_IDS}"
                 raise Refusal(Failure(400, message, param, "too_many_tokens"))
             return 0
         if len(ids) == 0:
@@ -184,21 +184,23 @@ class PromptProcessor:
         return submit.max_tokens
 
     def check_outputs(self, outputs: Sequence[Ids], submit: Submit, max_tokens: int) -> bytes:
-        """Check output ids that the client has already, one array a sequence. Returns a `Finish` for each, uint8: STOP
-        where the last id ends the sequence. Raises Refusal."""
+        """Check output ids that the client already has, one array per sequence. Returns a `Finish` for each, uint8:
+        STOP if the last id ends the sequence. Raises Refusal."""
         stops = set(submit.sampling.stop_token_ids)
         if not submit.sampling.ignore_eos or submit.sampling.grammar:
             stops.update(self._eos_ids)
         finishes = bytearray()
         for index, ids in enumerate(outputs):
             if len(ids) > max_tokens:
-                raise _of_outputs(index, f"has {len(ids)} ids, more than the {max_tokens} that may be generated")
+                raise _received_refusal(index, f"has {len(ids)} ids, but at most {max_tokens} may be generated")
             if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
                 wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
-                raise _of_outputs(index, f"has token id {wrong}, not one of the model's 0..{self._vocab_size - 1}")
+                raise _received_refusal(
+                    index, f"has token id {wrong}, not one of the model's 0..{self._vocab_size - 1}"
+                )
             ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
             if ends and ends[0] < len(ids) - 1:
-                raise _of_outputs(index, f"goes on after token id {ids[ends[0]]}, which ends a sequence")
+                raise _received_refusal(index, f"has ids behind token id {ids[ends[0]]}, which ends a sequence")
             finishes.append(Finish.STOP if ends else Finish.NONE)
         return bytes(finishes)
 
@@ -211,7 +213,7 @@ class PromptProcessor:
                 raise Refusal(Failure(400, message, param))
 
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
-        """Refuse ids that the model does not have, and say where the first one stands if the client wrote them."""
+        """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
             return
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
@@ -220,17 +222,19 @@ class PromptProcessor:
         raise Refusal(Failure(400, message, param))
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
-        """Refuse what is no text, and what can't fit whatever its ids are."""
+        """Refuse invalid text, and text that can't fit whatever its ids are."""
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError:
-            raise _refusal("the prompt holds half a surrogate pair, which is no character", prompt) from None
-        is_whole = not (options.any_length or options.truncate)
-        if is_whole and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
+            raise _refusal(
+                "the prompt contains an unpaired surrogate, which is not a valid character", prompt
+            ) from None
+        is_complete = not (options.any_length or options.truncate)
+        if is_complete and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
             raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
         if num_bytes > (most := self._limits.max_prompt_bytes):
-            # The gateway has looked at what the client wrote, but not at what a template makes of it.
-            message = f"the prompt has {num_bytes} bytes of text, and at most {most} are taken: limits.max_prompt_bytes"
+            # The gateway has checked the size of the messages, but not of what the template makes of them.
+            message = f"the prompt has {num_bytes} bytes of text, the limit is {most} (limits.max_prompt_bytes)"
             raise Refusal(Failure(400, message, _param(prompt), "prompt_too_large"))
 
     def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool) -> str:
@@ -260,7 +264,7 @@ class PromptProcessor:
 
 
 def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: Limits = LIMITS) -> PromptProcessor:
-    """Make prompts for the model in a prepared folder."""
+    """Create the processor for the model in a prepared folder."""
     config = ModelConfig.load(folder)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
     eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
@@ -269,14 +273,14 @@ def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: Limits
 
 
 def cost_chars(submit: Submit) -> int:
-    """About what it takes to make a request's ids, in characters of a long text."""
+    """About the cost of encoding a request, in characters of a long text."""
     prompt = submit.prompt
     size = 0 if isinstance(prompt, IdsPrompt) else num_chars(prompt)
     return size + sum(len(word) + WORD_CHARS for word in submit.bad_words)
 
 
 def num_chars(prompt: ChatPrompt | TextPrompt) -> int:
-    """About how long a prompt is, templates aside: what it costs to make its ids."""
+    """About how long a prompt is, without its template."""
     return len(prompt.text) if isinstance(prompt, TextPrompt) else conversation.num_chars(prompt)
 
 
@@ -288,5 +292,5 @@ def _refusal(message: str, prompt: Prompt) -> Refusal:
     return Refusal(Failure(400, message, _param(prompt)))
 
 
-def _of_outputs(index: int, problem: str) -> Refusal:
+def _received_refusal(index: int, problem: str) -> Refusal:
     return Refusal(Failure(400, f"received[{index}] {problem}", "received"))

@@ -1,5 +1,5 @@
-"""The shape that a chat's reply is to have, as far as it depends on more than what the client wants to be matched:
-calls that may stand for it, and the reasoning before it. Pure."""
+"""Extends a client's grammar for chats: with tool calls that may replace the answer, and with reasoning before it.
+Pure."""
 
 import msgspec
 import numpy as np
@@ -11,13 +11,13 @@ from pipeline.stages.ingest.prompt_processor import Refusal
 from pipeline.text.formats.chat_formats import ChatFormats
 
 TAIL_IDS = 48
-"""A prompt's last ids, whose text has the marks that say whether it opens the reasoning: a mark is one id, or is
-spelled by some."""
+"""How many of the prompt's last ids are decoded to find out whether it opens the reasoning. A mark is one id or a
+few."""
 
 
 def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
-    """The calls that a reply may be as well as what its grammar says: a client that gives tools and a response format
-    wants either. None where there are none."""
+    """The tool calls that are an alternative to the request's grammar: with tools and a response format, a reply may be
+    either. None if the request has no such tools."""
     prompt = submit.prompt
     if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice != "auto" or formats.tools is None:
         return None
@@ -26,7 +26,7 @@ def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
 
 
 def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", tokenizer: Tokenizer) -> str | None:
-    """The end of a chat's text; None where nobody needs it. Raises Refusal."""
+    """The end of a chat's text; None if it is not needed. Raises Refusal."""
     if not isinstance(submit.prompt, ChatPrompt):
         return None
     if not (submit.prompt_options.with_tail or submit.sampling.grammar):
@@ -40,7 +40,7 @@ def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", toke
 
 
 def behind_reasoning(sampling: Sampling, tail: str | None, formats: ChatFormats) -> Sampling:
-    """The same with reasoning that is free before the answer, where the model reasons."""
+    """Allow free reasoning before the grammar if the model reasons."""
     if tail is None or not sampling.grammar:
         return sampling
     return msgspec.structs.replace(sampling, grammar=formats.behind_reasoning(sampling.grammar, tail))

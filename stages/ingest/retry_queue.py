@@ -1,4 +1,4 @@
-"""Messages that a full edge refused, kept in order until it takes them."""
+"""Messages that a full edge refused, refused in order until it accepts them."""
 
 import asyncio
 from collections import deque
@@ -12,41 +12,41 @@ RETRY_S = 0.02
 
 
 class RetryQueue:
-    """Sends, and keeps what is refused. Nothing overtakes on one edge.
+    """Sends messages, and retries those that were refused. On one edge no message overtakes another.
 
-    Edges are bounded by what the gateway lets in, so one fills only while its peer is slow or gone: what is kept here
-    has the same bound.
+    The gateway's credits bound the messages on an edge, so it is full only while its peer is slow or dead. They bound
+    this queue too.
     """
 
     def __init__(self, replay_context: Callable[[], ReplayContext]) -> None:
-        """`replay_context` is the stage's, as it is then: a replay sends again when the recorded stage did."""
+        """`replay_context` returns the stage's current one: a replay retries when the recorded stage did."""
         self._replay_context = replay_context
         replay_context().perform("send again", lambda *_: self.retry())
-        self._kept: dict[Outbox[Any], deque[Any]] = {}
+        self._refused: dict[Outbox[Any], deque[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_messages(self) -> int:
-        return sum(len(kept) for kept in self._kept.values())
+        return sum(len(refused) for refused in self._refused.values())
 
     def send(self, outbox: Outbox[Any], message: Any) -> None:
-        kept = self._kept.get(outbox)
-        if kept is None and outbox.send(message):
+        refused = self._refused.get(outbox)
+        if refused is None and outbox.send(message):
             return
-        self._kept.setdefault(outbox, deque()).append(message)
-        self._wake_later()
+        self._refused.setdefault(outbox, deque()).append(message)
+        self._start_timer()
 
     def retry(self) -> None:
-        """Send what now can be sent. Called at each wake, and by a timer while anything is left."""
-        for outbox, kept in list(self._kept.items()):
-            while kept and outbox.send(kept[0]):
-                kept.popleft()
-            if not kept:
-                del self._kept[outbox]
-        if self._kept:
-            self._wake_later()
+        """Send what the edges accept. Called in each wake, and by a timer while messages are left."""
+        for outbox, refused in list(self._refused.items()):
+            while refused and outbox.send(refused[0]):
+                refused.popleft()
+            if not refused:
+                del self._refused[outbox]
+        if self._refused:
+            self._start_timer()
 
-    def _wake_later(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None and not self._replay_context().is_replaying:
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._on_timer)
 

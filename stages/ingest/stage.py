@@ -4,9 +4,9 @@
                            │                     ▲                or Rejected to the gateway
                            └─long──► a thread ───┘
 
-Requests wait in the order they came. A slice of the loop works on them for `SLICE_S`, then the inbox is read again, so
-that an Abort finds its request still waiting. Long texts are encoded by one thread, one after the other: short ones
-overtake them, and the step keeps its cores. A grammar is checked by a process (grammar.py), while its request waits.
+Requests wait in order of arrival. The loop works on them for `SLICE_S`, then reads the inbox again, so that an Abort
+finds its request still waiting. One thread encodes long texts one by one: short requests overtake them, and the
+executor keeps its cores. A separate process checks grammars (grammar_checker.py) while their requests wait.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ from pipeline.stages.ingest.templates.chat_templates import NeedsTime
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
 LONG_CHARS = 20_000
-"""Prompts from here on are made in the thread: about 10 ms of work."""
+"""Prompts of this length or more are encoded in the thread: about 10 ms of work."""
 
 MANY_IDS = 10_000
-"""Ids from here on are made text in the thread."""
+"""This many ids or more are decoded in the thread."""
 
 SLICE_S = 0.01
 
 Key = tuple[int, int]
-"""request_id and attempt."""
+"""Request id and attempt."""
 
 
 class PreparedPrompt(NamedTuple):
-    """What a request becomes, with what the client wants to see of its prompt."""
+    """A prompt that is ready to be computed, with the parts of it that the client asked to see."""
 
     ids: Ids
     max_tokens: int
@@ -59,12 +59,12 @@ class PreparedPrompt(NamedTuple):
 
 
 def run(launch: Launch) -> None:
-    """The stage's whole life."""
+    """Run the stage until `Stop`."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_live(launch))
+        runner.run(_run(launch))
 
 
-async def _live(launch: Launch) -> None:
+async def _run(launch: Launch) -> None:
     stage: Stage[m.IngestInbox]
     with Stage(launch, m.IngestInbox) as stage:
         tokenizer = Tokenizer.from_file(str(stage.model_dir / "tokenizer.json"))
@@ -75,12 +75,12 @@ async def _live(launch: Launch) -> None:
                     stage.ready()
                     await ingest.loop()
             except BaseExceptionGroup as group:
-                # The stage ends with what went wrong first, not with the group around it.
+                # The stage ends with the first error, not with the group around it.
                 raise group.exceptions[0] from group
 
 
 class IngestStage:
-    """The loop and what it holds: waiting requests, texts being encoded, messages a full edge refused."""
+    """The loop and its state: waiting requests, texts being encoded, and messages that a full edge refused."""
 
     def __init__(
         self, stage: Stage[m.IngestInbox], tokenizer: Tokenizer, encoder: ThreadPoolExecutor, tasks: asyncio.TaskGroup
@@ -105,7 +105,7 @@ class IngestStage:
 
     async def loop(self) -> None:
         while not self._stopping:
-            # With work left, take what is there and go on; without, sleep until something comes.
+            # With work left, take the messages that are there; otherwise, sleep until one comes.
             messages = await (self._inbox.receive_now() if self._waiting else self._inbox.receive_all())
             begin_s = time.monotonic()
             self._retry_queue.retry()
@@ -115,8 +115,8 @@ class IngestStage:
             self._stage.release()
             if self._stage.trace.on:
                 self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
-            await asyncio.sleep(0)  # lets finished encodings through
-        self._end()
+            await asyncio.sleep(0)  # lets finished encodings run
+        self._close()
 
     def _handle(self, message: m.IngestInbox) -> None:
         match message:
@@ -130,7 +130,7 @@ class IngestStage:
                 limits = self._stage.settings.limits
                 self._prompt_processor = prompt_processor.load(self._stage.model_dir, facts, self._tokenizer, limits)
                 gc.collect()
-                gc.freeze()  # what is loaded by now stays
+                gc.freeze()  # what is loaded by now is never freed
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, m.PlainLoad(self._num_open())))
             case m.Stop():
@@ -139,7 +139,7 @@ class IngestStage:
                 assert_never(never)
 
     def _work(self) -> None:
-        """Make prompts for a slice of time, oldest first, at least one."""
+        """Prepare prompts for a slice of time, the oldest first, at least one."""
         end = self._stage.replay_context.monotonic() + SLICE_S
         while self._waiting and not self._stopping:
             key = next(iter(self._waiting))
@@ -159,17 +159,17 @@ class IngestStage:
             if ids is not None and (submit.prompt_options.with_text or submit.prompt_options.with_pieces):
                 is_long |= len(ids) >= MANY_IDS
             if not is_long:
-                self._admit(submit, began_s, self._made(submit, ids, is_short=True))
+                self._admit(submit, began_s, self._prepare(submit, ids, is_short=True))
                 return
         except NeedsTime:
-            pass  # a short chat, and a template that takes long
+            pass  # a short chat with a slow template
         except Refusal as refusal:
             self._reject(submit, refusal.failure)
             return
-        self._encoding[key] = submit, self._tasks.create_task(self._admit_beside(key, submit, began_s, ids))
+        self._encoding[key] = submit, self._tasks.create_task(self._admit_from_thread(key, submit, began_s, ids))
 
     async def _begin_checked(self, key: Key, submit: Submit, grammar: m.Grammar) -> None:
-        """Begin once the grammar is known to be good."""
+        """Check the grammar, then begin."""
         try:
             outcome: str | Refusal
             outcome = await self._grammar_checker.check(grammar)
@@ -177,11 +177,11 @@ class IngestStage:
                 outcome = either(outcome, await self._grammar_checker.check(calls))
         except Refusal as refusal:
             outcome = refusal
-        # How long a check takes, and with it what comes of it, is another time not the same.
-        noted = await self._stage.replay_context.await_external(
-            "checked", submit.request_id, grammar_checker.noted(outcome)
+        # The time that a check takes varies, and with it the outcome: a replay uses the recorded one.
+        recorded = await self._stage.replay_context.await_external(
+            "checked", submit.request_id, grammar_checker.encode_outcome(outcome)
         )
-        outcome = grammar_checker.outcome_of(noted)
+        outcome = grammar_checker.decode_outcome(recorded)
         self._encoding.pop(key, None)
         if isinstance(outcome, Refusal):
             self._reject(submit, outcome.failure)
@@ -189,12 +189,12 @@ class IngestStage:
         sampling = msgspec.structs.replace(submit.sampling, grammar=outcome)
         self._begin(key, msgspec.structs.replace(submit, sampling=sampling, grammar=None))
 
-    async def _admit_beside(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
+    async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
         try:
             try:
                 outcome: PreparedPrompt | Refusal
-                outcome = await loop.run_in_executor(self._encoder, self._made, submit, ids)
+                outcome = await loop.run_in_executor(self._encoder, self._prepare, submit, ids)
             except Refusal as refusal:
                 outcome = refusal
             await self._stage.replay_context.await_external("encoded", submit.request_id)
@@ -206,10 +206,9 @@ class IngestStage:
         finally:
             self._encoding.pop(key, None)
 
-    def _made(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
-        """All that is to be made of a prompt, of which the client may have given the ids: how many may follow, how they
-        are drawn, and what the client wants to see. Runs in either thread. Raises Refusal, and NeedsTime where it
-        `is_short` and takes long all the same."""
+    def _prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
+        """Prepare a prompt, whose ids the client may have given. Runs in either thread. Raises Refusal, or NeedsTime if
+        it `is_short` but takes long."""
         assert self._prompt_processor is not None
         prompt, options = submit.prompt, submit.prompt_options
         if ids is None:
@@ -222,7 +221,7 @@ class IngestStage:
         text = token_strs = pieces = None
         if options.with_text:
             is_cut = options.truncate != 0
-            text = self._prompt_echo.text(prompt, ids.tolist(), goes_on=max_tokens > 0, is_cut=is_cut)
+            text = self._prompt_echo.text(prompt, ids.tolist(), is_continued=max_tokens > 0, is_cut=is_cut)
         if options.with_token_strs:
             token_strs = self._prompt_echo.token_strs(ids.tolist())
         if options.with_pieces:
@@ -234,19 +233,19 @@ class IngestStage:
             raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
-    def _admit(self, submit: Submit, began_s: float, made: PreparedPrompt) -> None:
-        """Hand the ids on: put once, read by schedule and by the gateway, or by the gateway alone where nothing is to
-        be generated. Raises Refusal."""
+    def _admit(self, submit: Submit, began_s: float, prepared: PreparedPrompt) -> None:
+        """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises
+        Refusal."""
         assert self._prompt_processor is not None
-        ids, max_tokens, sampling = made.ids, made.max_tokens, made.sampling
+        ids, max_tokens, sampling = prepared.ids, prepared.max_tokens, prepared.sampling
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
         finishes = self._prompt_processor.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
         done_s = self._stage.replay_context.monotonic()
-        self._note(submit, ids, began_s, done_s)
-        # The gateway first: it should know the prompt before any token comes.
-        shown = made.text, made.token_strs, began_s, done_s, made.pieces, made.tail
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, *shown)
+        self._record_accepted(submit, ids, began_s, done_s)
+        # The gateway first: it should have the prompt before any output comes.
+        echo = prepared.text, prepared.token_strs, began_s, done_s, prepared.pieces, prepared.tail
+        accepted = m.Accepted(submit.request_id, submit.attempt, array, *echo)
         self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:
             return
@@ -272,8 +271,8 @@ class IngestStage:
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 
-    def _note(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
-        """Count, log and trace a prompt that is accepted."""
+    def _record_accepted(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
+        """Count, log and trace an accepted prompt."""
         self._metrics.accepted(len(ids), done_s - began_s)
         self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
         if (trace := self._stage.trace).on:
@@ -285,7 +284,7 @@ class IngestStage:
         self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), rejected)
 
     def _abort(self, abort: m.Abort) -> None:
-        """End a request that is still here. One that has left is schedule's to answer, and so is a single sequence."""
+        """Reject a request that is still here. Schedule handles requests that have left, and single sequences."""
         if abort.index != -1:
             return
         key = abort.request_id, abort.attempt
@@ -301,7 +300,7 @@ class IngestStage:
         held = arena.num_live if arena is not None else 0
         return len(self._waiting) + len(self._encoding) + self._retry_queue.num_messages + held
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         for _, task in self._encoding.values():
             task.cancel()
         self._grammar_checker.close()

@@ -1,8 +1,8 @@
-"""What a template may cost: steps, and the size of what it makes. Pure.
+"""The budget of a template: steps, and the size of the values that it makes. Pure.
 
-A step is about a microsecond of Python. Work on text counts as one step for CHARS_PER_STEP characters, whether it reads
-or writes them. Steps are counted, not timed, so that what a template does to a chat is the same on every machine and in
-every replay; a clock is read besides, now and then, for a machine that is slower than the count takes it for.
+A step is about a microsecond of Python. Reading or writing CHARS_PER_STEP characters of text counts as one step. Steps
+are counted, not timed, so that a template ends at the same place on every machine and in every replay. A clock is read
+as well, now and then, in case a machine is slower than the count assumes.
 
     spend ──► left ──used up──► reserve, a slice at a time; here the clock is read ──used up──► OutOfTime
 """
@@ -16,19 +16,19 @@ STEPS_PER_S = 1_000_000
 SLICE_STEPS = 2048
 
 MAX_VALUE_CHARS = 2**24
-"""No text that a template makes is longer, nor any list when it is written out."""
+"""The most characters of a text, or of a list that is written out."""
 
 ITEMS_PER_STEP = 8
 MAX_ITEMS = 2**20
-"""Of a list."""
+"""The most items of a list."""
 
 MAX_LEVELS = 256
-"""Lists in lists, and so on: more than any JSON that a client may send."""
+"""The deepest nesting of lists: more than in any JSON that a client may send."""
 
 MAX_INT_BITS = 4096
 
 SHORT_CHARS = 128
-"""Strings up to here are read for nothing."""
+"""Reading a string up to this length is free."""
 
 
 class OutOfTime(Exception):
@@ -36,13 +36,13 @@ class OutOfTime(Exception):
 
 
 class TooLarge(Exception):
-    """A value would be larger than a template may make; the words are for the client."""
+    """A value would exceed a limit; the message is for the client."""
 
 
 class Budget:
-    """What one rendering may use: so many steps, and no longer than `timeout_s` by `clock` where one is given.
+    """The budget of one rendering: a number of steps, and `timeout_s` by `clock` if one is given.
 
-    Raises OutOfTime or TooLarge in each of its methods.
+    Each method raises OutOfTime or TooLarge.
     """
 
     def __init__(self, num_steps: int, timeout_s: float = 0.0, clock: Callable[[], float] | None = None) -> None:
@@ -57,21 +57,21 @@ class Budget:
             self._take_slice()
 
     def make(self, num_chars: int) -> None:
-        """To be said before a text of this length is made."""
+        """Call before making a text of this length."""
         if num_chars > MAX_VALUE_CHARS:
-            raise TooLarge(f"it makes a text of {num_chars} characters, and {MAX_VALUE_CHARS} are the most")
+            raise TooLarge(f"it makes a text of {num_chars} characters, the limit is {MAX_VALUE_CHARS}")
         self._left -= 1 + num_chars // CHARS_PER_STEP
         if self._left < 0:
             self._take_slice()
 
     def make_list(self, num_items: int) -> None:
-        """Likewise before a list of so many is made."""
+        """Call before making a list of this length."""
         if num_items > MAX_ITEMS:
-            raise TooLarge(f"it makes a list of {num_items}, and {MAX_ITEMS} are the most")
+            raise TooLarge(f"it makes a list of {num_items} items, the limit is {MAX_ITEMS}")
         self.spend(1 + num_items // ITEMS_PER_STEP)
 
     def read(self, value: Any) -> int:
-        """To be said before a value is compared, printed, hashed or searched. Returns its `weight`."""
+        """Call before comparing, printing, hashing or searching a value. Returns its `weight`."""
         kind = type(value)
         if kind is str:
             num_chars = len(value)
@@ -85,8 +85,8 @@ class Budget:
         return weight
 
     def weight(self, value: Any) -> int:
-        """How long a value is when it is written out, about: what is held twice counts twice. Takes steps for what it
-        looks at, which is what is held twice only once. Raises TooLarge where that is too much for any use."""
+        """About the length of a value when it is written out. A part that is referenced twice counts twice, but takes
+        steps once."""
         return self._weight(value, {}, 0)
 
     def _weight(self, value: Any, known: dict[int, int], level: int) -> int:
@@ -99,7 +99,7 @@ class Budget:
         if (weight := known.get(id(value))) is not None:
             return weight
         if level == MAX_LEVELS:
-            raise TooLarge(f"it puts lists into lists, {MAX_LEVELS} levels deep")
+            raise TooLarge(f"it nests lists {MAX_LEVELS} levels deep")
         self.spend(1 + len(value) // 4)
         weight = 8
         if isinstance(value, PAIRS):
@@ -109,7 +109,7 @@ class Budget:
             for item in value:
                 weight += self._weight(item, known, level + 1) + 2
         if weight > MAX_VALUE_CHARS:
-            raise TooLarge(f"it makes lists that hold more than {MAX_VALUE_CHARS}")
+            raise TooLarge(f"it makes a value of more than {MAX_VALUE_CHARS} characters")
         known[id(value)] = weight
         return weight
 
@@ -127,11 +127,11 @@ _EMPTY: dict[Any, Any] = {}
 VIEWS = (type(_EMPTY.items()), type(_EMPTY.keys()), type(_EMPTY.values()))
 PAIRS = (dict, VIEWS[0])
 CONTAINERS = (list, tuple, dict, range, *VIEWS)
-"""What holds values and writes them out. Namespaces do not, see sandbox.py, so nothing can hold itself."""
+"""Types that write out the values they hold. Namespaces don't, see sandbox.py, so no value can contain itself."""
 
 
 class _Active(threading.local):
-    """The budget of the rendering that this thread is at."""
+    """The budget of the current rendering in this thread."""
 
     budget: Budget
 

@@ -1,4 +1,4 @@
-"""Chats become text by the model's templates: the one for chats, and the one for chats with tools where it has two."""
+"""The chat templates of a model: one for chats, and one for chats with tools if the model has two."""
 
 import time
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ DEFAULT = "default"
 TOOL_USE = "tool_use"
 
 SHORT_STEPS = 15_000
-"""What a template may take where others wait for it: about 10 ms."""
+"""What a template may take in the loop: about 10 ms."""
 
 
 class NeedsTime(Exception):
-    """The template takes longer than others should wait."""
+    """The template takes longer than the loop may wait."""
 
 
 class ChatTemplates:
-    """The templates of one model, by name; `failure` says why there is none that works."""
+    """The templates of one model, by name. `failure` is the error if there is none."""
 
     def __init__(self, templates: Mapping[str, ChatTemplate], failure: str, timeout_s: float) -> None:
         self._templates = templates
@@ -30,10 +30,10 @@ class ChatTemplates:
 
     def text(self, prompt: ChatPrompt, *, max_chars: int, now_s: float | None, is_short: bool) -> str:
         """The prompt's text, no longer than `max_chars`. Raises BadChat, TemplateFailure, TextTooLong, or OutOfTime
-        where it takes longer than the settings allow.
+        if it takes longer than the settings allow.
 
-        With `is_short` it takes no longer than a few milliseconds, or raises NeedsTime. What it raises and what it
-        makes depend on the prompt alone, but for OutOfTime on a machine that is very slow.
+        With `is_short` it takes a few milliseconds at most, or raises NeedsTime. The result depends on the prompt
+        alone, except that a very slow machine may raise OutOfTime.
         """
         template = self._template(prompt)
         variables = conversation.variables(prompt, template.traits)
@@ -59,7 +59,7 @@ class ChatTemplates:
 
 
 def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float) -> ChatTemplates:
-    """The templates in a prepared folder. One that is not valid is said to those who want to chat."""
+    """Load the templates in a prepared folder. An invalid template fails the chats that need it."""
     templates = {}
     failure = "this model has no chat template: use /v1/completions"
     for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"chat_template.{TOOL_USE}.jinja")):

@@ -1,9 +1,9 @@
-"""A chat as the names that a template knows: plain dicts and lists, as transformers' `apply_chat_template` gives them
-and vLLM makes them of a request. Pure.
+"""Converts a chat to the variables of a template: plain dicts and lists, as in transformers' `apply_chat_template` and
+vLLM. Pure.
 
     role, content, name                       as they are
-    tool_calls        [{id, type, function: {name, arguments}}], with arguments as an object, {} where the text is none;
-                      or as text for a template that wants that
+    tool_calls        [{id, type, function: {name, arguments}}], with arguments as an object, {} if the text is not
+                      one; or as text for templates that expect it
     tool_call_id      of a tool's message
     reasoning         as `reasoning`, `reasoning_content` and `thinking`
 """
@@ -16,8 +16,8 @@ from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Written behind the text that the output goes on with, to find it again in what the template makes of it. Its space
-tells whether the template keeps what a text ends with."""
+"""Written behind the message that the output continues, to find its end in the rendered text. The trailing space shows
+whether the template strips its messages."""
 
 OWN_FIELDS = {
     "add_generation_prompt": "it is a field of the request itself",
@@ -28,11 +28,11 @@ OWN_FIELDS = {
     "tokenize": "the prompt is always tokenized",
     "tools": "it is a field of the request itself",
 }
-"""Names that `chat_template_kwargs` can't give, and why."""
+"""Names that `chat_template_kwargs` can't set, and why."""
 
 
 class BadChat(Exception):
-    """The chat can't be given to a template; the words are for the client."""
+    """The chat can't be given to a template; the message is for the client."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class BadChat(Exception):
 
 
 def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
-    """What the template is given. Raises BadChat."""
+    """The template's variables. Raises BadChat."""
     kwargs = _object(prompt.template_kwargs)
     for name in kwargs:
         if name in OWN_FIELDS:
@@ -51,8 +51,8 @@ def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
     if prompt.continue_final_message:
         if prompt.add_generation_prompt:
             raise BadChat(
-                "'continue_final_message' and 'add_generation_prompt' can't both be true: the output goes on with the "
-                "last message, or begins a new one",
+                "'continue_final_message' and 'add_generation_prompt' can't both be true: the output continues the "
+                "last message or starts a new one",
                 "continue_final_message",
             )
         _tag(messages[-1])
@@ -66,34 +66,34 @@ def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def has_tools(prompt: ChatPrompt) -> bool:
-    """Whether the template is told of tools. It is not where none may be called."""
+    """Whether the template gets the tools. It does not if none may be called."""
     return bool(prompt.tools) and prompt.tool_choice != "none"
 
 
 def up_to_tag(text: str, prompt: ChatPrompt) -> str:
-    """The text as far as the last message's content goes. Raises BadChat where the template has left it out.
+    """Cut the text behind the last message's content. Raises BadChat if the template has omitted it.
 
-    As transformers finds it: a template that strips what it is given strips the tag's space too, and then the space
-    before it is not the message's."""
+    As in transformers: a template that strips messages strips the tag's space too, and then the space before the tag is
+    not the message's."""
     message = prompt.messages[-1]
     said = (message.parts[-1] if message.parts else message.content) or ""
     place = text.rfind(CONTINUE_TAG.strip())
     if place < 0 or said.strip() not in text:
         raise BadChat(
-            "the model's chat template does not write the last message as it is, so the output can't go on with it",
+            "the model's chat template changes the last message, so the output can't continue it",
             "continue_final_message",
         )
     return text[:place] if text.startswith(CONTINUE_TAG, place) else text[:place].rstrip()
 
 
 def num_chars(prompt: ChatPrompt) -> int:
-    """About how long a chat is in the end."""
+    """About how long the rendered chat is."""
     size = len(prompt.tools) + len(prompt.documents) + len(prompt.template_kwargs)
     return size + sum(map(_message_chars, prompt.messages))
 
 
 MESSAGE_CHARS = 40
-"""What a template puts around a message, more or less."""
+"""About what a template adds to a message."""
 
 
 def _message_chars(message: ChatMessage) -> int:
@@ -121,8 +121,8 @@ def _message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _content(message: ChatMessage, traits: TemplateTraits) -> Any:
-    """Text for most; parts for a template that goes through them, unless a tool says it or the template takes text too
-    and the client gave text. Nothing is None for a template that asks for it, and empty otherwise."""
+    """Text for most templates. Parts for a template that loops over them, unless it takes text too and the message is
+    text or a tool's. A missing content is None for templates that test for it, and empty otherwise."""
     if message.content is None:
         if traits.none:
             return None
@@ -140,16 +140,16 @@ def _tool_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
             arguments = _decoded(call.arguments)
         except ValueError:
             arguments = None
-        # What a model wrote may have been cut off by max_tokens, and a chat with that in it goes on all the same.
+        # max_tokens may have cut a call; a chat with such a call is still valid.
         arguments = arguments if isinstance(arguments, dict) else {}
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The developer's messages as the system's, all of them as one that comes first: what the role means to a model
-    that has not heard of it."""
-    said = []
+    """Join developer and system messages into one system message at the start, for templates that don't know the
+    developer role."""
+    texts = []
     others = []
     for message in messages:
         if message["role"] not in ("developer", "system"):
@@ -158,9 +158,9 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         content = message["content"]
         text = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
         if text:
-            said.append((text, content))
-    as_parts = any(isinstance(content, list) for _, content in said)
-    whole: Any = "\n\n".join(text for text, _ in said)
+            texts.append((text, content))
+    as_parts = any(isinstance(content, list) for _, content in texts)
+    whole: Any = "\n\n".join(text for text, _ in texts)
     return [{"role": "system", "content": [{"type": "text", "text": whole}] if as_parts else whole}, *others]
 
 
@@ -171,7 +171,7 @@ def _tag(message: dict[str, Any]) -> None:
     elif isinstance(content, str) and content:
         message["content"] = content + CONTINUE_TAG
     else:
-        raise BadChat("the last message has no content that the output could go on with", "continue_final_message")
+        raise BadChat("the last message has no content to continue", "continue_final_message")
 
 
 def _tools(prompt: ChatPrompt) -> list[Any] | None:
@@ -179,7 +179,7 @@ def _tools(prompt: ChatPrompt) -> list[Any] | None:
 
 
 def _array(text: str, param: str) -> list[Any] | None:
-    """The array of objects that a client gave; None where it gave none."""
+    """The client's array of objects; None if it gave none."""
     if not text:
         return None
     try:
@@ -210,4 +210,4 @@ def _decoded(text: str) -> Any:
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise ValueError(str(error)) from error
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None

@@ -1,8 +1,7 @@
-"""jinja2's filters and tests for chat templates, each of which asks the budget first. Pure.
+"""jinja2's filters and tests for chat templates. Each takes its cost from the budget first. Pure.
 
-Missing are those that take more than they are worth here (`pprint`, `striptags`, `urlize`, `wordwrap`, `xmlattr`,
-`filesizeformat`) and `random`, which is not the same twice. Autoescape is always off, so nothing is ever marked as safe
-HTML: `safe` does nothing, and `escape` makes plain text.
+Not supported are filters of little use here (`pprint`, `striptags`, `urlize`, `wordwrap`, `xmlattr`, `filesizeformat`)
+and `random`, which is not deterministic. Autoescape is always off: `safe` does nothing, and `escape` makes plain text.
 """
 
 import html
@@ -21,16 +20,16 @@ from pipeline.stages.ingest.templates.budget import CHARS_PER_STEP, MAX_INT_BITS
 Function = Callable[..., Any]
 
 MAX_DIGITS = 100
-"""To which `round` rounds."""
+"""Largest precision of `round`."""
 
 MAX_INDENT = 32
-"""Of `tojson`."""
+"""Largest indent of `tojson`."""
 
 MAX_ATTRIBUTE_CHARS = 256
 
 
 def made(value: Any) -> Any:
-    """Count a value that was made. Returns it, or its items one by one where it makes them only then."""
+    """Take a new value's cost from the budget. Returns the value, or an iterator that is metered item by item."""
     if value is None or isinstance(value, bool):
         return value
     budget = active.budget
@@ -42,7 +41,7 @@ def made(value: Any) -> Any:
         return metered(value)
     elif isinstance(value, int):
         if value.bit_length() > MAX_INT_BITS:
-            raise TooLarge(f"it makes a number of {value.bit_length()} bits, and {MAX_INT_BITS} are the most")
+            raise TooLarge(f"it makes a number of {value.bit_length()} bits, the limit is {MAX_INT_BITS}")
     elif isinstance(value, dict):
         budget.make_list(len(value) * 8)
     return value
@@ -56,7 +55,7 @@ def metered(items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _reads_all(function: Function) -> Function:
-    """A filter or test that looks at everything in its arguments."""
+    """A filter or test that reads its arguments completely."""
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +67,7 @@ def _reads_all(function: Function) -> Function:
 
 
 def _reads_items(function: Function) -> Function:
-    """One that takes the items of a list as they are."""
+    """A filter that copies the items of a list."""
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +87,7 @@ def _take(value: Any) -> None:
 
 
 def _splits(function: Function) -> Function:
-    """One that goes through a text character by character, or word by word, in Python."""
+    """A filter that processes a text character by character, or word by word, in Python."""
 
     @wraps(function)
     def bounded(value: Any) -> Any:
@@ -99,7 +98,7 @@ def _splits(function: Function) -> Function:
 
 
 def _makes_rows(function: Function) -> Function:
-    """`batch` and `slice`, which fill a row up to any length."""
+    """`batch` and `slice`, which pad a row to any length."""
 
     @wraps(function)
     def bounded(value: Any, num: int, fill_with: Any = None) -> Any:
@@ -111,7 +110,7 @@ def _makes_rows(function: Function) -> Function:
 
 
 def _compares(function: Function) -> Function:
-    """One that compares the items of a list with each other. What it is given first is made a list."""
+    """A filter that compares the items of a list with each other."""
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -127,13 +126,13 @@ def _compares(function: Function) -> Function:
 
 
 def _check_attribute(value: Any) -> None:
-    """`a.b.c` is looked up part by part, in each item."""
+    """Bound an attribute path such as `a.b.c`, which is looked up part by part in each item."""
     if isinstance(value, str) and len(value) > MAX_ATTRIBUTE_CHARS:
-        raise TooLarge(f"it names an attribute with {len(value)} characters, and {MAX_ATTRIBUTE_CHARS} are the most")
+        raise TooLarge(f"it uses an attribute name of {len(value)} characters, the limit is {MAX_ATTRIBUTE_CHARS}")
 
 
 def _picks(function: Function) -> Function:
-    """`map`, `select` and their like, which make their items one by one."""
+    """`map`, `select` and similar filters, which are lazy."""
 
     @wraps(function)
     def bounded(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +173,7 @@ def _replace(eval_ctx: Any, s: Any, old: Any, new: Any, count: int | None = None
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> str:
     if args and kwargs:
-        raise TypeError("format takes its arguments by place or by name, not both")
+        raise TypeError("format takes positional or keyword arguments, not both")
     return methods.percent(_text(value), kwargs or args)
 
 
@@ -196,13 +195,13 @@ def _join(eval_ctx: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
 
 def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
     if abs(precision) > MAX_DIGITS:
-        raise TooLarge(f"it rounds to {str(precision)[:20]} digits, and {MAX_DIGITS} are the most")
+        raise TooLarge(f"it rounds to {str(precision)[:20]} digits, the limit is {MAX_DIGITS}")
     return made(do_round(value, precision, method))
 
 
 def _sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
     items = iterable if isinstance(iterable, Sized) else list(iterable)
-    # Adding lists copies all that came before.
+    # Each addition of lists copies the sum so far.
     times = 1 if isinstance(start, int | float) else max(1, len(items))
     active.budget.spend(active.budget.read(items) * times // 8)
     _check_attribute(attribute)
@@ -212,7 +211,7 @@ def _sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0)
 def _escape(value: Any) -> str:
     text = _text(value)
     active.budget.make(len(text))
-    # As markupsafe spells them.
+    # Spelled as in markupsafe.
     return str(made(html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")))
 
 
@@ -223,7 +222,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes for HTML that jinja2's own filter makes; like transformers'."""
+    """Without the HTML escapes of jinja2's own filter, as in transformers."""
     budget = active.budget
     budget.make(budget.read(value))
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
@@ -233,7 +232,7 @@ def to_json(
         return str(made(json.dumps(value, **options)))
     if (len(indent) if isinstance(indent, str) else indent) > MAX_INDENT:
         raise TooLarge(f"it indents JSON by more than {MAX_INDENT} characters")
-    # How much the indents come to depends on the levels, so each piece is counted.
+    # The size of the indents depends on the levels, so each piece is counted.
     pieces = []
     num_chars = 0
     for piece in json.JSONEncoder(indent=indent, **options).iterencode(value):

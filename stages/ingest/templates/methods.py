@@ -1,7 +1,7 @@
-"""Methods of text, lists and numbers that a template may call, and how large what they make can be. Pure.
+"""Methods of text, lists and numbers that a template may call, and bounds of their results. Pure.
 
-What is not listed is refused: bytes, codecs and tables of characters have no place in a chat template, and some of
-them take quadratic time. What is made is counted by the caller; here is what has to be known before it is made.
+Methods that are not listed are refused: chat templates don't need bytes, codecs and translation tables, and some take
+quadratic time. The caller counts results; these bounds are for what must be known before a result is made.
 """
 
 import re
@@ -14,20 +14,20 @@ from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
 from pipeline.stages.ingest.templates.budget import TooLarge, active
 
 MAX_STRIPPED_CHARS = 256
-"""Each character that `strip` looks at is looked for among these."""
+"""`strip` searches its argument for each character of the text."""
 
 MAX_WIDTH = 2**16
-"""Of what a format pads."""
+"""The largest width of a format."""
 
 DIGITS = re.compile(r"\d+")
 CONVERSION = re.compile(r"%(?P<key>\([^)]*\))?[#0\- +]*(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?[hlL]?.", re.DOTALL)
 
 Bound = Callable[[str, Sequence[Any], Mapping[str, Any]], int]
-"""From a text and a method's arguments to the most characters that it makes."""
+"""Maps a text and a method's arguments to the most characters of the result."""
 
 
 def check(method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Ask the budget for a call of a builtin method. Raises SecurityError for one that is not listed, OutOfTime or
+    """Take the cost of calling a builtin method from the budget. Raises SecurityError if it is not listed, OutOfTime or
     TooLarge."""
     owner, name = method.__self__, method.__name__
     if name not in METHODS.get(type(owner), ()):
@@ -51,7 +51,7 @@ def bounded_format(environment: SandboxedEnvironment, text: str, *, is_map: bool
 
 
 class BoundedFormatter(SandboxedFormatter):
-    """jinja2's sandboxed `str.format`, each field of which asks the budget."""
+    """jinja2's sandboxed `str.format`, whose fields take their cost from the budget."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         if conversion is not None:
@@ -72,7 +72,7 @@ def percent(text: str, args: Any) -> str:
         active.budget.spend(1)
         width, precision = conversion["width"], conversion["precision"]
         if "*" in (width, precision):
-            raise TooLarge("it formats with a width from its arguments")
+            raise TooLarge("it takes a format width from its arguments")
         size += _width(width) + _width(precision) + (weight if conversion["key"] else 0)
     active.budget.make(size + weight)
     return str(text % args)
@@ -82,13 +82,13 @@ def _width(digits: str | None) -> int:
     if not digits:
         return 0
     if len(digits) > 6 or int(digits) > MAX_WIDTH:
-        raise TooLarge(f"it formats with a width of {digits[:20]}, and {MAX_WIDTH} is the most")
+        raise TooLarge(f"it formats with a width of {digits[:20]}, the limit is {MAX_WIDTH}")
     return int(digits)
 
 
 def stripped(text: str, args: Sequence[Any], _: Mapping[str, Any] = {}) -> int:
     if args and isinstance(args[0], str) and len(args[0]) > MAX_STRIPPED_CHARS:
-        raise TooLarge(f"it strips {len(args[0])} different characters, and {MAX_STRIPPED_CHARS} are the most")
+        raise TooLarge(f"it strips {len(args[0])} different characters, the limit is {MAX_STRIPPED_CHARS}")
     return len(text)
 
 
@@ -110,7 +110,7 @@ def joined(text: str, args: Sequence[Any], _: Mapping[str, Any]) -> int:
             return joined(text, [list(parts)], {})
         case [str() as parts]:
             return len(parts) * (len(text) + 1)
-    raise TooLarge("it joins what is not a list: make it one first")
+    raise TooLarge("it joins a value that is not a list: convert it to a list first")
 
 
 def padded(text: str, args: Sequence[Any], _: Mapping[str, Any]) -> int:

@@ -1,17 +1,17 @@
-"""The environment that chat templates run in: jinja2's sandbox, in which time and size have bounds too.
+"""The environment of chat templates: jinja2's sandbox, with bounds of time and size.
 
-jinja2's own sandbox keeps a template from what it must not touch; it lets it loop for ever and fill the memory. Here
-whatever takes time or makes something larger first asks the `Budget` of the rendering:
+jinja2's own sandbox restricts access, but a template may still loop forever and fill the memory. Here every operation
+that takes time or makes a larger value first takes its cost from the `Budget` of the rendering:
 
-    a turn of a loop, a call of a macro   a step put into the template's syntax tree (`BoundedCode`)
+    loop iterations, calls of macros      a step put into the template's syntax tree (`BoundedCode`)
     + * ** %                              jinja2's intercepted operators (`call_binop`)
     ~ a[b:c] a == b, a in b               code of our own around jinja2's (`BoundedCode`)
     {{ … }}                               jinja2's `finalize`
     calls, methods of text, format        `call`, methods.py
     filters and tests                     filters.py
-    what blocks and macros write          `concat`
+    output of blocks and macros           `concat`
 
-Nothing is computed when the template is compiled, for then there is no budget.
+Nothing is evaluated at compile time, when there is no budget.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,18 +31,18 @@ from pipeline.stages.ingest.templates import filters, methods
 from pipeline.stages.ingest.templates.budget import MAX_INT_BITS, TooLarge, active
 
 SPEND = " spend"
-"""A filter of a name that no template can write."""
+"""A filter whose name no template can spell."""
 
 NODES_PER_STEP = 8
 CALL_STEPS = 2
 
 
 class BoundedCode(CodeGenerator):
-    """Python of a template, with the questions to the budget in it."""
+    """Generates a template's Python code, with the calls to the budget."""
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
         if node.find(nodes.ScopedEvalContextModifier) is not None:
-            raise jinja2.TemplateAssertionError("autoescape is for HTML, and not supported here", 1)
+            raise jinja2.TemplateAssertionError("autoescape is not supported", 1)
         for loop in list(node.find_all(nodes.For)):
             if loop.test is not None:
                 loop.test = nodes.And(_spends(1), loop.test)
@@ -94,7 +94,7 @@ class BoundedCode(CodeGenerator):
             self.write(")")
 
     def _read(self, node: nodes.Expr, frame: Frame) -> None:
-        """An expression whose value is compared or hashed."""
+        """Write an expression whose value is compared or hashed."""
         if isinstance(node, nodes.Const):
             self.visit(node, frame)
             return
@@ -104,17 +104,18 @@ class BoundedCode(CodeGenerator):
 
 
 def _spends(num_steps: int) -> nodes.Filter:
-    """An expression that is true and takes steps."""
+    """An expression that spends steps and is true."""
     return nodes.Filter(nodes.Const(True), SPEND, [nodes.Const(num_steps)], [], None, None)
 
 
 def _num_steps(body: list[nodes.Node]) -> int:
-    """About what it takes to go through a body once: it may be a whole template between two words."""
+    """About the cost of running a body once. A body may be large."""
     return 1 + sum(1 for node in body for _ in node.find_all(nodes.Node)) // NODES_PER_STEP
 
 
 class GenerationTag(Extension):
-    """`{% generation %} … {% endgeneration %}`: marks the assistant's words for training; here it is its content."""
+    """`{% generation %} … {% endgeneration %}`: marks the assistant's text for training; here it renders its
+    content."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -124,8 +125,8 @@ class GenerationTag(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """What transformers' `apply_chat_template` gives a template (blocks trimmed, loop controls, a few functions), and
-    what may be done with it. Of jinja2's own, these are missing: see `filters.FILTERS`; `lipsum`; `autoescape`."""
+    """The environment of transformers' `apply_chat_template` (trimmed blocks, loop controls, a few functions). Not
+    supported are `lipsum`, `autoescape` and the filters that are not in `filters.FILTERS`."""
 
     code_generator_class = BoundedCode
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -181,7 +182,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is PublicNamespace and not attribute.startswith("_"):
-            # What a namespace holds was let in before; jinja2's checks take ten times as long.
+            # The values in a namespace were checked before; jinja2's checks take ten times as long.
             try:
                 return getattr(obj, attribute)
             except AttributeError:
@@ -201,7 +202,7 @@ def _concat(pieces: list[str]) -> str:
 
 @pass_eval_context  # so that jinja2 does not try it on constants when it compiles
 def _written(_: Any, value: Any) -> Any:
-    """What stands in {{ … }}, on its way to text."""
+    """Finalize the value of {{ … }} before it becomes text."""
     if type(value) is str:
         active.budget.make(len(value))
     elif value is not None:
@@ -247,15 +248,15 @@ def _modulo(left: Any, right: Any) -> Any:
 
 def _check_bits(num_bits: int) -> None:
     if num_bits > MAX_INT_BITS:
-        raise TooLarge(f"it makes a number of {num_bits} bits, and {MAX_INT_BITS} are the most")
+        raise TooLarge(f"it makes a number of {num_bits} bits, the limit is {MAX_INT_BITS}")
 
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": _add, "*": _multiply, "**": _power, "%": _modulo}
 
 
 class PublicNamespace(Namespace):
-    """`namespace()` without names that begin with an underscore: templates are downloaded, and Python's own names on an
-    object are the way out of a sandbox. It does not write out what it holds, which may be itself."""
+    """`namespace()` without names that begin with an underscore: templates are untrusted, and Python's special names
+    are the way out of a sandbox. It does not write out its values, because one may be the namespace itself."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # so that a template may call a name `self`
         names = dict(*args[1:], **kwargs)
@@ -273,11 +274,11 @@ class PublicNamespace(Namespace):
 
 def _require_public(name: Any) -> None:
     if str(name).startswith("_"):
-        raise jinja2.TemplateError(f"a namespace takes no name that begins with an underscore, as {str(name)!r} does")
+        raise jinja2.TemplateError(f"names in a namespace can't begin with an underscore: {str(name)!r}")
 
 
 class TemplateDict:
-    """`dict()`, without what else the type has."""
+    """`dict()`, without the other methods of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""A model's chat template: what a chat is to it in, text out, within bounds.
+"""A model's chat template: a chat in, text out, within bounds.
 
-A template is a program that came with the model, and what it is given came from a client: whatever it does wrong is an
-answer to that client and nothing more, and what it takes is bounded (see sandbox.py).
+A template is a program that came with the model, and its input comes from a client. Any error of it becomes an error
+for that client alone, and its cost is bounded (see sandbox.py).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ MAX_SOURCE_CHARS = 2**18
 
 
 class TemplateFailure(Exception):
-    """The template refused the messages or failed on them; the words are for the client."""
+    """The template refused the messages or failed on them; the message is for the client."""
 
 
 class TextTooLong(Exception):
@@ -29,9 +29,9 @@ class TextTooLong(Exception):
 
 
 class ChatTemplate:
-    """A compiled template. Raises TemplateFailure where `source` isn't valid.
+    """A compiled template. Raises TemplateFailure if `source` isn't valid.
 
-    `traits` is what it wants a message to look like.
+    `traits` are the message formats that it expects.
     """
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
@@ -43,8 +43,8 @@ class ChatTemplate:
             self.traits = inspect_template(environment, source)
             self._template = environment.from_string(source)
         except Exception as error:
-            # Compiling descends into what is nested, so a template from anywhere may raise MemoryError, RecursionError
-            # and others besides its syntax errors. The stage must outlive it.
+            # Compiling is recursive, so an untrusted template may raise MemoryError, RecursionError and others besides
+            # syntax errors. The stage must survive them.
             raise TemplateFailure(f"the model's chat template is not valid: {_words(error)}") from error
 
     def render(
@@ -53,7 +53,7 @@ class ChatTemplate:
         """The prompt's text. Raises TemplateFailure, OutOfTime, or TextTooLong as soon as it is longer than
         `max_chars`.
 
-        `now_s` is what a template that writes the date takes for the time, Unix seconds; without it, the clock's.
+        `now_s` is the time for templates that write the date, Unix seconds; by default the clock's.
         """
         pieces: list[str] = []
         num_chars = 0
@@ -68,14 +68,14 @@ class ChatTemplate:
         except (TextTooLong, OutOfTime):
             raise
         except TooLarge as error:
-            raise TemplateFailure(f"the chat template takes too much: {error}") from error
-        except Exception as error:  # a template is somebody's program: it may raise anything
+            raise TemplateFailure(f"the chat template exceeds its limits: {error}") from error
+        except Exception as error:  # a template may raise anything
             raise TemplateFailure(f"the chat template refused the messages: {_words(error)}") from error
         return "".join(pieces)
 
 
 def _words(error: Exception) -> str:
-    """What the client is told. A template may quote the client, so this is cut, and made fit for the wire."""
+    """The message for the client. A template may quote the client's text, so it is shortened and made valid UTF-8."""
     name, text = type(error).__name__, str(error)
     if not text:
         text = name

@@ -1,8 +1,8 @@
-"""What a chat template wants to be given, told from its syntax tree. Pure.
+"""Finds the message formats that a chat template expects, from its syntax tree. Pure.
 
-Templates are written for different shapes of one message: `content` is text, or a list of parts that the template goes
-through; a message without content has none, or an empty text; arguments of a call are an object, or its JSON text.
-Servers look at the template to find out, for models do not say. vLLM calls the first two "string" and "openai".
+Templates expect different formats of a message: `content` is text, or a list of parts; a message without content has
+None, or an empty text; arguments of a tool call are an object, or JSON text. Models don't declare the format, so
+servers inspect the template. vLLM calls the first two "string" and "openai".
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import jinja2
 from jinja2 import nodes
 
 ROUNDS = 8
-"""Names that stand for names that stand for … messages are followed so far."""
+"""How many levels of assignments are followed from a name to `messages`."""
 
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """`parts`: it goes through a message's content part by part. `text_too`: it asks whether content is text, and so
-    takes that as well. `none`: it asks whether content is None. `developer`: it knows that role. `json_arguments`: it
-    adds the arguments of a call to text, and never asks whether they are text."""
+    """`parts`: it loops over the parts of a message's content. `text_too`: it tests whether content is text, and so
+    takes text as well. `none`: it tests whether content is None. `developer`: it knows that role. `json_arguments`: it
+    appends the arguments of a call to text, and never tests whether they are text."""
 
     parts: bool = False
     text_too: bool = False
@@ -36,7 +36,7 @@ class ValueKind(Enum):
 
 
 def inspect_template(environment: jinja2.Environment, source: str) -> TemplateTraits:
-    """Raises jinja2.TemplateSyntaxError."""
+    """Inspect a template. Raises jinja2.TemplateSyntaxError."""
     tree = environment.parse(source)
     names = _Names(tree)
     consts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -63,8 +63,8 @@ def _is_arguments(node: nodes.Node) -> bool:
 
 
 class _Names:
-    """What the names in a template stand for. Scopes are not told apart: a name that stands for a message anywhere is
-    taken for one everywhere."""
+    """What the names in a template refer to. Scopes are ignored: a name that refers to a message anywhere counts as one
+    everywhere."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._tree = tree
@@ -93,8 +93,8 @@ class _Names:
         return None
 
     def goes_through_parts(self, loop: nodes.For) -> bool:
-        """Whether a loop is one over a content's parts: what else it may be given as content, as calls of tools, has
-        neither type nor text."""
+        """Whether a loop is over the parts of a content. Other lists, such as tool calls, have neither type nor
+        text."""
         if self.kind(loop.iter) is not ValueKind.CONTENT or not isinstance(loop.target, nodes.Name):
             return False
         item = loop.target.name
@@ -126,7 +126,7 @@ class _Names:
         return None
 
     def _look(self) -> None:
-        """Note the names that are given something known."""
+        """Find the names that are assigned something known."""
         for assign in self._tree.find_all(nodes.Assign):
             self._note(assign.target, assign.node)
         for block in self._tree.find_all(nodes.With):
@@ -159,5 +159,5 @@ class _Names:
 
 
 def _named(node: nodes.Getattr | nodes.Getitem) -> Any:
-    """What of a value is asked for; None where that is not known."""
+    """The name of the attribute or item; None if it is not known."""
     return node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None)

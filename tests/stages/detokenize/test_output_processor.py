@@ -64,27 +64,27 @@ class Told:
         assert ids == []
 
 
-def tell(sequences: OutputProcessor, told: Told) -> None:
-    for gateway in sequences.unsent():
-        told.take(sequences.deltas(gateway))
-        sequences.sent(gateway)
-    assert sequences.unsent() == []
+def tell(processor: OutputProcessor, told: Told) -> None:
+    for gateway in processor.unsent():
+        told.take(processor.deltas(gateway))
+        processor.mark_sent(gateway)
+    assert processor.unsent() == []
 
 
 def run_one(
     ids: list[int], finish: int, options: m.TextOptions | None = None, cuts: list[int] | None = None
 ) -> tuple[Told, list[m.Abort]]:
     """One sequence, its ids grouped by `cuts`, told after each message."""
-    sequences, told, aborts = OutputProcessor(VOCABULARY), Told(), []
-    sequences.open(opening(5, options))
+    processor, told, aborts = OutputProcessor(VOCABULARY), Told(), []
+    processor.open(opening(5, options))
     edges = [0, *sorted(cut for cut in cuts or [] if cut < len(ids)), len(ids)]
     for begin, end in pairwise(edges):
         closing = finish if end == len(ids) else m.Finish.NONE
-        aborts += sequences.settle([5], [begin], [end - begin], ids[begin:end], [closing])
-        tell(sequences, told)
+        aborts += processor.settle([5], [begin], [end - begin], ids[begin:end], [closing])
+        tell(processor, told)
         if closing:
             break
-    assert len(sequences) == 0
+    assert len(processor) == 0
     return told, aborts
 
 
@@ -137,9 +137,9 @@ def test_what_is_told_depends_on_ids_and_options_alone(ids, finish, options, cut
 def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
     """Messages hold entries of any sequences; a gateway's socket takes deltas only now and then; ids come twice."""
     num = len(plans)
-    sequences, told = OutputProcessor(VOCABULARY), [Told(), Told()]
+    processor, told = OutputProcessor(VOCABULARY), [Told(), Told()]
     for seq, (_, _, options) in enumerate(plans):
-        sequences.open(opening(seq, options, gateway=seq % 2))
+        processor.open(opening(seq, options, gateway=seq % 2))
     settled = [0] * num
     live = set(range(num))
     aborts = []
@@ -160,16 +160,16 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
             settled[seq] = end
             if closing:
                 live.discard(seq)
-        aborts += sequences.settle(chosen, starts, counts, ids, finishes, firsts)
-        assert len(sequences) == len(live)
-        for gateway in sequences.unsent():
-            deltas = sequences.deltas(gateway)
+        aborts += processor.settle(chosen, starts, counts, ids, finishes, firsts)
+        assert len(processor) == len(live)
+        for gateway in processor.unsent():
+            deltas = processor.deltas(gateway)
             if data.draw(st.booleans()):
                 told[gateway].take(deltas)
-                sequences.sent(gateway)
-    for gateway in sequences.unsent():
-        told[gateway].take(sequences.deltas(gateway))
-        sequences.sent(gateway)
+                processor.mark_sent(gateway)
+    for gateway in processor.unsent():
+        told[gateway].take(processor.deltas(gateway))
+        processor.mark_sent(gateway)
     for seq, (output, finish, options) in enumerate(plans):
         text, ids, closing, reason = outcome(output, finish, options)
         gateway = told[seq % 2]
@@ -197,17 +197,17 @@ def test_a_stop_id_that_was_asked_for_is_the_reason_and_shown_on_request():
 
 
 def test_a_stop_string_asks_schedule_to_end_the_sequence_once_and_drops_what_follows():
-    sequences, told = OutputProcessor(VOCABULARY), Told()
-    sequences.open(opening(5, m.TextOptions(stop=["b c"])))
-    aborts = sequences.settle([5], [0], [6], ids_of("ab cde"), [m.Finish.NONE])
+    processor, told = OutputProcessor(VOCABULARY), Told()
+    processor.open(opening(5, m.TextOptions(stop=["b c"])))
+    aborts = processor.settle([5], [0], [6], ids_of("ab cde"), [m.Finish.NONE])
     assert aborts == [m.Abort(1005, 2, 2, m.Finish.STOP)]
-    tell(sequences, told)
+    tell(processor, told)
     assert (told.text[5], told.ids[5], told.closing[5]) == ("a", ids_of("ab c"), (m.Finish.STOP, "b c"))
-    assert sequences.settle([5], [6], [2], ids_of("ff"), [m.Finish.NONE]) == []
-    assert len(sequences) == 1
-    assert sequences.settle([5], [8], [0], [], [m.Finish.STOP]) == []
-    assert len(sequences) == 0
-    assert sequences.unsent() == []
+    assert processor.settle([5], [6], [2], ids_of("ff"), [m.Finish.NONE]) == []
+    assert len(processor) == 1
+    assert processor.settle([5], [8], [0], [], [m.Finish.STOP]) == []
+    assert len(processor) == 0
+    assert processor.unsent() == []
 
 
 def test_a_stop_string_that_schedules_closing_completes_needs_no_abort():
@@ -217,27 +217,27 @@ def test_a_stop_string_that_schedules_closing_completes_needs_no_abort():
 
 
 def test_text_that_may_begin_a_stop_string_waits_while_its_ids_go_on():
-    sequences, told = OutputProcessor(VOCABULARY), Told()
-    sequences.open(opening(5, m.TextOptions(stop=["xyz"])))
-    sequences.settle([5], [0], [3], ids_of("axy"), [m.Finish.NONE])
-    tell(sequences, told)
+    processor, told = OutputProcessor(VOCABULARY), Told()
+    processor.open(opening(5, m.TextOptions(stop=["xyz"])))
+    processor.settle([5], [0], [3], ids_of("axy"), [m.Finish.NONE])
+    tell(processor, told)
     assert (told.text[5], told.ids[5]) == ("a", ids_of("axy"))
-    sequences.settle([5], [3], [1], ids_of("x"), [m.Finish.NONE])
-    tell(sequences, told)
+    processor.settle([5], [3], [1], ids_of("x"), [m.Finish.NONE])
+    tell(processor, told)
     assert told.text[5] == "axy"
-    sequences.settle([5], [4], [0], [], [m.Finish.LENGTH])
-    tell(sequences, told)
+    processor.settle([5], [4], [0], [], [m.Finish.LENGTH])
+    tell(processor, told)
     assert (told.text[5], told.closing[5]) == ("axyx", (m.Finish.LENGTH, None))
 
 
 def test_what_schedule_may_not_do_ends_the_stage():
-    sequences = OutputProcessor(VOCABULARY)
-    with pytest.raises(AssertionError, match="never opened"):
-        sequences.settle([5], [0], [1], [7], [m.Finish.NONE])
-    sequences.open(opening(5))
+    processor = OutputProcessor(VOCABULARY)
+    with pytest.raises(AssertionError, match="is not open"):
+        processor.settle([5], [0], [1], [7], [m.Finish.NONE])
+    processor.open(opening(5))
     with pytest.raises(AssertionError, match="opened twice"):
-        sequences.open(opening(5))
-    with pytest.raises(AssertionError, match="never came"):
-        sequences.settle([5], [1], [1], [7], [m.Finish.NONE])
-    with pytest.raises(AssertionError, match="2 ids came for 1"):
-        sequences.settle([5], [0], [1], [7, 8], [m.Finish.NONE])
+        processor.open(opening(5))
+    with pytest.raises(AssertionError, match="are missing"):
+        processor.settle([5], [1], [1], [7], [m.Finish.NONE])
+    with pytest.raises(AssertionError, match="2 ids came, 1 were expected"):
+        processor.settle([5], [0], [1], [7, 8], [m.Finish.NONE])

@@ -33,51 +33,51 @@ def told(deltas: m.Deltas) -> list[tuple[list[int], bytes]]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 11, 100])
 @pytest.mark.parametrize("tell_every", [1, 3, 100])
 def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every: int) -> None:
-    sequences = OutputProcessor(VOCABULARY)
-    sequences.open(opening(5, ASKING))
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(5, ASKING))
     ids: list[int] = []
     records = b""
     for turn, start in enumerate(range(0, len(WORDS), size)):
         part = WORDS[start : start + size]
         finish = m.Finish.LENGTH if start + size >= len(WORDS) else m.Finish.NONE
-        sequences.settle([5], [start], [len(part)], part, [finish], records=records_of(part))
-        for gateway in sequences.unsent() if turn % tell_every == 0 or finish else ():
-            for entry in told(sequences.deltas(gateway)):
+        processor.settle([5], [start], [len(part)], part, [finish], records=records_of(part))
+        for gateway in processor.unsent() if turn % tell_every == 0 or finish else ():
+            for entry in told(processor.deltas(gateway)):
                 ids += entry[0]
                 records += entry[1]
-            sequences.sent(gateway)
+            processor.mark_sent(gateway)
     assert ids == WORDS[:NUM_COUNTED]
     assert records == records_of(WORDS[:NUM_COUNTED])
 
 
 def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
-    sequences = OutputProcessor(VOCABULARY)
-    sequences.open(opening(5, m.TextOptions(record_bytes=WIDTH)))
-    sequences.settle([5], [0], [4], WORDS[:4], [m.Finish.NONE], records=records_of(WORDS[:4]))
-    sequences.settle([5], [2], [6], WORDS[2:8], [m.Finish.STOP], records=records_of(WORDS[2:8]))
-    assert told(sequences.deltas(0)) == [(WORDS[:8], records_of(WORDS[:8]))]
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(5, m.TextOptions(record_bytes=WIDTH)))
+    processor.settle([5], [0], [4], WORDS[:4], [m.Finish.NONE], records=records_of(WORDS[:4]))
+    processor.settle([5], [2], [6], WORDS[2:8], [m.Finish.STOP], records=records_of(WORDS[2:8]))
+    assert told(processor.deltas(0)) == [(WORDS[:8], records_of(WORDS[:8]))]
 
 
 def test_those_who_do_not_ask_have_none_beside_those_who_do() -> None:
-    sequences = OutputProcessor(VOCABULARY)
+    processor = OutputProcessor(VOCABULARY)
     for seq, options in ((3, None), (4, ASKING), (5, None)):
-        sequences.open(opening(seq, options))
-    sequences.settle([3, 5], [0, 0], [2, 1], WORDS[:3], [0, 0])
-    assert sequences.deltas(0).records == []
-    sequences.settle([3, 4, 5], [2, 0, 1], [1, 2, 1], WORDS[:4], [0, 0, 0], records=records_of(WORDS[1:3]))
-    assert [records for _, records in told(sequences.deltas(0))] == [b"", b"", records_of(WORDS[1:3])]
-    sequences.sent(0)
-    sequences.settle([3], [3], [1], WORDS[:1], [0])
-    assert sequences.deltas(0).records == []
+        processor.open(opening(seq, options))
+    processor.settle([3, 5], [0, 0], [2, 1], WORDS[:3], [0, 0])
+    assert processor.deltas(0).records == []
+    processor.settle([3, 4, 5], [2, 0, 1], [1, 2, 1], WORDS[:4], [0, 0, 0], records=records_of(WORDS[1:3]))
+    assert [records for _, records in told(processor.deltas(0))] == [b"", b"", records_of(WORDS[1:3])]
+    processor.mark_sent(0)
+    processor.settle([3], [3], [1], WORDS[:1], [0])
+    assert processor.deltas(0).records == []
 
 
 def test_each_gateway_is_told_of_its_own() -> None:
-    sequences = OutputProcessor(VOCABULARY)
-    sequences.open(opening(3, ASKING, gateway=0))
-    sequences.open(opening(4, None, gateway=1))
-    sequences.settle([3, 4], [0, 0], [1, 1], WORDS[:2], [0, 0], records=records_of(WORDS[:1]))
-    assert sequences.deltas(1).records == []
-    assert told(sequences.deltas(0)) == [(WORDS[:1], records_of(WORDS[:1]))]
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(3, ASKING, gateway=0))
+    processor.open(opening(4, None, gateway=1))
+    processor.settle([3, 4], [0, 0], [1, 1], WORDS[:2], [0, 0], records=records_of(WORDS[:1]))
+    assert processor.deltas(1).records == []
+    assert told(processor.deltas(0)) == [(WORDS[:1], records_of(WORDS[:1]))]
 
 
 def bytes_of(token_id: int) -> bytes:
@@ -88,11 +88,11 @@ def bytes_of(token_id: int) -> bytes:
 @pytest.mark.parametrize("num_top", [0, 1, 3])
 def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> None:
     asking = m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
-    sequences = OutputProcessor(VOCABULARY)
-    sequences.open(opening(3, None))
-    sequences.open(opening(4, asking))
-    sequences.settle([3, 4], [0, 0], [1, 2], WORDS[:3], [0, 0], records=records_of(WORDS[1:3], num_top))
-    deltas = sequences.deltas(0)
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(3, None))
+    processor.open(opening(4, asking))
+    processor.settle([3, 4], [0, 0], [1, 2], WORDS[:3], [0, 0], records=records_of(WORDS[1:3], num_top))
+    deltas = processor.deltas(0)
     named = [one + i for one in WORDS[1:3] for i in ([0, *range(num_top)])]
     assert deltas.pieces == [[], [bytes_of(one) for one in named]]
 
@@ -100,9 +100,9 @@ def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> 
 @pytest.mark.parametrize("with_pieces", [False, True])
 def test_records_of_a_prompt_are_told_once_and_before_the_end(with_pieces: bool) -> None:
     options = m.TextOptions(prompt_num_top=2, with_pieces=with_pieces)
-    sequences = OutputProcessor(VOCABULARY)
-    sequences.open(opening(3, None))
-    sequences.open(opening(4, options))
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(3, None))
+    processor.open(opening(4, options))
     told_ids: list[int] = []
     parts = [(0, WORDS[:3]), (1, WORDS[1:6]), (6, WORDS[6:9])]
     for start, part in parts:
@@ -110,36 +110,36 @@ def test_records_of_a_prompt_are_told_once_and_before_the_end(with_pieces: bool)
         message = m.Settled(
             b"", b"", b"", b"", b"", prompt_seqs=[4], prompt_starts=[start], prompt_records=[records_of(part, 2)]
         )
-        sequences.record_prompts(message)
+        processor.add_prompt_records(message)
         if ends:
-            sequences.settle([4], [0], [1], WORDS[:1], [m.Finish.LENGTH])
-        deltas = sequences.deltas(0)
+            processor.settle([4], [0], [1], WORDS[:1], [m.Finish.LENGTH])
+        deltas = processor.deltas(0)
         assert deltas.prompt_places == [0] and deltas.prompt_offsets == [len(told_ids)]
         (records,), fresh = deltas.prompt_records, WORDS[len(told_ids) : start + len(part)]
         assert records == records_of(fresh, 2)
         assert deltas.prompt_pieces == [[bytes_of(one + i) for one in fresh for i in range(2)] if with_pieces else []]
         assert deltas.num_ids == [int(ends)] and deltas.finishes == [m.Finish.LENGTH if ends else m.Finish.NONE]
         told_ids += fresh
-        sequences.sent(0)
-    assert told_ids == WORDS[:9] and sequences.unsent() == []
+        processor.mark_sent(0)
+    assert told_ids == WORDS[:9] and processor.unsent() == []
 
 
 def test_why_a_sequence_ended_with_an_error_is_told() -> None:
-    sequences = OutputProcessor(VOCABULARY)
+    processor = OutputProcessor(VOCABULARY)
     for seq in (3, 4, 5):
-        sequences.open(opening(seq, None))
+        processor.open(opening(seq, None))
     error = m.Finish.ERROR
-    sequences.settle([5, 3, 4], [0, 0, 0], [0, 1, 0], WORDS[:1], [error, 0, error], errors=["no way", "none"])
-    deltas = sequences.deltas(0)
+    processor.settle([5, 3, 4], [0, 0, 0], [0, 1, 0], WORDS[:1], [error, 0, error], errors=["no way", "none"])
+    deltas = processor.deltas(0)
     assert deltas.finishes == [error, m.Finish.NONE, error] and deltas.errors == ["no way", "none"]
 
 
 @pytest.mark.parametrize("min_tokens", [0, 9, 13, 14, 15, 100])
 def test_a_stop_string_counts_that_ends_behind_the_first_ids(min_tokens: int) -> None:
     """Also one that begins within them."""
-    sequences = OutputProcessor(VOCABULARY)
-    sequences.open(opening(5, m.TextOptions(stop=["stop"], min_tokens=min_tokens)))
-    sequences.settle([5], [0], [6], WORDS[:6], [m.Finish.NONE])
-    sequences.settle([5], [6], [len(WORDS) - 6], WORDS[6:], [m.Finish.LENGTH])
-    text = "".join(sequences.deltas(0).texts)
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(5, m.TextOptions(stop=["stop"], min_tokens=min_tokens)))
+    processor.settle([5], [0], [6], WORDS[:6], [m.Finish.NONE])
+    processor.settle([5], [6], [len(WORDS) - 6], WORDS[6:], [m.Finish.LENGTH])
+    text = "".join(processor.deltas(0).texts)
     assert text == ("it has to " if min_tokens < NUM_COUNTED else "it has to stop here and now")

@@ -22,15 +22,15 @@ from tests.stages.detokenize.test_output_processor import (
 
 def offsets_by_id(ids: list[int], options: m.TextOptions) -> list[int]:
     """Characters that an uninterrupted client has been shown with each number of ids, while its sequence goes on."""
-    sequences = OutputProcessor(VOCABULARY)
-    sequences.open(opening(5, options))
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(5, options))
     shown = [0]
     for place, token_id in enumerate(ids):
-        sequences.settle([5], [place], [1], [token_id], [m.Finish.NONE])
-        if sequences.unsent():
-            deltas = sequences.deltas(0)
+        processor.settle([5], [place], [1], [token_id], [m.Finish.NONE])
+        if processor.unsent():
+            deltas = processor.deltas(0)
             shown.append(deltas.text_offsets[0] + len(deltas.texts[0]))
-            sequences.sent(0)
+            processor.mark_sent(0)
         else:
             shown.append(shown[-1])  # judged
     return shown
@@ -49,15 +49,15 @@ def test_cut_anywhere_the_same_text_follows(ids: list[int], finish: m.Finish, op
         cut = min(cut, len(ids) - 1)  # ids never say so
     known, rest = ids[:cut], ids[cut:]
     ended = finish if not rest else m.Finish.NONE
-    sequences = OutputProcessor(VOCABULARY)
+    processor = OutputProcessor(VOCABULARY)
     begun = msgspec.structs.replace(opening(5, options), outputs=np.array(known, np.int32).tobytes(), finish=ended)
-    aborts = sequences.open(begun, known)
+    aborts = processor.open(begun, known)
     texts, told, offset, end = "", [], -1, (0, None)
 
     def take() -> None:
         nonlocal texts, offset, end
-        for gateway in sequences.unsent():
-            deltas = sequences.deltas(gateway)
+        for gateway in processor.unsent():
+            deltas = processor.deltas(gateway)
             assert end[0] == m.Finish.NONE, "an entry behind the closing one"
             offset = deltas.text_offsets[0] if offset < 0 else offset
             assert deltas.text_offsets[0] == offset + len(texts)
@@ -65,14 +65,14 @@ def test_cut_anywhere_the_same_text_follows(ids: list[int], finish: m.Finish, op
             texts += deltas.texts[0]
             told.extend(np.frombuffer(deltas.ids, "<i4").tolist())
             end = deltas.finishes[0], deltas.stop_reasons[0]
-            sequences.sent(gateway)
+            processor.mark_sent(gateway)
 
     take()
     for place, token_id in enumerate(rest[:-1]):
-        aborts += sequences.settle([5], [cut + place], [1], [token_id], [m.Finish.NONE])
+        aborts += processor.settle([5], [cut + place], [1], [token_id], [m.Finish.NONE])
         take()
     last = rest[-1:]
-    sequences.settle([5], [len(ids) - len(last)], [len(last)], last, [finish])
+    processor.settle([5], [len(ids) - len(last)], [len(last)], last, [finish])
     take()
     assert end == (closing, reason)
     assert told == shown_ids[cut:]
@@ -80,4 +80,4 @@ def test_cut_anywhere_the_same_text_follows(ids: list[int], finish: m.Finish, op
     if cut < len(shown_ids):
         assert offset == offsets_by_id(known, options)[cut]
     assert len(aborts) <= 1
-    assert len(sequences) == 0
+    assert len(processor) == 0

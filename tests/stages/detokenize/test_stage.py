@@ -142,7 +142,7 @@ def test_everything_that_came_before_stop_is_told(model_dir):
 
 def test_a_broken_invariant_ends_the_stage(model_dir):
     with (
-        pytest.raises(AssertionError, match="sequence 9 was never opened"),
+        pytest.raises(AssertionError, match="sequence 9 is not open"),
         Rig("detokenize", model_dir=model_dir) as rig,
     ):
         rig.start(FACTS)

@@ -67,11 +67,11 @@ def test_a_space_of_its_own_makes_no_second_form() -> None:
         (["\ud800"], "can't be tokenized"),
     ],
 )
-def test_words_that_can_not_be_kept_out_are_told(words: list[str], message: str) -> None:
+def test_words_that_can_not_be_kept_out_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(BadWord, match=message):
         as_ids(tiny.byte_tokenizer(), words, 258)
 
 
-def test_ids_that_the_model_does_not_have_are_told() -> None:
-    with pytest.raises(BadWord, match="does not have"):
+def test_ids_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(BadWord, match="outside the model's vocabulary"):
         as_ids(tiny.byte_tokenizer(), ["ÿ"], 10)

@@ -185,18 +185,20 @@ async def test_what_was_checked_is_remembered(grammars: GrammarChecker) -> None:
         grammars.known(bad)
 
 
-async def test_dear_ones_go_on_one_after_the_other(grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_grammars_are_passed_on_one_by_one(
+    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each may hold up a step for as long as it took to check."""
-    monkeypatch.setattr(grammar_checker, "DEAR_S", 0.0)
+    monkeypatch.setattr(grammar_checker, "SLOW_S", 0.0)
     monkeypatch.setattr(grammar_checker, "SHARE", 0.005)
     await grammars.check(m.Grammar("regex", "a"))
-    calm_s = grammars._calm_s
-    assert calm_s > time.monotonic()
+    next_slow_s = grammars._next_slow_s
+    assert next_slow_s > time.monotonic()
     await grammars.check(m.Grammar("regex", "b"))
-    assert time.monotonic() >= calm_s
-    grammars._calm_s = time.monotonic() + 100
+    assert time.monotonic() >= next_slow_s
+    grammars._next_slow_s = time.monotonic() + 100
     assert (await refused(grammars, "regex", "c")).status == 503
-    assert await grammars.check(m.Grammar("regex", "a"))  # what is known costs nothing
+    assert await grammars.check(m.Grammar("regex", "a"))  # a cached outcome is immediate
 
 
 async def test_a_checker_that_dies_is_replaced(grammars: GrammarChecker) -> None:

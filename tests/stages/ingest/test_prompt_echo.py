@@ -149,7 +149,7 @@ class TestAnEcho:
 
     def test_of_a_text_is_what_was_written(self) -> None:
         shown = PromptEcho(tiny.byte_tokenizer())
-        assert shown.text(m.TextPrompt("  Ünï </s>"), [1], goes_on=True) == "  Ünï </s>"
+        assert shown.text(m.TextPrompt("  Ünï </s>"), [1], is_continued=True) == "  Ünï </s>"
 
 
 def test_byte_fallback_vocabularies_are_shown_like_the_output_is() -> None:
@@ -157,6 +157,6 @@ def test_byte_fallback_vocabularies_are_shown_like_the_output_is() -> None:
     letters = byte_ids(tokenizer)
     shown = PromptEcho(tokenizer)
     ids = [letters[byte] for byte in "né".encode()] + [letters[0xE2]]
-    assert shown.text(ids_prompt(ids), ids, goes_on=False) == "né\ufffd"
-    assert shown.text(ids_prompt(ids), ids, goes_on=True) == "né"
+    assert shown.text(ids_prompt(ids), ids, is_continued=False) == "né\ufffd"
+    assert shown.text(ids_prompt(ids), ids, is_continued=True) == "né"
     assert shown.token_strs([letters[0xE2], 10**6]) == ["<0xE2>", ""]

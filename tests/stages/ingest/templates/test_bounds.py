@@ -147,7 +147,7 @@ def test_what_would_be_huge_is_not_made(name: str) -> None:
     with pytest.raises((TemplateFailure, OutOfTime)) as caught:
         render(HUGE[name], USER, num_steps=400_000)
     if isinstance(caught.value, TemplateFailure):
-        assert "takes too much: it " in str(caught.value)
+        assert "exceeds its limits: it " in str(caught.value)
 
 
 @pytest.mark.parametrize("name", REFUSED)

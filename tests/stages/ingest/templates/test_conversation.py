@@ -137,7 +137,7 @@ def test_the_output_goes_on_behind_the_last_message_whatever_the_template_does_w
     assert going_on(source.replace("content", "content|trim"), "a", " b  ") == "<a><b"
     assert going_on(source, "CONTINUE_FINAL_MESSAGE_TAG x", "b") == "<CONTINUE_FINAL_MESSAGE_TAG x><b"
     for cutting in ("{{ messages[0].content }}", "{{ messages[1].content[:1] }}", "{{ messages[1].content|upper }}"):
-        with pytest.raises(BadChat, match="does not write the last message as it is") as caught:
+        with pytest.raises(BadChat, match="changes the last message") as caught:
             going_on(cutting, "first", "second")
         assert caught.value.param == "continue_final_message"
 
