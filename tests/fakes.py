@@ -1,6 +1,6 @@
-"""A fake executor that needs no model: its KV blocks store the ids themselves, and the next id is a hash of all the ids
-read back through the row's block table. A wrong block, a block that was freed too early, a prefix hit on other content,
-a stale row: each changes the ids that come out, so tests compare exactly.
+"""A fake executor without a model: its KV blocks store the ids themselves, and the next id is a hash of all ids read
+back through the row's block table. A wrong block, a block that was freed too early, a prefix hit on other content or a
+stale row each change the sampled ids, so tests compare exactly.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pipeline.shm.arrays import Array
 
 VOCAB = 997
 EMPTY = -7
-"""What a KV slot holds that nobody has written."""
+"""The content of a KV slot that was never written."""
 
 
 def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> int:
@@ -26,13 +26,13 @@ def next_id(ids: "np.ndarray[Any, Any] | list[int]", seed: int, index: int) -> i
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % VOCAB
 
 
-def logprob(drawn: int) -> float:
-    """What the fake executor says of an id."""
-    return -1 - drawn / 8
+def logprob(token_id: int) -> float:
+    """The fake executor's logprob of an id."""
+    return -1 - token_id / 8
 
 
 def record(token_id: int, num_top: int) -> bytes:
-    """What the fake executor tells of an id: it is the likeliest, then come those behind it."""
+    """The fake executor's logprob record of an id: it is the likeliest, followed by the next ids."""
     data = np.zeros((), logprob_dtype(num_top))
     data["logprob"] = logprob(token_id)
     data["top_ids"] = token_id + np.arange(num_top)
@@ -41,7 +41,7 @@ def record(token_id: int, num_top: int) -> bytes:
 
 
 def expected(prompt: list[int], sampling: m.Sampling, index: int, max_tokens: int) -> tuple[list[int], Finish]:
-    """What a sequence must generate, whatever happens around it."""
+    """The ids that a sequence must generate, whatever else happens."""
     ids = list(prompt)
     for _ in range(max_tokens):
         ids.append(next_id(ids, sampling.seed, index))
@@ -61,7 +61,7 @@ class _Row:
         self.dead = False
 
     def prompt_records(self, start: int, count: int) -> list[bytes]:
-        """Of the ids behind these positions."""
+        """Records of the ids behind these positions."""
         num_top = self.sampling.prompt_num_top
         if self.dead or num_top < 0 or self.index > 0:
             return []
@@ -69,7 +69,7 @@ class _Row:
 
 
 class FakeExecutor:
-    """Takes `Step` and answers `StepResult`, checking on the way that the step can be meant."""
+    """Runs a `Step` and returns its `StepResult`. Asserts that the step is valid."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class FakeExecutor:
         token_s: float = 0.001,
         copy_s: float = 0.0001,
     ) -> None:
-        """`token_s` and `copy_s` are what computing a token and copying a block are said to take."""
+        """`token_s` and `copy_s` are the reported times to compute a token and to copy a block."""
         self._token_s, self._copy_s = token_s, copy_s
         self.kv = np.full((num_blocks + num_swap_blocks, block_size), EMPTY, np.int64)
-        """The blocks of the KV memory, and those of the swap segment behind them."""
+        """The blocks of the KV cache, followed by those of swap space."""
         self.num_blocks = num_blocks
         self.num_copies = 0
         self.rows: dict[int, _Row] = {}
@@ -104,7 +104,7 @@ class FakeExecutor:
         for row in take(step.drops, np.int32).tolist():
             del self.rows[row]
         for add in step.adds:
-            assert add.row not in self.rows, f"row {add.row} is taken"
+            assert add.row not in self.rows, f"row {add.row} is in use"
             ids = take(add.ids, np.int32).tolist()
             if add.fork_of >= 0:
                 leader = self.rows[add.fork_of]
@@ -135,7 +135,7 @@ class FakeExecutor:
                 written.add(slot)
                 self.kv[slot] = state.ids[position]
         sampled: list[int] = []
-        drawn_ids: list[int] = []
+        sampled_ids: list[int] = []
         finishes: list[int] = []
         records: list[bytes] = []
         prompt_records: list[bytes] = []
@@ -147,24 +147,24 @@ class FakeExecutor:
             sampled.append(row)
             state = self.rows[row]
             if state.dead:
-                drawn_ids.append(-1)
+                sampled_ids.append(-1)
                 finishes.append(int(Finish.NONE))
                 continue
             length = start + count
             context = self.kv[state.table].reshape(-1)[:length]
-            assert EMPTY not in context, f"row {row} reads KV that nobody has written"
-            drawn = next_id(context, state.sampling.seed, state.index)
-            if drawn in state.sampling.bias_ids:
+            assert EMPTY not in context, f"row {row} reads KV that was never written"
+            sampled_id = next_id(context, state.sampling.seed, state.index)
+            if sampled_id in state.sampling.bias_ids:
                 state.dead = True
-                drawn_ids.append(-1)
+                sampled_ids.append(-1)
                 finishes.append(int(Finish.ERROR))
-                errors.append(f"{drawn} is not to be drawn")
+                errors.append(f"{sampled_id} must not be sampled")
                 continue
-            state.ids[length] = drawn
-            drawn_ids.append(drawn)
+            state.ids[length] = sampled_id
+            sampled_ids.append(sampled_id)
             if state.sampling.with_logprobs:
-                records.append(record(drawn, state.sampling.num_top))
-            state.dead = drawn in state.sampling.stop_token_ids
+                records.append(record(sampled_id, state.sampling.num_top))
+            state.dead = sampled_id in state.sampling.stop_token_ids
             finishes.append(int(Finish.STOP if state.dead else Finish.NONE))
         put = self._put
         return m.StepResult(
@@ -172,7 +172,7 @@ class FakeExecutor:
             step_id=step.step_id,
             rows=put(np.array(sampled, np.int32)),
             generations=put(np.array([self.rows[row].generation for row in sampled], np.uint32)),
-            ids=put(np.array(drawn_ids, np.int32)),
+            ids=put(np.array(sampled_ids, np.int32)),
             finishes=put(np.array(finishes, np.uint8)),
             compute_s=0.001 + self._token_s * len(written) + self._copy_s * num_copies,
             wait_s=0.0,

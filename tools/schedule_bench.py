@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""What planning and settling a step costs the scheduler, by the number of decoding rows. No other process takes part.
+"""Measures the scheduler's time to plan and settle a step, by the number of decoding rows, in one process.
 
     tools/schedule_bench.py                  1 to 1,024 rows, with prefix caching and without
     tools/schedule_bench.py 32 256 1024 --check
     tools/schedule_bench.py --depth 2 --json FILE
 
-Rows decode side by side, each with room for all its ids. Wall time of plan + settle in microseconds: median and 99th
-percentile of steps of rows whose lengths are spread evenly, so that each step a sixteenth of them gets a new block, and
-a sixteenth offers a full one to the prefix cache; that is what long decoding comes to. Then, in a run of its own, rows
-of which a tenth crosses a boundary in each of ten steps, and none in the six that follow: the medians of both kinds of
-steps. "report" is the message to detokenize that follows. Garbage is collected and frozen before, as in the stage.
+All rows decode, and none is preempted. Wall time of plan + settle in microseconds: median and 99th percentile of steps
+of rows with evenly spread lengths, so that in each step a sixteenth of the rows gets a new block and a sixteenth adds a
+full one to the prefix cache, as in long decoding. Then, in a separate run, a tenth of the rows crosses a block boundary
+in each of ten steps, and none in the next six: the medians of both kinds of steps. "report" is the message to
+detokenize that follows. Garbage is collected and frozen before, as in the stage.
 
---check: exit with 1 where the median with prefix caching is above 100, 250 and 800 µs for 32, 256 and 1,024 rows.
+--check: exit with 1 if the median with prefix caching is above 100, 250 and 800 µs for 32, 256 and 1,024 rows.
 """
 
 import argparse
@@ -44,11 +44,11 @@ WARMUP_STEPS = 32
 BLOCK_SIZE = 16
 SHORTEST = 20
 NUM_GROUPS = 10
-"""A tenth of the rows each; the rows of a group cross block boundaries together."""
+"""The rows of a group, a tenth of all, cross block boundaries together."""
 
 
-class Cost(msgspec.Struct, frozen=True):
-    """Of a step, in microseconds. NaN-free: 0 where there are too few rows."""
+class StepCost(msgspec.Struct, frozen=True):
+    """Times of a step in microseconds; 0 if there are too few rows."""
 
     num_rows: int
     prefix_caching: bool
@@ -57,32 +57,34 @@ class Cost(msgspec.Struct, frozen=True):
     none_cross: float
     """Median of steps in which no row gets a block."""
     tenth_crosses: float
-    """Median of steps in which a tenth of the rows does."""
+    """Median of steps in which a tenth of the rows gets one."""
     report_p50: float
 
 
-class Times(msgspec.Struct):
-    """What was read of each step, in seconds."""
+class StepTimings(msgspec.Struct):
+    """Measured times in seconds, one per step."""
 
     crossing: list[float] = []
-    """Plan + settle, of steps in which some row gets a block; `quiet` has the others."""
+    """Plan + settle of steps in which some row gets a block; `quiet` has the others."""
     quiet: list[float] = []
     reports: list[float] = []
 
 
-def measure(num_rows: int, prefix_caching: bool, depth: int = 1, num_steps: int = NUM_STEPS) -> Cost:
-    """Run schedulers with so many rows."""
+def measure(num_rows: int, prefix_caching: bool, depth: int = 1, num_steps: int = NUM_STEPS) -> StepCost:
+    """Measure schedulers with `num_rows` rows."""
     evenly = times_of(num_rows, prefix_caching, depth, num_steps, BLOCK_SIZE)
-    tenths = times_of(num_rows, prefix_caching, depth, num_steps, NUM_GROUPS) if num_rows >= NUM_GROUPS else Times()
+    tenths = (
+        times_of(num_rows, prefix_caching, depth, num_steps, NUM_GROUPS) if num_rows >= NUM_GROUPS else StepTimings()
+    )
     p50, p99 = spread(evenly.crossing + evenly.quiet)
     none_cross, tenth_crosses, report_p50 = (
         1e6 * median(times or [0.0]) for times in (tenths.quiet, tenths.crossing, evenly.reports)
     )
-    return Cost(num_rows, prefix_caching, 1e6 * p50, 1e6 * p99, none_cross, tenth_crosses, report_p50)
+    return StepCost(num_rows, prefix_caching, 1e6 * p50, 1e6 * p99, none_cross, tenth_crosses, report_p50)
 
 
-def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, num_groups: int) -> Times:
-    """Run a scheduler of its own, whose rows' lengths are of `num_groups` kinds that follow one another."""
+def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, num_groups: int) -> StepTimings:
+    """Measure a new scheduler whose rows have `num_groups` consecutive lengths."""
     num_output = WARMUP_STEPS + num_steps + 2 * depth
     longest = SHORTEST + num_groups
     scheduler = Scheduler(
@@ -99,7 +101,7 @@ def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, nu
         prompt = np.arange(row, row + SHORTEST + row % num_groups, dtype=np.int32)
         scheduler.admit(admission(row + 1, prompt, num_output))
     flight: deque[m.Step] = deque()
-    times = Times()
+    times = StepTimings()
     gc.collect()
     gc.freeze()
     try:
@@ -126,10 +128,10 @@ def times_of(num_rows: int, prefix_caching: bool, depth: int, num_steps: int, nu
     return times
 
 
-def missed(costs: list[Cost]) -> list[str]:
-    """Bounds that are not kept; one line each."""
+def missed(costs: list[StepCost]) -> list[str]:
+    """One line for each bound that is exceeded."""
     return [
-        f"{cost.num_rows} rows take {cost.p50:.0f} µs a step, which should be at most {BOUNDS_US[cost.num_rows]:.0f}"
+        f"{cost.num_rows} rows take {cost.p50:.0f} µs a step, the bound is {BOUNDS_US[cost.num_rows]:.0f}"
         for cost in costs
         if cost.prefix_caching and cost.p50 > BOUNDS_US.get(cost.num_rows, float("inf"))
     ]
@@ -144,8 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", type=types.positive, default=[], metavar="ROWS")
     parser.add_argument("--depth", type=int, choices=(1, 2), default=1, help="steps in flight; by default 1")
     parser.add_argument("--steps", type=types.positive, default=NUM_STEPS, help="by default %(default)s")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bound is missed")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is exceeded")
     args = parser.parse_args(arguments)
     try:
         if args.json:

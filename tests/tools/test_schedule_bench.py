@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools import schedule_bench
-from tools.schedule_bench import BLOCK_SIZE, NUM_GROUPS, Cost, measure, missed, times_of
+from tools.schedule_bench import BLOCK_SIZE, NUM_GROUPS, StepCost, measure, missed, times_of
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -26,8 +26,8 @@ def test_few_rows_have_no_tenth() -> None:
 
 
 def test_a_bound_is_for_its_number_of_rows_with_caching() -> None:
-    def cost(num_rows: int, caching: bool, p50: float) -> Cost:
-        return Cost(num_rows, caching, p50, p50, p50, p50, 1.0)
+    def cost(num_rows: int, caching: bool, p50: float) -> StepCost:
+        return StepCost(num_rows, caching, p50, p50, p50, p50, 1.0)
 
     assert missed([cost(32, True, 100), cost(64, True, 9000), cost(256, False, 9000), cost(1024, True, 800)]) == []
     assert len(missed([cost(32, True, 101), cost(256, True, 251), cost(1024, True, 801)])) == 3

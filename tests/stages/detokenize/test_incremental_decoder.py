@@ -152,7 +152,7 @@ def test_byte_fallback_keeps_good_characters_beside_bad_bytes(ids, skip):
     assert grown(Vocabulary(tokenizer), [], ids, skip) == expected + shown_bytes(run)
 
 
-def test_a_leading_space_is_taken_away_only_where_the_text_begins():
+def test_a_leading_space_is_stripped_only_at_the_start_of_a_text():
     the, space = byte_fallback().token_to_id("▁the"), byte_fallback().token_to_id("▁▁")
     start = byte_fallback().token_to_id("<s>")
     assert grown(FALLBACK, [start], [the, the], True) == "the the"

@@ -124,7 +124,7 @@ def outcome(ids: list[int], finish: int, options: m.TextOptions) -> tuple[str, l
 
 @settings(max_examples=500, deadline=None)
 @given(OUTPUTS, FINISHES, OPTIONS, st.lists(st.integers(0, 24), max_size=6))
-def test_what_is_told_depends_on_ids_and_options_alone(ids, finish, options, cuts):
+def test_the_text_depends_on_ids_and_options_alone(ids, finish, options, cuts):
     told, _ = run_one(ids, finish, options, cuts)
     text, shown_ids, closing, reason = outcome(ids, finish, options)
     assert told.text[5] == text

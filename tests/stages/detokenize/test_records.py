@@ -71,7 +71,7 @@ def test_those_who_do_not_ask_have_none_beside_those_who_do() -> None:
     assert processor.deltas(0).records == []
 
 
-def test_each_gateway_is_told_of_its_own() -> None:
+def test_each_gateway_gets_its_own_sequences() -> None:
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(3, ASKING, gateway=0))
     processor.open(opening(4, None, gateway=1))
@@ -98,7 +98,7 @@ def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> 
 
 
 @pytest.mark.parametrize("with_pieces", [False, True])
-def test_records_of_a_prompt_are_told_once_and_before_the_end(with_pieces: bool) -> None:
+def test_prompt_records_are_sent_once_and_before_the_end(with_pieces: bool) -> None:
     options = m.TextOptions(prompt_num_top=2, with_pieces=with_pieces)
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(3, None))
@@ -124,7 +124,7 @@ def test_records_of_a_prompt_are_told_once_and_before_the_end(with_pieces: bool)
     assert told_ids == WORDS[:9] and processor.unsent() == []
 
 
-def test_why_a_sequence_ended_with_an_error_is_told() -> None:
+def test_the_reason_of_an_error_reaches_the_gateway() -> None:
     processor = OutputProcessor(VOCABULARY)
     for seq in (3, 4, 5):
         processor.open(opening(seq, None))

@@ -85,7 +85,7 @@ def test_the_text_continues_the_prompt(rig):
     assert told_until_closed(rig, 1).text[1] == "🤖"
 
 
-def test_a_stop_string_is_told_to_the_client_and_to_schedule_and_the_closing_is_swallowed(rig):
+def test_a_stop_string_is_reported_to_gateway_and_schedule_and_the_closing_is_dropped(rig):
     say(rig, opening(1, m.TextOptions(stop=["stop"])))
     say(rig, settled([(1, 0, ids_of("go stop and"), m.Finish.NONE)]))
     told = told_until_closed(rig, 1)
@@ -130,7 +130,7 @@ def test_large_arrays_come_by_shared_memory_and_are_released(rig):
     assert arena.num_live == 0
 
 
-def test_everything_that_came_before_stop_is_told(model_dir):
+def test_everything_that_came_before_stop_is_sent(model_dir):
     with Rig("detokenize", model_dir=model_dir) as rig:
         rig.start(FACTS)
         say(rig, opening(1))
@@ -158,7 +158,7 @@ def test_a_folder_whose_tokenizer_is_of_another_kind_is_refused_in_words(tmp_pat
         rig.receive("supervisor", m.Ready)
 
 
-def test_what_a_full_socket_refuses_waits_merged_and_is_told_later(model_dir, monkeypatch):
+def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, monkeypatch):
     """Neither gateway nor schedule exist yet, and their edges hold one message each."""
     server = f"detokenize-{os.getpid()}"
     names = ("supervisor.0", "gateway.0", "schedule.0", "detokenize.0")
@@ -244,7 +244,7 @@ def test_the_options_that_schedule_passes_on_are_those_of_the_gateway(rig):
     assert (told.text[5], told.closing[5]) == ("a\n", (m.Finish.STOP, "\n"))
 
 
-def test_ids_that_a_client_has_come_by_shared_memory_and_only_what_follows_is_told(rig):
+def test_resumed_ids_come_by_shared_memory_and_only_new_output_is_sent(rig):
     arena = rig.arena("schedule.0")
     known = ids_of("ab☔" * 500)[:-1]
     array = arena.put(np.array(known, np.int32).data.cast("B"))

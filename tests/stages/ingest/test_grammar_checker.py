@@ -66,7 +66,7 @@ async def test_several_may_come_at_once_before_there_is_a_process(grammars: Gram
     assert len(set(checked)) == 8
 
 
-async def test_who_leaves_while_it_starts_stops_nobody_else(grammars: GrammarChecker) -> None:
+async def test_a_cancelled_check_stops_no_other_check(grammars: GrammarChecker) -> None:
     first = asyncio.create_task(grammars.check(m.Grammar("regex", "a")))
     second = asyncio.create_task(grammars.check(m.Grammar("regex", "b")))
     await asyncio.sleep(0)  # both have begun

@@ -69,14 +69,14 @@ def takes(engine: Engine, grammar: str, text: str) -> bool:
     ("thinks", "end"),
     [("yes", "assistant:<think>\n"), ("no", "assistant:<think>\n\n</think>\n\n"), ("perhaps", "user:hi\nassistant:")],
 )
-def test_the_gateway_is_told_how_the_prompt_ends(rig: Rig, thinks: str, end: str) -> None:
+def test_the_gateway_gets_the_end_of_the_prompt(rig: Rig, thinks: str, end: str) -> None:
     rig.send(submit(thinks, None), "gateway.0")
     tail = rig.receive("gateway", m.Accepted).tail
     assert tail is not None and tail.endswith(end)
     assert grammar(rig) == ""
 
 
-def test_nobody_is_told_who_has_not_asked(rig: Rig) -> None:
+def test_the_end_of_the_prompt_is_sent_only_on_request(rig: Rig) -> None:
     rig.send(tiny.submit(tiny.chat("hi")), "gateway.0")
     assert rig.receive("gateway", m.Accepted).tail is None
 

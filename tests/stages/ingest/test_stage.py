@@ -253,7 +253,7 @@ def test_ids_that_a_client_has_are_handed_on_by_shared_memory_with_how_they_end(
         assert (failure.status, failure.param) == (400, "received")
 
 
-def test_what_is_asked_of_the_prompt_is_told_to_schedule(rig: Rig) -> None:
+def test_schedule_gets_the_record_widths_of_a_prompt(rig: Rig) -> None:
     asked = msgspec.structs.replace(
         tiny.submit("hi", max_tokens=1),
         sampling=m.Sampling(prompt_num_top=3),

@@ -49,7 +49,7 @@ def long_limits(**changes: object) -> SchedulerConfig:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_swap_blocks", [0, 300])
-def test_nobody_is_put_back_for_a_long_prompt_that_waits_for_another(depth: int, num_swap_blocks: int) -> None:
+def test_no_row_is_preempted_for_a_long_prompt_that_waits_for_another(depth: int, num_swap_blocks: int) -> None:
     bench = taught(long_limits(max_num_seqs=3, policy="priority", num_swap_blocks=num_swap_blocks), depth)
     bench.admit(range(10), max_tokens=1000)
     victim = bench.admit(range(100, 200), max_tokens=900, priority=1)
@@ -67,7 +67,7 @@ def test_nobody_is_put_back_for_a_long_prompt_that_waits_for_another(depth: int,
     assert bench.scheduler.load().num_preemptions == 1, "once, when the second can start"
 
 
-def test_what_is_shared_needs_no_way() -> None:
+def test_shared_blocks_need_no_preemption() -> None:
     bench = Bench(config(num_blocks=70, max_model_len=1024, policy="priority"), depth=1)
     prompt = ids(1, 480)
     bench.admit(prompt, max_tokens=300)
@@ -81,7 +81,7 @@ def test_what_is_shared_needs_no_way() -> None:
     assert bench.scheduler.load().num_preemptions == 0
 
 
-def test_nobody_is_put_back_whose_blocks_stay_with_others() -> None:
+def test_no_row_is_preempted_whose_blocks_others_hold() -> None:
     bench = Bench(config(num_blocks=60, max_model_len=1024, policy="priority"), depth=1)
     prompt = ids(1, 480)
     bench.admit(prompt, max_tokens=300)
@@ -100,7 +100,7 @@ def test_nobody_is_put_back_whose_blocks_stay_with_others() -> None:
     assert head in {bench.opened[seq].request_id for seq in bench.finished}
 
 
-def test_nobody_is_put_back_while_there_is_nothing_left_to_compute_with() -> None:
+def test_no_row_is_preempted_while_the_budget_is_used_up() -> None:
     bench = Bench(config(num_blocks=400, max_model_len=1024, max_num_seqs=2, policy="priority"), depth=1)
     bench.admit(range(10), max_tokens=500, priority=1)
     turn(bench, 3)
@@ -156,7 +156,7 @@ def test_a_short_prompt_passes_any_number_of_long_ones(num_long: int) -> None:
     assert steps_until_first(bench, short) <= 1
 
 
-def test_a_short_prompt_passes_a_long_one_though_nobody_decodes() -> None:
+def test_a_short_prompt_passes_a_long_one_without_decoding_rows() -> None:
     bench = Bench(long_limits(), depth=1)
     bench.admit(ids(1, 2000), max_tokens=2)
     turn(bench, 3)
@@ -211,7 +211,7 @@ def test_who_is_preferred_is_counted_when_it_has_started_and_not_before() -> Non
     bench.check_outputs()
 
 
-def test_siblings_of_a_leader_that_is_aborted_have_another() -> None:
+def test_parallel_samples_get_another_leader_if_theirs_is_aborted() -> None:
     bench = Bench(config(max_num_batched_tokens=16), depth=1)
     request = bench.admit(range(60), max_tokens=3, n=3)
     turn(bench)
@@ -247,7 +247,7 @@ def test_putting_back_many_costs_little(aligned: bool) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_a_prompt_that_is_put_back_lends_its_row_and_nothing_else(depth: int) -> None:
+def test_a_preempted_prompt_lends_its_row_and_nothing_else(depth: int) -> None:
     bench = Bench(long_limits(max_num_seqs=4, max_num_batched_tokens=96, policy="priority"), depth)
     for number in range(3):
         bench.admit(ids(number, 10), max_tokens=500)
@@ -261,7 +261,7 @@ def test_a_prompt_that_is_put_back_lends_its_row_and_nothing_else(depth: int) ->
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_blocks", [10, 30, 40])
-def test_way_that_was_made_suffices_though_others_grow_meanwhile(depth: int, num_blocks: int) -> None:
+def test_preempted_blocks_suffice_though_other_rows_grow_meanwhile(depth: int, num_blocks: int) -> None:
     bench = Bench(
         config(num_blocks=64 * 2, max_num_seqs=64, max_model_len=1000, max_num_batched_tokens=1024, policy="priority"),
         depth,
@@ -292,7 +292,7 @@ def test_many_of_a_lower_priority_take_rows_in_one_step(depth: int) -> None:
     assert bench.scheduler.load().num_preemptions == 32
 
 
-def test_no_more_are_put_back_than_the_step_has_tokens_for() -> None:
+def test_no_more_rows_are_preempted_than_the_step_has_tokens_for() -> None:
     bench = Bench(config(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=64, policy="priority"), depth=1)
     for number in range(32):
         bench.admit(ids(number, 10), max_tokens=100, priority=3)
@@ -303,7 +303,7 @@ def test_no_more_are_put_back_than_the_step_has_tokens_for() -> None:
     assert bench.scheduler.load().num_preemptions == 2
 
 
-def test_nobody_is_put_back_for_a_row_that_is_about_to_be_free() -> None:
+def test_no_row_is_preempted_for_a_row_that_is_about_to_be_free() -> None:
     bench = Bench(config(num_blocks=200, max_num_seqs=2, policy="priority"), depth=2)
     bench.admit(range(10), max_tokens=100, priority=2)
     bench.admit(range(50, 60), max_tokens=12, priority=3)
@@ -333,7 +333,7 @@ def test_a_long_prompt_does_not_wait_for_prompts_of_a_higher_priority(other: int
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_siblings_of_a_leader_that_ends_with_its_first_id_go_on_together(caching: bool) -> None:
+def test_parallel_samples_start_together_if_their_leader_ends_with_its_first_id(caching: bool) -> None:
     bench = Bench(config(num_blocks=600, max_num_seqs=64, max_num_batched_tokens=2048, prefix_caching=caching), depth=1)
     bench.admit(ids(1, 30), max_tokens=1, n=64)
     assert bench.run() <= 3

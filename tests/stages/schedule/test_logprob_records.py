@@ -185,7 +185,7 @@ def test_every_id_comes_with_its_own(depth: int, report_every: int, memory: dict
     ],
     ids=["enough", "recomputed", "swapped"],
 )
-def test_each_id_of_a_prompt_is_told_of_once(depth: int, report_every: int, memory: dict[str, Any]) -> None:
+def test_each_prompt_id_has_one_record(depth: int, report_every: int, memory: dict[str, Any]) -> None:
     """Whatever is cached, forked, put back or computed again; and only by the first sequence."""
     asks = Asks(depth, max_num_batched_tokens=24, **memory)
     for i in range(1, 9):
@@ -201,7 +201,7 @@ def test_each_id_of_a_prompt_is_told_of_once(depth: int, report_every: int, memo
     assert asks.scheduler.rows.num_recorded == 0
 
 
-def test_of_a_prompt_that_is_told_of_nothing_is_taken_from_the_cache() -> None:
+def test_a_prompt_with_records_uses_no_cached_blocks() -> None:
     asks = Asks(1)
     for request_id, prompt_num_top in ((1, -1), (2, 0), (3, -1)):
         asks.admit(request_id, prompt(9), scored=False, prompt_num_top=prompt_num_top)
@@ -210,7 +210,7 @@ def test_of_a_prompt_that_is_told_of_nothing_is_taken_from_the_cache() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_where_no_id_can_be_drawn_the_sequence_ends_with_the_reason(depth: int) -> None:
+def test_a_sequence_ends_with_the_reason_if_no_id_can_be_sampled(depth: int) -> None:
     asks = Asks(depth)
     for i in range(1, 6):
         ids, _ = expected(prompt(i), m.Sampling(seed=i), 0, 40)
@@ -223,11 +223,11 @@ def test_where_no_id_can_be_drawn_the_sequence_ends_with_the_reason(depth: int) 
         assert asks.ids[seq] == ids[:num_drawn]
         assert asks.records[seq] == told_of(asks.ids[seq], 0)
         assert asks.finishes[seq] == (Finish.ERROR if i % 2 else Finish.LENGTH)
-        assert asks.errors.get(seq) == (f"{ids[17 + i]} is not to be drawn" if i % 2 else None)
+        assert asks.errors.get(seq) == (f"{ids[17 + i]} must not be sampled" if i % 2 else None)
     assert asks.scheduler.load().num_blocks_held == 0
 
 
-def test_nothing_is_said_where_nobody_asks() -> None:
+def test_without_a_request_for_records_there_are_none() -> None:
     asks = Asks(2)
     for i in range(1, 4):
         asks.admit(i, prompt(i), scored=False)
@@ -260,7 +260,7 @@ def test_one_that_is_ended_has_those_of_the_ids_that_were_settled() -> None:
     assert 0 < len(asks.ids[asks.seqs[1, 1]]) < len(asks.ids[asks.seqs[1, 0]]) == 40
 
 
-def test_behind_ids_that_the_client_had_already_only_new_ones_are_told() -> None:
+def test_resumed_sequences_have_records_of_new_ids_alone() -> None:
     asks = Asks(1)
     whole, _ = expected(prompt(1), m.Sampling(seed=1), 0, 40)
     asks.admit(1, prompt(1), scored=True, outputs=[np.array(whole[:13], np.int32).tobytes()], finishes=b"\0")

@@ -75,7 +75,7 @@ def test_a_prompt_in_chunks_prefills_until_its_first_id() -> None:
     assert counts.step_tokens.total == 40.0
 
 
-def test_prefix_hits_are_told_with_the_first_id() -> None:
+def test_prefix_hits_are_reported_with_the_first_id() -> None:
     clock = Clock()
     clock.admit(range(40), max_tokens=1)
     clock.second()

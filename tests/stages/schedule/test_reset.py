@@ -18,7 +18,7 @@ LIMITS = SchedulerConfig(num_blocks=64, max_model_len=512, max_num_seqs=8, max_n
 
 
 class TestThePool:
-    def test_frees_what_nobody_holds_and_forgets_what_somebody_does(self) -> None:
+    def test_frees_unheld_blocks_and_forgets_held_ones(self) -> None:
         pool = BlockPool(4)
         held, cached, plain = pool.take(), pool.take(), pool.take()
         pool.register(held, b"held")

@@ -344,7 +344,7 @@ def test_nothing_is_cached_where_prefix_caching_is_off() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [97, 96, 100, 111, 15, 1])
-def test_siblings_of_n_fork_from_the_first_and_compute_one_position_of_the_prompt(
+def test_parallel_samples_fork_from_the_first_and_compute_one_position_of_the_prompt(
     length: int, depth: int, caching: bool
 ) -> None:
     bench = Bench(config(max_num_batched_tokens=256, prefix_caching=caching), depth)
@@ -364,7 +364,7 @@ def test_siblings_of_n_fork_from_the_first_and_compute_one_position_of_the_promp
     assert len({tuple(ids) for ids in bench.received.values()}) == 4, "each has noise of its own"
 
 
-def test_a_sibling_whose_leader_is_gone_computes_the_prompt_itself() -> None:
+def test_a_parallel_sample_whose_leader_is_gone_computes_the_prompt_itself() -> None:
     bench = Bench(config(max_num_seqs=1, prefix_caching=False), depth=1)
     bench.admit(range(40), max_tokens=3, n=3)
     bench.run()
@@ -372,7 +372,7 @@ def test_a_sibling_whose_leader_is_gone_computes_the_prompt_itself() -> None:
     assert bench.scheduler.load().num_forks == 0
 
 
-def test_siblings_wait_for_a_prompt_in_chunks_and_others_start_meanwhile() -> None:
+def test_parallel_samples_wait_for_a_prompt_in_chunks_while_others_start() -> None:
     bench = Bench(config(max_num_batched_tokens=32), depth=1)
     bench.admit(range(60), max_tokens=4, n=2)
     bench.admit(range(500, 504), max_tokens=4)
@@ -608,7 +608,7 @@ def test_a_newcomer_leaves_running_sequences_their_next_blocks() -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_nobody_is_preempted_for_a_block_that_is_about_to_come_back(depth: int) -> None:
+def test_no_row_is_preempted_for_a_block_that_is_about_to_be_released(depth: int) -> None:
     bench = Bench(config(num_blocks=5, max_num_seqs=3, max_model_len=64, prefix_caching=False), depth)
     bench.admit(range(16), max_tokens=30)
     bench.admit(range(100, 116), max_tokens=2)
@@ -666,7 +666,7 @@ def test_closing_an_open_request_ends_its_sequences() -> None:
     assert not bench.scheduler.requests
 
 
-def test_closing_takes_the_tombstone_away() -> None:
+def test_closing_removes_the_tombstone() -> None:
     bench = Bench(config(), depth=1)
     bench.scheduler.abort(m.Abort(5, 1))
     bench.scheduler.close(m.Closed(5, 1))

@@ -290,7 +290,7 @@ def test_slabs_of_a_starting_row_are_used_again_once_released() -> None:
             around.until_finished(request_id)
 
 
-def test_the_executor_is_fed_before_anybody_is_told() -> None:
+def test_the_executor_gets_its_step_before_detokenize_gets_output() -> None:
     with Rig("schedule") as rig:
         rig.start(FACTS)
         around = Neighbours(rig)

@@ -192,7 +192,7 @@ def test_a_gigabyte_is_enough_for_all_of_it() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
-def test_a_slow_machine_is_told_by_its_clock() -> None:
+def test_the_clock_stops_a_template_on_a_slow_machine() -> None:
     seconds = iter(range(10**9))
     budget = Budget(10**9, 5.0, lambda: float(next(seconds)))
     with pytest.raises(OutOfTime):

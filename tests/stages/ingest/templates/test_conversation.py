@@ -85,7 +85,7 @@ def test_developers_are_the_system_to_a_template_that_does_not_know_them() -> No
     assert render(source, ChatPrompt(chat)) == "system:a\n\nb;user:hi;"
 
 
-def test_tools_are_told_unless_none_may_be_called() -> None:
+def test_a_template_gets_tools_unless_none_may_be_called() -> None:
     tools = json.dumps([{"type": "function", "function": {"name": "f"}}])
     for choice in ("auto", "required", "named"):
         made = variables(ChatPrompt([], tools=tools, tool_choice=choice), PLAIN)

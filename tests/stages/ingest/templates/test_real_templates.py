@@ -138,7 +138,7 @@ def test_documents_reach_the_template() -> None:
     assert "A town" in expected
 
 
-def test_what_templates_want_is_told_from_them() -> None:
+def test_inspection_finds_the_traits_of_real_templates() -> None:
     asked = {name: ChatTemplate(source).traits for name, source in SOURCES.items()}
     assert {name for name, traits in asked.items() if traits.parts} == TAKE_PARTS
     assert {name for name, traits in asked.items() if traits.none} == {"deepseek-r1-distill", "deepseek-v3.1"}

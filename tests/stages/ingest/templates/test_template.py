@@ -54,7 +54,7 @@ def test_a_message_has_a_name_only_where_one_was_given() -> None:
     assert render(source, [ChatMessage("user", "a", "Ann"), ChatMessage("user", "b")]) == "Ann-"
 
 
-def test_what_the_template_raises_is_told_in_its_words() -> None:
+def test_an_error_of_the_template_reaches_the_client() -> None:
     with pytest.raises(TemplateFailure, match="Conversation roles must alternate"):
         render("{{ raise_exception('Conversation roles must alternate') }}")
 

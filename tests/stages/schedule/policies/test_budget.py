@@ -71,7 +71,7 @@ def test_a_budget_in_time_holds_back_prompts_beside_decoding_rows(cost_model: St
     assert budget.chunk(0, 500, False) == 0
 
 
-def test_it_holds_nobody_back_where_nobody_decodes(cost_model: StepCostModel) -> None:
+def test_without_decoding_rows_time_is_unlimited(cost_model: StepCostModel) -> None:
     budget = StepBudget(BudgetLimits(1000, step_s=0.050, max_slowdown=1.1), cost_model, 0, 0)
     assert budget.chunk(0, 5000, True) == 1000
 

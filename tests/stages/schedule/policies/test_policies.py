@@ -59,7 +59,7 @@ def test_a_lower_priority_takes_blocks_from_as_many_as_it_needs(depth: int) -> N
     bench.check_outputs()
 
 
-def test_nobody_is_put_back_for_one_that_does_not_fit_even_so() -> None:
+def test_no_row_is_preempted_for_a_sequence_that_would_not_fit_anyway() -> None:
     bench = Bench(config(num_blocks=12, policy="priority", prefix_caching=False), depth=1)
     bench.admit(range(100), max_tokens=8, priority=0)
     bench.admit(range(200, 220), max_tokens=8, priority=9)
@@ -87,7 +87,7 @@ def test_the_longest_prefix_in_the_cache_starts_first() -> None:
     bench.check_outputs()
 
 
-def test_nobody_is_passed_over_for_ever() -> None:
+def test_no_sequence_is_skipped_forever() -> None:
     bench = Bench(config(max_num_seqs=1, policy="longest-prefix-match"), depth=1)
     bench.admit(range(64), max_tokens=1)
     bench.run()

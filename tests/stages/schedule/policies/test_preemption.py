@@ -65,7 +65,7 @@ def test_auto_swaps_where_copies_are_cheap() -> None:
     assert bench.scheduler.load().num_blocks_swapped_out > 10
 
 
-def test_auto_computes_again_once_it_has_seen_that_copies_are_dear() -> None:
+def test_auto_recomputes_once_copies_were_measured_to_be_slow() -> None:
     bench = Bench(short_of_memory("auto"), depth=1, copy_s=SLOW_COPY_S)
     crowd(bench)
     bench.run()
@@ -116,7 +116,7 @@ def test_who_is_computed_again_comes_back_before_later_ones_that_are_swapped(num
     assert list(bench.finished) == sorted(bench.finished), "equal requests end in the order in which they came"
 
 
-def test_the_cheapest_to_bring_back_is_put_back_and_the_first_never_is() -> None:
+def test_the_cheapest_to_resume_is_preempted_and_the_first_never_is() -> None:
     bench = Bench(config(num_blocks=12, max_num_seqs=4, prefix_caching=False, max_num_batched_tokens=256), depth=1)
     bench.admit(range(60), max_tokens=30)  # crosses into a fifth block after the others have taken the last two
     bench.admit(range(100, 115), max_tokens=60)
