@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logprob_inputs import ScoreInputs
 
 ABI_VERSION = 6

@@ -57,7 +57,7 @@ class WaitForMasks final : public Op {
     std::atomic<bool> late_{false};
 };
 
-// What sampling reads of each sampled token: arrays over a step's samples (kernels/draw_inputs.py).
+// What sampling reads of each sampled token: arrays over a step's samples (kernels/sampling_inputs.py).
 struct Draws {
     const uint8_t* greedy;  // the largest logit as it is, and nothing else is wanted
     const float *temperature, *top_p, *min_p;
@@ -107,7 +107,7 @@ class Pick final : public Op {
     }
 
    private:
-    static constexpr float GREEDY_BELOW = 1e-5f;  // as in kernels/draw_inputs.py
+    static constexpr float GREEDY_BELOW = 1e-5f;  // as in kernels/sampling_inputs.py
 
     // The threads' best, left empty for the next step. Of equal logits the lowest id wins.
     int32_t take_best(int row) const {

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.draw import BLOCK
+from pipeline.kernels.triton.sample import BLOCK
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.threshold import (
     MAX_COLLECTED,

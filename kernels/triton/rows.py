@@ -24,7 +24,7 @@ class Field(IntEnum):
     NUM_STOPS = 3
     """Ids in `Rows.stops` that end the row."""
     TEMPERATURE = 4
-    """float32; below GREEDY_BELOW (kernels/draw_inputs.py) is greedy"""
+    """float32; below GREEDY_BELOW (kernels/sampling_inputs.py) is greedy"""
     TOP_P = 5
     """float32 in (0, 1]; 1 is off"""
     MIN_P = 6

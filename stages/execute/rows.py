@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.draw_inputs import GREEDY_BELOW, DrawInputs
+from pipeline.kernels.sampling_inputs import GREEDY_BELOW, DrawInputs
 from pipeline.kernels.logits_processors import SHAPING, Shaping
 from pipeline.kernels.logprob_inputs import NO_RECORD
 from pipeline.kernels.noise import draw_keys, sequence_key

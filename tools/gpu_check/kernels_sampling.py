@@ -78,7 +78,7 @@ def _cases(context: Context, kinds: Sequence[Row], *, filtered: bool) -> Iterato
 
 
 def _check(case: str, rows: Sequence[Row], vocab_size: int, scale: float, filtered: bool) -> Reading:
-    from pipeline.kernels.triton.draw import DrawScratch, draw
+    from pipeline.kernels.triton.sample import DrawScratch, draw
 
     num = len(rows)
     logits = gpu.random(num, num, vocab_size, scale=scale)

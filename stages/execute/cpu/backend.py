@@ -7,7 +7,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, native
 from pipeline.kernels.cpu.isa import Level, available
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model_folder import ModelConfig

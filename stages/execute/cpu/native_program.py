@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.matrix import Matrix, join
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs

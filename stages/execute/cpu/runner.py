@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.draw_inputs import NO_ID, DrawInputs
+from pipeline.kernels.sampling_inputs import NO_ID, DrawInputs
 from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step

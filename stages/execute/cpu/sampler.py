@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.draw_inputs import GREEDY_BELOW, NO_ID, DrawInputs
+from pipeline.kernels.sampling_inputs import GREEDY_BELOW, NO_ID, DrawInputs
 from pipeline.kernels.logits_processors import mask, shape
 from pipeline.kernels.logprobs import write_records
 from pipeline.kernels.noise import halves

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.logprobs import write_records
@@ -19,7 +19,7 @@ from pipeline.kernels.paged_attention import AttentionPlan
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.calls import Calls, Extent
+from pipeline.stages.execute.cpu.torch_calls import Calls, Extent
 from pipeline.stages.execute.cpu.program import (
     AttentionWeights,
     Linear,

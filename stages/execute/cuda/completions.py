@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from queue import SimpleQueue
 
-from pipeline.stages.execute.cuda.in_flight_step import Flight
+from pipeline.stages.execute.cuda.launched_step import Flight
 
 STOP_S = 10.0
 """Longest that `close` waits for the step that the thread waits for."""

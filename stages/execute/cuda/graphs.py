@@ -10,12 +10,12 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from pipeline.kernels.triton import draw
+from pipeline.kernels.triton import sample
 from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import Rows, StepArrays
 from pipeline.stages.execute.cuda.device import Calls, Device
 from pipeline.stages.execute.cuda.model import DeviceModel, Sums
-from pipeline.stages.execute.cuda.shapes import Shape
+from pipeline.stages.execute.cuda.step_shapes import Shape
 
 
 class Kind(Enum):
@@ -59,7 +59,7 @@ class Steps:
         self._stamps = ints(ends.STAMP_WORDS)
         self.drawn = ints(max_num_rows)
         self._result = ints(ends.STAMP_WORDS + 2 * max_num_rows)
-        self.scratch = draw.DrawScratch(max_num_rows, model.logits.shape[1], where)
+        self.scratch = sample.DrawScratch(max_num_rows, model.logits.shape[1], where)
         self._recorded: dict[tuple[Shape, Kind], Recorded] = {}
 
     @property
@@ -104,7 +104,7 @@ class Steps:
 
     def draw(self, logits: Tensor, step: StepArrays, *, filtered: bool) -> None:
         ids = self.drawn[: step.num_samples]
-        draw.draw(ids, logits, self._rows.params, step.sample_rows, self.scratch, filtered=filtered)
+        sample.draw(ids, logits, self._rows.params, step.sample_rows, self.scratch, filtered=filtered)
 
     def apply(self) -> None:
         """Make the changes of rows that the words hold, and nothing else."""

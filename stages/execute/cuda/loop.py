@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.completions import Completions
-from pipeline.stages.execute.cuda.in_flight_step import Flight
+from pipeline.stages.execute.cuda.launched_step import Flight
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.metrics import Counting
 from pipeline.stages.execute.publishing import Publisher, Times

@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.costs import Samples, costs_of, summarize, weight_bytes
 from pipeline.stages.execute.cuda.device import make_device
-from pipeline.stages.execute.cuda.in_flight_step import Flight
+from pipeline.stages.execute.cuda.launched_step import Flight
 from pipeline.stages.execute.cuda.launches import Launches, traced
 from pipeline.stages.execute.cuda.rates import Probe
 from pipeline.stages.execute.cuda.runner import CudaRunner

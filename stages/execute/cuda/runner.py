@@ -20,7 +20,7 @@ import torch
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.draw_inputs import NO_ID
+from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS
@@ -32,11 +32,11 @@ from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps
 from pipeline.stages.execute.cuda.host_transfer import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
-from pipeline.stages.execute.cuda.in_flight_step import BoolArray, Flight, Pooled
+from pipeline.stages.execute.cuda.launched_step import BoolArray, Flight, Pooled
 from pipeline.stages.execute.cuda.model import DeviceModel, Sums, allocate_kv
 from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
 from pipeline.stages.execute.cuda.sampling_extras import Masked, Wishes
-from pipeline.stages.execute.cuda.shapes import Shape, Shapes
+from pipeline.stages.execute.cuda.step_shapes import Shape, Shapes
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.kv import divide_swap, plan_device_kv

@@ -21,7 +21,7 @@ from pipeline.kernels.triton.logprobs import RecordScratch
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.graphs import Steps
-from pipeline.stages.execute.cuda.in_flight_step import Records
+from pipeline.stages.execute.cuda.launched_step import Records
 from pipeline.stages.execute.cuda.model import DeviceModel, Sums
 from pipeline.stages.execute.cuda.rows import DeviceRows
 from pipeline.stages.execute.cuda.staging import Batch

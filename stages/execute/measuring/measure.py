@@ -23,7 +23,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
 from pipeline.kernels.cpu.build import BuildError
 from pipeline.kernels.cpu.isa import Level, available, cpuinfo
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Matrix

@@ -16,7 +16,7 @@ import torch
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs

@@ -7,7 +7,7 @@ from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.kernels.triton import device_matrix as device_matrix_module
 from pipeline.kernels.triton.dequantize import widen_rows
 from pipeline.kernels.triton.device_matrix import DeviceMatrix, to_int4, to_int8
-from tests.kernels.triton.products import random
+from tests.kernels.triton.gemms import random
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])

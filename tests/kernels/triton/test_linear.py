@@ -6,7 +6,7 @@ import torch
 from pipeline.kernels.triton import linear as linear_module
 from pipeline.kernels.triton.linear import launch_product, linear, logits, num_parts, parts_dtype
 from pipeline.kernels.triton.tuned import Config
-from tests.kernels.triton.products import FORMATS, TOLERANCE, assert_near, device_matrix, poisoned, product, random
+from tests.kernels.triton.gemms import FORMATS, TOLERANCE, assert_near, device_matrix, poisoned, product, random
 
 
 def check(num_tokens: int, num_rows: int, num_columns: int, format: str, dtype: torch.dtype, *, biased: bool) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.triton.draw import BLOCK
+from pipeline.kernels.triton.sample import BLOCK
 from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
 from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.test_logprobs import expected

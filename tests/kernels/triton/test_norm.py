@@ -8,7 +8,7 @@ from pipeline.kernels.triton.linear import num_parts, parts_dtype
 from pipeline.kernels.triton.norm import add_norm, embed, take_norm
 from pipeline.kernels.triton.swiglu import silu_mul
 from pipeline.kernels.triton.tuned import Config
-from tests.kernels.triton.products import (
+from tests.kernels.triton.gemms import (
     FORMATS,
     TOLERANCE,
     assert_near,

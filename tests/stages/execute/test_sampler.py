@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logits_processors import bits_of, shape
 from pipeline.kernels.sample import probabilities_reference
 from pipeline.kernels.select import select

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.draw_inputs import DrawInputs
+from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logits_processors import bits_of
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.program import MasksLate

@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.kernels.triton.draw import DrawScratch, draw
+from pipeline.kernels.triton.sample import DrawScratch, draw
 from pipeline.kernels.triton.logits_processors import ShapeScratch, shape
 from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
 from pipeline.kernels.triton.rows import NUM_FIELDS

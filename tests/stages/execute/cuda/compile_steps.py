@@ -20,7 +20,7 @@ from pipeline.kernels.triton.rows import NUM_FIELDS, Rows
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.graphs import Kind, Steps
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
-from pipeline.stages.execute.cuda.shapes import Shapes
+from pipeline.stages.execute.cuda.step_shapes import Shapes
 from pipeline.stages.execute.models.registry import record_model
 from tests.kernels.triton.pretending import pretend
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B

@@ -11,7 +11,7 @@ import pytest
 from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cuda.in_flight_step import Flight
+from pipeline.stages.execute.cuda.launched_step import Flight
 from pipeline.stages.execute.cuda.loop import seconds_of
 from tests.rig import Rig
 from tests.stages.execute.cuda.conftest import on_cpu, on_device

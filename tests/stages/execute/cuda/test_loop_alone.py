@@ -18,7 +18,7 @@ from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda import loop as loops
 from pipeline.stages.execute.cuda.completions import Completions
-from pipeline.stages.execute.cuda.in_flight_step import Flight
+from pipeline.stages.execute.cuda.launched_step import Flight
 from pipeline.stages.execute.cuda.loop import PAUSE_S, TIMES, Loop
 from tests.stages.execute.driver import make_step, row_add
 

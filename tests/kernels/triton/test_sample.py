@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels import noise
-from pipeline.kernels.draw_inputs import NO_ID
+from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.noise import draw_keys, exponential, halves
 from pipeline.kernels.sample import probabilities_reference, sample
-from pipeline.kernels.triton.draw import BLOCK, DrawScratch, draw
+from pipeline.kernels.triton.sample import BLOCK, DrawScratch, draw
 from pipeline.kernels.triton.noise import draw_key, log_noise, noise_bits
 from tests.kernels.test_sample import assert_follows
 from tests.kernels.triton.params import Row, params_of
