@@ -1,6 +1,6 @@
 """A linear layer: `out = x @ weight.T + bias`, with sums in float32 at least.
 
-Two versions for the CPU. `linear` leaves the product to torch. `linear_widened` is for bfloat16 on processors without
+Two versions for the CPU. `linear` leaves the product to torch. `linear_upcast` is for bfloat16 on processors without
 bfloat16 instructions, where torch's own product of several rows is about eight times slower than float32: it widens
 the weight a tile at a time, so that the tile is still in the cache when it is multiplied.
 """
@@ -23,7 +23,7 @@ def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear_widened(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def linear_upcast(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """The same for bfloat16 weights, multiplied as float32 and rounded once at the end."""
     if len(x) <= FEW_ROWS:
         linear(out, x, weight, bias)

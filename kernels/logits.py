@@ -24,7 +24,7 @@ def logits(out: Tensor, x: Tensor, weight: Tensor) -> None:
     out.scatter_(1, largest, torch.bmm(candidates, x.float()[:, :, None])[:, :, 0])
 
 
-def logits_widened(out: Tensor, x: Tensor, weight: Tensor) -> None:
+def logits_upcast(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """The same for bfloat16 weights, multiplied as float32."""
     if len(x) <= FEW_ROWS:
         logits(out, x, weight)

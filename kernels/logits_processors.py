@@ -23,7 +23,7 @@ WordArray = np.ndarray[Any, np.dtype[np.uint32]]
 NO_IDS: IntArray = np.zeros(0, np.int32)
 NO_VALUES: FloatArray = np.zeros(0, np.float32)
 
-SHAPING = np.dtype(
+LOGITS_PROCESSORS = np.dtype(
     [
         ("repetition", "<f4"),
         ("presence", "<f4"),
@@ -41,11 +41,11 @@ SHAPING = np.dtype(
         ("num_runs", "<i4"),
     ]
 )
-"""`Shaping` of kernels/cpu/logits_processors.h: numbers, and addresses of what the Python one below holds."""
+"""`LogitsProcessors` of kernels/cpu/logits_processors.h: numbers, and addresses of what the Python one below holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shaping:
+class LogitsProcessors:
     """Ids are of the vocabulary, [V]."""
 
     ids: IntArray
@@ -67,7 +67,8 @@ class Shaping:
     min_tokens: int = 0
 
     def write(self, to: "np.ndarray[Any, Any]", place: int) -> None:
-        """Describe it to the CPU library in an array of `SHAPING`; that is good for as long as this is kept."""
+        """Describe it to the CPU library in an array of `LOGITS_PROCESSORS`; that is good for as long as this is
+        kept."""
         to[place] = (
             *(self.repetition, self.presence, self.frequency, self.num_prompt),
             self.ids.ctypes.data,
@@ -91,8 +92,8 @@ def bits_of(ids: IntArray, vocab_size: int) -> WordArray:
 
 
 def pack_runs(runs: Sequence[Sequence[int]], vocab_size: int) -> tuple[IntArray, int]:
-    """Bad words as `Shaping` has them, and how many. Those that can't come about, for they are empty or have ids
-    outside of the vocabulary, are left out."""
+    """Bad words as `LogitsProcessors` has them, and how many. Those that can't come about, for they are empty or have
+    ids outside of the vocabulary, are left out."""
     kept = [run for run in runs if run and min(run) >= 0 and max(run) < vocab_size]
     return np.array([number for run in kept for number in (len(run), *run)], np.int32), len(kept)
 
@@ -103,22 +104,26 @@ def mask(logits: Tensor, allowed: WordArray) -> None:
     logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
-def shape(logits: Tensor, shaping: Shaping, num_known: int, grammar: WordArray | None = None) -> None:
+def apply_logits_processors(
+    logits: Tensor, processors: LogitsProcessors, num_known: int, grammar: WordArray | None = None
+) -> None:
     """Change one row's logits [V] in place, by the first `num_known` ids of the row. `grammar` is what they were masked
     by: where it allows but an end, `min_tokens` does not forbid that."""
-    output = shaping.ids[shaping.num_prompt : num_known]
-    if shaping.allowed is not None:
-        mask(logits, shaping.allowed)
-    forbidden = forbidden_by(shaping.runs, shaping.num_runs, output)
-    if len(output) < shaping.min_tokens and (grammar is None or not allows_only(grammar, shaping.enders)):
-        forbidden += shaping.enders.tolist()
+    output = processors.ids[processors.num_prompt : num_known]
+    if processors.allowed is not None:
+        mask(logits, processors.allowed)
+    forbidden = forbidden_by(processors.runs, processors.num_runs, output)
+    if len(output) < processors.min_tokens and (grammar is None or not allows_only(grammar, processors.enders)):
+        forbidden += processors.enders.tolist()
     if forbidden:
         logits[torch.tensor(forbidden, device=logits.device)] = -torch.inf
-    if len(shaping.bias_ids):
-        logits[torch.from_numpy(shaping.bias_ids).long()] += torch.from_numpy(shaping.bias_values).to(logits.device)
-    if (shaping.repetition, shaping.presence, shaping.frequency) != (1, 0, 0):
-        known = torch.from_numpy(shaping.ids[:num_known]).to(logits.device)
-        penalize(logits, known, shaping.num_prompt, shaping.repetition, shaping.presence, shaping.frequency)
+    if len(processors.bias_ids):
+        logits[torch.from_numpy(processors.bias_ids).long()] += torch.from_numpy(processors.bias_values).to(
+            logits.device
+        )
+    if (processors.repetition, processors.presence, processors.frequency) != (1, 0, 0):
+        known = torch.from_numpy(processors.ids[:num_known]).to(logits.device)
+        penalize(logits, known, processors.num_prompt, processors.repetition, processors.presence, processors.frequency)
 
 
 def allows_only(grammar: WordArray, ids: IntArray) -> bool:

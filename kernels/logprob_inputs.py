@@ -14,11 +14,11 @@ FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 AddressArray = np.ndarray[Any, np.dtype[np.uint64]]
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
-NO_RECORD = -1
+NO_LOGPROBS = -1
 """The `num_top` of who wants none."""
 
 
-class RecordInputs:
+class LogprobInputs:
     """Shapes are [max_num_rows]. Arrays stay where they are; the memory for records is new in each step that has any,
     so that whoever took the last one's may keep it."""
 
@@ -32,7 +32,7 @@ class RecordInputs:
         """One behind the other."""
 
     def lay_out(self, num_top: IntArray) -> None:
-        """Make room for the records of these rows, `NO_RECORD` for those that have none."""
+        """Make room for the records of these rows, `NO_LOGPROBS` for those that have none."""
         num = len(num_top)
         self.widths = np.where(num_top >= 0, 4 + 8 * num_top.astype(np.int64), 0)
         ends = np.cumsum(self.widths)
@@ -47,7 +47,7 @@ class RecordInputs:
             self.widths, self.memory = self.widths[:0], self.memory[:0]
         self.addresses[:num] = 0
 
-    def parts(self, i: int) -> tuple[FloatArray, IntArray, FloatArray]:
+    def views(self, i: int) -> tuple[FloatArray, IntArray, FloatArray]:
         """A record to be written: logprob [1], ids [num_top], their logprobs [num_top]."""
         num_top, begin = int(self.num_top[i]), int(self.addresses[i]) - self.memory.ctypes.data
         words = self.memory[begin : begin + 4 + 8 * num_top].view(np.float32)
@@ -62,10 +62,10 @@ class ScoreInputs:
         self.places: LongArray = np.zeros(max_num_rows, np.int64)
         """Tokens of the last step, whose logits score the ids."""
         self.ids: IntArray = np.zeros(max_num_rows, np.int32)
-        self.records = RecordInputs(max_num_rows)
+        self.logprobs = LogprobInputs(max_num_rows)
 
     def fill(self, places: LongArray, ids: IntArray, num_top: IntArray) -> None:
         self.num = len(places)
         self.places[: self.num] = places
         self.ids[: self.num] = ids
-        self.records.lay_out(num_top)
+        self.logprobs.lay_out(num_top)

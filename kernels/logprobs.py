@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logprob_inputs import RecordInputs
+from pipeline.kernels.logprob_inputs import LogprobInputs
 from pipeline.kernels.step_inputs import IntArray
 
 
@@ -32,15 +32,15 @@ def likeliest(logits: Tensor, num: int) -> Tensor:
     return candidates[order][:num]
 
 
-def write_records(logits: Tensor, ids: IntArray, records: RecordInputs) -> None:
+def write_logprobs(logits: Tensor, ids: IntArray, logprobs: LogprobInputs) -> None:
     """Leave the records that are asked for: logits [N, V]; ids [N], of which those below 0 have none."""
-    asking = np.flatnonzero((records.addresses[: len(ids)] != 0) & (ids >= 0))
+    asking = np.flatnonzero((logprobs.addresses[: len(ids)] != 0) & (ids >= 0))
     if not len(asking):
         return
     rows = logits[torch.from_numpy(asking).to(logits.device)]
     values = log_softmax(rows).float().cpu()
     for place, i in enumerate(asking.tolist()):
-        logprob, top_ids, top_logprobs = records.parts(i)
+        logprob, top_ids, top_logprobs = logprobs.views(i)
         num = min(len(top_ids), rows.shape[1])
         top = likeliest(rows[place], num).cpu()
         logprob[0] = values[place, ids[i]]

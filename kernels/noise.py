@@ -35,7 +35,7 @@ def sequence_key(seed: int, index: int) -> int:
     return splitmix64(splitmix64(seed) ^ index)
 
 
-def draw_keys(keys: KeyArray, positions: "np.ndarray[Any, Any]") -> KeyArray:
+def noise_keys(keys: KeyArray, positions: "np.ndarray[Any, Any]") -> KeyArray:
     """One draw's key for each of `keys` [N] at `positions` [N]. Returns [N] u64."""
     with np.errstate(over="ignore"):
         z = (keys ^ positions.astype(np.uint64)) + np.uint64(_GOLDEN)

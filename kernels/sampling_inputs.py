@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processors import Shaping, WordArray, num_words
-from pipeline.kernels.logprob_inputs import AddressArray, FloatArray, RecordInputs
+from pipeline.kernels.logits_processors import LogitsProcessors, WordArray, num_words
+from pipeline.kernels.logprob_inputs import AddressArray, FloatArray, LogprobInputs
 from pipeline.kernels.step_inputs import IntArray, LongArray
 
 GREEDY_BELOW = 1e-5
@@ -21,7 +21,7 @@ NO_ID = -1
 NO_PLACES: LongArray = np.zeros(0, np.int64)
 
 
-class DrawInputs:
+class SamplingInputs:
     """How each id of a step is drawn. Shapes are [max_num_rows]; `mask_words` is memory for masks where another process
     writes them."""
 
@@ -34,8 +34,9 @@ class DrawInputs:
         self.top_k: IntArray = np.zeros(max_num_rows, np.int32)
         self.keys: AddressArray = np.zeros(max_num_rows, np.uint64)
         """Noise of this draw, see kernels/noise.py."""
-        self.shapings: AddressArray = np.zeros(max_num_rows, np.uint64)
-        """Address of the row's `SHAPING` (kernels/logits_processors.py); 0 where its logits are taken as they are."""
+        self.logits_processors: AddressArray = np.zeros(max_num_rows, np.uint64)
+        """Address of the row's `LOGITS_PROCESSORS` (kernels/logits_processors.py); 0 where its logits are taken as they
+        are."""
         self.num_known: IntArray = np.zeros(max_num_rows, np.int32)
         """Ids of the row; read where it is shaped."""
         self.masks: AddressArray = np.zeros(max_num_rows, np.uint64)
@@ -48,12 +49,12 @@ class DrawInputs:
         """Places of the step's sampled tokens that a grammar masks."""
         self.ids: IntArray = np.zeros(max_num_rows, np.int32)
         """Where a step leaves what it drew; `NO_ID` where nothing could be."""
-        self.records = RecordInputs(max_num_rows)
+        self.logprobs = LogprobInputs(max_num_rows)
         self.keeps_logits = False
         """Nothing is `greedy`, for all logits are wanted."""
         self.rows: IntArray = np.zeros(0, np.int32)
         """Whose tokens they are, as the next has them."""
-        self.row_shapings: Sequence[Shaping | None] = ()
+        self.row_logits_processors: Sequence[LogitsProcessors | None] = ()
         assert self.mask_words.shape == shape and self.mask_words.flags.c_contiguous
         self._mask_addresses: AddressArray = (
             self.mask_words.ctypes.data + np.arange(max_num_rows, dtype=np.uint64) * self.mask_words.strides[0]
@@ -70,6 +71,6 @@ class DrawInputs:
         self.masks[:num] = 0
         self.masked = NO_PLACES
 
-    def shaping(self, i: int) -> Shaping | None:
-        """What the address in `shapings` stands for."""
-        return self.row_shapings[self.rows[i]] if self.shapings[i] else None
+    def row_processors(self, i: int) -> LogitsProcessors | None:
+        """What the address in `logits_processors` stands for."""
+        return self.row_logits_processors[self.rows[i]] if self.logits_processors[i] else None

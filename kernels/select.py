@@ -41,17 +41,17 @@ def select(device: str, dtype: torch.dtype) -> Ops:
     """The best functions for a device and a dtype on this machine. Raises ValueError for a device we have none for."""
     if device != "cpu":
         raise ValueError(f"no kernels for device {device!r}")
-    widen = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    upcast = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return Ops(
-        name="torch, widened" if widen else "torch",
+        name="torch, widened" if upcast else "torch",
         device=device,
         dtype=dtype,
         take_rows=take_rows.take_rows,
         rms_norm=rms_norm.rms_norm,
         add=rms_norm.add,
         head_norm=rotary.head_norm,
-        linear=linear.linear_widened if widen else linear.linear,
-        logits=logits.logits_widened if widen else logits.logits,
+        linear=linear.linear_upcast if upcast else linear.linear,
+        logits=logits.logits_upcast if upcast else logits.logits,
         rotary_angles=rotary.rotary_angles,
         rotary_write=rotary.rotary_write,
         attention_plan=AttentionPlan,

@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.kernels.cpu import isa
-from pipeline.kernels.cpu.isa import Level
+from pipeline.kernels.cpu import isa as cpu_isa
+from pipeline.kernels.cpu.isa import Isa
 
 PROGRAM = Path(__file__).parent / "program.cpp"
 
@@ -42,14 +42,14 @@ FLAGS = (
     # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
 )
-_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512", "-DLEVEL_AVX512")
-LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512", "-DISA_AVX512")
+ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16", "-DDOT_BF16"),
     "avx512": _AVX512_FLAGS,
-    "avx2": ("-mavx2", "-mfma", "-mf16c", "-DLEVEL_AVX2"),
-    "portable": ("-DLEVEL_PORTABLE",),
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-DISA_AVX2"),
+    "portable": ("-DISA_PORTABLE",),
 }
-EMULATED_FLAGS = ("-DLEVEL_AVX512", "-DDOT_BF16", "-DEMULATE")
+EMULATED_FLAGS = ("-DISA_AVX512", "-DDOT_BF16", "-DEMULATE")
 TUNED_MACHINES = ("x86_64", "aarch64")
 """Where both compilers know -mtune=native."""
 
@@ -81,9 +81,9 @@ class Compiler:
     version: str
     """All that it says of itself."""
 
-    def options(self, level: Level, emulate: bool) -> tuple[str, ...]:
+    def options(self, isa: Isa, emulate: bool) -> tuple[str, ...]:
         """What a level is compiled with."""
-        chosen = EMULATED_FLAGS if emulate else LEVEL_FLAGS[level]
+        chosen = EMULATED_FLAGS if emulate else ISA_FLAGS[isa]
         tuned = ("-mtune=native",) if platform.machine() in TUNED_MACHINES else ()
         # GCC makes statics of templates the same object in every library of a process, so that libraries of two
         # levels would share them; and GCC 12 takes its own AVX-512 headers for unsafe. Clang does neither, and does not
@@ -97,7 +97,7 @@ class Compiler:
 
 
 def build(
-    level: Level,
+    isa: Isa,
     say: Callable[[str], None],
     source: Path = PROGRAM,
     *,
@@ -117,12 +117,12 @@ def build(
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
     had, and ValueError for `emulate` with a level that has nothing to emulate.
     """
-    if emulate and level != "avx512_bf16":
-        raise ValueError(f"there is nothing to emulate at level {level}")
+    if emulate and isa != "avx512_bf16":
+        raise ValueError(f"there is nothing to emulate at level {isa}")
     compiler = find_compiler()
-    options = compiler.options(level, emulate)
+    options = compiler.options(isa, emulate)
     folder = (default_cache_root() if cache_root is None else cache_root.absolute()) / "kernels"
-    library = folder / f"{_key(source, level, compiler, options)}.so"
+    library = folder / f"{_key(source, isa, compiler, options)}.so"
     if _is_usable(library):
         return library
     try:
@@ -132,9 +132,9 @@ def build(
                 return library
             library.unlink(missing_ok=True)
             _remove_partials(folder)
-            say(f"compiling {what} ({level}{', emulated' if emulate else ''}), once: about {about_s} s")
+            say(f"compiling {what} ({isa}{', emulated' if emulate else ''}), once: about {about_s} s")
             start = time.monotonic()
-            _compile(compiler, options, source, level, library, timeout_s)
+            _compile(compiler, options, source, isa, library, timeout_s)
             say(f"compiled {what} in {time.monotonic() - start:.1f} s")
             _remove_oldest(folder)
     except OSError as error:
@@ -180,15 +180,15 @@ def find_compiler() -> Compiler:
     return Compiler(command, said)
 
 
-def _key(source: Path, level: Level, compiler: Compiler, options: tuple[str, ...]) -> str:
+def _key(source: Path, isa: Isa, compiler: Compiler, options: tuple[str, ...]) -> str:
     """A name for the machine code: readable, then a digest of all that it depends on."""
     files = [source, *sorted(source.parent.glob("*.h"))]
     parts = [
         [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files],
         [*compiler.command, compiler.version, *options],
-        isa.identity(platform.machine(), isa.cpuinfo()),
+        cpu_isa.identity(platform.machine(), cpu_isa.cpuinfo()),
     ]
-    return f"{source.stem}-{level}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
+    return f"{source.stem}-{isa}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
 
 
 def _is_usable(library: Path) -> bool:
@@ -207,7 +207,7 @@ def _is_usable(library: Path) -> bool:
 
 
 def _compile(
-    compiler: Compiler, options: tuple[str, ...], source: Path, level: Level, library: Path, timeout_s: float
+    compiler: Compiler, options: tuple[str, ...], source: Path, isa: Isa, library: Path, timeout_s: float
 ) -> None:
     """Make `library`, whole or not at all. What the compiler says, if anything, is left in a .log beside it."""
     log = library.with_suffix(".log")
@@ -216,7 +216,7 @@ def _compile(
         made = partial / "library.so"
         code, said = _run((compiler.command[0], *options, str(source.absolute()), "-o", str(made)), timeout_s, partial)
         _write_log(log, said)
-        failed = f"{compiler.command[0]} could not compile {source.name} for {level}: "
+        failed = f"{compiler.command[0]} could not compile {source.name} for {isa}: "
         all_of_it = f"; all it said is in {log}" if said else ""
         if code is None:
             raise CompileError(f"{failed}it was ended after {timeout_s:.0f} s{all_of_it}")
@@ -226,7 +226,7 @@ def _compile(
         try:
             ctypes.CDLL(str(made))
         except OSError as error:
-            raise CompileError(f"{source.name} was compiled for {level}, but can't be loaded: {error}") from error
+            raise CompileError(f"{source.name} was compiled for {isa}, but can't be loaded: {error}") from error
         made.replace(library)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

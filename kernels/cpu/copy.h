@@ -23,10 +23,10 @@ struct Blocks {
 
 // Copies sources[i] to targets[i], for one i after the other. A thread makes all copies of the same few bytes of every
 // block, in their order: so a block that was copied from may be copied to by a later one, and nobody waits for another.
-inline void copy_blocks_of(Team& team, const Blocks& blocks, const int32_t* sources, const int32_t* targets, int count) {
+inline void copy_blocks_of(ThreadPool& thread_pool, const Blocks& blocks, const int32_t* sources, const int32_t* targets, int count) {
     constexpr size_t part = 16 << 10;
     const int parts = int((blocks.layer_bytes + part - 1) / part);
-    team.each(blocks.num_layers * parts, [&](int tile) {
+    thread_pool.each(blocks.num_layers * parts, [&](int tile) {
         const int layer = tile / parts;
         const size_t begin = size_t(tile % parts) * part;
         const size_t left = blocks.layer_bytes - begin, bytes = left < part ? left : part;

@@ -215,7 +215,7 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
             vi weights[P][VECTORS];
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++)
-                    weights[p][v] = widen_bytes(
+                    weights[p][v] = sign_extend_bytes(
                         reinterpret_cast<const int8_t*>(panel + p * panel_bytes + j * 2 * PANEL + v * 2 * LANES));
             for (int r = 0; r < R; r++) {
                 const vi pair = load<int32_t>(words[r] + 2 * j) - vi{};
@@ -239,9 +239,9 @@ INLINE void multiply_8(const Rows& rows, int first_row, const uint8_t* panel, si
 // --- any format -------------------------------------------------------------------------------------------------------
 
 // Rows at once: as many as leave their accumulators in registers.
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
 constexpr int MOST_ROWS = 12, MOST_ROWS_8 = 6, MOST_ROWS_4 = 6;
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
 constexpr int MOST_ROWS = 6, MOST_ROWS_8 = 3, MOST_ROWS_4 = 4;
 #else
 constexpr int MOST_ROWS = 4, MOST_ROWS_8 = 2, MOST_ROWS_4 = 2;

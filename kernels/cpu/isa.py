@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-Level = Literal["avx512_bf16", "avx512", "avx2", "portable"]
+Isa = Literal["avx512_bf16", "avx512", "avx2", "portable"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -17,7 +17,7 @@ _AVX2 = frozenset({"avx2", "f16c", "fma"})
 _X86_64_V3 = _AVX2 | {"abm", "bmi1", "bmi2", "movbe", "xsave"}
 _X86_64_V4 = _X86_64_V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
-NEEDED: dict[Level, frozenset[str]] = {
+NEEDED: dict[Isa, frozenset[str]] = {
     "avx512_bf16": _X86_64_V4 | {"avx512_vnni", "avx512_bf16"},
     "avx512": _X86_64_V4 | {"avx512_vnni"},
     "avx2": _AVX2,
@@ -26,23 +26,23 @@ NEEDED: dict[Level, frozenset[str]] = {
 """Best first. For each level every flag, as Linux names it, that the compiler is allowed to count on."""
 
 
-def available(environ: Mapping[str, str] = os.environ) -> list[Level]:
+def available(environ: Mapping[str, str] = os.environ) -> list[Isa]:
     """The levels that this CPU and this system can run, best first, none better than PIPELINE_MAX_ISA.
 
     Raises ValueError if that variable does not name a level.
     """
-    levels = runnable(platform.machine(), cpuinfo())
+    isas = runnable(platform.machine(), cpuinfo())
     name = environ.get(MAX_ISA, "")
     if not name:
-        return levels
+        return isas
     best_first = list(NEEDED)
     if name not in best_first:
         raise ValueError(f"{MAX_ISA} is {name!r}; it must be one of {', '.join(best_first)}")
     allowed = best_first[best_first.index(name) :]
-    return [level for level in levels if level in allowed]
+    return [isa for isa in isas if isa in allowed]
 
 
-def runnable(machine: str, cpuinfo: str) -> list[Level]:
+def runnable(machine: str, cpuinfo: str) -> list[Isa]:
     """The levels that a machine can run, best first, from its name (as of `uname -m`) and its /proc/cpuinfo.
 
     Linux leaves out the flags of registers that it does not save, so a flag says that both CPU and system can.
@@ -50,7 +50,7 @@ def runnable(machine: str, cpuinfo: str) -> list[Level]:
     if machine != "x86_64":
         return ["portable"]
     flags = frozenset(_field(cpuinfo, "flags").split())
-    return [level for level, needed in NEEDED.items() if needed <= flags]
+    return [isa for isa, needed in NEEDED.items() if needed <= flags]
 
 
 def identity(machine: str, cpuinfo: str) -> str:

@@ -5,9 +5,9 @@
 #include "step.h"
 
 // A tile is `panels_` panels of outputs, for all rows. Derived ops say what becomes of a tile's rows.
-class Product : public Op {
+class Gemm : public Op {
    public:
-    Product(const char* name, Rows in, const Matrix& matrix, int panels)
+    Gemm(const char* name, Rows in, const Matrix& matrix, int panels)
         : Op(name), in_(in), matrix_(matrix), panels_(panels) {}
 
     int tiles(const Step& step) const override {
@@ -52,10 +52,10 @@ class Product : public Op {
 };
 
 // residual += in x matrix
-class LinearAdd final : public Product {
+class LinearAdd final : public Gemm {
    public:
     LinearAdd(float* residual, Rows in, const Matrix& matrix, int width)
-        : Product("linear_add", in, matrix, 2), residual_(residual), width_(width) {}
+        : Gemm("linear_add", in, matrix, 2), residual_(residual), width_(width) {}
 
    private:
     void finish(const Step&, int row, int column, int width, float* values, const Scratch&) override {
@@ -69,11 +69,11 @@ class LinearAdd final : public Product {
 };
 
 // out = silu(in x gate) * (in x up). A panel holds eight outputs of gate and the eight of up beside them.
-class GateUp final : public Product {
+class Swiglu final : public Gemm {
    public:
     // `out` is plain activations; with `floats`, float32 at every level.
-    GateUp(Rows out, bool floats, Rows in, const Matrix& matrix)
-        : Product("gate_up", in, matrix, 4), out_(out), floats_(floats) {}
+    Swiglu(Rows out, bool floats, Rows in, const Matrix& matrix)
+        : Gemm("swiglu", in, matrix, 4), out_(out), floats_(floats) {}
 
    private:
     void finish(const Step&, int row, int column, int width, float* values, const Scratch&) override {
@@ -120,11 +120,11 @@ struct HeadNorms {
 //
 // The numbers of a head of queries or keys come in another order, the same for both, so that their products stay what
 // they were: in a panel, eight of the first half and the eight of the second half that they turn with.
-class Qkv final : public Product {
+class Qkv final : public Gemm {
    public:
     Qkv(float* queries, Rows in, const Matrix& matrix, int num_heads, const KV& kv, const float* cos, const float* sin,
         const HeadNorms& norms)
-        : Product("qkv", in, matrix, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
+        : Gemm("qkv", in, matrix, kv.head_dim / PANEL), queries_(queries), num_heads_(num_heads), kv_(kv),
           cos_(cos), sin_(sin), norms_(norms), scale_(1.0f / std::sqrt(float(kv.head_dim))) {}
 
    private:
@@ -184,11 +184,11 @@ constexpr Best NO_BEST = {-INFINITY, -1};
 
 // Logits of the sampled tokens. Of a row that is greedy and nothing else only the largest is kept; others are written.
 // `greedy` may be null, where none is.
-class Head final : public Product {
+class Head final : public Gemm {
    public:
     Head(float* logits, Best* best, int max_samples, Rows in, const Matrix& matrix, int vocab_size,
          const uint8_t* greedy)
-        : Product("head", in, matrix, 4), logits_(logits), best_(best), max_samples_(max_samples),
+        : Gemm("head", in, matrix, 4), logits_(logits), best_(best), max_samples_(max_samples),
           vocab_size_(vocab_size), greedy_(greedy) {}
 
    private:

@@ -5,8 +5,8 @@
 
 #include "vec.h"
 
-// Of one row, for as long as it runs; `SHAPING` in kernels/logits_processors.py. Ids are of the vocabulary.
-struct Shaping {
+// Of one row, for as long as it runs; `LOGITS_PROCESSORS` in kernels/logits_processors.py. Ids are of the vocabulary.
+struct LogitsProcessors {
     float repetition, presence, frequency;
     int32_t num_prompt;
     const int32_t* ids;       // of the row: the prompt's, then the output's
@@ -83,7 +83,7 @@ static inline bool allows_only(const uint32_t* grammar, int vocab, const int32_t
 
 // Change a row's logits [vocab] in place, by its first `num_known` ids. `memory` is of sample_scratch_bytes. `grammar`
 // is what the row was masked by, or null: where it allows but an end, min_tokens does not forbid that.
-static inline void shape(float* logits, int vocab, const Shaping& s, int num_known, uint8_t* memory,
+static inline void apply_logits_processors(float* logits, int vocab, const LogitsProcessors& s, int num_known, uint8_t* memory,
                          const uint32_t* grammar = nullptr) {
     const int num_output = num_known - s.num_prompt;
     if (s.allowed) mask(logits, vocab, s.allowed);

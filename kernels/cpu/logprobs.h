@@ -10,7 +10,7 @@ namespace sampling {
 
 // The `num` likeliest ids of all, likeliest first, of equal ones the lowest first; NaN counts as -inf. Only what is
 // found is sorted.
-static inline void find_top(const Row& row, const float* logits, int num, const Memory& memory, int32_t* out) {
+static inline void find_top(const Row& row, const float* logits, int num, const SamplingScratch& memory, int32_t* out) {
     const auto value = [=](int32_t id) { return logits[id] > -INFINITY ? logits[id] : -INFINITY; };
     const auto likelier = [=](int32_t a, int32_t b) {
         return value(a) > value(b) || (value(a) == value(b) && a < b);
@@ -45,12 +45,12 @@ static inline void find_top(const Row& row, const float* logits, int num, const 
 
 // Write the record of an id: the natural logarithm of its probability by the softmax of logits [vocab]; the `num_top`
 // likeliest ids; their logarithms. `out` is aligned to 4 and has room for all of it. Behind the last id of the
-// vocabulary come -1 with -inf. Sums are those of draws, so a record is the same at every level. Where the largest logit
+// vocabulary come -1 with -inf. Sums are those of inputs, so a record is the same at every level. Where the largest logit
 // is infinite, the logarithm is 0 for its ids and -inf for others; never NaN. `memory` is of sample_scratch_bytes.
-static inline void write_record(const float* logits, int vocab, int32_t id, int num_top, uint8_t* out,
+static inline void write_logprobs(const float* logits, int vocab, int32_t id, int num_top, uint8_t* out,
                                 uint8_t* scratch) {
     using namespace sampling;
-    const Memory memory(scratch, vocab);
+    const SamplingScratch memory(scratch, vocab);
     const Row row(logits, vocab, memory);
     const bool finite = std::isfinite(row.top);
     const double log_total = finite ? std::log(weigh(row, Softmax(row.top, 1), LOWEST, memory.sums)) : 0;

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling_inputs import SamplingInputs
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """Of `program.cpp`; raised with every change of its interface."""
 
 PANEL = 16
@@ -112,49 +112,49 @@ class HeadNorms(Structure):
 class MaskTicket(Structure):
     """`MaskTicket` in sampler.h."""
 
-    _fields_ = (("word", c_void_p), ("wanted", c_uint32), ("timeout_ms", c_int32))
+    _fields_ = (("word", c_void_p), ("expected", c_uint32), ("timeout_ms", c_int32))
 
 
-DRAW_ARRAYS = (
+SAMPLING_ARRAYS = (
     "greedy",
     "temperature",
     "top_p",
     "min_p",
     "top_k",
     "keys",
-    "shapings",
+    "logits_processors",
     "num_known",
     "masks",
     "ids",
 )
 
 
-class DrawArrays(Structure):
-    """`Draws` in sampler.h: addresses of the arrays of `DrawInputs`, and of its records."""
+class SamplingArrays(Structure):
+    """`Draws` in sampler.h: addresses of the arrays of `SamplingInputs`, and of its records."""
 
-    _fields_ = tuple((name, c_void_p) for name in (*DRAW_ARRAYS, "num_top", "records"))
+    _fields_ = tuple((name, c_void_p) for name in (*SAMPLING_ARRAYS, "num_top", "logprobs"))
 
     @classmethod
-    def of(cls, draws: DrawInputs) -> Self:
-        records = draws.records.num_top.ctypes.data, draws.records.addresses.ctypes.data
-        return cls(*(getattr(draws, name).ctypes.data for name in DRAW_ARRAYS), *records)
+    def of(cls, sampling_inputs: SamplingInputs) -> Self:
+        logprobs = sampling_inputs.logprobs.num_top.ctypes.data, sampling_inputs.logprobs.addresses.ctypes.data
+        return cls(*(getattr(sampling_inputs, name).ctypes.data for name in SAMPLING_ARRAYS), *logprobs)
 
 
 class ScoreArrays(Structure):
     """`Scores` in sampler.h: addresses of the arrays of `ScoreInputs`."""
 
-    _fields_ = (("ids", c_void_p), ("num_top", c_void_p), ("records", c_void_p))
+    _fields_ = (("ids", c_void_p), ("num_top", c_void_p), ("logprobs", c_void_p))
 
     @classmethod
     def of(cls, scores: ScoreInputs) -> Self:
-        records = scores.records
-        return cls(scores.ids.ctypes.data, records.num_top.ctypes.data, records.addresses.ctypes.data)
+        logprobs = scores.logprobs
+        return cls(scores.ids.ctypes.data, logprobs.num_top.ctypes.data, logprobs.addresses.ctypes.data)
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "abi_version": (c_int, []),
-    "team_new": (c_void_p, [c_int, c_int]),
-    "team_delete": (None, [c_void_p]),
+    "thread_pool_new": (c_void_p, [c_int, c_int]),
+    "thread_pool_delete": (None, [c_void_p]),
     "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
     "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p]),
     "clear": (None, [c_void_p, c_void_p, c_size_t]),
@@ -176,10 +176,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
     "program_attention": (None, [c_void_p, Rows, c_int, c_void_p, POINTER(LayerMemory), c_void_p]),
     "program_linear_add": (None, [c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int]),
-    "program_gate_up": (None, [c_void_p, Rows, c_int, Rows, POINTER(PackedMatrix)]),
-    "program_pick": (
+    "program_swiglu": (None, [c_void_p, Rows, c_int, Rows, POINTER(PackedMatrix)]),
+    "program_sample": (
         None,
-        [c_void_p, Rows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(MaskTicket), POINTER(DrawArrays)],
+        [c_void_p, Rows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(MaskTicket), POINTER(SamplingArrays)],
     ),
     "program_score": (
         None,
@@ -208,13 +208,13 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-class Team:
+class ThreadPool:
     """The threads that compute. Closed by whoever made it, after the last program."""
 
     def __init__(self, library: ctypes.CDLL, size: int, spins: int = SPINS) -> None:
         self.library = library
         self.size = size
-        self.handle = library.team_new(size, spins)
+        self.handle = library.thread_pool_new(size, spins)
 
     def allocate(self, num_bytes: int) -> ByteArray:
         """Zeroed memory that begins at a page, in huge pages where the system gives them. All of it is written here:
@@ -228,5 +228,5 @@ class Team:
 
     def close(self) -> None:
         if self.handle:
-            self.library.team_delete(self.handle)
+            self.library.thread_pool_delete(self.handle)
             self.handle = None

@@ -18,7 +18,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int CHAINS = 12;  // Sums that don't wait for each other: more than any CPU has products under way.
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
 constexpr int CODE_CHAINS = CHAINS;
 #else
 constexpr int CODE_CHAINS = 8;  // Their sums wait for a mere addition, and GCC wants a register for each product too.
@@ -116,7 +116,7 @@ float multiply_bf16() {
 float multiply_codes() {
     vu a = vu{} + 0x01010101u, b = a;
     vi chains[CODE_CHAINS] = {}, total{};
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
     constexpr int AT_ONCE = ROUNDS;
 #else
     constexpr int AT_ONCE = 8;  // as many as fit into the sums of 16 bits; then they are widened, as the kernels do

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.kernels.cpu.build import build
-from pipeline.kernels.cpu.isa import Level
+from pipeline.kernels.cpu.isa import Isa
 
 SOURCE = Path(__file__).parent / "peaks.cpp"
 CPUS = Path("/sys/devices/system/cpu")
@@ -24,7 +24,7 @@ PIECE_BYTES = 1 << 20
 class Peaks:
     """What a number of threads reach together at a level: medians of short runs."""
 
-    level: Level
+    isa: Isa
     num_threads: int
     read_bytes_per_s: float
     """Reading memory far larger than the caches, in huge pages where the system has them."""
@@ -39,16 +39,16 @@ class Peaks:
 
 
 def measure(
-    level: Level, num_threads: int, seconds: float, say: Callable[[str], None], *, cache_root: Path | None = None
+    isa: Isa, num_threads: int, seconds: float, say: Callable[[str], None], *, cache_root: Path | None = None
 ) -> Peaks:
     """Measure this machine for about `seconds`, after the measurement has been compiled.
 
-    `level` is one of those that are available here, `cache_root` as for `build`. Raises BuildError as `build` does,
+    `isa` is one of those that are available here, `cache_root` as for `build`. Raises BuildError as `build` does,
     ValueError for num_threads < 1 or seconds <= 0, and OSError where memory or threads are not to be had.
     """
     if num_threads < 1 or seconds <= 0:
         raise ValueError(f"nothing can be measured with {num_threads} threads in {seconds} s")
-    library = _load(build(level, say, SOURCE, cache_root=cache_root, what="the measurement of peaks", about_s=2))
+    library = _load(build(isa, say, SOURCE, cache_root=cache_root, what="the measurement of peaks", about_s=2))
     num_bytes = max(buffer_bytes(cache_bytes(), _free_bytes()), num_threads * PIECE_BYTES)
     buffer = library.peak_open(num_bytes, num_threads)
     if buffer is None:
@@ -69,7 +69,7 @@ def measure(
         library.peak_close(buffer, num_bytes)
     if any(rate < 0 for rates in rounds for rate in rates):
         raise OSError(f"{num_threads} threads to measure with are not to be had")
-    return Peaks(level, num_threads, *(statistics.median(rates) for rates in zip(*rounds, strict=True)))
+    return Peaks(isa, num_threads, *(statistics.median(rates) for rates in zip(*rounds, strict=True)))
 
 
 def buffer_bytes(cache_bytes: int, free_bytes: int) -> int:

@@ -35,8 +35,8 @@ struct Aligned {
 
 class Program final : public Job {
    public:
-    Program(Team& team, const Step& step) : team_(team), step_(step) {}
-    ~Program() override { team_.settle(); }
+    Program(ThreadPool& thread_pool, const Step& step) : thread_pool_(thread_pool), step_(step) {}
+    ~Program() override { thread_pool_.settle(); }
 
     template <class O, class... Args>
     O& add(Args&&... args) {
@@ -49,7 +49,7 @@ class Program final : public Job {
 
     // Seconds of each op where `seconds` is given. Returns 0, or the first status that an op ends with.
     int run(int tokens, int rows, int samples, double* seconds) {
-        while (memory_.size() < size_t(team_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
+        while (memory_.size() < size_t(thread_pool_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
         if (progress_.size() != ops_.size()) progress_ = std::vector<Progress>(ops_.size());
         // Progress first: who is late in the last step must not take this one's sizes for its own. It may read them while
         // they are written; whatever number of tiles it makes of them, its exchange fails.
@@ -63,7 +63,7 @@ class Program final : public Job {
         status_ = 0;
         const int64_t began = nanoseconds();
         number_.store(number);
-        team_.start(this);
+        thread_pool_.start(this);
         work(0);
         if (seconds) read_times(began, seconds);
         return status_;
@@ -91,7 +91,7 @@ class Program final : public Job {
                 }
                 taken = progress.taken.load();
             }
-            team_.wait([&] { return progress.done.load() >= all; }, finished_);
+            thread_pool_.wait([&] { return progress.done.load() >= all; }, finished_);
             if (progress.done.load() != all) return;  // of a later step
             if (const int status = op.status()) {
                 if (!thread) status_ = status;
@@ -107,7 +107,7 @@ class Program final : public Job {
         return ops_[op]->cost(step);
     }
 
-    Team& team() { return team_; }
+    ThreadPool& thread_pool() { return thread_pool_; }
     int size() const { return int(ops_.size()); }
     const char* name(int op) const { return ops_[op]->name; }
     float* best(size_t bytes) {
@@ -134,7 +134,7 @@ class Program final : public Job {
         }
     }
 
-    Team& team_;
+    ThreadPool& thread_pool_;
     Step step_;
     std::vector<std::unique_ptr<Op>> ops_;
     std::vector<Progress> progress_;
@@ -150,33 +150,33 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 6; }
+int abi_version() { return 7; }
 
 // --- threads
 
-Team* team_new(int size, int spins) { return new Team(size, spins); }
-void team_delete(Team* team) { delete team; }
+ThreadPool* thread_pool_new(int size, int spins) { return new ThreadPool(size, spins); }
+void thread_pool_delete(ThreadPool* thread_pool) { delete thread_pool; }
 
 // --- weights
 
 size_t panel_bytes(const Matrix* matrix) { return matrix->panel_bytes(); }
 
 // Output n is the row at rows[n] (pack.h says how rows lie there), or zeros where that is null.
-void pack(Team* team, const Matrix* matrix, uint8_t* panels, const uint8_t* const* rows) {
-    team->each(matrix->columns / PANEL, [=](int panel) { pack_panel(*matrix, panels, rows, panel); });
+void pack(ThreadPool* thread_pool, const Matrix* matrix, uint8_t* panels, const uint8_t* const* rows) {
+    thread_pool->each(matrix->columns / PANEL, [=](int panel) { pack_panel(*matrix, panels, rows, panel); });
 }
 
 // Writes zeros to `bytes` of memory that may never have been touched.
-void clear(Team* team, uint8_t* memory, size_t bytes) {
+void clear(ThreadPool* thread_pool, uint8_t* memory, size_t bytes) {
     constexpr size_t part = 2 << 20;
-    team->each(int((bytes + part - 1) / part),
+    thread_pool->each(int((bytes + part - 1) / part),
                [=](int i) { memset(memory + i * part, 0, std::min(part, bytes - i * part)); });
 }
 
 // --- KV memory
 
-void copy_blocks(Team* team, const Blocks* blocks, const int32_t* sources, const int32_t* targets, int count) {
-    copy_blocks_of(*team, *blocks, sources, targets, count);
+void copy_blocks(ThreadPool* thread_pool, const Blocks* blocks, const int32_t* sources, const int32_t* targets, int count) {
+    copy_blocks_of(*thread_pool, *blocks, sources, targets, count);
 }
 
 // --- activations
@@ -186,7 +186,7 @@ size_t activation_bytes(int form, int width) { return row_bytes(Form(form), widt
 
 // --- recording
 
-Program* program_new(Team* team, const Step* step) { return new Program(*team, *step); }
+Program* program_new(ThreadPool* thread_pool, const Step* step) { return new Program(*thread_pool, *step); }
 void program_delete(Program* program) { delete program; }
 
 void program_embed(Program* program, float* residual, const Matrix* table) {
@@ -209,7 +209,7 @@ void program_qkv(Program* program, float* queries, Rows in, const Matrix* matrix
 }
 
 AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window) {
-    return &program->add<AttentionPlan>(num_heads, num_kv_heads, program->team().size(), window);
+    return &program->add<AttentionPlan>(num_heads, num_kv_heads, program->thread_pool().size(), window);
 }
 
 void program_attention(Program* program, Rows out, int floats, const float* queries, const KV* kv,
@@ -221,20 +221,20 @@ void program_linear_add(Program* program, float* residual, Rows in, const Matrix
     program->add<LinearAdd>(residual, in, *matrix, width);
 }
 
-void program_gate_up(Program* program, Rows out, int floats, Rows in, const Matrix* matrix) {
-    program->add<GateUp>(out, floats != 0, in, *matrix);
+void program_swiglu(Program* program, Rows out, int floats, Rows in, const Matrix* matrix) {
+    program->add<Swiglu>(out, floats != 0, in, *matrix);
 }
 
 // The head, the wait for masks and the draw.
-void program_pick(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
-                  const MaskTicket* ticket, const Draws* draws) {
-    const int threads = program->team().size();
+void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
+                  const MaskTicket* ticket, const SamplingInputs* inputs) {
+    const int threads = program->thread_pool().size();
     const size_t num_best = size_t(threads) * max_samples;
     Best* best = reinterpret_cast<Best*>(program->best(sizeof(Best) * num_best));
     std::fill_n(best, num_best, NO_BEST);
-    program->add<Head>(logits, best, max_samples, in, *matrix, vocab_size, draws->greedy);
+    program->add<Head>(logits, best, max_samples, in, *matrix, vocab_size, inputs->greedy);
     program->add<WaitForMasks>(ticket, best, num_best);
-    program->add<Pick>(*draws, logits, best, max_samples, threads, vocab_size);
+    program->add<Sample>(*inputs, logits, best, max_samples, threads, vocab_size);
 }
 
 // The head, and the records of ids that are given.

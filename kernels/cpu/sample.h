@@ -25,8 +25,8 @@ constexpr float LOWEST = -FLT_MAX;  // what can be drawn at all: a logit that is
 INLINE int num_strips(int vocab) { return (vocab + STRIP - 1) / STRIP; }
 
 // What a draw needs beside the logits, cut out of one piece of memory whose bytes may be anything.
-struct Memory {
-    Memory(uint8_t* memory, int vocab) {
+struct SamplingScratch {
+    SamplingScratch(uint8_t* memory, int vocab) {
         const int strips = num_strips(vocab);
         bins = take<double>(memory, BINS);
         sums = take<double>(memory, strips);
@@ -67,7 +67,7 @@ INLINE float top_of(const float* strip) {
 // A row of logits as whole strips, the last one filled up with -inf.
 class Row {
    public:
-    Row(const float* logits, int vocab, const Memory& memory)
+    Row(const float* logits, int vocab, const SamplingScratch& memory)
         : logits_(logits), tail_(memory.tail), tops(memory.tops), strips(num_strips(vocab)), vocab(vocab) {
         const int rest = vocab % STRIP;
         if (rest) memcpy(memory.tail, logits + vocab - rest, rest * 4);
@@ -206,7 +206,7 @@ INLINE float min_p_floor(const Row& row, float temperature, float min_p) {
 }
 
 // The k-th largest logit, or the smallest that `floor` leaves if those are fewer.
-static inline float top_k_floor(const Row& row, float floor, int k, const Memory& memory) {
+static inline float top_k_floor(const Row& row, float floor, int k, const SamplingScratch& memory) {
     const auto kth = [&](int num) {
         for (int i = 0; i < num; i++) memory.weights[i] = 1;
         return threshold(memory.values, memory.weights, num, k, memory.bins);
@@ -225,7 +225,7 @@ static inline float top_k_floor(const Row& row, float floor, int k, const Memory
 // The smallest of the fewest largest logits that hold `top_p` of the weight above `floor`. A logit stays while those
 // above it do not hold enough.
 static inline float top_p_floor(const Row& row, const Softmax& softmax, float floor, float top_p,
-                                const Memory& memory) {
+                                const SamplingScratch& memory) {
     const double share = top_p > 0 ? top_p : 0;
     const double total = weigh(row, softmax, floor, memory.sums);
     // Logits whose weights are below a V-th of what may go would hold less than that together, so the nucleus has none
@@ -239,7 +239,7 @@ static inline float top_p_floor(const Row& row, const Softmax& softmax, float fl
 
 // The smallest logit that all filters keep. The row's largest logit is finite.
 static inline float floor_of(const Row& row, const Softmax& softmax, int top_k, float top_p, float min_p,
-                             const Memory& memory) {
+                             const SamplingScratch& memory) {
     float floor = LOWEST;
     if (min_p > 0) floor = min_p_floor(row, softmax.temperature, min_p);
     if (top_k > 0 && top_k < row.vocab) floor = top_k_floor(row, floor, top_k, memory);
@@ -249,7 +249,7 @@ static inline float floor_of(const Row& row, const Softmax& softmax, int top_k, 
 
 // The id at which the weights, added up over rising ids, exceed the key's share of their sum. An id without weight is
 // never returned.
-static inline int32_t pick(const Row& row, const Softmax& softmax, float floor, uint64_t key, double* sums) {
+static inline int32_t sample_by_cdf(const Row& row, const Softmax& softmax, float floor, uint64_t key, double* sums) {
     // At most 1 - 2^-53 of the sum, which rounds to less than the sum; so the strips' sums, added up in the same order,
     // exceed it.
     const double wanted = double(key >> 11) * 0x1p-53 * weigh(row, softmax, floor, sums);
@@ -272,7 +272,7 @@ static inline int32_t pick(const Row& row, const Softmax& softmax, float floor, 
 
 // Bytes of memory, aligned to 8, that a draw needs, and what comes before and after it (logits_processors.h, logprobs.h). They do not
 // care what is in it.
-INLINE size_t sample_scratch_bytes(int vocab) { return sampling::Memory::bytes(vocab); }
+INLINE size_t sample_scratch_bytes(int vocab) { return sampling::SamplingScratch::bytes(vocab); }
 
 // What is drawn where nothing can be.
 constexpr int32_t NO_ID = -1;
@@ -297,12 +297,12 @@ static inline int32_t greedy(const float* logits, int vocab) {
 // fewest likeliest that hold top_p of what is left (1 is off). The likeliest always stays. `key` is 64 random bits.
 //
 // -inf and NaN have probability 0. Where the largest logit is infinite, or the temperature 0, the draw is greedy.
-static inline int32_t draw(const float* logits, int vocab, float temperature, int top_k, float top_p, float min_p,
+static inline int32_t sample(const float* logits, int vocab, float temperature, int top_k, float top_p, float min_p,
                            uint64_t key, uint8_t* scratch) {
     using namespace sampling;
-    const Memory memory(scratch, vocab);
+    const SamplingScratch memory(scratch, vocab);
     const Row row(logits, vocab, memory);
     if (!std::isfinite(row.top) || !(temperature > 0)) return greedy(logits, vocab);
     const Softmax softmax(row.top, temperature);
-    return pick(row, softmax, floor_of(row, softmax, top_k, top_p, min_p, memory), key, memory.sums);
+    return sample_by_cdf(row, softmax, floor_of(row, softmax, top_k, top_p, min_p, memory), key, memory.sums);
 }

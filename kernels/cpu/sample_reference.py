@@ -37,7 +37,7 @@ def kept_reference(logits: FloatArray, temperature: float, top_k: int, top_p: fl
     return kept
 
 
-def draw_reference(logits: FloatArray, temperature: float, top_k: int, top_p: float, min_p: float, key: int) -> int:
+def sample_reference(logits: FloatArray, temperature: float, top_k: int, top_p: float, min_p: float, key: int) -> int:
     """One id. logits [V], at least one finite and none +inf; `temperature` above 0; `top_k` 0, `top_p` 1 and `min_p` 0
     are off; `key` is a u64, of which the upper 53 bits are the uniform number."""
     weights = weights_reference(logits, temperature)

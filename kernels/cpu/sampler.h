@@ -15,11 +15,11 @@
 // Where masks are told to be complete. The word may lie in memory that another process writes.
 struct MaskTicket {
     const uint32_t* word;  // null: nothing to wait for
-    uint32_t wanted;
+    uint32_t expected;
     int32_t timeout_ms;
 };
 
-// Begins when the logits are there and ends when `*word` is `wanted`, or with status 1 when that takes too long.
+// Begins when the logits are there and ends when `*word` is `expected`, or with status 1 when that takes too long.
 class WaitForMasks final : public Op {
    public:
     // `best` [num_best] is what the head has found; a step that ends here leaves none of it to the next.
@@ -35,7 +35,7 @@ class WaitForMasks final : public Op {
         const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(ticket_->timeout_ms);
         // Masks are computed while the forward pass runs and are nearly always there by now, so this looks often at
         // first, and rarely only where whoever writes them is held up.
-        for (int looks = 0; __atomic_load_n(ticket_->word, __ATOMIC_ACQUIRE) != ticket_->wanted; looks++) {
+        for (int looks = 0; __atomic_load_n(ticket_->word, __ATOMIC_ACQUIRE) != ticket_->expected; looks++) {
             if (std::chrono::steady_clock::now() > end) {
                 late_ = true;
                 std::fill_n(best_, num_best_, NO_BEST);
@@ -58,23 +58,23 @@ class WaitForMasks final : public Op {
 };
 
 // What sampling reads of each sampled token: arrays over a step's samples (kernels/sampling_inputs.py).
-struct Draws {
+struct SamplingInputs {
     const uint8_t* greedy;  // the largest logit as it is, and nothing else is wanted
     const float *temperature, *top_p, *min_p;
     const int32_t* top_k;
     const uint64_t* keys;
-    const Shaping* const* shapings;  // or null where logits are taken as they are
+    const LogitsProcessors* const* logits_processors;  // or null where logits are taken as they are
     const int32_t* num_known;        // ids of the row; read where it is shaped
     const uint32_t* const* masks;    // what a grammar allows, or null
     int32_t* ids;
     const int32_t* num_top;
-    uint8_t* const* records;  // or null where none is wanted; not read where `greedy` is set
+    uint8_t* const* logprobs;  // or null where none is wanted; not read where `greedy` is set
 };
 
-class Pick final : public Op {
+class Sample final : public Op {
    public:
-    Pick(const Draws& draws, float* logits, Best* best, int max_samples, int threads, int vocab_size)
-        : Op("pick"), draws_(draws), logits_(logits), best_(best), max_samples_(max_samples), threads_(threads),
+    Sample(const SamplingInputs& inputs, float* logits, Best* best, int max_samples, int threads, int vocab_size)
+        : Op("sample"), inputs_(inputs), logits_(logits), best_(best), max_samples_(max_samples), threads_(threads),
           vocab_size_(vocab_size) {}
 
     int tiles(const Step& step) const override { return step.samples; }
@@ -82,28 +82,28 @@ class Pick final : public Op {
     size_t scratch_bytes() const override { return sample_scratch_bytes(vocab_size_) + size_t(vocab_size_) * 4; }
 
     void tile(const Step&, int row, const Scratch& scratch) override {
-        if (draws_.greedy[row]) {
-            draws_.ids[row] = take_best(row);
+        if (inputs_.greedy[row]) {
+            inputs_.ids[row] = take_best(row);
             return;
         }
         float* logits = logits_ + size_t(row) * vocab_size_;
-        const Shaping* const shaping = draws_.shapings[row];
-        const uint32_t* const allowed = draws_.masks[row];
-        uint8_t* const record = draws_.records[row];
+        const LogitsProcessors* const logits_processors = inputs_.logits_processors[row];
+        const uint32_t* const allowed = inputs_.masks[row];
+        uint8_t* const logprobs = inputs_.logprobs[row];
         const float* model = logits;  // its own distribution, which is what ids are scored by
-        if (record && (shaping || allowed)) {
+        if (logprobs && (logits_processors || allowed)) {
             float* const copy = reinterpret_cast<float*>(scratch.memory + sample_scratch_bytes(vocab_size_));
             memcpy(copy, logits, size_t(vocab_size_) * 4);
             model = copy;
         }
         if (allowed) mask(logits, vocab_size_, allowed);
-        if (shaping) shape(logits, vocab_size_, *shaping, draws_.num_known[row], scratch.memory, allowed);
-        const int32_t id = draws_.temperature[row] < GREEDY_BELOW
+        if (logits_processors) apply_logits_processors(logits, vocab_size_, *logits_processors, inputs_.num_known[row], scratch.memory, allowed);
+        const int32_t id = inputs_.temperature[row] < GREEDY_BELOW
                                ? greedy(logits, vocab_size_)
-                               : draw(logits, vocab_size_, draws_.temperature[row], draws_.top_k[row],
-                                      draws_.top_p[row], draws_.min_p[row], draws_.keys[row], scratch.memory);
-        draws_.ids[row] = id;
-        if (record && id != NO_ID) write_record(model, vocab_size_, id, draws_.num_top[row], record, scratch.memory);
+                               : sample(logits, vocab_size_, inputs_.temperature[row], inputs_.top_k[row],
+                                      inputs_.top_p[row], inputs_.min_p[row], inputs_.keys[row], scratch.memory);
+        inputs_.ids[row] = id;
+        if (logprobs && id != NO_ID) write_logprobs(model, vocab_size_, id, inputs_.num_top[row], logprobs, scratch.memory);
     }
 
    private:
@@ -120,7 +120,7 @@ class Pick final : public Op {
         return found.id;
     }
 
-    const Draws draws_;
+    const SamplingInputs inputs_;
     float* const logits_;
     Best* const best_;
     const int max_samples_, threads_, vocab_size_;
@@ -129,7 +129,7 @@ class Pick final : public Op {
 // Ids that are given, rather than drawn, and where their records go (kernels/logprob_inputs.py).
 struct Scores {
     const int32_t *ids, *num_top;
-    uint8_t* const* records;
+    uint8_t* const* logprobs;
 };
 
 class Score final : public Op {
@@ -142,8 +142,8 @@ class Score final : public Op {
     size_t scratch_bytes() const override { return sample_scratch_bytes(vocab_size_); }
 
     void tile(const Step&, int row, const Scratch& scratch) override {
-        write_record(logits_ + size_t(row) * vocab_size_, vocab_size_, scores_.ids[row], scores_.num_top[row],
-                     scores_.records[row], scratch.memory);
+        write_logprobs(logits_ + size_t(row) * vocab_size_, vocab_size_, scores_.ids[row], scores_.num_top[row],
+                     scores_.logprobs[row], scratch.memory);
     }
 
    private:

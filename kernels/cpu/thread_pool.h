@@ -26,14 +26,14 @@ class Job {
     virtual void work(int thread) = 0;
 };
 
-class Team {
+class ThreadPool {
    public:
     // `spins` is how often a waiting thread looks before it sleeps.
-    Team(int size, int spins) : size_(size), spins_(spins) {
+    ThreadPool(int size, int spins) : size_(size), spins_(spins) {
         for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { serve(i); });
     }
 
-    ~Team() {
+    ~ThreadPool() {
         ending_.store(true);
         wake();
         for (auto& thread : threads_) thread.join();

@@ -1,7 +1,7 @@
 // Vectors of one level, and the few instructions that a compiler does not find by itself.
 //
-// A level is chosen when this library is compiled: LEVEL_AVX512 (with VNNI, and with DOT_BF16 also BF16), LEVEL_AVX2 (with
-// FMA and F16C) or LEVEL_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the compilers' vector
+// A level is chosen when this library is compiled: ISA_AVX512 (with VNNI, and with DOT_BF16 also BF16), ISA_AVX2 (with
+// FMA and F16C) or ISA_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the compilers' vector
 // extensions; what a level adds stands in this file and nowhere else. With EMULATE, the AVX-512 level does without its
 // instructions, so that its data paths can be tested on any CPU.
 //
@@ -13,17 +13,17 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
 constexpr int LANES = 16;
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
 constexpr int LANES = 8;
-#elif defined(LEVEL_PORTABLE)
+#elif defined(ISA_PORTABLE)
 constexpr int LANES = 4;
 #else
-#error "compile with -DLEVEL_AVX512, -DLEVEL_AVX2 or -DLEVEL_PORTABLE"
+#error "compile with -DISA_AVX512, -DISA_AVX2 or -DISA_PORTABLE"
 #endif
 
-#if (defined(LEVEL_AVX512) && !defined(EMULATE)) || defined(LEVEL_AVX2)
+#if (defined(ISA_AVX512) && !defined(EMULATE)) || defined(ISA_AVX2)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -64,22 +64,22 @@ INLINE f8 splat8(float value) { return value - f8{}; }
 
 // a * b + c, rounded once where the CPU has that instruction.
 INLINE vf fma(vf a, vf b, vf c) {
-#if defined(LEVEL_AVX512) && !defined(EMULATE)
+#if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vf>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
     return bits<vf>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
-#elif defined(LEVEL_PORTABLE) && defined(__ARM_NEON) && defined(__aarch64__)
+#elif defined(ISA_PORTABLE) && defined(__ARM_NEON) && defined(__aarch64__)
     return bits<vf>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
 #else
     return a * b + c;
 #endif
 }
 
-#if defined(LEVEL_AVX512) && !defined(EMULATE)
+#if defined(ISA_AVX512) && !defined(EMULATE)
 INLINE f8 fma(f8 a, f8 b, f8 c) {
     return bits<f8>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
 }
-#elif !defined(LEVEL_AVX2)
+#elif !defined(ISA_AVX2)
 INLINE f8 fma(f8 a, f8 b, f8 c) { return a * b + c; }
 #endif
 
@@ -89,7 +89,7 @@ INLINE Vector max(Vector a, Vector b) {
 }
 
 // Sum and maximum over lanes, always in the same order: halves are folded onto each other.
-#if defined(LEVEL_AVX2) || (defined(LEVEL_AVX512) && !defined(EMULATE))
+#if defined(ISA_AVX2) || (defined(ISA_AVX512) && !defined(EMULATE))
 INLINE float sum_of_8(__m256 all) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -102,7 +102,7 @@ INLINE float largest_of_8(__m256 all) {
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
 INLINE float sum(vf vector) {
     const __m512 all = bits<__m512>(vector);
     return sum_of_8(_mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
@@ -155,7 +155,7 @@ INLINE Vector exp_of(Vector x) {
     return x < -87.0f ? Vector{} : p * bits<Vector>(power);
 }
 INLINE vf exp_of(vf x) { return exp_of<vf, vi>(x); }
-#if !defined(LEVEL_AVX2)
+#if !defined(ISA_AVX2)
 INLINE f8 exp_of(f8 x) { return exp_of<f8, i8>(x); }
 #endif
 
@@ -169,9 +169,9 @@ INLINE uint16_t to_bf16(float value) {  // Rounded to nearest even; NaN does not
 
 // LANES consecutive float16 numbers.
 INLINE vf load_f16(const uint16_t* from) {
-#if defined(LEVEL_AVX512) && !defined(EMULATE)
+#if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vf>(_mm512_cvtph_ps(load<__m256i>(from)));
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
     return bits<vf>(_mm256_cvtph_ps(load<__m128i>(from)));
 #else
     // Exponent and fraction are moved into place and the bias is mended by a product, which also does subnormals.
@@ -185,7 +185,7 @@ INLINE vf load_f16(const uint16_t* from) {
 
 // 32 numbers that fit into bytes.
 INLINE void store_bytes(int8_t* to, const vi (&numbers)[32 / LANES]) {
-#if defined(LEVEL_AVX2)
+#if defined(ISA_AVX2)
     const __m256i low = _mm256_packs_epi32(bits<__m256i>(numbers[0]), bits<__m256i>(numbers[1]));
     const __m256i high = _mm256_packs_epi32(bits<__m256i>(numbers[2]), bits<__m256i>(numbers[3]));
     // Packing works within halves of 128 bits; the fours that it leaves are put in order.
@@ -203,10 +203,10 @@ INLINE float one_f16(uint16_t half) {
 }
 
 // 2 * LANES signed bytes as pairs of 16 bits, a pair in each lane.
-INLINE vi widen_bytes(const int8_t* from) {
-#if defined(LEVEL_AVX512) && !defined(EMULATE)
+INLINE vi sign_extend_bytes(const int8_t* from) {
+#if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vi>(_mm512_cvtepi8_epi16(load<__m256i>(from)));
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
     return bits<vi>(_mm256_cvtepi8_epi16(load<__m128i>(from)));
 #else
     typedef int8_t bytes __attribute__((vector_size(2 * LANES)));
@@ -217,9 +217,9 @@ INLINE vi widen_bytes(const int8_t* from) {
 
 // acc + the two products of signed 16-bit numbers in each lane.
 INLINE vi dot_words(vi acc, vi a, vi b) {
-#if defined(LEVEL_AVX512) && !defined(EMULATE)
+#if defined(ISA_AVX512) && !defined(EMULATE)
     return bits<vi>(_mm512_dpwssd_epi32(bits<__m512i>(acc), bits<__m512i>(a), bits<__m512i>(b)));
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
     __m256i added = _mm256_add_epi32(bits<__m256i>(acc), _mm256_madd_epi16(bits<__m256i>(a), bits<__m256i>(b)));
     asm("" : "+x"(added));  // As in dot_nibbles.
     return bits<vi>(added);
@@ -241,7 +241,7 @@ INLINE vf dot_bf16(vf acc, vu a, vu b) {
 #endif
 
 // acc + the four products of unsigned bytes of `a` and signed bytes of `b` in each lane.
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
 INLINE vi dot_bytes(vi acc, vu a, vu b) {
 #if defined(EMULATE)
     for (int shift = 0; shift < 32; shift += 8)
@@ -256,9 +256,9 @@ INLINE vi dot_bytes(vi acc, vu a, vu b) {
 // The same for bytes of `a` that are 15 at most, eight times before `finish_nibbles` gives the sums: below AVX-512 they
 // are kept as pairs of 16 bits meanwhile, which holds 8 x 2 x 15 x 127.
 INLINE vi dot_nibbles(vi acc, vu a, vu b) {
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
     return dot_bytes(acc, a, b);
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
     const __m256i pairs = _mm256_maddubs_epi16(bits<__m256i>(a), bits<__m256i>(b));
     __m256i added = _mm256_add_epi16(bits<__m256i>(acc), pairs);
     // Else GCC makes a tree of the sums and runs out of registers for its leaves.
@@ -273,9 +273,9 @@ INLINE vi dot_nibbles(vi acc, vu a, vu b) {
 }
 
 INLINE vi finish_nibbles(vi acc) {
-#if defined(LEVEL_AVX512)
+#if defined(ISA_AVX512)
     return acc;
-#elif defined(LEVEL_AVX2)
+#elif defined(ISA_AVX2)
     return bits<vi>(_mm256_madd_epi16(bits<__m256i>(acc), _mm256_set1_epi16(1)));
 #else
     return ((acc << 16) >> 16) + (acc >> 16);

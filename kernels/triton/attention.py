@@ -39,7 +39,7 @@ from pipeline.kernels.triton.attention_tiles import (
     next_unit,
     tiles_of_unit,
 )
-from pipeline.kernels.triton.launch import WIDEN_DOT, next_power_of_2
+from pipeline.kernels.triton.launch import UPCAST_DOT, next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays
 
 LOG2_E = 1.4426950408889634
@@ -100,7 +100,7 @@ def constants(
         "CUT_FIELDS": CUT_FIELDS,
         "ENTRY_FIELDS": ENTRY_FIELDS,
         "PRECISION": "tf32x3",  # of float32, whose product is nearly exact so
-        "WIDEN": WIDEN_DOT,
+        "UPCAST": UPCAST_DOT,
     }
 
 
@@ -134,7 +134,7 @@ def _attend_kernel(
     CUT_FIELDS: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
     rank, head, block = first
@@ -188,20 +188,20 @@ def _attend_kernel(
                 sums, largest, weights = attend_tiles(
                     sums, largest, weights, query, head_keys, head_values, table, blocks, first_tile, full_tile,
                     first_key, end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE,
-                    WINDOW, BLOCK_N, PRECISION, WIDEN,
+                    WINDOW, BLOCK_N, PRECISION, UPCAST,
                 )  # fmt: skip
                 blocks = load_blocks(table, full_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
             sums, largest, weights = attend_tiles(
                 sums, largest, weights, query, head_keys, head_values, table, blocks, full_tile, full_end, first_key,
                 end_key, positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW,
-                BLOCK_N, PRECISION, WIDEN,
+                BLOCK_N, PRECISION, UPCAST,
             )  # fmt: skip
             masked_tile = full_end
             blocks = load_blocks(table, masked_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         sums, largest, weights = attend_tiles(
             sums, largest, weights, query, head_keys, head_values, table, blocks, masked_tile, end_tile, first_key,
             end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
-            PRECISION, WIDEN,
+            PRECISION, UPCAST,
         )  # fmt: skip
         if SINGLE_LOOP:
             weights = tl.sum(weights, 1)

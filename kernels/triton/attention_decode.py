@@ -34,7 +34,7 @@ from pipeline.kernels.triton.rows import StepArrays
 
 def attend_decode(
     out: Tensor,
-    parts: Tensor,
+    split_k_partials: Tensor,
     cos: Tensor,
     sin: Tensor,
     step: StepArrays,
@@ -55,17 +55,17 @@ def attend_decode(
     head_dim = tasks.head_dim
     assert tasks.lists == [tasks.narrow], "planned for one token an entry"
     assert out.shape == (step.num_tokens, tasks.num_heads * head_dim) and out.dtype == keys.dtype
-    assert parts.shape[1:] == (step.num_tokens, (tasks.num_heads + 2 * tasks.num_kv_heads) * head_dim)
+    assert split_k_partials.shape[1:] == (step.num_tokens, (tasks.num_heads + 2 * tasks.num_kv_heads) * head_dim)
     assert cos.shape[1] == sin.shape[1] == head_dim // 2 and head_dim % 2 == 0
-    assert all(tensor.is_contiguous() for tensor in (out, parts, cos, sin))
+    assert all(tensor.is_contiguous() for tensor in (out, split_k_partials, cos, sin))
     query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
     # Rows of a unit are one token's heads, fewer than the tile's, so more parts are read at once.
     heads = next_power_of_2(tasks.group)
     early = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(tasks.narrow.num_programs,)](
         out,
-        parts,
-        parts.stride(0),
+        split_k_partials,
+        split_k_partials.stride(0),
         cos,
         sin,
         step.slots,
@@ -80,7 +80,7 @@ def attend_decode(
         tasks.narrow.arrivals,
         tasks.scratch.sums,
         tasks.scratch.scales,
-        NUM_PARTS=len(parts),
+        NUM_PARTIALS=len(split_k_partials),
         PDL=pdl,
         NORMED=head_norms is not None,
         EPS=eps,
@@ -94,17 +94,17 @@ def attend_decode(
 
 
 @triton.jit
-def _sum_parts(parts, at, mask, step, NUM_PARTS: tl.constexpr):
-    total = tl.load(parts + at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        total += tl.load(parts + part * step + at, mask=mask, other=0.0).to(tl.float32)
+def _sum_partials(split_k_partials, at, mask, step, NUM_PARTIALS: tl.constexpr):
+    total = tl.load(split_k_partials + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTIALS):
+        total += tl.load(split_k_partials + part * step + at, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit(do_not_specialize=["part_stride"])
 def _decode_kernel(
     out,
-    parts,
+    split_k_partials,
     part_stride,
     cos,
     sin,
@@ -120,7 +120,7 @@ def _decode_kernel(
     arrivals,
     part_sums,
     part_scales,
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
@@ -141,7 +141,7 @@ def _decode_kernel(
     CUT_FIELDS: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     if PDL:  # nothing that it reads is older than the launch before for sure
         tl.extra.cuda.gdc_launch_dependents()
@@ -179,14 +179,14 @@ def _decode_kernel(
         cosine = tl.load(cos + angle, mask=inside, other=0.0)
         sine = tl.load(sin + angle, mask=inside, other=0.0)
         slot = tl.load(slots + token_at)
-        token_parts = parts + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+        token_partials = split_k_partials + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
         heads = (head * GROUP + group) * HEAD_DIM
-        query = _sum_parts(token_parts, heads[:, None] + dims[None, :], mask, step, NUM_PARTS)
-        other = _sum_parts(token_parts, heads[:, None] + others[None, :], mask, step, NUM_PARTS)
-        key_part = token_parts + (NUM_HEADS + head) * HEAD_DIM
-        key = _sum_parts(key_part, dims, inside, step, NUM_PARTS)
-        other_key = _sum_parts(key_part, others, inside, step, NUM_PARTS)
-        value = _sum_parts(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTS).to(dtype)
+        query = _sum_partials(token_partials, heads[:, None] + dims[None, :], mask, step, NUM_PARTIALS)
+        other = _sum_partials(token_partials, heads[:, None] + others[None, :], mask, step, NUM_PARTIALS)
+        key_part = token_partials + (NUM_HEADS + head) * HEAD_DIM
+        key = _sum_partials(key_part, dims, inside, step, NUM_PARTIALS)
+        other_key = _sum_partials(key_part, others, inside, step, NUM_PARTIALS)
+        value = _sum_partials(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTIALS).to(dtype)
 
         sine = tl.where(dims < half, -sine, sine)
         if NORMED:
@@ -210,7 +210,7 @@ def _decode_kernel(
         sums, largest, all_weights = attend_tiles(
             sums, largest, all_weights, query, head_keys, head_values, table, blocks, first_tile, end_tile, first_key,
             position, positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
-            PRECISION, WIDEN,
+            PRECISION, UPCAST,
         )  # fmt: skip
 
         weights = tl.sum(all_weights, 1)

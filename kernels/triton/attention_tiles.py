@@ -82,7 +82,7 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Tiles first_tile .. end_tile of one head. `keys` and `values` point at that head in block 0, `table` at the row's
     block ids, of which `blocks` [BLOCK_N] are those of the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M].
@@ -110,7 +110,7 @@ def attend_tiles(
         # Of the next tile: were they loaded in its own turn, its keys could not be on their way before.
         blocks = load_blocks(table, tile + 1, first_key, end_key, BLOCK_SIZE, BLOCK_N)
 
-        if WIDEN:
+        if UPCAST:
             scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
         else:
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -131,7 +131,7 @@ def attend_tiles(
         else:
             weights = weights * shrink + tl.sum(weight, 1)
         sums = sums * shrink[:, None]
-        if WIDEN:
+        if UPCAST:
             sums = tl.dot(weight, value.to(tl.float32), sums, input_precision="ieee")
         else:
             sums = tl.dot(weight.to(value.dtype), value, sums, input_precision=PRECISION)

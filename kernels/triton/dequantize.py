@@ -10,11 +10,11 @@ from pipeline.kernels.triton.device_matrix import DeviceMatrix
 BLOCK = 1024
 
 
-def widen_rows(out: Tensor, matrix: DeviceMatrix, begin: int) -> None:
+def dequantize_rows(out: Tensor, matrix: DeviceMatrix, begin: int) -> None:
     """`out = matrix[begin : begin + n]`. out [n, K] of the matrix's dtype."""
     assert matrix.scales is not None
     num_rows, width = out.shape
-    _widen[(num_rows, triton.cdiv(width, BLOCK))](
+    _dequantize[(num_rows, triton.cdiv(width, BLOCK))](
         out,
         matrix.values,
         matrix.scales,
@@ -38,7 +38,7 @@ def add_bias(out: Tensor, bias: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["begin"])
-def _widen(
+def _dequantize(
     out,
     values,
     scales,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton import fields as f
-from pipeline.kernels.triton.noise import draw_key, log_noise
+from pipeline.kernels.triton.noise import log_noise, noise_key
 from pipeline.kernels.triton.threshold import (
     TILE,
     TILE_STRIPS,
@@ -32,7 +32,7 @@ def is_filtered(row):
 
 
 @triton.jit
-def draw_filtered(
+def sample_filtered(
     logits,
     tops,
     strips,
@@ -89,7 +89,7 @@ def _weigh(logits, tops, strips, low, top, temperature, VOCAB: tl.constexpr, STR
 @triton.jit
 def _race(logits, tops, strips, low, row, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
     """The winner among a row's values from `low` up."""
-    key_low, key_high = draw_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
+    key_low, key_high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
     num_strips = list_strips(strips, tops, low, STRIPS)
     best = tl.full((TILE,), -_INF, tl.float32)
     winner = tl.full((TILE,), VOCAB, tl.int32)

@@ -12,8 +12,8 @@ Shapes as in linear.py; I intermediate size.
 from torch import Tensor
 
 from pipeline.kernels.triton.device_matrix import DeviceMatrix
-from pipeline.kernels.triton.linear import launch, launch_product
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS, VECTOR_TOKENS, Config, Op
+from pipeline.kernels.triton.linear import launch, launch_gemm
+from pipeline.kernels.triton.tuned import SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
 
 L1_BYTES_PER_S = 2e13
 """What a product of one token reads again, it finds in the L1 cache of its multiprocessor: 64 bytes a cycle, of 128, on
@@ -24,67 +24,67 @@ LAUNCH_S = 2.5e-6
 """What a norm of its own costs inside a graph: its node, its beginning and its end (likewise)."""
 
 
-def fuses(num_tokens: int, num_parts_in: int, num_columns: int, num_programs: int) -> bool:
+def fuses(num_tokens: int, num_partials_in: int, num_columns: int, num_programs: int) -> bool:
     """Whether a product with its own norm is expected to take less time than a norm and a product.
 
     Each of `num_programs` programs reads residual and parts, `num_tokens` rows of `num_columns` float32.
     """
     if num_tokens > SKINNY_TOKENS:
         return False
-    bytes_read = num_programs * num_tokens * num_columns * 4 * (1 + num_parts_in)
+    bytes_read = num_programs * num_tokens * num_columns * 4 * (1 + num_partials_in)
     return bytes_read / (L1_BYTES_PER_S if num_tokens <= VECTOR_TOKENS else L2_BYTES_PER_S) < LAUNCH_S
 
 
 def norm_linear(
-    parts_out: Tensor,
+    partials_out: Tensor,
     residual_out: Tensor | None,
     residual_in: Tensor,
-    parts_in: Tensor | None,
+    partials_in: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     matrix: DeviceMatrix,
     bias: Tensor | None,
-    config: Config | None = None,
+    config: GemmConfig | None = None,
     *,
     pdl: bool = False,
 ) -> None:
     """`residual_out = residual_in + parts_in.sum(0)`, and the product of its norm; M is at most 16.
 
     parts_out [num_parts, M, N], residual_in and residual_out [M, K] float32, parts_in [P, M, K] of any dtype,
-    norm_weight [K] float32, bias [N] float32 or None. Without `parts_in` nothing is written but the product.
+    norm_weight [K] float32, bias [N] float32 or None. Without `partials_in` nothing is written but the product.
     """
-    _launch("linear", parts_out, residual_out, residual_in, parts_in, norm_weight, eps, matrix, bias, config, pdl)
+    _launch("linear", partials_out, residual_out, residual_in, partials_in, norm_weight, eps, matrix, bias, config, pdl)
 
 
-def norm_gate_up(
+def norm_swiglu(
     out: Tensor,
     residual_out: Tensor | None,
     residual_in: Tensor,
-    parts_in: Tensor | None,
+    partials_in: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     matrix: DeviceMatrix,
     bias: Tensor | None,
-    config: Config | None = None,
+    config: GemmConfig | None = None,
     *,
     pdl: bool = False,
 ) -> None:
     """The same, then `out = silu(gate) * up`. out [M, I], matrix [2I, K] with the gate's half first, bias [2I]."""
-    _launch("gate", out, residual_out, residual_in, parts_in, norm_weight, eps, matrix, bias, config, pdl)
+    _launch("swiglu", out, residual_out, residual_in, partials_in, norm_weight, eps, matrix, bias, config, pdl)
 
 
-def gate_up(
+def swiglu(
     out: Tensor,
     x: Tensor,
     matrix: DeviceMatrix,
     bias: Tensor | None,
-    config: Config | None = None,
+    config: GemmConfig | None = None,
     *,
     pdl: bool = False,
 ) -> None:
-    """`silu(gate) * up` of x [M, K], which is normalised already; M is at most 16. Otherwise as `norm_gate_up`."""
+    """`silu(gate) * up` of x [M, K], which is normalised already; M is at most 16. Otherwise as `norm_swiglu`."""
     assert len(x) <= SKINNY_TOKENS
-    launch_product("gate", out, x, matrix, bias, config, pdl=pdl)
+    launch_gemm("swiglu", out, x, matrix, bias, config, pdl=pdl)
 
 
 def _launch(
@@ -92,12 +92,12 @@ def _launch(
     out: Tensor,
     residual_out: Tensor | None,
     residual_in: Tensor,
-    parts_in: Tensor | None,
+    partials_in: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     matrix: DeviceMatrix,
     bias: Tensor | None,
-    config: Config | None,
+    config: GemmConfig | None,
     pdl: bool,
 ) -> None:
     num_tokens = len(residual_in)
@@ -107,9 +107,9 @@ def _launch(
         out,
         residual_in,
         residual_in if residual_out is None else residual_out,
-        residual_in if parts_in is None else parts_in,
+        residual_in if partials_in is None else partials_in,
         norm_weight,
-        0 if parts_in is None else len(parts_in),
+        0 if partials_in is None else len(partials_in),
         eps,
         matrix,
         bias,

@@ -13,7 +13,7 @@ import triton.language as tl
 def input_at(
     x,
     residual_out,
-    parts,
+    split_k_partials,
     norm_weight,
     tokens,
     columns,
@@ -22,21 +22,21 @@ def input_at(
     writes,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
 ):
     """Numbers to multiply with, and what their squares are summed of, float32, in the shape of `columns`; 0 where not
     `inside`.
 
-    Without NORM both are x [M, WIDTH]. With it, `x` is the residual that came in, `parts` [NUM_PARTS, M, WIDTH] what is
-    added to it first, and a program that `writes` stores the sum in `residual_out`. That is never the residual that
-    came in: others may not have read it yet.
+    Without NORM both are x [M, WIDTH]. With it, `x` is the residual that came in, `split_k_partials` [NUM_PARTS, M,
+    WIDTH] what is added to it first, and a program that `writes` stores the sum in `residual_out`. That is never the
+    residual that came in: others may not have read it yet.
     """
     at = tokens * WIDTH + columns
     hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        for part in tl.static_range(NUM_PARTS):
-            hidden += tl.load(parts + part * num_tokens * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-        if NUM_PARTS > 0:
+        for part in tl.static_range(NUM_PARTIALS):
+            hidden += tl.load(split_k_partials + part * num_tokens * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        if NUM_PARTIALS > 0:
             tl.store(residual_out + at, hidden, mask=inside & (tokens < num_tokens) & writes)
         scaled = hidden * tl.load(norm_weight + columns, mask=inside, other=0.0)
         return scaled, hidden
@@ -44,10 +44,10 @@ def input_at(
 
 
 @triton.jit
-def weight_rows_of(program, places, N: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+def weight_rows_of(program, places, N: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
     """Rows of the weight that a program reads for its BLOCK_N rows of the result, of which the last may be beyond N; of
     these none is. With GATED they are twice as many: a gate's row, then its counterpart N below."""
-    if GATED:
+    if SWIGLU:
         rows = tl.minimum(program * BLOCK_N + places // 2, N - 1) + places % 2 * N
     else:
         rows = tl.minimum(program * BLOCK_N + places, N - 1)

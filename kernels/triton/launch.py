@@ -8,7 +8,7 @@ from triton import knobs
 INTERPRETED = bool(knobs.runtime.interpret)
 """Kernels run on the CPU, program by program, in Triton's interpreter."""
 
-WIDEN_DOT = INTERPRETED
+UPCAST_DOT = INTERPRETED
 """Operands of `tl.dot` have to be float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
 
 NUM_PROGRAMS_INTERPRETED = 6

@@ -22,14 +22,14 @@ import triton
 from torch import Tensor
 
 from pipeline.kernels.triton import tuned
-from pipeline.kernels.triton.dequantize import add_bias, widen_rows
+from pipeline.kernels.triton.dequantize import add_bias, dequantize_rows
 from pipeline.kernels.triton.device_matrix import DeviceMatrix
-from pipeline.kernels.triton.launch import INTERPRETED, WIDEN_DOT
-from pipeline.kernels.triton.skinny import skinny_product
-from pipeline.kernels.triton.tuned import CODE_TOKENS, SKINNY_TOKENS, VECTOR_TOKENS, Config, Op
-from pipeline.kernels.triton.vector import vector_product
+from pipeline.kernels.triton.launch import INTERPRETED, UPCAST_DOT
+from pipeline.kernels.triton.skinny import skinny_gemm
+from pipeline.kernels.triton.tuned import CODE_TOKENS, SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
+from pipeline.kernels.triton.vector import gemv
 
-WIDE_VALUES = 1 << 25
+DEQUANTIZED_VALUES = 1 << 25
 """Numbers that are widened at once, 64 MiB as bfloat16: enough rows for cuBLAS to be as fast as with all of them."""
 
 MAX_STAGE_BYTES = 192 * 1024
@@ -42,25 +42,25 @@ DTYPES = {
 }
 
 
-def num_parts(matrix: DeviceMatrix, num_tokens: int) -> int:
+def num_split_k_partials(matrix: DeviceMatrix, num_tokens: int) -> int:
     """P of the parts of a product with so many tokens. It does not change while serving."""
     if num_tokens > SKINNY_TOKENS:
         return 1
     return config_of("linear", matrix, num_tokens).split
 
 
-def parts_dtype(matrix: DeviceMatrix, num_tokens: int) -> torch.dtype:
+def split_k_partials_dtype(matrix: DeviceMatrix, num_tokens: int) -> torch.dtype:
     """That of the parts: float32 where there are several."""
-    return matrix.dtype if num_parts(matrix, num_tokens) == 1 else torch.float32
+    return matrix.dtype if num_split_k_partials(matrix, num_tokens) == 1 else torch.float32
 
 
-def wide_scratch(dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def dequantize_scratch(dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Memory that products with codes of many tokens need: one for all matrices, for they come one after the other."""
-    return torch.empty(WIDE_VALUES, dtype=dtype, device=device)
+    return torch.empty(DEQUANTIZED_VALUES, dtype=dtype, device=device)
 
 
 def linear(
-    parts: Tensor,
+    split_k_partials: Tensor,
     x: Tensor,
     matrix: DeviceMatrix,
     bias: Tensor | None,
@@ -68,16 +68,16 @@ def linear(
     *,
     pdl: bool = False,
 ) -> None:
-    """parts [num_parts, M, N] of `parts_dtype`, x [M, K] of the matrix's dtype, bias [N] float32 or None.
+    """parts [num_parts, M, N] of `split_k_partials_dtype`, x [M, K] of the matrix's dtype, bias [N] float32 or None.
 
-    `wide` is `wide_scratch`; without it, codes are multiplied by our own product whatever the number of tokens. With
-    `pdl`, programs of our own may start while the launch before this one ends (programmatic dependent launch).
+    `wide` is `dequantize_scratch`; without it, codes are multiplied by our own product whatever the number of tokens.
+    With `pdl`, programs of our own may start while the launch before this one ends (programmatic dependent launch).
     """
     num_tokens = len(x)
     if num_tokens <= SKINNY_TOKENS or (matrix.form != "float" and (num_tokens <= CODE_TOKENS or wide is None)):
-        launch_product("linear", parts, x, matrix, bias, pdl=pdl)
+        launch_gemm("linear", split_k_partials, x, matrix, bias, pdl=pdl)
         return
-    out = parts[0]
+    out = split_k_partials[0]
     if matrix.form == "float":
         torch.mm(x, matrix.values.t(), out=out)
     else:
@@ -86,7 +86,7 @@ def linear(
         for begin in range(0, matrix.num_rows, step):
             end = min(begin + step, matrix.num_rows)
             rows = wide[: (end - begin) * matrix.num_columns].view(-1, matrix.num_columns)
-            widen_rows(rows, matrix, begin)
+            dequantize_rows(rows, matrix, begin)
             torch.mm(x, rows.t(), out=out[:, begin:end])
     if bias is not None:
         add_bias(out, bias)
@@ -95,7 +95,7 @@ def linear(
 def logits(out: Tensor, x: Tensor, matrix: DeviceMatrix) -> None:
     """`out = x @ matrix.T`, not rounded. out [S, V] float32, x [S, H]."""
     if len(x) <= SKINNY_TOKENS or matrix.form != "float":
-        launch_product("logits", out, x, matrix, None)
+        launch_gemm("logits", out, x, matrix, None)
     elif matrix.dtype == torch.float32:
         torch.mm(x, matrix.values.t(), out=out)
     elif out.is_cuda:
@@ -104,29 +104,29 @@ def logits(out: Tensor, x: Tensor, matrix: DeviceMatrix) -> None:
         torch.mm(x.float(), matrix.values.float().t(), out=out)
 
 
-def config_of(op: Op, matrix: DeviceMatrix, num_tokens: int) -> Config:
+def config_of(op: Op, matrix: DeviceMatrix, num_tokens: int) -> GemmConfig:
     """How a product of our own is launched."""
     return tuned.choose(
         op,
         num_tokens=num_tokens,
-        num_rows=matrix.num_rows // 2 if op == "gate" else matrix.num_rows,
+        num_rows=matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows,
         num_columns=matrix.num_columns,
         format=matrix.format,
         device=matrix.device,
     )
 
 
-def launch_product(
+def launch_gemm(
     op: Op,
     out: Tensor,
     x: Tensor,
     matrix: DeviceMatrix,
     bias: Tensor | None,
-    config: Config | None = None,
+    config: GemmConfig | None = None,
     *,
     pdl: bool = False,
 ) -> None:
-    """A product of our own. out [P, M, N], or [M, N / 2] with op "gate"; P is `config.split`."""
+    """A product of our own. out [P, M, N], or [M, N / 2] with op "swiglu"; P is `config.split`."""
     launch(op, out, x, x, x, x, 0, 0.0, matrix, bias, len(x), config, norm=False, pdl=pdl)
 
 
@@ -135,21 +135,21 @@ def launch(
     out: Tensor,
     x: Tensor,
     residual_out: Tensor,
-    parts_in: Tensor,
+    partials_in: Tensor,
     norm_weight: Tensor,
-    num_parts_in: int,
+    num_partials_in: int,
     eps: float,
     matrix: DeviceMatrix,
     bias: Tensor | None,
     num_tokens: int,
-    config: Config | None,
+    config: GemmConfig | None,
     *,
     norm: bool,
     pdl: bool,
 ) -> None:
     """Every launch of vector.py and skinny.py; for tensors that are not read, any stand in."""
     config = config or config_of(op, matrix, num_tokens)
-    num_rows = matrix.num_rows // 2 if op == "gate" else matrix.num_rows
+    num_rows = matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows
     tiles = triton.cdiv(num_rows, config.block_n)
     shared: dict[str, Any] = {
         "N": num_rows,
@@ -161,8 +161,8 @@ def launch(
         "HAS_MINIMUMS": matrix.minimums is not None,
         "HAS_BIAS": bias is not None,
         "NORM": norm,
-        "NUM_PARTS": num_parts_in,
-        "GATED": op == "gate",
+        "NUM_PARTIALS": num_partials_in,
+        "SWIGLU": op == "swiglu",
         "SPLIT": config.split,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -178,25 +178,25 @@ def launch(
         matrix.values if matrix.minimums is None else matrix.minimums,
         matrix.values if bias is None else bias,
     )
-    inputs = (out, x, residual_out, parts_in, norm_weight, eps, *planes)
+    inputs = (out, x, residual_out, partials_in, norm_weight, eps, *planes)
     if is_vector:
-        vector_product[(tiles, config.split)](*inputs, ASM=not INTERPRETED, **shared)
+        gemv[(tiles, config.split)](*inputs, ASM=not INTERPRETED, **shared)
         return
     grid = (tiles, config.split, triton.cdiv(num_tokens, config.block_m))
-    skinny_product[grid](
+    skinny_gemm[grid](
         *inputs,
         num_tokens,
         BLOCK_M=config.block_m,
-        NUM_STAGES=_num_stages(config, op, matrix, num_parts_in) if norm else config.num_stages,
+        NUM_STAGES=_num_stages(config, op, matrix, num_partials_in) if norm else config.num_stages,
         DTYPE=DTYPES[matrix.dtype],
-        WIDEN=WIDEN_DOT,
+        UPCAST=UPCAST_DOT,
         **shared,
     )
 
 
-def _num_stages(config: Config, op: Op, matrix: DeviceMatrix, num_parts_in: int) -> int:
+def _num_stages(config: GemmConfig, op: Op, matrix: DeviceMatrix, num_partials_in: int) -> int:
     """Of a product with its own norm: what it norms is kept in stages as well, as float32, residual and parts."""
-    halves = 2 if op == "gate" else 1
+    halves = 2 if op == "swiglu" else 1
     weight_bytes = tuned.bytes_of_columns(matrix.format, config.block_k) * config.block_n * halves
-    hidden_bytes = 4 * config.block_k * (config.block_m * (1 + num_parts_in) + 1)
+    hidden_bytes = 4 * config.block_k * (config.block_m * (1 + num_partials_in) + 1)
     return max(1, min(config.num_stages, MAX_STAGE_BYTES // (weight_bytes + hidden_bytes)))

@@ -32,7 +32,7 @@ _KNOWN = tl.constexpr(1 << 30)
 _INF = tl.constexpr(float("inf"))
 
 
-class ShapeScratch:
+class LogitsProcessorScratch:
     """Used by one call at a time."""
 
     def __init__(self, max_samples: int, vocab_size: int, device: torch.device | str) -> None:
@@ -40,28 +40,28 @@ class ShapeScratch:
         """[S, V]; how often each id is in the output. Zeros between two calls."""
 
 
-def shape(
+def apply_logits_processors(
     logits: Tensor,
     params: Tensor,
-    heap: Tensor,
+    list_memory: Tensor,
     ids: Tensor,
     sample_rows: Tensor,
     masks: Tensor | None,
     masked: Tensor | None,
-    scratch: ShapeScratch,
+    scratch: LogitsProcessorScratch,
 ) -> None:
     """Change logits [S, V] float32 by the rows' wishes and known ids. params and ids [R, L] as in `Rows`, their lists
-    in `heap` (int32); sample_rows [S] int32. masks [S, W] int32 are what grammars allow, and masked [S] int32 is 1
-    where there is one; both are None in a step without."""
+    in `list_memory` (int32); sample_rows [S] int32. masks [S, W] int32 are what grammars allow, and masked [S] int32 is
+    1 where there is one; both are None in a step without."""
     num, vocab_size = len(sample_rows), scratch.counts.shape[1]
     assert logits.shape[1] == vocab_size and num <= len(scratch.counts) and logits.stride(1) == 1
     words = num_words(vocab_size)
     has_masks = masks is not None and masked is not None
     # A tensor that is not read stands for one that isn't there.
-    mask_arguments = (masks, masked) if has_masks else (heap, heap)
+    mask_arguments = (masks, masked) if has_masks else (list_memory, list_memory)
     mask_stride = masks.stride(0) if masks is not None else 0
     _mask[(triton.cdiv(words, MASK_WORDS), num)](
-        *(logits, params, heap, sample_rows, *mask_arguments),
+        *(logits, params, list_memory, sample_rows, *mask_arguments),
         logits.stride(0),
         vocab_size,
         params.shape[1],
@@ -71,7 +71,7 @@ def shape(
         num_warps=4,
     )
     _lists[(num,)](
-        *(logits, params, heap, ids, sample_rows, *mask_arguments, scratch.counts),
+        *(logits, params, list_memory, ids, sample_rows, *mask_arguments, scratch.counts),
         logits.stride(0),
         vocab_size,
         params.shape[1],
@@ -87,7 +87,7 @@ def shape(
 def _mask(
     logits,
     row_params,
-    heap,
+    list_memory,
     sample_rows,
     masks,
     masked,
@@ -101,7 +101,7 @@ def _mask(
     block, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = row_params + tl.load(sample_rows + sample).to(tl.int64) * PARAMS
     lives = tl.load(row + f.ENDED) == 0
-    allowed_at = tl.where(tl.load(row + f.SHAPED) == 1, tl.load(row + f.ALLOWED_AT), -1)
+    allowed_at = tl.where(tl.load(row + f.HAS_LOGITS_PROCESSORS) == 1, tl.load(row + f.ALLOWED_AT), -1)
     has_grammar = False
     if HAS_MASKS:
         has_grammar = tl.load(masked + sample) == 1
@@ -111,7 +111,7 @@ def _mask(
         if has_grammar:
             words &= tl.load(masks + sample * MASK_STRIDE + places, mask=places < WORDS, other=0)
         if allowed_at >= 0:
-            words &= tl.load(heap + allowed_at + places, mask=places < WORDS, other=0)
+            words &= tl.load(list_memory + allowed_at + places, mask=places < WORDS, other=0)
         bits = tl.arange(0, 32)
         ids = places[:, None] * 32 + bits[None, :]
         forbidden = ((words[:, None] >> bits[None, :]) & 1) == 0
@@ -122,7 +122,7 @@ def _mask(
 def _lists(
     logits,
     row_params,
-    heap,
+    list_memory,
     row_ids,
     sample_rows,
     masks,
@@ -139,14 +139,16 @@ def _lists(
     sample = tl.program_id(0).to(tl.int64)
     at = tl.load(sample_rows + sample).to(tl.int64)
     row = row_params + at * PARAMS
-    if (tl.load(row + f.ENDED) == 0) & (tl.load(row + f.SHAPED) == 1):
+    if (tl.load(row + f.ENDED) == 0) & (tl.load(row + f.HAS_LOGITS_PROCESSORS) == 1):
         logits += sample * STRIDE
         ids = row_ids + at * MAX_IDS
         num_ids, num_prompt = tl.load(row + f.NUM_IDS), tl.load(row + f.NUM_PROMPT)
         num_output = num_ids - num_prompt
-        _forbid_runs(logits, heap + tl.load(row + f.RUNS_AT), tl.load(row + f.NUM_RUNS), ids, num_ids, num_output)
+        _forbid_runs(
+            logits, list_memory + tl.load(row + f.RUNS_AT), tl.load(row + f.NUM_RUNS), ids, num_ids, num_output
+        )
         if num_output < tl.load(row + f.MIN_TOKENS):
-            enders, num_enders = heap + tl.load(row + f.ENDERS_AT), tl.load(row + f.NUM_ENDERS)
+            enders, num_enders = list_memory + tl.load(row + f.ENDERS_AT), tl.load(row + f.NUM_ENDERS)
             has_grammar, must_end = False, False
             if HAS_MASKS:
                 has_grammar = tl.load(masked + sample) == 1
@@ -156,7 +158,7 @@ def _lists(
                 _forbid(logits, enders, num_enders)
         # From here on logits are read, by other threads than those that wrote them.
         tl.debug_barrier()
-        _bias(logits, heap + tl.load(row + f.BIAS_AT), tl.load(row + f.NUM_BIAS))
+        _bias(logits, list_memory + tl.load(row + f.BIAS_AT), tl.load(row + f.NUM_BIAS))
         tl.debug_barrier()
         _penalize(logits, counts + sample * VOCAB, ids, num_prompt, num_ids, row, VOCAB)
 

@@ -1,12 +1,13 @@
 """Records of ids on the GPU, as kernels/logprobs.py: log probabilities by the logits as the model has left them, and
 the likeliest ids with theirs.
 
-Logits are shaped in place and an id is drawn behind that, so a record is made in two turns: `stats` before the logits
-are shaped, `records` when the ids are there. What `records` needs of the logits is one of each row. It is still there
-where nothing shapes them; where something does, `stats` keeps a copy of the rows that have records.
+Logits are shaped in place and an id is drawn behind that, so a record is made in two turns: `top_logprobs` before the
+logits are shaped, `token_logprobs` when the ids are there. What `token_logprobs` needs of the logits is one of each
+row. It is still there where nothing shapes them; where something does, `top_logprobs` keeps a copy of the rows that
+have records.
 
-    logits ──_survey──► blocks' and strips' largest, weights ──_likeliest──► normalizer, likeliest ids
-                                                        ids, logits or copy ──_records──► the ids' own
+    logits ──_block_stats──► blocks' and strips' largest, weights ──_top_logprobs──► normalizer, likeliest ids
+                                                        ids, logits or copy ──_token_logprobs──► the ids' own
 
 A record is a row of words: its id's log probability (float32), room for `most` ids (int32), and for as many log
 probabilities. A sample that asks for fewer fills the first of each, one that asks for more gets `most`. Behind the last
@@ -20,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.sample import BLOCK
 from pipeline.kernels.triton.launch import next_power_of_2
+from pipeline.kernels.triton.sample import BLOCK
 from pipeline.kernels.triton.threshold import (
     MAX_COLLECTED,
     STRIP,
@@ -44,7 +45,7 @@ _STRIP, _MAX_COLLECTED, _RANKED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTE
 _INF = tl.constexpr(float("inf"))
 
 
-class RecordScratch:
+class LogprobScratch:
     """What the two turns tell each other, of up to `max_samples` with up to `max_top` likeliest ids. With `keeps` there
     is memory for copies of logits, as large as these."""
 
@@ -73,17 +74,17 @@ class RecordScratch:
         self.normalizers = floats(2)
         """The largest logit, and the logarithm of the sum of all weights, its being 1."""
         self.kept = floats(vocab_size if keeps else 0)
-        """[S, V]; the logits of samples with records, as `stats` has seen them"""
+        """[S, V]; the logits of samples with records, as `top_logprobs` has seen them"""
 
 
-def stats(out: Tensor, logits: Tensor, num_top: Tensor, scratch: RecordScratch, *, keep: bool) -> None:
+def top_logprobs(out: Tensor, logits: Tensor, num_top: Tensor, scratch: LogprobScratch, *, keep: bool) -> None:
     """Leave in out [S, 1 + 2 most] int32 all of each record but its first word. logits [S, V] float32; num_top [S]
     int32 is how many likeliest ids each sample wants, -1 where it has no record: its words are left alone. With `keep`,
-    `records` will find the logits in `scratch.kept`."""
+    `token_logprobs` will find the logits in `scratch.kept`."""
     num, most = len(num_top), (out.shape[1] - 1) // 2
     assert logits.shape[1] == scratch.vocab_size and num <= len(scratch.found) and logits.stride(1) == 1
     assert most <= scratch.max_top and (not keep or scratch.kept.shape[1] == scratch.vocab_size)
-    _survey[(scratch.num_blocks, num)](
+    _block_stats[(scratch.num_blocks, num)](
         *(scratch.largest, scratch.weights, scratch.tops, scratch.kept, logits, num_top),
         logits.stride(0),
         scratch.vocab_size,
@@ -92,7 +93,7 @@ def stats(out: Tensor, logits: Tensor, num_top: Tensor, scratch: RecordScratch, 
         BLOCK,
         num_warps=4,
     )
-    _likeliest[(num,)](
+    _top_logprobs[(num,)](
         *(out, scratch.normalizers, scratch.found, scratch.found_ids, scratch.largest, scratch.weights),
         *(scratch.tops, scratch.strips, scratch.collected, logits, num_top),
         out.stride(0),
@@ -110,11 +111,11 @@ def stats(out: Tensor, logits: Tensor, num_top: Tensor, scratch: RecordScratch, 
     )
 
 
-def records(out: Tensor, logits: Tensor, ids: Tensor, num_top: Tensor, scratch: RecordScratch) -> None:
-    """Leave the first word of each record: the log probability of ids [S] int32, behind `stats`. logits [S, V] are
-    those that it has seen, or `scratch.kept`. Ids below 0 have none."""
+def token_logprobs(out: Tensor, logits: Tensor, ids: Tensor, num_top: Tensor, scratch: LogprobScratch) -> None:
+    """Leave the first word of each record: the log probability of ids [S] int32, behind `top_logprobs`. logits [S, V]
+    are those that it has seen, or `scratch.kept`. Ids below 0 have none."""
     num = len(num_top)
-    _records[(triton.cdiv(num, SAMPLES),)](
+    _token_logprobs[(triton.cdiv(num, SAMPLES),)](
         *(out, scratch.normalizers, logits, ids, num_top, num, out.stride(0)),
         logits.stride(0),
         SAMPLES,
@@ -130,7 +131,7 @@ def _logprob(logit, top, log_total):
 
 
 @triton.jit
-def _survey(
+def _block_stats(
     largest,
     weights,
     tops,
@@ -160,7 +161,7 @@ def _survey(
 
 
 @triton.jit(do_not_specialize=["out_stride", "most"])
-def _likeliest(
+def _top_logprobs(
     out,
     normalizers,
     found,
@@ -263,7 +264,7 @@ def _write_ranked(out, found, found_ids, wanted, num, top, log_total, most, PADD
 
 
 @triton.jit(do_not_specialize=["num", "out_stride"])
-def _records(
+def _token_logprobs(
     out,
     normalizers,
     logits,
@@ -275,12 +276,12 @@ def _records(
     SAMPLES: tl.constexpr,
 ):
     samples = tl.program_id(0) * SAMPLES + tl.arange(0, SAMPLES)
-    has_record = tl.load(num_top + samples, mask=samples < num, other=-1) >= 0
-    token = tl.load(ids + samples, mask=has_record, other=-1)
-    has_record &= token >= 0
+    has_logprobs = tl.load(num_top + samples, mask=samples < num, other=-1) >= 0
+    token = tl.load(ids + samples, mask=has_logprobs, other=-1)
+    has_logprobs &= token >= 0
     at = samples.to(tl.int64)
-    logit = tl.load(logits + at * STRIDE + token, mask=has_record, other=-_INF)
+    logit = tl.load(logits + at * STRIDE + token, mask=has_logprobs, other=-_INF)
     logit = tl.where(logit > -_INF, logit, -_INF)
-    top = tl.load(normalizers + 2 * at, mask=has_record, other=0.0)
-    log_total = tl.load(normalizers + 2 * at + 1, mask=has_record, other=0.0)
-    tl.store(out + at * out_stride, _logprob(logit, top, log_total).to(tl.int32, bitcast=True), mask=has_record)
+    top = tl.load(normalizers + 2 * at, mask=has_logprobs, other=0.0)
+    log_total = tl.load(normalizers + 2 * at + 1, mask=has_logprobs, other=0.0)
+    tl.store(out + at * out_stride, _logprob(logit, top, log_total).to(tl.int32, bitcast=True), mask=has_logprobs)

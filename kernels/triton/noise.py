@@ -21,7 +21,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def draw_key(low, high, position):
+def noise_key(low, high, position):
     """The key of the draw at `position` of a sequence, whose key's halves are int32. Returns two uint32."""
     key = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
     z = (key ^ position.to(tl.uint64)) + tl.full([], _GOLDEN, tl.uint64)

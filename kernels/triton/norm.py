@@ -19,7 +19,7 @@ from pipeline.kernels.triton.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.launch import next_power_of_2
 
 
-def add_norm(out: Tensor, residual: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> None:
+def add_norm(out: Tensor, residual: Tensor, split_k_partials: Tensor | None, weight: Tensor, eps: float) -> None:
     """`residual += parts.sum(0)`, then `out = residual / sqrt(mean(residual^2) + eps) * weight`.
 
     out [M, H], residual [M, H] float32, parts [P, M, H] of any dtype or None, weight [H] float32.
@@ -28,20 +28,22 @@ def add_norm(out: Tensor, residual: Tensor, parts: Tensor | None, weight: Tensor
     _norm[(num_tokens,)](
         out,
         residual,
-        residual if parts is None else parts,
+        residual if split_k_partials is None else split_k_partials,
         residual,
         weight,
         num_tokens,
         eps,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
-        NUM_PARTS=0 if parts is None else len(parts),
+        NUM_PARTIALS=0 if split_k_partials is None else len(split_k_partials),
         TAKE=False,
         num_warps=_num_warps(width),
     )
 
 
-def take_norm(out: Tensor, residual: Tensor, parts: Tensor | None, index: Tensor, weight: Tensor, eps: float) -> None:
+def take_norm(
+    out: Tensor, residual: Tensor, split_k_partials: Tensor | None, index: Tensor, weight: Tensor, eps: float
+) -> None:
     """The same of rows `index` alone, before the head. The residual stays as it is.
 
     out [S, H], residual [M, H] float32, parts [P, M, H] or None, index [S] int32, weight [H] float32.
@@ -50,14 +52,14 @@ def take_norm(out: Tensor, residual: Tensor, parts: Tensor | None, index: Tensor
     _norm[(len(index),)](
         out,
         residual,
-        residual if parts is None else parts,
+        residual if split_k_partials is None else split_k_partials,
         index,
         weight,
         num_tokens,
         eps,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
-        NUM_PARTS=0 if parts is None else len(parts),
+        NUM_PARTIALS=0 if split_k_partials is None else len(split_k_partials),
         TAKE=True,
         num_warps=_num_warps(width),
     )
@@ -93,14 +95,14 @@ def _num_warps(width: int) -> int:
 def _norm(
     out,
     residual,
-    parts,
+    split_k_partials,
     index,
     weight,
     num_tokens,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     TAKE: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -110,10 +112,10 @@ def _norm(
     # A row is below 2^31 numbers, but all rows of all parts may be more.
     at = source.to(tl.int64) * WIDTH
     hidden = tl.load(residual + at + columns, mask=inside, other=0.0)
-    for part in tl.static_range(NUM_PARTS):
-        begin = parts + at + part * num_tokens.to(tl.int64) * WIDTH
+    for part in tl.static_range(NUM_PARTIALS):
+        begin = split_k_partials + at + part * num_tokens.to(tl.int64) * WIDTH
         hidden += tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
-    if NUM_PARTS > 0 and not TAKE:
+    if NUM_PARTIALS > 0 and not TAKE:
         tl.store(residual + at + columns, hidden, mask=inside)
     scale = 1.0 / tl.sqrt(tl.sum(hidden * hidden, axis=0) / WIDTH + eps)
     scaled = hidden * scale * tl.load(weight + columns, mask=inside, other=0.0)

@@ -22,7 +22,7 @@ HeadNorms = tuple[Tensor, Tensor, float]
 
 def rotary_write(
     queries: Tensor,
-    parts: Tensor,
+    split_k_partials: Tensor,
     cos: Tensor,
     sin: Tensor,
     step: StepArrays,
@@ -30,18 +30,18 @@ def rotary_write(
     values: Tensor,
     head_norms: HeadNorms | None,
 ) -> None:
-    """Sum `parts` [P, T, (Q + 2K) * D], norm and turn queries and keys by the angles of `step.positions`, and write
-    queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D] to `step.slots`.
+    """Sum `split_k_partials` [P, T, (Q + 2K) * D], norm and turn queries and keys by the angles of `step.positions`,
+    and write queries to `queries` [T, Q * D], keys and values [num_blocks, K, BLOCK_SIZE, D] to `step.slots`.
 
     cos and sin [L, D/2] float32. Where a slot is -1, nothing is written.
     """
-    num_parts, num_tokens, width = parts.shape
+    num_split_k_partials, num_tokens, width = split_k_partials.shape
     _, num_kv_heads, block_size, head_dim = keys.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     assert keys.shape == values.shape and block_size == BLOCK_SIZE and num_tokens == step.num_tokens
     assert queries.shape == (num_tokens, num_heads * head_dim) and head_dim % 2 == 0
     assert cos.shape[1] == sin.shape[1] == head_dim // 2
-    assert all(tensor.is_contiguous() for tensor in (queries, parts, cos, sin, keys, values))
+    assert all(tensor.is_contiguous() for tensor in (queries, split_k_partials, cos, sin, keys, values))
     half = next_power_of_2(head_dim // 2)
     total_heads = num_heads + 2 * num_kv_heads
     # Four warps with a whole 16 bytes a thread and half.
@@ -49,8 +49,8 @@ def rotary_write(
     query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
     _rotary_kernel[(num_tokens, -(-total_heads // heads))](
         queries,
-        parts,
-        parts.stride(0),
+        split_k_partials,
+        split_k_partials.stride(0),
         cos,
         sin,
         step.positions,
@@ -59,7 +59,7 @@ def rotary_write(
         values,
         query_norm,
         key_norm,
-        NUM_PARTS=num_parts,
+        NUM_PARTIALS=num_split_k_partials,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -75,7 +75,7 @@ def rotary_write(
 @triton.jit(do_not_specialize=["part_stride"])
 def _rotary_kernel(
     queries,
-    parts,
+    split_k_partials,
     part_stride,
     cos,
     sin,
@@ -85,7 +85,7 @@ def _rotary_kernel(
     values,
     query_norm,
     key_norm,
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -109,9 +109,9 @@ def _rotary_kernel(
         step = tl.multiple_of(part_stride.to(tl.int64), 8)
         low = tl.zeros([HEADS, HALF], tl.float32)
         high = tl.zeros([HEADS, HALF], tl.float32)
-        for part in tl.static_range(NUM_PARTS):
-            low += tl.load(parts + part * step + at, mask=mask, other=0.0).to(tl.float32)
-            high += tl.load(parts + part * step + at + half, mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(NUM_PARTIALS):
+            low += tl.load(split_k_partials + part * step + at, mask=mask, other=0.0).to(tl.float32)
+            high += tl.load(split_k_partials + part * step + at + half, mask=mask, other=0.0).to(tl.float32)
 
         is_query = heads < NUM_HEADS
         is_value = heads >= NUM_HEADS + NUM_KV_HEADS

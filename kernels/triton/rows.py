@@ -34,7 +34,7 @@ class Field(IntEnum):
     KEY_LOW = 8
     KEY_HIGH = 9
     """u64, the sequence's noise key (kernels/noise.py); a draw's key is made of it and NUM_IDS."""
-    SHAPED = 10
+    HAS_LOGITS_PROCESSORS = 10
     """1: some of what follows is to be read; see kernels/logits_processors.py for its meanings."""
     REPETITION = 11
     """float32; 1 is off"""
@@ -50,7 +50,7 @@ class Field(IntEnum):
     """Ids, and behind all of them as many float32."""
     NUM_BIAS = 18
     RUNS_AT = 19
-    """As `Shaping.runs`."""
+    """As `LogitsProcessors.runs`."""
     NUM_RUNS = 20
     ALLOWED_AT = 21
     """Words of a mask; -1 where all are allowed."""

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.triton import fields as f
-from pipeline.kernels.triton.filters import draw_filtered, is_filtered
+from pipeline.kernels.triton.filters import is_filtered, sample_filtered
 from pipeline.kernels.triton.launch import next_power_of_2
-from pipeline.kernels.triton.noise import draw_key, log_noise
+from pipeline.kernels.triton.noise import log_noise, noise_key
 from pipeline.kernels.triton.threshold import MAX_COLLECTED, STRIP
 
 BLOCK = 2048
@@ -37,7 +37,7 @@ _INF = tl.constexpr(float("inf"))
 _STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 
 
-class DrawScratch:
+class SamplingScratch:
     """What programs tell each other. Used by one draw at a time."""
 
     def __init__(self, max_samples: int, vocab_size: int, device: torch.device | str) -> None:
@@ -59,8 +59,8 @@ class DrawScratch:
         self.collected = torch.zeros(max_samples, MAX_COLLECTED, dtype=torch.float32, device=device)
 
 
-def draw(
-    ids: Tensor, logits: Tensor, params: Tensor, sample_rows: Tensor, scratch: DrawScratch, *, filtered: bool
+def sample(
+    ids: Tensor, logits: Tensor, params: Tensor, sample_rows: Tensor, scratch: SamplingScratch, *, filtered: bool
 ) -> None:
     """Leave the next id of each row in ids [S] int32; NO_ID where nothing is possible, and what was there where the row
     has ended. logits [S, V] float32, which stay as they are; params as in `Rows`, sample_rows [S] int32. Without
@@ -91,7 +91,7 @@ def draw(
             next_power_of_2(scratch.num_strips),
             num_warps=16,
         )
-    _pick[(num,)](
+    _best_block[(num,)](
         *(ids, scratch.largest, scratch.scores, scratch.winners, params, sample_rows),
         params.shape[1],
         scratch.num_blocks,
@@ -140,7 +140,7 @@ def _blocks(
         logit = tl.where(logit > -_INF, logit, -_INF)
         top = tl.max(logit, 0)
         temperature = f.float_at(row + f.TEMPERATURE)
-        is_drawn = (temperature >= _COLD) & (top > -_INF) & (top < _INF)
+        is_random = (temperature >= _COLD) & (top > -_INF) & (top < _INF)
         score = tl.where(logit == top, 0.0, -_INF)
         at = sample * BLOCKS + block
         has_filters = False
@@ -152,9 +152,9 @@ def _blocks(
             # Without meaning where the largest is infinite; it is not read then.
             tl.store(weights + at, tl.sum(tl.exp((logit - top) / temperature), 0))
             # Who is drawn, `_filter` will say.
-            score = tl.where(is_drawn, -_INF, score)
-        elif is_drawn:
-            low, high = draw_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
+            score = tl.where(is_random, -_INF, score)
+        elif is_random:
+            low, high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
             score = (logit - top) / temperature - log_noise(low, high, ids)
         best, winner = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(largest + at, top)
@@ -192,7 +192,7 @@ def _filter(
             block_weights = tl.load(weights + sample * BLOCKS + blocks, mask=blocks < BLOCKS, other=0.0)
             temperature = f.float_at(row + f.TEMPERATURE)
             total = tl.where(block_tops > -_INF, block_weights * tl.exp((block_tops - top) / temperature), 0.0)
-            winner = draw_filtered(
+            winner = sample_filtered(
                 *(logits + sample * STRIDE, tops + sample * STRIPS, strips + sample * STRIPS),
                 *(collected + sample * _MAX_COLLECTED, row, top, tl.sum(total, 0), temperature),
                 *(VOCAB, STRIPS, PADDED_STRIPS),
@@ -204,7 +204,7 @@ def _filter(
 
 
 @triton.jit
-def _pick(
+def _best_block(
     ids,
     largest,
     scores,

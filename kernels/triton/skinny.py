@@ -20,11 +20,11 @@ from pipeline.kernels.triton.unpack import EXCESS, code_to_float
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def skinny_product(
+def skinny_gemm(
     out,
     x,
     residual_out,
-    parts,
+    partials,
     norm_weight,
     eps,
     values,
@@ -41,8 +41,8 @@ def skinny_product(
     HAS_MINIMUMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    GATED: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
+    SWIGLU: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -50,7 +50,7 @@ def skinny_product(
     NUM_STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
-    WIDEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """out [SPLIT, M, N] = x [M, K] · values [N, K]ᵀ, or silu(first half) * second half of it.
 
@@ -61,9 +61,9 @@ def skinny_product(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split = tl.program_id(1)
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    ROWS: tl.constexpr = 2 * BLOCK_N if SWIGLU else BLOCK_N
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, GATED)
+    weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, SWIGLU)
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Beyond the last token, the last one again: no mask then stands in the way of wide loads.
     some_tokens = tl.minimum(tokens, num_tokens - 1)
@@ -94,16 +94,16 @@ def skinny_product(
         columns = (k + low_columns)[:, None]
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
-            x, residual_out, parts, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes, K,
-            NORM, NUM_PARTS,
+            x, residual_out, partials, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes,
+            K, NORM, NUM_PARTIALS,
         )  # fmt: skip
         if NORM:
             squares += hidden * hidden
         if PACKED:
             columns += HALF
             high_factors, hidden = input_at(
-                x, residual_out, parts, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes, K,
-                NORM, NUM_PARTS,
+                x, residual_out, partials, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes,
+                K, NORM, NUM_PARTIALS,
             )  # fmt: skip
             if NORM:
                 squares += hidden * hidden
@@ -111,7 +111,7 @@ def skinny_product(
             high_factors = factors
         sums = _multiply(
             sums, tile, factors, high_factors, scales, minimums, scale_at, k, STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS,
-            DTYPE, WIDEN,
+            DTYPE, UPCAST,
         )  # fmt: skip
     if NORM:
         if SPLIT > 1:  # this program has seen a share of the squares only
@@ -120,8 +120,8 @@ def skinny_product(
             for k in range(0, K, BLOCK_K):
                 columns = (k + all_places)[:, None]
                 _, hidden = input_at(
-                    x, residual_out, parts, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, False,
-                    K, NORM, NUM_PARTS,
+                    x, residual_out, partials, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens,
+                    False, K, NORM, NUM_PARTIALS,
                 )  # fmt: skip
                 total += hidden * hidden
             mean = tl.sum(total, axis=0) / K
@@ -130,7 +130,7 @@ def skinny_product(
         sums *= (1.0 / tl.sqrt(mean + eps))[None, :]
     if HAS_BIAS:  # once: with the first part
         sums += tl.load(bias + weight_rows)[:, None] * (split == 0).to(tl.float32)
-    if GATED:
+    if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
         sums = silu(gate) * up
     place = (split * num_tokens + tokens).to(tl.int64)[None, :] * N + rows[:, None]
@@ -154,10 +154,10 @@ def _multiply(
     PACKED: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr,
     DTYPE: tl.constexpr,
-    WIDEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """sums [n, T] + tile [n, W] · factors [W, T]; for halves of bytes also · high_factors."""
-    DOT: tl.constexpr = tl.float32 if WIDEN else DTYPE
+    DOT: tl.constexpr = tl.float32 if UPCAST else DTYPE
     low = factors.to(DTYPE).to(DOT)
     if GROUP == 0:
         sums = tl.dot(tile.to(DOT), low, sums, input_precision="ieee")

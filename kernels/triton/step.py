@@ -153,7 +153,7 @@ def _prepare(
     num_entries,
     num_samples,
     MAX_ROWS: tl.constexpr,
-    NOBODY: tl.constexpr,
+    PADDING_ROW: tl.constexpr,
     PARAMS: tl.constexpr,
     IDS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -170,7 +170,7 @@ def _prepare(
 
     # Entries. One that has ended counts nothing; padding likewise.
     there = places < tl.load(words + _NUM_ENTRIES)
-    row = tl.load(rows + places, mask=there, other=NOBODY)
+    row = tl.load(rows + places, mask=there, other=PADDING_ROW)
     lives = there & (tl.load(row_params + row.to(tl.int64) * PARAMS + _ENDED, mask=there, other=1) == 0)
     inside = places < num_entries
     tl.store(rows_out + places, row, mask=inside)
@@ -184,7 +184,7 @@ def _prepare(
         entry = places
     else:
         entry = tl.load(words + tl.load(words + _TOKENS_AT) + places, mask=there, other=0)
-    row = tl.load(rows + entry, mask=there, other=NOBODY).to(tl.int64)
+    row = tl.load(rows + entry, mask=there, other=PADDING_ROW).to(tl.int64)
     lives = there & (tl.load(row_params + row * PARAMS + _ENDED, mask=there, other=1) == 0)
     position = tl.load(starts + entry, mask=lives, other=0)
     position += places - tl.load(offsets + entry, mask=lives, other=0)
@@ -202,7 +202,7 @@ def _prepare(
     last = tl.load(offsets + entry, mask=there, other=0) + tl.load(counts + entry, mask=there, other=1) - 1
     inside = places < num_samples
     tl.store(sampled_out + places, last, mask=inside)
-    tl.store(sample_rows_out + places, tl.load(rows + entry, mask=there, other=NOBODY), mask=inside)
+    tl.store(sample_rows_out + places, tl.load(rows + entry, mask=there, other=PADDING_ROW), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_samples"])

@@ -10,11 +10,11 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def silu_mul(out: Tensor, parts: Tensor) -> None:
+def silu_mul(out: Tensor, split_k_partials: Tensor) -> None:
     """`out = silu(gate) * up`. out [M, I], parts [P, M, 2I], whose sum holds the gate's half first."""
     num_tokens, width = out.shape
     _silu_mul[(num_tokens, triton.cdiv(width, BLOCK))](
-        out, parts, num_tokens, WIDTH=width, NUM_PARTS=len(parts), BLOCK=BLOCK, num_warps=4
+        out, split_k_partials, num_tokens, WIDTH=width, NUM_PARTIALS=len(split_k_partials), BLOCK=BLOCK, num_warps=4
     )
 
 
@@ -26,14 +26,14 @@ def silu(gate):
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _silu_mul(out, parts, num_tokens, WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(out, split_k_partials, num_tokens, WIDTH: tl.constexpr, NUM_PARTIALS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     gate = tl.zeros([BLOCK], tl.float32)
     up = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        begin = parts + (part * num_tokens.to(tl.int64) + token) * (2 * WIDTH)
+    for part in tl.static_range(NUM_PARTIALS):
+        begin = split_k_partials + (part * num_tokens.to(tl.int64) + token) * (2 * WIDTH)
         gate += tl.load(begin + columns, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(begin + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + columns, (silu(gate) * up).to(out.dtype.element_ty), mask=inside)

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.kernels.triton.launch import num_multiprocessors
 
-Op = Literal["linear", "gate", "logits"]
+Op = Literal["linear", "swiglu", "logits"]
 """`gate`: two halves of rows in one program, never shared out. `logits`: float32, never shared out."""
 
 FOLDER = Path(__file__).parent / "tuned"
@@ -37,13 +37,13 @@ BUCKETS = (1, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GemmConfig:
     """How a launch divides a product [M, K] x [N, K] into programs."""
 
     block_m: int
     """Tokens of a program: 1 with vector.py, at least 8 with skinny.py"""
     block_n: int
-    """Rows of the weight; with op "gate" so many of each half"""
+    """Rows of the weight; with op "swiglu" so many of each half"""
     block_k: int
     """Columns of a tile"""
     split: int
@@ -54,14 +54,14 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GemmShape:
     """What is asked about."""
 
     op: Op
     num_tokens: int
     """One of BUCKETS"""
     num_rows: int
-    """N; with op "gate" of one half"""
+    """N; with op "swiglu" of one half"""
     num_columns: int
     format: str
     """`DeviceMatrix.format`"""
@@ -72,9 +72,11 @@ def bucket_of(num_tokens: int) -> int:
     return next((bucket for bucket in BUCKETS if num_tokens <= bucket), BUCKETS[-1])
 
 
-def choose(op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device) -> Config:
+def choose(
+    op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device
+) -> GemmConfig:
     """The shipped table's choice where it has the shape, else the rule's."""
-    shape = Shape(op, bucket_of(num_tokens), num_rows, num_columns, format)
+    shape = GemmShape(op, bucket_of(num_tokens), num_rows, num_columns, format)
     return _choose(shape, architecture(device), _num_programs(device))
 
 
@@ -84,7 +86,7 @@ def _num_programs(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _choose(shape: Shape, architecture: str, num_programs: int) -> Config:
+def _choose(shape: GemmShape, architecture: str, num_programs: int) -> GemmConfig:
     return table(architecture).get(shape) or rule(shape, num_programs)
 
 
@@ -98,16 +100,16 @@ def architecture(device: torch.device) -> str:
 
 
 @lru_cache(maxsize=4)
-def table(architecture: str) -> dict[Shape, Config]:
+def table(architecture: str) -> dict[GemmShape, GemmConfig]:
     """Measured choices; empty where nothing was measured on the architecture."""
     path = FOLDER / f"{architecture}.json"
     if not path.exists():
         return {}
     entries = json.loads(path.read_text())["entries"]
-    return {Shape(**entry["shape"]): Config(**entry["config"]) for entry in entries}
+    return {GemmShape(**entry["shape"]): GemmConfig(**entry["config"]) for entry in entries}
 
 
-def write_table(architecture: str, entries: dict[Shape, Config], measured_on: str) -> Path:
+def write_table(architecture: str, entries: dict[GemmShape, GemmConfig], measured_on: str) -> Path:
     """Write what was measured, for the next release to ship; returns the file."""
     path = FOLDER / f"{architecture}.json"
     rows = [{"shape": asdict(shape), "config": asdict(config)} for shape, config in entries.items()]
@@ -131,14 +133,14 @@ def bytes_of_columns(format: str, num_columns: int) -> int:
     return num_columns * {"bf16": 2, "f16": 2, "f32": 4}.get(format, 1)
 
 
-def rule(shape: Shape, num_programs: int) -> Config:
+def rule(shape: GemmShape, num_programs: int) -> GemmConfig:
     """What is chosen where nothing was measured; `num_programs` multiprocessors."""
     if shape.num_tokens <= VECTOR_TOKENS:
         return _vector_rule(shape, num_programs)
     return _skinny_rule(shape, num_programs)
 
 
-def _vector_rule(shape: Shape, num_programs: int) -> Config:
+def _vector_rule(shape: GemmShape, num_programs: int) -> GemmConfig:
     """Tiles of 16 KiB, 128 bytes a thread, tall where rows are many and wide where they are few.
 
     Of floats a row is a load of each thread: all of them have the same columns of every row, and what they multiply
@@ -146,19 +148,19 @@ def _vector_rule(shape: Shape, num_programs: int) -> Config:
     """
     # 128 registers a thread leave room for four programs a multiprocessor. Short rows come at once, and fewer do.
     enough = num_programs * 5 // 2 if shape.num_columns > SHORT_ROW else num_programs * 3 // 2
-    tallest = (16 if shape.format.startswith("int") else 8) // (2 if shape.op == "gate" else 1)
-    least = 4 if shape.format.startswith("int") and shape.op != "gate" else 2
+    tallest = (16 if shape.format.startswith("int") else 8) // (2 if shape.op == "swiglu" else 1)
+    least = 4 if shape.format.startswith("int") and shape.op != "swiglu" else 2
     block_n = next((n for n in (16, 8, 4) if n <= tallest and _ceil(shape.num_rows, n) >= enough), least)
-    tile_bytes = VECTOR_TILE_BYTES // (2 if shape.op == "gate" else 1)
+    tile_bytes = VECTOR_TILE_BYTES // (2 if shape.op == "swiglu" else 1)
     block_k = max(64, group_of(shape.format))
     while block_k < shape.num_columns and bytes_of_columns(shape.format, 2 * block_k) * block_n <= tile_bytes:
         block_k *= 2
     num_blocks = _ceil(shape.num_columns, block_k)
     wanted = enough // _ceil(shape.num_rows, block_n) if shape.op == "linear" else 1
-    return Config(1, block_n, block_k, _even_split(num_blocks, wanted), num_warps=4, num_stages=1)
+    return GemmConfig(1, block_n, block_k, _even_split(num_blocks, wanted), num_warps=4, num_stages=1)
 
 
-def _skinny_rule(shape: Shape, num_programs: int) -> Config:
+def _skinny_rule(shape: GemmShape, num_programs: int) -> GemmConfig:
     """Tiles of 64 rows, as many on their way as make 48 KiB, and one or two such programs a multiprocessor."""
     block_m = max(8, shape.num_tokens)
     block_k = max(64 if shape.format == "f32" else 128, group_of(shape.format))
@@ -169,19 +171,19 @@ def _skinny_rule(shape: Shape, num_programs: int) -> Config:
     else:
         block_n = next((n for n in (64, 32) if _ceil(shape.num_rows, n) * most_split >= num_programs), 16)
     split = _even_split(num_blocks, min(most_split, 2 * num_programs // _ceil(shape.num_rows, block_n)))
-    tile_bytes = block_n * bytes_of_columns(shape.format, block_k) * (2 if shape.op == "gate" else 1)
+    tile_bytes = block_n * bytes_of_columns(shape.format, block_k) * (2 if shape.op == "swiglu" else 1)
     tokens_bytes = block_m * block_k * (4 if shape.format == "f32" else 2)
     num_stages = max(3, min(8, 48 * 1024 // tile_bytes))
     while num_stages > 2 and num_stages * (tile_bytes + tokens_bytes) > 108 * 1024:
         num_stages -= 1
-    return Config(block_m, block_n, block_k, split, num_warps=4, num_stages=num_stages)
+    return GemmConfig(block_m, block_n, block_k, split, num_warps=4, num_stages=num_stages)
 
 
 def candidates(
     op: Op, *, num_tokens: int, num_rows: int, num_columns: int, format: str, device: torch.device
-) -> Iterator[Config]:
+) -> Iterator[GemmConfig]:
     """What is worth timing for a shape: the rule's choice first, then its neighbours."""
-    shape = Shape(op, bucket_of(num_tokens), num_rows, num_columns, format)
+    shape = GemmShape(op, bucket_of(num_tokens), num_rows, num_columns, format)
     first = rule(shape, _num_programs(device))
     seen = {first}
     yield first
@@ -191,29 +193,29 @@ def candidates(
             yield config
 
 
-def _neighbours(shape: Shape, first: Config) -> Iterator[Config]:
+def _neighbours(shape: GemmShape, first: GemmConfig) -> Iterator[GemmConfig]:
     splits = (first.split, 1, 2, 4, 8) if shape.op == "linear" and shape.num_tokens <= SKINNY_TOKENS else (1,)
     if shape.num_tokens <= VECTOR_TOKENS:
         for block_n in (1, 2, 4, 8, 16, 32):
             for block_k in (256, 512, 1024, 2048, 4096):
                 for num_warps in (1, 2, 4, 8):
                     for split in splits[:3]:
-                        yield Config(1, block_n, block_k, split, num_warps, 1)
+                        yield GemmConfig(1, block_n, block_k, split, num_warps, 1)
         return
     for block_n in (16, 32, 64, 128):
         for block_k in (64, 128, 256):
             for num_warps, num_stages in ((4, 3), (4, 4), (4, 6), (8, 3), (8, 4), (2, 4)):
                 for split in splits:
-                    yield Config(first.block_m, block_n, block_k, split, num_warps, num_stages)
+                    yield GemmConfig(first.block_m, block_n, block_k, split, num_warps, num_stages)
 
 
-def _fits(shape: Shape, config: Config) -> bool:
+def _fits(shape: GemmShape, config: GemmConfig) -> bool:
     """Whether its tile is a sensible share of registers or shared memory, and no share of the columns is empty."""
     if config.block_k < group_of(shape.format) or config.block_k >= 2 * max(shape.num_columns, 64):
         return False
     if config.split != _even_split(_ceil(shape.num_columns, config.block_k), config.split):
         return False
-    halves = 2 if shape.op == "gate" else 1
+    halves = 2 if shape.op == "swiglu" else 1
     tile_bytes = bytes_of_columns(shape.format, config.block_k) * config.block_n * halves
     if shape.num_tokens <= VECTOR_TOKENS:
         if shape.format.startswith("int") and config.block_n * halves < 4:  # see vector.py

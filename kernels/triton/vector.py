@@ -23,11 +23,11 @@ LANES = tl.constexpr(8)
 
 
 @triton.jit
-def vector_product(
+def gemv(
     out,
     x,
     residual_out,
-    parts,
+    partials,
     norm_weight,
     eps,
     values,
@@ -43,8 +43,8 @@ def vector_product(
     HAS_MINIMUMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    GATED: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
+    SWIGLU: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,22 +59,22 @@ def vector_product(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(1)
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    ROWS: tl.constexpr = 2 * BLOCK_N if SWIGLU else BLOCK_N
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, GATED)
+    weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, SWIGLU)
     PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     begin = split * SHARE * BLOCK_K
     if GROUP == 0:
         sums, squares = _floats(
-            x, residual_out, parts, norm_weight, values, weight_rows, begin, SHARE, PROGRAMS, K, NORM, NUM_PARTS,
+            x, residual_out, partials, norm_weight, values, weight_rows, begin, SHARE, PROGRAMS, K, NORM, NUM_PARTIALS,
             BLOCK_K, PDL,
         )  # fmt: skip
     else:
         sums, squares = _codes(
-            x, residual_out, parts, norm_weight, values, scales, minimums, begin, SHARE, PROGRAMS, N, K, STRIDE, GROUP,
-            ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTS, GATED, BLOCK_N, BLOCK_K, PDL, ASM,
+            x, residual_out, partials, norm_weight, values, scales, minimums, begin, SHARE, PROGRAMS, N, K, STRIDE,
+            GROUP, ZERO, PACKED, HAS_MINIMUMS, NORM, NUM_PARTIALS, SWIGLU, BLOCK_N, BLOCK_K, PDL, ASM,
         )  # fmt: skip
     if NORM:
         if SPLIT > 1:  # this program has seen a share of the squares only
@@ -82,13 +82,24 @@ def vector_product(
             for k in range(0, K, BLOCK_K):
                 columns = k + tl.arange(0, BLOCK_K)
                 _, hidden = input_at(
-                    x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, False, K, NORM, NUM_PARTS
+                    x,
+                    residual_out,
+                    partials,
+                    norm_weight,
+                    0,
+                    columns,
+                    columns < K,
+                    1,
+                    False,
+                    K,
+                    NORM,
+                    NUM_PARTIALS,
                 )
                 squares += hidden * hidden
         sums *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
     if HAS_BIAS:  # once: with the first part
         sums += tl.load(bias + weight_rows) * (split == 0).to(tl.float32)
-    if GATED:
+    if SWIGLU:
         gate, up = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
         sums = silu(gate) * up
     tl.store(out + split * N + rows, sums.to(out.dtype.element_ty), mask=rows < N)
@@ -98,7 +109,7 @@ def vector_product(
 def _floats(
     x,
     residual_out,
-    parts,
+    partials,
     norm_weight,
     values,
     rows,
@@ -107,7 +118,7 @@ def _floats(
     PROGRAMS: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -127,7 +138,7 @@ def _floats(
         columns = k + places
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
-            x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
+            x, residual_out, partials, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTIALS
         )
         squares += hidden * hidden
         products = tile.to(tl.float32) * factors[None, :]
@@ -140,7 +151,7 @@ def _floats(
 def _codes(
     x,
     residual_out,
-    parts,
+    partials,
     norm_weight,
     values,
     scales,
@@ -156,8 +167,8 @@ def _codes(
     PACKED: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr,
     NORM: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    GATED: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
+    SWIGLU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -169,7 +180,7 @@ def _codes(
     Rows are dealt out to four tiles, so that a thread takes what they are multiplied with from shared memory, and
     widens it, once for four of its rows; in one tile the compiler would have it do so for each.
     """
-    QUARTER: tl.constexpr = (2 * BLOCK_N if GATED else BLOCK_N) // 4
+    QUARTER: tl.constexpr = (2 * BLOCK_N if SWIGLU else BLOCK_N) // 4
     BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
     WORDS: tl.constexpr = BYTES // 4
     GROUPS: tl.constexpr = BLOCK_K // GROUP
@@ -177,10 +188,10 @@ def _codes(
     groups = tl.arange(0, GROUPS)
     places = tl.arange(0, BYTES)
     lines = tl.arange(0, QUARTER) * 4
-    row0 = weight_rows_of(tl.program_id(0), lines, N, BLOCK_N, GATED).to(tl.int64)
-    row1 = weight_rows_of(tl.program_id(0), lines + 1, N, BLOCK_N, GATED).to(tl.int64)
-    row2 = weight_rows_of(tl.program_id(0), lines + 2, N, BLOCK_N, GATED).to(tl.int64)
-    row3 = weight_rows_of(tl.program_id(0), lines + 3, N, BLOCK_N, GATED).to(tl.int64)
+    row0 = weight_rows_of(tl.program_id(0), lines, N, BLOCK_N, SWIGLU).to(tl.int64)
+    row1 = weight_rows_of(tl.program_id(0), lines + 1, N, BLOCK_N, SWIGLU).to(tl.int64)
+    row2 = weight_rows_of(tl.program_id(0), lines + 2, N, BLOCK_N, SWIGLU).to(tl.int64)
+    row3 = weight_rows_of(tl.program_id(0), lines + 3, N, BLOCK_N, SWIGLU).to(tl.int64)
     words = (groups * WORDS)[None, :, None] + tl.arange(0, WORDS)[None, None, :]
     sums0 = tl.zeros([QUARTER, GROUPS], tl.float32)
     sums1 = tl.zeros([QUARTER, GROUPS], tl.float32)
@@ -207,7 +218,7 @@ def _codes(
         columns = k + (groups * GROUP)[:, None] + places[None, :]
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
-            x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
+            x, residual_out, partials, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTIALS
         )
         squares += tl.sum(hidden * hidden, axis=1)
         total = tl.sum(factors, axis=1)
@@ -218,7 +229,18 @@ def _codes(
         if PACKED:
             columns += BYTES
             factors, hidden = input_at(
-                x, residual_out, parts, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTS
+                x,
+                residual_out,
+                partials,
+                norm_weight,
+                0,
+                columns,
+                columns < K,
+                1,
+                writes,
+                K,
+                NORM,
+                NUM_PARTIALS,
             )
             squares += tl.sum(hidden * hidden, axis=1)
             total += tl.sum(factors, axis=1)

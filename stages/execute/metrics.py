@@ -3,7 +3,7 @@
 from pipeline.metrics.stats import ExecuteCounts
 
 
-class Counting:
+class ExecuteMetrics:
     def __init__(self) -> None:
         self._num_steps = 0
         self._num_tokens = 0

@@ -32,7 +32,7 @@ class Pool:
         assert row in self._sums, f"row {row} is pooled from position {start} on, and not from its first"
         for begin in range(0, len(residual), SLICE):
             states = self._states(residual[begin : begin + SLICE])
-            # Sums of columns go from row to row.
+            # HiddenStates of columns go from row to row.
             self._sums[row] = np.add.reduce(np.vstack((self._sums[row], states)), axis=0)
 
     def take(self, row: int, pooling: Pooling, num_tokens: int, last: FloatArray) -> FloatArray:

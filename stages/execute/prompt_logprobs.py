@@ -11,7 +11,7 @@ from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampling_features import Want
+from pipeline.stages.execute.sampling_features import SamplingFeature
 
 NO_BYTES: ByteArray = np.zeros(0, np.uint8)
 NO_PLACES: LongArray = np.zeros(0, np.int64)
@@ -32,7 +32,7 @@ def score_prompts(
         piece = slice(begin, begin + inputs.max_num_rows)
         scores.fill(places[piece], ids[piece], num_top[piece])
         program.score()
-        parts.append(scores.records.memory)
+        parts.append(scores.logprobs.memory)
     return np.concatenate(parts)
 
 
@@ -44,7 +44,7 @@ def prompt_places(
     places: list[LongArray] = [NO_PLACES]
     ids: list[IntArray] = [NO_IDS]
     num_top: list[IntArray] = [NO_IDS]
-    for i in np.flatnonzero(table.wants[rows] & Want.PROMPT_RECORDS).tolist():
+    for i in np.flatnonzero(table.features[rows] & SamplingFeature.PROMPT_LOGPROBS).tolist():
         row, start = int(rows[i]), int(starts[i])
         num = min(int(counts[i]), int(table.num_prompt[row]) - 1 - start)
         if num > 0:

@@ -7,11 +7,11 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.execute.cpu.runner import Sampled
-from pipeline.stages.execute.metrics import Counting
+from pipeline.stages.execute.metrics import ExecuteMetrics
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class StepTiming:
     """Of one step, by the stage's clock."""
 
     began_s: float
@@ -23,11 +23,13 @@ class Times:
 class Publisher:
     """Sends results to the scheduler, counts steps, and draws them in a trace."""
 
-    def __init__(self, stage: "Stage[m.ExecuteInbox]", counting: Counting) -> None:
+    def __init__(self, stage: "Stage[m.ExecuteInbox]", metrics: ExecuteMetrics) -> None:
         self._stage = stage
-        self._counting = counting
+        self._metrics = metrics
 
-    def publish(self, incarnation: int, step_id: int, sampled: Sampled, times: Times, requests: Sequence[int]) -> None:
+    def publish(
+        self, incarnation: int, step_id: int, sampled: Sampled, times: StepTiming, requests: Sequence[int]
+    ) -> None:
         """Tell of a step; `requests` are those that begin with it."""
         stage = self._stage
         compute_s = times.ended_s - times.began_s
@@ -41,13 +43,13 @@ class Publisher:
             compute_s=compute_s,
             wait_s=times.wait_s,
             copy_s=sampled.copy_s,
-            records=stage.arrays.put(sampled.records),
-            prompt_records=stage.arrays.put(sampled.prompt_records),
+            records=stage.arrays.put(sampled.token_outputs),
+            prompt_records=stage.arrays.put(sampled.prompt_logprobs),
             errors=list(sampled.errors),
         )
         sent = stage.outbox("schedule").send(result)
         assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"
-        self._counting.stepped(sampled.num_tokens, compute_s, times.wait_s)
+        self._metrics.stepped(sampled.num_tokens, compute_s, times.wait_s)
         if stage.trace.on:
             args: Args = {
                 "step": step_id,

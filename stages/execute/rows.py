@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.sampling_inputs import GREEDY_BELOW, DrawInputs
-from pipeline.kernels.logits_processors import SHAPING, Shaping
-from pipeline.kernels.logprob_inputs import NO_RECORD
-from pipeline.kernels.noise import draw_keys, sequence_key
+from pipeline.kernels.logits_processors import LOGITS_PROCESSORS, LogitsProcessors
+from pipeline.kernels.logprob_inputs import NO_LOGPROBS
+from pipeline.kernels.noise import noise_keys, sequence_key
+from pipeline.kernels.sampling_inputs import GREEDY_BELOW, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import Finish, Pooling, RowAdd, Sampling
 from pipeline.shm.arrays import Array
-from pipeline.stages.execute.sampling_features import NOT_GREEDY, Want, shaping_of, single
+from pipeline.stages.execute.sampling_features import NOT_GREEDY, SamplingFeature, logits_processors_of, single
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
-"""Copies an array out of a message: (array, dtype) → one-dimensional."""
+"""BlockCopier an array out of a message: (array, dtype) → one-dimensional."""
 
 NOT_YET = -1
 """`num_computed` of a row that no step has named: it may begin behind a cached prefix of any length."""
@@ -56,19 +56,22 @@ class RowTable:
         self.keys: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
         """Noise keys, see kernels/noise.py."""
         self.stops: list[frozenset[int]] = [frozenset()] * max_num_seqs
-        self.wants: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max_num_seqs, np.uint8)
-        """`Want`; 0 for rows that are not taken"""
-        self.wanted = 0
+        self.features: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max_num_seqs, np.uint8)
+        """`SamplingFeature`; 0 for rows that are not taken"""
+        self.requested_features = 0
         """By any row."""
         self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
-        self.num_top: IntArray = np.full(max_num_seqs, NO_RECORD, np.int32)
+        self.num_top: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         """Of the records of its ids."""
-        self.prompt_num_top: IntArray = np.full(max_num_seqs, NO_RECORD, np.int32)
+        self.prompt_num_top: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
-        self.shapings: list[Shaping | None] = [None] * max_num_seqs
-        self._native_shapings = np.zeros(max_num_seqs, SHAPING)
-        places = self._native_shapings.ctypes.data + np.arange(max_num_seqs, dtype=np.uint64) * SHAPING.itemsize
-        self._shaping_addresses: np.ndarray[Any, np.dtype[np.uint64]] = places.astype(np.uint64)
+        self.logits_processors: list[LogitsProcessors | None] = [None] * max_num_seqs
+        self._native_logits_processors = np.zeros(max_num_seqs, LOGITS_PROCESSORS)
+        places = (
+            self._native_logits_processors.ctypes.data
+            + np.arange(max_num_seqs, dtype=np.uint64) * LOGITS_PROCESSORS.itemsize
+        )
+        self._logits_processor_addresses: np.ndarray[Any, np.dtype[np.uint64]] = places.astype(np.uint64)
 
     @property
     def num_live(self) -> int:
@@ -80,11 +83,11 @@ class RowTable:
         assert self.taken[rows].all(), f"rows dropped that are not taken: {rows[~self.taken[rows]]}"
         assert len(set(rows.tolist())) == len(rows), f"rows dropped twice: {rows}"
         self.taken[rows] = False
-        if self.wants[rows].any():
+        if self.features[rows].any():
             for row in rows.tolist():
-                self.shapings[row] = None
-            self.wants[rows] = 0
-            self.wanted = int(np.bitwise_or.reduce(self.wants))
+                self.logits_processors[row] = None
+            self.features[rows] = 0
+            self.requested_features = int(np.bitwise_or.reduce(self.features))
 
     def add(
         self,
@@ -130,31 +133,33 @@ class RowTable:
             # With a grammar one is allowed only where the output may end, and if ignored only where it has to.
             () if sampling.ignore_eos and not sampling.grammar else eos_ids
         )
-        self.num_top[row] = sampling.num_top if sampling.with_logprobs else NO_RECORD
+        self.num_top[row] = sampling.num_top if sampling.with_logprobs else NO_LOGPROBS
         # A request's prompt is told of once, by its first sequence.
-        self.prompt_num_top[row] = sampling.prompt_num_top if index == 0 else NO_RECORD
+        self.prompt_num_top[row] = sampling.prompt_num_top if index == 0 else NO_LOGPROBS
         self.pooling[row] = Pooling(sampling.pooling)
-        self.wants[row] = wants = self._set_wants(row, sampling, eos_ids)
-        self.wanted |= wants
+        self.features[row] = features = self._set_features(row, sampling, eos_ids)
+        self.requested_features |= features
 
-    def _set_wants(self, row: int, sampling: Sampling, eos_ids: Collection[int]) -> int:
-        wants = Want.PROMPT_RECORDS if self.prompt_num_top[row] >= 0 else 0
+    def _set_features(self, row: int, sampling: Sampling, eos_ids: Collection[int]) -> int:
+        features = SamplingFeature.PROMPT_LOGPROBS if self.prompt_num_top[row] >= 0 else 0
         if self.pooling[row]:
             # Nothing is drawn for it, so nothing can stop it.
             self.stops[row] = frozenset()
-            return wants | Want.EMBEDDING
-        shaping = shaping_of(sampling, self.ids[row], int(self.num_prompt[row]), eos_ids, self.vocab_size)
-        if shaping is not None:
-            self.shapings[row] = shaping
-            shaping.write(self._native_shapings, row)
-            wants |= Want.SHAPE
+            return features | SamplingFeature.EMBEDDING
+        logits_processors = logits_processors_of(
+            sampling, self.ids[row], int(self.num_prompt[row]), eos_ids, self.vocab_size
+        )
+        if logits_processors is not None:
+            self.logits_processors[row] = logits_processors
+            logits_processors.write(self._native_logits_processors, row)
+            features |= SamplingFeature.LOGITS_PROCESSORS
         if self.temperature[row] >= GREEDY_BELOW:
-            wants |= Want.DRAW
+            features |= SamplingFeature.RANDOM
         if sampling.grammar:
-            wants |= Want.MASK
+            features |= SamplingFeature.GRAMMAR_MASK
         if self.num_top[row] >= 0:
-            wants |= Want.RECORD
-        return wants
+            features |= SamplingFeature.LOGPROBS
+        return features
 
     def _prompt_of(self, row: int, num_prompt: int) -> IntArray:
         assert row < len(self.taken) and self.taken[row], f"a fork of row {row}, which is not taken"
@@ -194,40 +199,42 @@ class RowTable:
         assert (last < self.max_model_len).all(), "sampled beyond max_model_len"
         self.num_computed[rows] = ends
 
-    def fill_draws(self, draws: DrawInputs, rows: IntArray) -> None:
+    def fill_sampling_inputs(self, sampling_inputs: SamplingInputs, rows: IntArray) -> None:
         """How the next id of each of `rows` is drawn.
 
         Noise comes from the sequence's key and the position that the id will have, so it is the same whichever step
         and batch the draw is in.
         """
-        num, wanted = len(rows), self.wanted
-        draws.rows, draws.row_shapings = rows, self.shapings
-        if not (wanted & NOT_GREEDY or draws.keeps_logits):
-            draws.greedy[:num] = 1
-            draws.unmask(num)
-            draws.records.clear(num)
+        num, requested_features = len(rows), self.requested_features
+        sampling_inputs.rows, sampling_inputs.row_logits_processors = rows, self.logits_processors
+        if not (requested_features & NOT_GREEDY or sampling_inputs.keeps_logits):
+            sampling_inputs.greedy[:num] = 1
+            sampling_inputs.unmask(num)
+            sampling_inputs.logprobs.clear(num)
             return
-        wants = self.wants[rows]
-        draws.greedy[:num] = 0 if draws.keeps_logits else wants & NOT_GREEDY == 0
-        draws.temperature[:num] = self.temperature[rows]
-        if wanted & Want.DRAW:
-            draws.top_k[:num] = self.top_k[rows]
-            draws.top_p[:num] = self.top_p[rows]
-            draws.min_p[:num] = self.min_p[rows]
-            draws.keys[:num] = draw_keys(self.keys[rows], self.num_ids[rows])
-        if wanted & Want.SHAPE:
-            draws.shapings[:num] = np.where(wants & Want.SHAPE, self._shaping_addresses[rows], np.uint64(0))
-            draws.num_known[:num] = self.num_ids[rows]
+        features = self.features[rows]
+        sampling_inputs.greedy[:num] = 0 if sampling_inputs.keeps_logits else features & NOT_GREEDY == 0
+        sampling_inputs.temperature[:num] = self.temperature[rows]
+        if requested_features & SamplingFeature.RANDOM:
+            sampling_inputs.top_k[:num] = self.top_k[rows]
+            sampling_inputs.top_p[:num] = self.top_p[rows]
+            sampling_inputs.min_p[:num] = self.min_p[rows]
+            sampling_inputs.keys[:num] = noise_keys(self.keys[rows], self.num_ids[rows])
+        if requested_features & SamplingFeature.LOGITS_PROCESSORS:
+            sampling_inputs.logits_processors[:num] = np.where(
+                features & SamplingFeature.LOGITS_PROCESSORS, self._logits_processor_addresses[rows], np.uint64(0)
+            )
+            sampling_inputs.num_known[:num] = self.num_ids[rows]
         else:
-            draws.shapings[:num] = 0
-        if wanted & Want.MASK:
-            draws.mask(wants & Want.MASK != 0)
+            sampling_inputs.logits_processors[:num] = 0
+        if requested_features & SamplingFeature.GRAMMAR_MASK:
+            sampling_inputs.mask(features & SamplingFeature.GRAMMAR_MASK != 0)
         else:
-            draws.unmask(num)
-        if wanted & Want.RECORD:
-            draws.records.lay_out(self.num_top[rows])
+            sampling_inputs.unmask(num)
+        if requested_features & SamplingFeature.LOGPROBS:
+            sampling_inputs.logprobs.lay_out(self.num_top[rows])
         else:
-            draws.records.clear(num)
+            sampling_inputs.logprobs.clear(num)
 
     def end(self, row: int) -> None:
         """No id could be drawn for a row: no step computes it any more."""

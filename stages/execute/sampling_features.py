@@ -8,23 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processors import NO_IDS, Shaping, bits_of, pack_runs
+from pipeline.kernels.logits_processors import NO_IDS, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import NOTHING_LEFT, Sampling
 
 
-class Want:
-    """What a row wants besides the id of the last token's largest logit, in bits."""
+class SamplingFeature:
+    """What a row needs besides the greedy next id, as bits."""
 
-    DRAW = 1
-    SHAPE = 2
-    MASK = 4
-    RECORD = 8
-    PROMPT_RECORDS = 16
+    RANDOM = 1
+    LOGITS_PROCESSORS = 2
+    GRAMMAR_MASK = 4
+    LOGPROBS = 8
+    PROMPT_LOGPROBS = 16
     EMBEDDING = 32
 
 
-NOT_GREEDY = Want.DRAW | Want.SHAPE | Want.MASK | Want.RECORD
+NOT_GREEDY = (
+    SamplingFeature.RANDOM | SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK | SamplingFeature.LOGPROBS
+)
 
 LARGEST = float(np.finfo(np.float32).max)
 LONGEST = int(np.iinfo(np.int32).max)
@@ -35,9 +37,9 @@ def single(value: float) -> float:
     return min(max(value, -LARGEST), LARGEST)
 
 
-def shaping_of(
+def logits_processors_of(
     sampling: Sampling, ids: IntArray, num_prompt: int, eos_ids: Collection[int], vocab_size: int
-) -> Shaping | None:
+) -> LogitsProcessors | None:
     """How the logits of a row change, None where they don't; `ids` is where the row's are."""
     runs, num_runs = pack_runs(sampling.bad_words, vocab_size) if sampling.bad_words else (NO_IDS, 0)
     bias = {
@@ -53,7 +55,7 @@ def shaping_of(
         allowed = bits_of(_inside(np.frombuffer(sampling.allowed_ids, "<i4"), vocab_size), vocab_size)
     # An end-of-sequence id is none before its time, though it may not be what ends this output.
     enders = list({*eos_ids, *sampling.stop_token_ids}) if sampling.min_tokens > 0 else []
-    return Shaping(
+    return LogitsProcessors(
         ids=ids,
         num_prompt=num_prompt,
         repetition=single(sampling.repetition_penalty),
@@ -69,13 +71,13 @@ def shaping_of(
     )
 
 
-def why_nothing_is_left(shaping: Shaping | None, num_output: int, has_grammar: bool) -> str:
+def no_token_error(processors: LogitsProcessors | None, num_output: int, has_grammar: bool) -> str:
     """Why no id could be drawn for a row, in words for its client."""
     names = ["what the output is to match"] if has_grammar else []
-    if shaping is not None:
-        names += ["'allowed_token_ids'"] if shaping.allowed is not None else []
-        names += ["'bad_words'"] if shaping.num_runs else []
-        names += ["'min_tokens'"] if num_output < shaping.min_tokens else []
+    if processors is not None:
+        names += ["'allowed_token_ids'"] if processors.allowed is not None else []
+        names += ["'bad_words'"] if processors.num_runs else []
+        names += ["'min_tokens'"] if num_output < processors.min_tokens else []
     if not names:
         return "the model's logits are no numbers"
     return f"{NOTHING_LEFT}{' and '.join(names)} leave{'s' * (len(names) == 1)} none behind {num_output} tokens"

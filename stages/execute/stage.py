@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
-from pipeline.stages.execute.metrics import Counting
+from pipeline.stages.execute.metrics import ExecuteMetrics
 
 if TYPE_CHECKING:
     from pipeline.stages.execute.cpu.runner import Runner
@@ -80,7 +80,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
 
         try:
             runner = cuda.CudaRunner(settings, Path(launch.model_dir), swap)
-            runner.record()
+            runner.capture_graphs()
         except torch.OutOfMemoryError as error:
             what = str(error).partition(". ")[0]
             raise UserError(
@@ -99,12 +99,12 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
 
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
-    from pipeline.stages.execute.publishing import Publisher, Times
+    from pipeline.stages.execute.publishing import Publisher, StepTiming
 
     idle_since = stage.replay_context.monotonic()
-    counting = Counting()
-    stage.control_requests.own_counts = lambda: counting.counts(runner.rows.num_live)
-    publisher = Publisher(stage, counting)
+    metrics = ExecuteMetrics()
+    stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
+    publisher = Publisher(stage, metrics)
     while True:
         for message in stage.inbox.wait_all(IDLE_S):
             match message:
@@ -112,7 +112,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
                     began = stage.replay_context.monotonic()
                     sampled = runner.step(message, stage.arrays.take, stage.replay_context.monotonic)
                     ended = stage.replay_context.monotonic()
-                    times = Times(began, ended, began - idle_since)
+                    times = StepTiming(began, ended, began - idle_since)
                     requests = [add.request_id for add in message.adds] if stage.trace.on else []
                     publisher.publish(message.incarnation, message.step_id, sampled, times, requests)
                     idle_since = ended

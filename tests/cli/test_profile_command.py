@@ -47,7 +47,7 @@ def measured(settings: Settings, plan: Plan) -> Profile:
     is_native = settings.execute.kernels != "torch"
     rates = Rates(20e9, 100e9, 90e9, 300e9) if is_native else None
     qkv = OpTime("qkv", True, 30, 2.5, 1e8, 3e8, 40.0, 120.0, Floor(2.0, 0.8))
-    pick = OpTime("pick", False, 1, 0.5, 0.0, 0.0, 0.0, 0.0, None)
+    pick = OpTime("sample", False, 1, 0.5, 0.0, 0.0, 0.0, 0.0, None)
     steps = [
         StepTime(
             case=case,
@@ -138,7 +138,7 @@ def test_the_tables_hold_ops_steps_and_machine(asked: Asked, capsys: pytest.Capt
     assert "some [model]: q4_1 66.0 MB + q8_0 30.0 MB; keys and values bfloat16" in out
     assert "A CPU, 2 threads; kernels: cpu, avx2" in out
     whole = ["whole step", "31", "4.000", "25.0", "75.0", "3.000", "75 %"]
-    ops = [["qkv", "30", "2.500", "40.0", "120.0 int8", "2.000", "80 %"], ["pick", "1", "0.500", *"––––"], whole]
+    ops = [["qkv", "30", "2.500", "40.0", "120.0 int8", "2.000", "80 %"], ["sample", "1", "0.500", *"––––"], whole]
     step = ["4.000", "2,000.0", "25.0", "75.0", "3.000", "75 %", "1.000", "25 %", "7", "14.00", "3.50"]
     prefill = ["4.000", "128,000.0", *step[2:]]
     assert [[cell for cell in row if cell] for row in rows(out)] == [
@@ -298,4 +298,4 @@ def test_a_shape_is_profiled_on_this_machine(tmp_path: Path) -> None:
     for step in profile.steps:
         assert step.overlapped is not None
         assert 0 < step.overlapped.share < 10
-        assert {"qkv", "attention", "gate_up", "head"} <= {op.name for op in step.ops}
+        assert {"qkv", "attention", "swiglu", "head"} <= {op.name for op in step.ops}

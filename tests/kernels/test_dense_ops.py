@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeline.kernels.linear import TILE_ELEMENTS, linear, linear_reference, linear_widened
-from pipeline.kernels.logits import logits, logits_widened
+from pipeline.kernels.linear import TILE_ELEMENTS, linear, linear_reference, linear_upcast
+from pipeline.kernels.logits import logits, logits_upcast
 from pipeline.kernels.rms_norm import add, rms_norm, rms_norm_reference
 from pipeline.kernels.silu_mul import silu_mul, silu_mul_reference
 from pipeline.kernels.take_rows import take_rows, take_rows_reference
@@ -56,7 +56,7 @@ def test_take_rows_takes_rows_in_any_order_and_widens_them(dtype: torch.dtype) -
     assert torch.equal(out, take_rows_reference(table, index).float())
 
 
-@pytest.mark.parametrize("op", [linear, linear_widened])
+@pytest.mark.parametrize("op", [linear, linear_upcast])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 17])
 @pytest.mark.parametrize("biased", [False, True])
@@ -74,11 +74,11 @@ def test_a_widened_product_of_several_tiles_is_put_together_in_order() -> None:
     x, weight = random(4, width, dtype=torch.bfloat16), random(num_outputs, width, dtype=torch.bfloat16, seed=1) / 64
     bias = random(num_outputs, dtype=torch.bfloat16, seed=2)
     out = torch.empty(4, num_outputs, dtype=torch.bfloat16)
-    linear_widened(out, x, weight, bias)
+    linear_upcast(out, x, weight, bias)
     assert_close(out, linear_reference(x, weight, bias), torch.bfloat16)
 
 
-@pytest.mark.parametrize("op", [logits, logits_widened])
+@pytest.mark.parametrize("op", [logits, logits_upcast])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 9])
 def test_bfloat16_logits_are_exact_to_float32_where_they_are_largest(op, num_rows: int) -> None:
     x, weight = random(num_rows, 64, dtype=torch.bfloat16), random(500, 64, dtype=torch.bfloat16, seed=1)

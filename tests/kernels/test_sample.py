@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key, splitmix64
+from pipeline.kernels.noise import exponential, halves, noise_keys, sequence_key, splitmix64
 from pipeline.kernels.sample import argmax, probabilities_reference, sample, thresholds
 
 NUM_DRAWS = 40_000
 
 
 def keys_for(seeds: list[int], positions: list[int], index: int = 0) -> torch.Tensor:
-    return halves(draw_keys(np.array([sequence_key(seed, index) for seed in seeds], np.uint64), np.array(positions)))
+    return halves(noise_keys(np.array([sequence_key(seed, index) for seed in seeds], np.uint64), np.array(positions)))
 
 
 def logits_row(vocab_size: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:

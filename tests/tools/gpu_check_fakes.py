@@ -60,7 +60,7 @@ def command_of(task: Task) -> list[str]:
     return [sys.executable, "-m", "tests.tools.gpu_check_fakes", task.to_json()]
 
 
-class Flight(SimpleNamespace):
+class LaunchedStep(SimpleNamespace):
     """As the GPU's, with stamps of 1 ms a step and gaps of 10 µs."""
 
 
@@ -69,23 +69,23 @@ class Steps:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.flights: deque[Flight] = deque()
+        self.launched_steps: deque[LaunchedStep] = deque()
         self.facts, self.model, self.num_launched = runner.facts, runner.program, 0
         self.changes_ids = False
 
-    def record(self) -> None:
+    def capture_graphs(self) -> None:
         pass
 
-    def launch(self, step: Any, take: Any) -> Flight:
+    def launch(self, step: Any, take: Any) -> LaunchedStep:
         begin_ns = 1_000_000_000 + self.num_launched * 1_010_000
         self.num_launched += 1
         sampled = self._runner.step(step, take)
-        flight = Flight(start_ns=begin_ns, end_ns=begin_ns + 1_000_000, launch_s=20e-6, sampled=sampled)
-        self.flights.append(flight)
-        return flight
+        launched_step = LaunchedStep(start_ns=begin_ns, end_ns=begin_ns + 1_000_000, launch_s=20e-6, sampled=sampled)
+        self.launched_steps.append(launched_step)
+        return launched_step
 
     def collect(self) -> Any:
-        sampled = self.flights.popleft().sampled
+        sampled = self.launched_steps.popleft().sampled
         if self.changes_ids and len(sampled.ids):
             sampled.ids[0] = (sampled.ids[0] + 1) % self.facts.vocab_size
         return sampled
@@ -95,7 +95,7 @@ class Steps:
         return self.drain()[-1]
 
     def drain(self) -> list[Any]:
-        return [self.collect() for _ in range(len(self.flights))]
+        return [self.collect() for _ in range(len(self.launched_steps))]
 
     def close(self) -> None:
         self._runner.close()

@@ -245,7 +245,7 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
     assert "1.5 launches; mul[8, 1, 1] 1 × 4.0 (89%)" in readings[0].note
 
 
-@pytest.mark.parametrize("name", ["ends of a step", "copies of blocks", "gate"])
+@pytest.mark.parametrize("name", ["ends of a step", "copies of blocks", "swiglu"])
 def test_some_kernels(tmp_path: Path, name: str) -> None:
     context = _context(tmp_path)
     (item,) = [item for item in (*kernels_ends.items(context), *dense_items(context)) if item.name == name]

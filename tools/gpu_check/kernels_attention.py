@@ -147,11 +147,15 @@ HeadNorms = tuple[Tensor, Tensor, float]
 
 
 def split_heads(
-    parts: Tensor, config: ModelConfig, step: MadeStep, angles: tuple[Tensor, Tensor], norms: HeadNorms | None
+    partials: Tensor,
+    config: ModelConfig,
+    step: MadeStep,
+    angles: tuple[Tensor, Tensor],
+    norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, Q, D], keys and values [T, K, D] of parts [P, T, (Q + 2K) * D], float64, turned."""
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-    heads = parts.double().sum(0).view(parts.shape[1], -1, config.head_dim)
+    heads = partials.double().sum(0).view(partials.shape[1], -1, config.head_dim)
     queries, keys, values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
     if norms is not None:
         queries, keys = _normed(queries, norms[0], norms[2]), _normed(keys, norms[1], norms[2])
@@ -159,9 +163,9 @@ def split_heads(
     return turned(queries, positions, *angles), turned(keys, positions, *angles), values
 
 
-def _parts(config: ModelConfig, num: int, num_parts: int) -> Tensor:
+def _split_k_partials(config: ModelConfig, num: int, num_split_k_partials: int) -> Tensor:
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return gpu.random(21, num_parts, num, width, dtype=DTYPE if num_parts == 1 else torch.float32)
+    return gpu.random(21, num_split_k_partials, num, width, dtype=DTYPE if num_split_k_partials == 1 else torch.float32)
 
 
 def _rotation(context: Context, name: str) -> Iterator[Reading]:
@@ -170,17 +174,17 @@ def _rotation(context: Context, name: str) -> Iterator[Reading]:
     config = _config(context, name)
     cos, sin = _angles(config)
     entries: Sequence[Entry] = [(3, 2), (0, 1)] if context.interpreted else [(500, 33), (77, 1), (9, 0), (4000, 1)]
-    for num_parts, norms in ((3, None), (1, _head_norms(config))):
+    for num_split_k_partials, norms in ((3, None), (1, _head_norms(config))):
         made = made_steps.make(entries, config.num_kv_heads, config.head_dim, DTYPE, padding=2)
         num = len(made.live)
-        parts = _parts(config, num, num_parts)
+        partials = _split_k_partials(config, num, num_split_k_partials)
         queries = torch.empty(num, config.num_heads * config.head_dim, dtype=DTYPE, device=gpu.device())
-        right = split_heads(parts, config, made, (cos, sin), norms)
+        right = split_heads(partials, config, made, (cos, sin), norms)
 
-        def run(queries=queries, parts=parts, made=made, norms=norms) -> None:  # type: ignore[no-untyped-def]
-            rotary_write(queries, parts, cos, sin, made.arrays, made.keys, made.values, norms)
+        def run(queries=queries, partials=partials, made=made, norms=norms) -> None:  # type: ignore[no-untyped-def]
+            rotary_write(queries, partials, cos, sin, made.arrays, made.keys, made.values, norms)
 
-        case = f"rotation, {name}, {num_parts} parts{', norms of heads' if norms else ''}"
+        case = f"rotation, {name}, {num_split_k_partials} parts{', norms of heads' if norms else ''}"
         live = made.live
         found = torch.empty(int(live.sum()), queries.shape[1], dtype=DTYPE, device=gpu.device())
 
@@ -238,8 +242,8 @@ def _few(context: Context, name: str) -> Iterator[Reading]:
             made = made_steps.make(entries, config.num_kv_heads, config.head_dim, DTYPE)
             num = len(made.live)
             norms = _head_norms(config) if num_rows == 5 else None
-            parts = _parts(config, num, 2)
-            queries, keys, values = split_heads(parts, config, made, angles, norms)
+            partials = _split_k_partials(config, num, 2)
+            queries, keys, values = split_heads(partials, config, made, angles, norms)
             # What the formula sees: the cache with the step's own keys and values in it, as they are rounded.
             slots = made.arrays.slots[made.live]
             blocks, places = slots // made.keys.shape[2], slots % made.keys.shape[2]
@@ -249,11 +253,13 @@ def _few(context: Context, name: str) -> Iterator[Reading]:
             tasks = _tasks(config, made, window)
             out = torch.empty(num, config.num_heads * config.head_dim, dtype=DTYPE, device=gpu.device())
 
-            def run(out=out, parts=parts, made=made, tasks=tasks, norms=norms, slots=(blocks, places)) -> None:  # type: ignore[no-untyped-def]
+            def run(  # type: ignore[no-untyped-def]
+                out=out, partials=partials, made=made, tasks=tasks, norms=norms, slots=(blocks, places)
+            ) -> None:
                 for cache in (made.keys, made.values):
                     cache[slots[0], :, slots[1]] = torch.nan
                 tasks.plan(made.arrays, one_each=True)
-                attend_decode(out, parts, *angles, made.arrays, made.keys, made.values, tasks, norms)
+                attend_decode(out, partials, *angles, made.arrays, made.keys, made.values, tasks, norms)
 
             case = f"attention of few rows, {name}, {num_rows} rows{'' if window is None else f', window {window}'}"
             yield _only_live(case, run, out, right, made)

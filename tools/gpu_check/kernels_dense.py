@@ -23,7 +23,7 @@ EPS = 1e-5
 FEW = (1, 2, 5, 16)
 """Numbers of tokens that our own products are for."""
 MANY = (17, 64, 200)
-NUM_PARTS = 3
+NUM_PARTIALS = 3
 
 
 def items(context: Context) -> list[Item]:
@@ -34,7 +34,7 @@ def items(context: Context) -> list[Item]:
         if not context.interpreted or format in ("int4", "q8_0")
     ]
     made += [Item(f"products with norms, {name}", partial(_fused, name=name)) for name in _names(context)]
-    return [*made, Item("norms", _norms), Item("embedding", _embedding), Item("gate", _gate), Item("logits", _logits)]
+    return [*made, Item("norms", _norms), Item("embedding", _embedding), Item("swiglu", _gate), Item("logits", _logits)]
 
 
 CODES: tuple[tuple[str, str], ...] = (
@@ -89,28 +89,28 @@ def _codes(context: Context, name: str, format: str) -> Iterator[Reading]:
 
 
 def _linear(case: str, matrix: Any, num: int, *, with_bias: bool) -> Reading:
-    from pipeline.kernels.triton.linear import linear, num_parts, parts_dtype, wide_scratch
+    from pipeline.kernels.triton.linear import dequantize_scratch, linear, num_split_k_partials, split_k_partials_dtype
 
     x = gpu.random(num, num, matrix.num_columns, dtype=matrix.dtype)
     bias = gpu.random(9, matrix.num_rows) if with_bias else None
-    dtype = parts_dtype(matrix, num)
-    parts = torch.empty(num_parts(matrix, num), num, matrix.num_rows, dtype=dtype, device=gpu.device())
-    wide = wide_scratch(matrix.dtype, gpu.device()) if matrix.form != "float" else None
+    dtype = split_k_partials_dtype(matrix, num)
+    partials = torch.empty(num_split_k_partials(matrix, num), num, matrix.num_rows, dtype=dtype, device=gpu.device())
+    wide = dequantize_scratch(matrix.dtype, gpu.device()) if matrix.form != "float" else None
     right = _product(x, matrix) + (0 if bias is None else bias.double())
     sums = torch.empty(num, matrix.num_rows, dtype=torch.float64, device=gpu.device())
 
     def run() -> None:
-        gpu.poison(parts)
-        linear(parts, x, matrix, bias, wide)
-        torch.sum(parts, 0, dtype=torch.float64, out=sums)
+        gpu.poison(partials)
+        linear(partials, x, matrix, bias, wide)
+        torch.sum(partials, 0, dtype=torch.float64, out=sums)
 
     bound = EXACT if matrix.form == "float" and dtype == torch.float32 else ROUNDED
-    return checked(case, run, sums, right, bound, f"{len(parts)} parts of {_short(dtype)}")
+    return checked(case, run, sums, right, bound, f"{len(partials)} parts of {_short(dtype)}")
 
 
 def _fused(context: Context, name: str) -> Iterator[Reading]:
-    from pipeline.kernels.triton.fused import norm_gate_up, norm_linear
-    from pipeline.kernels.triton.linear import num_parts
+    from pipeline.kernels.triton.fused import norm_linear, norm_swiglu
+    from pipeline.kernels.triton.linear import num_split_k_partials
 
     config = _config(context, name)
     shapes = matrices_of(config)
@@ -121,26 +121,43 @@ def _fused(context: Context, name: str) -> Iterator[Reading]:
         weight = 1 + 0.1 * gpu.random(5, hidden)
         for num in (1,) if context.interpreted else (1, 3, 16):
             residual = gpu.random(1, num, hidden)
-            parts = gpu.random(2, NUM_PARTS, num, hidden)
-            summed = residual.double() + parts.double().sum(0)
+            partials = gpu.random(2, NUM_PARTIALS, num, hidden)
+            summed = residual.double() + partials.double().sum(0)
             normed = _rms(summed, weight)
             what = f"{format or 'bf16'}, {name}, {num} tokens"
             left = torch.empty_like(residual)
-            out = torch.empty(num_parts(qkv, num), num, qkv.num_rows, dtype=torch.float32, device=gpu.device())
+            out = torch.empty(
+                num_split_k_partials(qkv, num), num, qkv.num_rows, dtype=torch.float32, device=gpu.device()
+            )
             sums = torch.empty(num, qkv.num_rows, dtype=torch.float64, device=gpu.device())
 
-            def product(out=out, left=left, residual=residual, parts=parts, weight=weight, qkv=qkv, sums=sums):  # type: ignore[no-untyped-def]
+            def product(  # type: ignore[no-untyped-def]
+                out=out,
+                left=left,
+                residual=residual,
+                partials=partials,
+                weight=weight,
+                qkv=qkv,
+                sums=sums,
+            ):
                 gpu.poison(out)
                 gpu.poison(left)
-                norm_linear(out, left, residual, parts, weight, EPS, qkv, None)
+                norm_linear(out, left, residual, partials, weight, EPS, qkv, None)
                 torch.sum(out, 0, dtype=torch.float64, out=sums)
 
             yield checked(f"norm + qkv {what}", product, sums, normed @ _wide(qkv).t(), ROUNDED)
             yield checked(f"norm + qkv {what}: residual", product, left, summed, EXACT)
             gated = torch.empty(num, inner, dtype=torch.bfloat16, device=gpu.device())
 
-            def gate(gated=gated, left=left, residual=residual, parts=parts, weight=weight, gate_up=gate_up):  # type: ignore[no-untyped-def]
-                norm_gate_up(gated, left, residual, parts, weight, EPS, gate_up, None)
+            def gate(  # type: ignore[no-untyped-def]
+                gated=gated,
+                left=left,
+                residual=residual,
+                partials=partials,
+                weight=weight,
+                gate_up=gate_up,
+            ):
+                norm_swiglu(gated, left, residual, partials, weight, EPS, gate_up, None)
 
             gates, ups = (normed @ _wide(gate_up).t()).chunk(2, -1)
             yield checked(f"norm + gate and up {what}", gate, gated, torch.nn.functional.silu(gates) * ups, ROUNDED)
@@ -211,25 +228,29 @@ def _norms(context: Context) -> Iterator[Reading]:
         hidden = _config(context, name).hidden_size
         weight = 1 + 0.1 * gpu.random(5, hidden)
         many = 4 if context.interpreted else 200
-        for num, num_parts, dtype in ((3, 2, torch.float32), (many, 1, torch.bfloat16), (5, 0, torch.float32)):
+        for num, num_split_k_partials, dtype in (
+            (3, 2, torch.float32),
+            (many, 1, torch.bfloat16),
+            (5, 0, torch.float32),
+        ):
             before = gpu.random(1, num, hidden)
-            parts = gpu.random(2, num_parts, num, hidden, dtype=dtype) if num_parts else None
-            summed = before.double() + (0 if parts is None else parts.double().sum(0))
+            partials = gpu.random(2, num_split_k_partials, num, hidden, dtype=dtype) if num_split_k_partials else None
+            summed = before.double() + (0 if partials is None else partials.double().sum(0))
             residual = before.clone()
             out = torch.empty(num, hidden, dtype=torch.bfloat16, device=gpu.device())
 
-            def add(out=out, residual=residual, before=before, parts=parts, weight=weight):  # type: ignore[no-untyped-def]
+            def add(out=out, residual=residual, before=before, partials=partials, weight=weight):  # type: ignore[no-untyped-def]
                 residual.copy_(before)
-                add_norm(out, residual, parts, weight, EPS)
+                add_norm(out, residual, partials, weight, EPS)
 
-            case = f"{name}, {num} tokens, {num_parts} parts of {_short(dtype)}"
+            case = f"{name}, {num} tokens, {num_split_k_partials} parts of {_short(dtype)}"
             yield checked(f"add and norm, {case}", add, out, _rms(summed, weight), ROUNDED)
             yield checked(f"add and norm, {case}: residual", add, residual, summed, EXACT)
             index = torch.tensor([num - 1, 0], dtype=torch.int32, device=gpu.device())
             last = torch.empty(2, hidden, dtype=torch.bfloat16, device=gpu.device())
             yield checked(
                 f"norm of two rows, {case}",
-                partial(take_norm, last, before, parts, index, weight, EPS),
+                partial(take_norm, last, before, partials, index, weight, EPS),
                 last,
                 _rms(summed, weight)[index.long()],
                 ROUNDED,
@@ -255,10 +276,13 @@ def _gate(context: Context) -> Iterator[Reading]:
 
     for name in _names(context):
         inner = _config(context, name).intermediate_size
-        for num, num_parts, dtype in ((2, 4, torch.float32), (3 if context.interpreted else 130, 1, torch.bfloat16)):
-            parts = gpu.random(3, num_parts, num, 2 * inner, dtype=dtype)
+        for num, num_split_k_partials, dtype in (
+            (2, 4, torch.float32),
+            (3 if context.interpreted else 130, 1, torch.bfloat16),
+        ):
+            partials = gpu.random(3, num_split_k_partials, num, 2 * inner, dtype=dtype)
             out = torch.empty(num, inner, dtype=torch.bfloat16, device=gpu.device())
-            gates, ups = parts.double().sum(0).chunk(2, -1)
+            gates, ups = partials.double().sum(0).chunk(2, -1)
             right = torch.nn.functional.silu(gates) * ups
             case = f"silu and product, {name}, {num} tokens"
-            yield checked(case, partial(silu_mul, out, parts), out, right, ROUNDED)
+            yield checked(case, partial(silu_mul, out, partials), out, right, ROUNDED)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logits_processors import Shaping
-from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
+from pipeline.kernels.logits_processors import LogitsProcessors
+from pipeline.kernels.noise import exponential, halves, noise_keys, sequence_key
 from pipeline.kernels.sample import thresholds
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
@@ -54,7 +54,7 @@ def items(context: Context) -> list[Item]:
         Item("draws", _draws),
         Item("draws, filtered", _filtered),
         Item("shaped logits", _shaped),
-        Item("records", _records),
+        Item("records", _token_logprobs),
     ]
 
 
@@ -78,7 +78,7 @@ def _cases(context: Context, kinds: Sequence[Row], *, filtered: bool) -> Iterato
 
 
 def _check(case: str, rows: Sequence[Row], vocab_size: int, scale: float, filtered: bool) -> Reading:
-    from pipeline.kernels.triton.sample import DrawScratch, draw
+    from pipeline.kernels.triton.sample import SamplingScratch, sample
 
     num = len(rows)
     logits = gpu.random(num, num, vocab_size, scale=scale)
@@ -89,11 +89,11 @@ def _check(case: str, rows: Sequence[Row], vocab_size: int, scale: float, filter
     order = generator.permutation(num)
     params, keys = _params(rows, order)
     sample_rows = torch.from_numpy(order.astype(np.int32)).to(gpu.device())
-    scratch = DrawScratch(num, vocab_size, gpu.device())
+    scratch = SamplingScratch(num, vocab_size, gpu.device())
     found = []
     for _ in range(2):
         ids = torch.full((num,), 10**8, dtype=torch.int32, device=gpu.device())
-        draw(ids, logits, params, sample_rows, scratch, filtered=filtered)
+        sample(ids, logits, params, sample_rows, scratch, filtered=filtered)
         found.append(ids.cpu())
     if not torch.equal(*found):
         return exactly(case, False, "not the same in each run: a race")
@@ -128,7 +128,7 @@ def _params(rows: Sequence[Row], order: "np.ndarray[tuple[int], np.dtype[np.int6
         params[place, Field.NUM_IDS], params[place, Field.TOP_K] = num_ids[i], row.top_k
         floats[place, Field.TEMPERATURE], floats[place, Field.TOP_P] = row.temperature, row.top_p
         floats[place, Field.MIN_P] = row.min_p
-    return torch.from_numpy(params).to(gpu.device()), halves(draw_keys(sequence_keys, num_ids))
+    return torch.from_numpy(params).to(gpu.device()), halves(noise_keys(sequence_keys, num_ids))
 
 
 def _race(logits: Tensor, row: Row, key: Tensor) -> tuple[Tensor, float, Tensor]:
@@ -153,11 +153,11 @@ def _race(logits: Tensor, row: Row, key: Tensor) -> tuple[Tensor, float, Tensor]
 
 def _shaped(context: Context) -> Iterator[Reading]:
     """Every wish a row may have, each at least once, beside rows that have none; with and without grammars."""
+    from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
     from pipeline.kernels.logits_processors import bits_of, mask, num_words, pack_runs
-    from pipeline.kernels.logits_processors import shape as shape_in_torch
-    from pipeline.kernels.triton.logits_processors import ShapeScratch, shape
-    from tests.kernels.triton.params import Row as ShapedRow
-    from tests.kernels.triton.params import heap_of, params_of
+    from pipeline.kernels.triton.logits_processors import LogitsProcessorScratch, apply_logits_processors
+    from tests.kernels.triton.params import Row as ProcessedRow
+    from tests.kernels.triton.params import list_memory_of, params_of
 
     for name, vocab_size in {"tiny": 300}.items() if context.interpreted else VOCABS.items():
         random = np.random.default_rng(4)
@@ -168,29 +168,33 @@ def _shaped(context: Context) -> Iterator[Reading]:
 
         rows = []
         for i in range(6 if context.interpreted else 48):
-            wish = i % 6
+            kind = i % 6
             ids = random.integers(0, vocab_size // 4, num_ids).astype(np.int32)
-            shaping = Shaping(ids, num_prompt=num_ids // 2)
-            match wish:
+            logits_processors = LogitsProcessors(ids, num_prompt=num_ids // 2)
+            match kind:
                 case 1:
-                    shaping = replace(shaping, repetition=1.3, presence=0.4, frequency=-0.2)
+                    logits_processors = replace(logits_processors, repetition=1.3, presence=0.4, frequency=-0.2)
                 case 2:
                     bias = some(200)
-                    shaping = replace(shaping, bias_ids=bias, bias_values=random.normal(0, 5, len(bias)).astype("f4"))
+                    logits_processors = replace(
+                        logits_processors, bias_ids=bias, bias_values=random.normal(0, 5, len(bias)).astype("f4")
+                    )
                 case 3:
-                    shaping = replace(shaping, allowed=bits_of(some(vocab_size // 3), vocab_size), presence=1.0)
+                    logits_processors = replace(
+                        logits_processors, allowed=bits_of(some(vocab_size // 3), vocab_size), presence=1.0
+                    )
                 case 4:
                     runs, num = pack_runs([[7], [*ids[-2:].tolist(), 9], [1, 2, 3]], vocab_size)
-                    shaping = replace(shaping, runs=runs, num_runs=num)
+                    logits_processors = replace(logits_processors, runs=runs, num_runs=num)
                 case 5:
-                    shaping = replace(shaping, enders=some(5), min_tokens=num_ids, frequency=0.3)
-            rows.append(ShapedRow(shaping=shaping if wish else None, num_ids=num_ids))
+                    logits_processors = replace(logits_processors, enders=some(5), min_tokens=num_ids, frequency=0.3)
+            rows.append(ProcessedRow(logits_processors=logits_processors if kind else None, num_ids=num_ids))
         params = params_of(rows)
-        heap = heap_of(params, rows)
+        list_memory = list_memory_of(params, rows)
         all_ids = np.zeros((len(rows) + 1, num_ids), np.int32)
         for i, row in enumerate(rows):
-            if row.shaping is not None:
-                all_ids[i] = row.shaping.ids
+            if row.logits_processors is not None:
+                all_ids[i] = row.logits_processors.ids
         order = random.permutation(len(rows)).astype(np.int32)
         logits = gpu.random(5, len(rows), vocab_size, scale=3.0)
         device = gpu.device()
@@ -202,15 +206,15 @@ def _shaped(context: Context) -> Iterator[Reading]:
                 grammar = words[sample] if with_grammars and masked[sample] else None
                 if grammar is not None:
                     mask(right[sample], grammar)
-                if (shaping_of := rows[place].shaping) is not None:
-                    shape_in_torch(right[sample], shaping_of, num_ids, grammar)
+                if (logits_processors_of := rows[place].logits_processors) is not None:
+                    apply_in_torch(right[sample], logits_processors_of, num_ids, grammar)
             found = logits.clone()
-            scratch = ShapeScratch(len(rows), vocab_size, device)
+            scratch = LogitsProcessorScratch(len(rows), vocab_size, device)
             assert words.shape[1] == num_words(vocab_size)
-            shape(
+            apply_logits_processors(
                 found,
                 params.to(device),
-                heap.to(device),
+                list_memory.to(device),
                 torch.from_numpy(all_ids).to(device),
                 torch.from_numpy(order).to(device),
                 torch.from_numpy(words.view(np.int32)).to(device) if with_grammars else None,
@@ -222,10 +226,10 @@ def _shaped(context: Context) -> Iterator[Reading]:
             yield exactly(case, is_right)
 
 
-def _records(context: Context) -> Iterator[Reading]:
+def _token_logprobs(context: Context) -> Iterator[Reading]:
     """Log probabilities, and the likeliest ids with theirs, against a sort."""
     from pipeline.kernels.logprobs import likeliest, log_softmax
-    from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
+    from pipeline.kernels.triton.logprobs import LogprobScratch, token_logprobs, top_logprobs
 
     for name, vocab_size in {"tiny": 300}.items() if context.interpreted else VOCABS.items():
         for num, most in ((3, 5),) if context.interpreted else ((1, 20), (64, 20), (3, 1024)):
@@ -235,12 +239,12 @@ def _records(context: Context) -> Iterator[Reading]:
             tokens = torch.randint(0, vocab_size, (num,), generator=generator, dtype=torch.int32)
             num_top = torch.tensor([(most, 0, -1, most // 2)[i % 4] for i in range(num)], dtype=torch.int32)
             out = torch.empty(num, 1 + 2 * most, dtype=torch.int32, device=device)
-            scratch = RecordScratch(num, vocab_size, most, device)
+            scratch = LogprobScratch(num, vocab_size, most, device)
             gpu.poison(out)
             seen = logits.clone()
-            stats(out, seen, num_top.to(device), scratch, keep=True)
+            top_logprobs(out, seen, num_top.to(device), scratch, keep=True)
             gpu.poison(seen)
-            records(out, scratch.kept, tokens.to(device), num_top.to(device), scratch)
+            token_logprobs(out, scratch.kept, tokens.to(device), num_top.to(device), scratch)
             words = out.cpu()
             right = log_softmax(logits).cpu()
             wrong = 0

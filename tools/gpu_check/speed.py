@@ -180,7 +180,7 @@ def _recorded(model: Model, runner: Any, made_s: float, made_bytes: int) -> Read
     """The graphs that are there before a server is ready."""
     before = gpu.memory_bytes()
     began_s = time.perf_counter()
-    runner.record()
+    runner.capture_graphs()
     took_s = time.perf_counter() - began_s
     num_bytes = gpu.memory_bytes() - before
     return Reading(
@@ -269,7 +269,7 @@ class Decoded:
     gap_us: float
     busy: float | None
     """The share of time in which a step ran; None where there is no clock."""
-    flights: list[Any] = field(default_factory=list)
+    launched_steps: list[Any] = field(default_factory=list)
 
 
 class Rows:
@@ -310,27 +310,27 @@ class Rows:
         messages = [self._step(self._num_known - 1 + i) for i in range(num_steps)]
         first = min(WARM_STEPS, num_steps - 2)
         self._num_known += num_steps
-        flights: list[Any] = []
+        launched_steps: list[Any] = []
         collected_s: list[float] = []
         python_s = 0.0
         for message in messages:
             began_s = time.thread_time()
-            if len(self._runner.flights) == depth:
+            if len(self._runner.launched_steps) == depth:
                 self._runner.collect()
                 collected_s.append(time.perf_counter())
-            flights.append(self._runner.launch(message, steps.take))
-            if len(flights) > first + 1:
+            launched_steps.append(self._runner.launch(message, steps.take))
+            if len(launched_steps) > first + 1:
                 python_s += time.thread_time() - began_s
-        while self._runner.flights:
+        while self._runner.launched_steps:
             self._runner.collect()
             collected_s.append(time.perf_counter())
-        counted = flights[first + 1 :]
+        counted = launched_steps[first + 1 :]
         return Decoded(
             each_ms=(collected_s[-1] - collected_s[first]) / (num_steps - 1 - first) * 1e3,
             python_us=python_s / len(counted) * 1e6,
-            launch_us=median(flight.launch_s for flight in counted) * 1e6,
+            launch_us=median(launched_step.launch_s for launched_step in counted) * 1e6,
             **_on_gpu(counted),
-            flights=counted,
+            launched_steps=counted,
         )
 
     def drop(self) -> None:
@@ -338,7 +338,7 @@ class Rows:
         self._runner.step(steps.step(drops=list(range(self._num))), steps.take)
 
     def _launch(self, message: m.Step, depth: int) -> None:
-        while len(self._runner.flights) >= depth:
+        while len(self._runner.launched_steps) >= depth:
             self._runner.collect()
         self._runner.launch(message, steps.take)
 
@@ -351,9 +351,9 @@ class Rows:
         return steps.step([(row, start, 1, True) for row in range(self._num)])
 
 
-def _on_gpu(flights: Sequence[Any]) -> dict[str, Any]:
+def _on_gpu(launched_steps: Sequence[Any]) -> dict[str, Any]:
     """What the GPU's own stamps say."""
-    stamps = [(flight.start_ns, flight.end_ns) for flight in flights]
+    stamps = [(launched_step.start_ns, launched_step.end_ns) for launched_step in launched_steps]
     if not stamps or not stamps[0][0]:
         return {"step_ms": 0.0, "gap_us": 0.0, "busy": None}
     steps_ns = [end - start for start, end in stamps]

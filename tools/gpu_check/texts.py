@@ -17,13 +17,13 @@ import torch
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.kv_layout import block_bytes
-from pipeline.kernels.logits_processors import shape
-from pipeline.kernels.noise import draw_keys, exponential, halves, sequence_key
+from pipeline.kernels.logits_processors import apply_logits_processors
+from pipeline.kernels.noise import exponential, halves, noise_keys, sequence_key
 from pipeline.kernels.sample import thresholds
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
-from pipeline.stages.execute.sampling_features import shaping_of
+from pipeline.stages.execute.sampling_features import logits_processors_of
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_prepared
@@ -239,13 +239,13 @@ class Texts:
         deviations of the logits; by this runner's logits, and for what is drawn by the noise and the filters too."""
         logits = self._logits(ids)
         spread = float(logits.std())
-        shaping = shaping_of(sampling, np.array(ids, np.int32), num_prompt, [], len(logits))
-        if shaping is not None:
-            shape(logits, shaping, len(ids))
+        logits_processors = logits_processors_of(sampling, np.array(ids, np.int32), num_prompt, [], len(logits))
+        if logits_processors is not None:
+            apply_logits_processors(logits, logits_processors, len(ids))
         if sampling.temperature == 0:
             return float(logits[right] - logits[ours]) / spread
         scaled = (logits - logits.max()) / sampling.temperature
-        key = draw_keys(np.array([sequence_key(sampling.seed, 0)], np.uint64), np.array([len(ids)]))
+        key = noise_keys(np.array([sequence_key(sampling.seed, 0)], np.uint64), np.array([len(ids)]))
         race = scaled - exponential(halves(key), len(logits))[0].log()
         unit = spread / sampling.temperature
         floor = thresholds(

@@ -75,10 +75,10 @@ class Product:
 
     def shape(self, matrix: Any) -> Any:
         """As the table names it."""
-        from pipeline.kernels.triton.tuned import Shape, bucket_of
+        from pipeline.kernels.triton.tuned import GemmShape, bucket_of
 
-        rows = self.num_rows // 2 if self.op == "gate" else self.num_rows
-        return Shape(self.op, bucket_of(self.num_tokens), rows, self.num_columns, matrix.format)  # type: ignore[arg-type]
+        rows = self.num_rows // 2 if self.op == "swiglu" else self.num_rows
+        return GemmShape(self.op, bucket_of(self.num_tokens), rows, self.num_columns, matrix.format)  # type: ignore[arg-type]
 
     def candidates(self, matrix: Any, most: int) -> list[Any]:
         """The rule's choice, then others at random, always the same."""
@@ -90,9 +90,9 @@ class Product:
         return [first, *others[: most - 1]]
 
     def launch(self, matrix: Any, config: Any, x: Tensor, out: Tensor) -> None:
-        from pipeline.kernels.triton.linear import launch_product
+        from pipeline.kernels.triton.linear import launch_gemm
 
-        launch_product(self.op, out, x, matrix, None, config)  # type: ignore[arg-type]
+        launch_gemm(self.op, out, x, matrix, None, config)  # type: ignore[arg-type]
 
     def x(self) -> Tensor:
         return gpu.random(1, self.num_tokens, self.num_columns, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ class Product:
     def out(self, config: Any) -> Tensor:
         """Memory for the result."""
         num, rows, device = self.num_tokens, self.num_rows, gpu.device()
-        if self.op == "gate":
+        if self.op == "swiglu":
             return torch.empty(num, rows // 2, dtype=torch.bfloat16, device=device)
         if self.op == "logits":
             return torch.empty(num, rows, dtype=torch.float32, device=device)
@@ -113,7 +113,7 @@ def products(context: Context) -> list[Product]:
     made = []
     for name, config, format, num in (("tiny", TINY, None, 2),) if context.interpreted else CASES:
         for which, (rows, columns) in matrices_of(config).items():
-            op = "gate" if which == "gate_up" and num <= FUSED_TOKENS else "linear"
+            op = "swiglu" if which == "gate_up" and num <= FUSED_TOKENS else "linear"
             made.append(Product(f"{which}, {name}, {num} tokens", op, rows, columns, format, num))
         if format is None:
             size = config.vocab_size, config.hidden_size

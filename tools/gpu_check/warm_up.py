@@ -55,10 +55,10 @@ def _serve(context: Context) -> Iterator[Reading]:
         config.save(Path(name))
         runner = make_runner(settings, Path(name), WeightsOnDevice(config, torch.bfloat16))
         try:
-            runner.record()
-            while context.left_s > 3 and runner.record_more():
+            runner.capture_graphs()
+            while context.left_s > 3 and runner.capture_more():
                 pass
-            num = runner.steps.num_recorded
+            num = runner.step_graphs.num_captured
         finally:
             close(runner)
     took_s = time.perf_counter() - began_s

@@ -6,9 +6,9 @@ from pathlib import Path
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, native
-from pipeline.kernels.cpu.isa import Level, available
-from pipeline.kernels.sampling_inputs import DrawInputs
+from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
@@ -21,7 +21,7 @@ def make_program(
     settings: Settings,
     config: ModelConfig,
     inputs: StepInputs,
-    draws: DrawInputs,
+    sampling_inputs: SamplingInputs,
     scores: ScoreInputs,
     kv: KVPlan,
     num_threads: int,
@@ -33,33 +33,42 @@ def make_program(
     """
     library = _library(settings, config)
     if library is None:
-        return TorchProgram(settings, config, inputs, draws, scores, kv.num_blocks, swap)
-    level, path = library
+        return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv.num_blocks, swap)
+    isa, path = library
     return NativeProgram(
-        native.load(path), level, num_threads, config, inputs, draws, scores, kv.num_blocks, kv.max_model_len, swap
+        native.load(path),
+        isa,
+        num_threads,
+        config,
+        inputs,
+        sampling_inputs,
+        scores,
+        kv.num_blocks,
+        kv.max_model_len,
+        swap,
     )
 
 
-def _library(settings: Settings, config: ModelConfig) -> tuple[Level, Path] | None:
+def _library(settings: Settings, config: ModelConfig) -> tuple[Isa, Path] | None:
     """The level and the library that compute, or None for torch."""
     log = logging.getLogger("pipeline")
     wanted = settings.execute.kernels
     if wanted == "torch" or (wanted == "auto" and settings.execute.dtype != "bfloat16"):
         return None
     try:
-        levels = available()
+        isas = available()
     except ValueError as error:
         raise UserError(str(error)) from error
-    level = levels[0] if wanted == "auto" else wanted
-    if level not in levels:
-        raise UserError(f"execute.kernels is {level!r}, but this CPU runs {', '.join(levels)} and torch")
+    isa = isas[0] if wanted == "auto" else wanted
+    if isa not in isas:
+        raise UserError(f"execute.kernels is {isa!r}, but this CPU runs {', '.join(isas)} and torch")
     problem = unsupported(config)
     if settings.execute.dtype != "bfloat16":
         problem = f"these kernels compute with bfloat16, and execute.dtype is {settings.execute.dtype!r}"
     if problem is None:
         try:
             root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
-            return level, build.build(level, log.info, cache_root=root)
+            return isa, build.build(isa, log.info, cache_root=root)
         except build.BuildError as error:
             problem = str(error)
     if wanted == "auto":

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
-from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.matrix import Matrix, join
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import (
@@ -53,29 +53,29 @@ class NativeProgram(Program):
     def __init__(
         self,
         library: ctypes.CDLL,
-        level: str,
+        isa: str,
         num_threads: int,
         config: ModelConfig,
         inputs: StepInputs,
-        draws: DrawInputs,
+        sampling_inputs: SamplingInputs,
         scores: ScoreInputs,
         num_blocks: int,
         max_model_len: int,
         swap: SwapArray | None = None,
     ) -> None:
         assert unsupported(config) is None
-        self.name = f"cpu, {level}"
+        self.name = f"cpu, {isa}"
         self._library = library
         self._config = config
-        self._inputs, self._draws = inputs, draws
+        self._inputs, self._sampling_inputs = inputs, sampling_inputs
         self._scores = scores
         self._scoring: int | None = None
-        self._team = native.Team(library, num_threads)
+        self._thread_pool = native.ThreadPool(library, num_threads)
         self._kept: list[Any] = []
         self._table: tuple[Matrix, Any] | None = None
         self._num_layers = 0
         self._ticket = native.MaskTicket(None, 0, 0)
-        self._handle = library.program_new(self._team.handle, ctypes.byref(self._step_arrays()))
+        self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         max_num_tokens = inputs.max_num_tokens
         width = config.num_heads * config.head_dim
         self._residual = self._floats(max_num_tokens, config.hidden_size)
@@ -118,8 +118,8 @@ class NativeProgram(Program):
         inner = self._config.intermediate_size
         normed = self._norm(weights.norm, weights.gate_up.matrices)
         rows, floats = self._written(self._gated, inner, weights.down.matrices)
-        gate_up = self._pack(weights.gate_up.matrices, _gated_order(inner), weights.gate_up.bias)
-        self._library.program_gate_up(self._handle, rows, floats, normed, gate_up)
+        gate_up = self._pack(weights.gate_up.matrices, _swiglu_order(inner), weights.gate_up.bias)
+        self._library.program_swiglu(self._handle, rows, floats, normed, gate_up)
         self._add(self._gated, inner, weights.down)
 
     def sample(self, norm: Tensor, head: Matrix) -> None:
@@ -129,19 +129,19 @@ class NativeProgram(Program):
         packed = self._table[1] if self._table is not None and tied else self._pack((head,))
         places = packed, self._config.vocab_size, self._logits, self._inputs.max_num_rows
         form, weight = _form((head,)), self._vector(norm)
-        self._record_norm(self._handle, form, weight, sampled=True)
-        self._library.program_pick(
+        self._add_norm(self._handle, form, weight, sampled=True)
+        self._library.program_sample(
             self._handle,
             self._normed,
             *places,
             ctypes.byref(self._ticket),
-            ctypes.byref(native.DrawArrays.of(self._draws)),
+            ctypes.byref(native.SamplingArrays.of(self._sampling_inputs)),
         )
         # Another program, of the same residual and head, for tokens that are not sampled.
         arrays = self._step_arrays()
         arrays.sampled = self._scores.places.ctypes.data
-        self._scoring = self._library.program_new(self._team.handle, ctypes.byref(arrays))
-        self._record_norm(self._scoring, form, weight, sampled=True)
+        self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
+        self._add_norm(self._scoring, form, weight, sampled=True)
         scores = native.ScoreArrays.of(self._scores)
         self._library.program_score(self._scoring, self._normed, *places, ctypes.byref(scores))
 
@@ -150,7 +150,7 @@ class NativeProgram(Program):
         status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
         if status == MASKS_LATE:
             raise MasksLate(f"masks did not come within {self._ticket.timeout_ms} ms")
-        return self._draws.ids[: inputs.num_samples].copy()
+        return self._sampling_inputs.ids[: inputs.num_samples].copy()
 
     def score(self) -> None:
         self._library.program_run(self._scoring, self._inputs.num_tokens, 0, self._scores.num)
@@ -164,11 +164,11 @@ class NativeProgram(Program):
         assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape
         sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
         self._library.copy_blocks(
-            self._team.handle, ctypes.byref(self._blocks), sources.ctypes.data, targets.ctypes.data, len(sources)
+            self._thread_pool.handle, ctypes.byref(self._blocks), sources.ctypes.data, targets.ctypes.data, len(sources)
         )
 
-    def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
-        self._ticket.wanted, self._ticket.timeout_ms = wanted, timeout_ms
+    def wait_for(self, word: int, expected: int, timeout_ms: int) -> None:
+        self._ticket.expected, self._ticket.timeout_ms = expected, timeout_ms
         self._ticket.word = word or None
 
     def logits(self) -> LogitArray:
@@ -179,8 +179,8 @@ class NativeProgram(Program):
         return array
 
     def keep_logits(self) -> None:
-        self._draws.keeps_logits = True
-        self._draws.greedy[:] = 0
+        self._sampling_inputs.keeps_logits = True
+        self._sampling_inputs.greedy[:] = 0
 
     def profile(self) -> list[tuple[str, float]]:
         """Compute the step that the inputs hold. Returns each op's name and seconds."""
@@ -208,7 +208,7 @@ class NativeProgram(Program):
             if self._scoring:
                 self._library.program_delete(self._scoring)
             self._handle = self._scoring = None
-            self._team.close()
+            self._thread_pool.close()
             self._kept.clear()
             self._swap = None
 
@@ -216,10 +216,10 @@ class NativeProgram(Program):
 
     def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.Rows:
         """Record the norm before a product with `matrices`. Returns where it leaves its rows."""
-        self._record_norm(self._handle, _form(matrices), self._vector(weight))
+        self._add_norm(self._handle, _form(matrices), self._vector(weight))
         return self._normed
 
-    def _record_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
+    def _add_norm(self, handle: int, form: Form, weight: int, sampled: bool = False) -> None:
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
         self._library.program_norm(handle, self._normed, form, self._residual, weight, size, eps, sampled)
 
@@ -277,7 +277,7 @@ class NativeProgram(Program):
         )
 
     def _memory(self, num_bytes: int) -> int:
-        array = self._team.allocate(num_bytes)
+        array = self._thread_pool.allocate(num_bytes)
         self._kept.append(array)
         return int(array.ctypes.data)
 
@@ -316,7 +316,7 @@ class NativeProgram(Program):
         reference = ctypes.byref(packed)
         panels = self._memory(self._library.panel_bytes(reference) * columns // native.PANEL)
         packed.panels = panels
-        self._library.pack(self._team.handle, reference, panels, addresses.ctypes.data)
+        self._library.pack(self._thread_pool.handle, reference, panels, addresses.ctypes.data)
         if bias is not None:
             padded = torch.cat([bias.to(torch.float32), torch.zeros(1)])
             packed.bias = self._vector(padded[torch.from_numpy(order).long()])
@@ -350,7 +350,7 @@ def _turning_order(num_turning: int, num_heads: int, head_dim: int) -> IntArray:
     return np.concatenate(heads).astype(np.int32)
 
 
-def _gated_order(inner: int) -> IntArray:
+def _swiglu_order(inner: int) -> IntArray:
     """Rows of gate and up as panels have them: eight of gate and the eight of up beside them."""
     padded = np.arange(-(-inner // PAIR) * PAIR)
     gate = np.where(padded < inner, padded, -1).reshape(-1, 1, PAIR)

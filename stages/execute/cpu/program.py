@@ -66,7 +66,7 @@ class MasksLate(RuntimeError):
     """A grammar's masks did not come in time."""
 
 
-class Recorder(ABC):
+class ProgramBuilder(ABC):
     """What a model is told to, once, when it is loaded."""
 
     last_norm: LogitArray
@@ -90,8 +90,8 @@ class Recorder(ABC):
         """ids = draw(head(norm(residual))), of the tokens that are sampled. Ends the program."""
 
 
-class Program(Recorder):
-    """A forward pass over the arrays of one `StepInputs`, one `DrawInputs` and one `ScoreInputs`."""
+class Program(ProgramBuilder):
+    """A forward pass over the arrays of one `StepInputs`, one `SamplingInputs` and one `ScoreInputs`."""
 
     name: str
     """Which back end it is, for people."""
@@ -111,9 +111,9 @@ class Program(Recorder):
         step."""
 
     @abstractmethod
-    def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
-        """Let the next steps wait, before they draw, until the uint32 at the address `word` is `wanted`; an address of
-        0 ends that. A step whose masks are late raises `MasksLate` and leaves rows without ids."""
+    def wait_for(self, word: int, expected: int, timeout_ms: int) -> None:
+        """Let the next steps wait, before they draw, until the uint32 at the address `word` is `expected`; an address
+        of 0 ends that. A step whose masks are late raises `MasksLate` and leaves rows without ids."""
 
     @abstractmethod
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:

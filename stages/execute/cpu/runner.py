@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.sampling_inputs import NO_ID, DrawInputs
 from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
+from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step
 from pipeline.runtime.model_folder import ModelConfig
@@ -21,18 +21,18 @@ from pipeline.stages.execute.cpu.backend import make_program
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.kv import divide_swap, plan_kv
-from pipeline.stages.execute.models.registry import record_model
+from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import RowTable, Take
-from pipeline.stages.execute.sampling_features import Want, why_nothing_is_left
+from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
 from pipeline.stages.execute.weights import Weights
 
 Clock = Callable[[], float]
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
-NO_WIDTHS: LongArray = np.zeros(0, np.int64)
+NO_SIZES: LongArray = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Sampled:
     num_copies: int = 0
     copy_s: float = 0.0
     """What the step's copies took."""
-    records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    token_outputs: ByteArray = field(default_factory=lambda: NO_BYTES)
     """Those of `ids`, of the rows that ask and have one, one after the other"""
-    prompt_records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
     """As in `StepResult`"""
     errors: tuple[str, ...] = ()
     """Why, for each finish that is `ERROR`, in order"""
@@ -63,10 +63,10 @@ class Computed:
 
     ids: IntArray
     """`NO_ID` where nothing could be drawn"""
-    records: ByteArray = field(default_factory=lambda: NO_BYTES)
-    widths: LongArray = field(default_factory=lambda: NO_WIDTHS)
+    token_outputs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    token_output_sizes: LongArray = field(default_factory=lambda: NO_SIZES)
     """Bytes of each one's record; empty where none has any"""
-    prompt_records: ByteArray = field(default_factory=lambda: NO_BYTES)
+    prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
 
 
 class Runner:
@@ -87,16 +87,18 @@ class Runner:
             settings.schedule.max_num_batched_tokens, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE)
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self.draws = DrawInputs(max_num_seqs, config.vocab_size, self.masks.words)
+        self.sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't go on, and why, to be told with the next id that is drawn for each: it has none
         then. Whoever knows of such a row notes it here while it is taken."""
         num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
-        self.program = make_program(settings, config, self.inputs, self.draws, self.scores, kv, num_threads, swapped)
+        self.program = make_program(
+            settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped
+        )
         dtype: torch.dtype = getattr(torch, settings.execute.dtype)
         weights = Weights(model_dir, config, dtype)
-        record_model(config, weights, self.program)
+        build_program(config, weights, self.program)
         self.weight_formats = "+".join(weights.taken)
         """As `q8_0+q4_1`."""
         self._eos_ids = config.eos_ids
@@ -148,7 +150,7 @@ class Runner:
         for add in step.adds:
             sampling = self._samplings.decode(add.sampling)
             self.rows.take_in(add, sampling, self._eos_ids, take)
-            if self.rows.wants[add.row] & Want.MASK:
+            if self.rows.features[add.row] & SamplingFeature.GRAMMAR_MASK:
                 self.masks.add(add.row, sampling, add.num_prompt)
         self.rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
 
@@ -177,16 +179,22 @@ class Runner:
             entry = rows[repeated]
         ids = self.rows.ids[entry, positions]
         num_blocks = int(self.rows.num_blocks[rows].max())
-        wanted = self.rows.wanted
-        pooled = self.rows.wants[rows] & Want.EMBEDDING != 0 if wanted & Want.EMBEDDING else None
+        requested_features = self.rows.requested_features
+        pooled = (
+            self.rows.features[rows] & SamplingFeature.EMBEDDING != 0
+            if requested_features & SamplingFeature.EMBEDDING
+            else None
+        )
         # The head computes nothing for a row that is pooled.
-        drawn = samples if pooled is None else samples & ~pooled
-        self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], drawn)
-        self.rows.fill_draws(self.draws, rows[drawn])
-        computed = Computed(self._run(rows[drawn]), self.draws.records.memory, self.draws.records.widths)
-        if wanted & Want.PROMPT_RECORDS:
-            prompt_records = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
-            computed = replace(computed, prompt_records=prompt_records)
+        is_sampled = samples if pooled is None else samples & ~pooled
+        self.inputs.fill(ids, starts, counts, self.rows.blocks[rows, :num_blocks], is_sampled)
+        self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
+        computed = Computed(
+            self._run(rows[is_sampled]), self.sampling_inputs.logprobs.memory, self.sampling_inputs.logprobs.widths
+        )
+        if requested_features & SamplingFeature.PROMPT_LOGPROBS:
+            prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
+            computed = replace(computed, prompt_logprobs=prompt_logprobs)
         if pooled is not None:
             computed = self._embed(rows, samples, pooled, computed)
         return computed
@@ -194,7 +202,7 @@ class Runner:
     def _run(self, rows: IntArray) -> IntArray:
         """Run the program, which draws for these rows, with the masks of those that have a grammar. Rows that can have
         none are noted as failed. Returns the ids."""
-        if not len(self.draws.masked):
+        if not len(self.sampling_inputs.masked):
             return self.program.run()
         masks = self.masks
         masks.ask(rows, self.rows.ids, self.rows.num_ids)
@@ -223,24 +231,24 @@ class Runner:
             if samples[i]:
                 embeddings.append(self._pool.take(row, self.rows.pooling[row], start + count, tokens[-1]))
         sampled = pooled[samples]
-        ids, widths = np.zeros(len(sampled), np.int32), np.zeros(len(sampled), np.int64)
+        ids, token_output_sizes = np.zeros(len(sampled), np.int32), np.zeros(len(sampled), np.int64)
         ids[~sampled] = computed.ids
-        if len(computed.widths):
-            widths[~sampled] = computed.widths
-        widths[sampled] = 4 * self.facts.hidden_size
-        records = np.empty(int(widths.sum()), np.uint8)
-        theirs = np.repeat(sampled, widths)
-        records[~theirs] = computed.records
+        if len(computed.token_output_sizes):
+            token_output_sizes[~sampled] = computed.token_output_sizes
+        token_output_sizes[sampled] = 4 * self.facts.hidden_size
+        token_outputs = np.empty(int(token_output_sizes.sum()), np.uint8)
+        theirs = np.repeat(sampled, token_output_sizes)
+        token_outputs[~theirs] = computed.token_outputs
         if embeddings:
-            records[theirs] = np.concatenate(embeddings).view(np.uint8)
-        return replace(computed, ids=ids, records=records, widths=widths)
+            token_outputs[theirs] = np.concatenate(embeddings).view(np.uint8)
+        return replace(computed, ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
 
     def _result(self, rows: IntArray, running: BoolArray, computed: Computed) -> Sampled:
         """Write ids to their rows, end those that stop or can't go on, and leave a gap for the rows that had ended
         before."""
         ids = np.full(len(rows), NO_ID, np.int32)
         finishes = np.full(len(rows), Finish.NONE, np.uint8)
-        records = computed.records
+        token_outputs = computed.token_outputs
         errors: tuple[str, ...] = ()
         failing = computed.ids == NO_ID
         if self.failed:
@@ -248,8 +256,8 @@ class Runner:
         if failing.any():
             errors = tuple(self._fail(row) for row in rows[running][failing].tolist())
             finishes[np.flatnonzero(running)[failing]] = Finish.ERROR
-            if len(computed.widths):
-                records = records[np.repeat(~failing, computed.widths)]
+            if len(computed.token_output_sizes):
+                token_outputs = token_outputs[np.repeat(~failing, computed.token_output_sizes)]
             computed = replace(computed, ids=computed.ids[~failing])
             running = running & (finishes != Finish.ERROR)
         ids[running] = computed.ids
@@ -260,8 +268,8 @@ class Runner:
             generations,
             ids,
             finishes,
-            records=records,
-            prompt_records=computed.prompt_records,
+            token_outputs=token_outputs,
+            prompt_logprobs=computed.prompt_logprobs,
             errors=errors,
         )
 
@@ -270,5 +278,7 @@ class Runner:
         table = self.rows
         table.end(row)
         num_output = int(table.num_ids[row] - table.num_prompt[row])
-        why = why_nothing_is_left(table.shapings[row], num_output, bool(table.wants[row] & Want.MASK))
+        why = no_token_error(
+            table.logits_processors[row], num_output, bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
+        )
         return self.failed.pop(row, why)

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.sampling_inputs import GREEDY_BELOW, NO_ID, DrawInputs
-from pipeline.kernels.logits_processors import mask, shape
-from pipeline.kernels.logprobs import write_records
+from pipeline.kernels.logits_processors import apply_logits_processors, mask
+from pipeline.kernels.logprobs import write_logprobs
 from pipeline.kernels.noise import halves
+from pipeline.kernels.sampling_inputs import GREEDY_BELOW, NO_ID, SamplingInputs
 from pipeline.kernels.select import Ops
 from pipeline.kernels.step_inputs import IntArray, LongArray
 
@@ -15,41 +15,43 @@ from pipeline.kernels.step_inputs import IntArray, LongArray
 class Sampler:
     """Draws for any mix of rows; a batch that is all greedy costs one argmax."""
 
-    def __init__(self, ops: Ops, draws: DrawInputs) -> None:
+    def __init__(self, ops: Ops, sampling_inputs: SamplingInputs) -> None:
         self._ops = ops
-        self.draws = draws
+        self.sampling_inputs = sampling_inputs
 
     def sample(self, logits: Tensor) -> IntArray:
-        """The ids that `draws` asks for, and their records where it does: logits [N, V], one row for each, which stay
-        as they are. Returns [N] int32; `NO_ID` where nothing can be drawn."""
-        draws, num = self.draws, len(logits)
-        others = np.flatnonzero(draws.greedy[:num] == 0)
+        """The ids that `sampling_inputs` asks for, and their records where it does: logits [N, V], one row for each,
+        which stay as they are. Returns [N] int32; `NO_ID` where nothing can be drawn."""
+        sampling_inputs, num = self.sampling_inputs, len(logits)
+        others = np.flatnonzero(sampling_inputs.greedy[:num] == 0)
         if not len(others):
             return self._largest(logits)
         ids = np.empty(num, np.int32)
-        plain = np.flatnonzero(draws.greedy[:num])
+        plain = np.flatnonzero(sampling_inputs.greedy[:num])
         if len(plain):
             ids[plain] = self._largest(logits[torch.from_numpy(plain)])
-        shaped = logits[torch.from_numpy(others)]
-        self._shape(shaped, others)
-        cold = draws.temperature[others] < GREEDY_BELOW
+        processed = logits[torch.from_numpy(others)]
+        self._apply_logits_processors(processed, others)
+        cold = sampling_inputs.temperature[others] < GREEDY_BELOW
         if cold.any():
-            ids[others[cold]] = self._largest(shaped[torch.from_numpy(cold)])
+            ids[others[cold]] = self._largest(processed[torch.from_numpy(cold)])
         if not cold.all():
-            ids[others[~cold]] = self._drawn(shaped[torch.from_numpy(~cold)], others[~cold])
-        write_records(logits, ids, draws.records)
+            ids[others[~cold]] = self._drawn(processed[torch.from_numpy(~cold)], others[~cold])
+        write_logprobs(logits, ids, sampling_inputs.logprobs)
         return ids
 
-    def _shape(self, logits: Tensor, rows: LongArray) -> None:
+    def _apply_logits_processors(self, logits: Tensor, rows: LongArray) -> None:
         """Change the logits of these rows as each of them wants it."""
-        draws = self.draws
-        for place in np.flatnonzero((draws.masks[rows] != 0) | (draws.shapings[rows] != 0)).tolist():
+        sampling_inputs = self.sampling_inputs
+        for place in np.flatnonzero(
+            (sampling_inputs.masks[rows] != 0) | (sampling_inputs.logits_processors[rows] != 0)
+        ).tolist():
             row = int(rows[place])
-            grammar = draws.mask_words[row] if draws.masks[row] else None
+            grammar = sampling_inputs.mask_words[row] if sampling_inputs.masks[row] else None
             if grammar is not None:
                 mask(logits[place], grammar)
-            if (shaping := draws.shaping(row)) is not None:
-                shape(logits[place], shaping, int(draws.num_known[row]), grammar)
+            if (processors := sampling_inputs.row_processors(row)) is not None:
+                apply_logits_processors(logits[place], processors, int(sampling_inputs.num_known[row]), grammar)
 
     def _largest(self, logits: Tensor) -> IntArray:
         """The id of each row's largest logit; NaN counts as -inf."""
@@ -63,7 +65,7 @@ class Sampler:
 
     def _drawn(self, logits: Tensor, rows: LongArray) -> IntArray:
         """A draw for each row, which has its temperature and filters at `rows`."""
-        draws = self.draws
+        sampling_inputs = self.sampling_inputs
         finite = logits.amax(dim=-1).isfinite()
         if not bool(finite.all()):
             logits = _clean(logits)
@@ -78,11 +80,11 @@ class Sampler:
         drawn: IntArray = (
             self._ops.sample(
                 logits,
-                torch.from_numpy(draws.temperature[rows]),
-                torch.from_numpy(draws.top_k[rows]).long(),
-                torch.from_numpy(draws.top_p[rows]),
-                torch.from_numpy(draws.min_p[rows]),
-                halves(draws.keys[rows]),
+                torch.from_numpy(sampling_inputs.temperature[rows]),
+                torch.from_numpy(sampling_inputs.top_k[rows]).long(),
+                torch.from_numpy(sampling_inputs.top_p[rows]),
+                torch.from_numpy(sampling_inputs.min_p[rows]),
+                halves(sampling_inputs.keys[rows]),
             )
             .numpy()
             .astype(np.int32)

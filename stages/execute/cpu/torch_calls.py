@@ -37,19 +37,19 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TorchCall:
     """One op and what it is called with; a `Buffer` among the arguments stands for its part that the step uses."""
 
     op: Callable[..., None]
     args: tuple[Any, ...]
 
 
-class Calls:
+class TorchCalls:
     """The calls of one forward pass over `inputs`."""
 
     def __init__(self, inputs: StepInputs, dtype: torch.dtype) -> None:
         self.inputs = inputs
-        self.calls: list[Call] = []
+        self.calls: list[TorchCall] = []
         self.ids = Buffer(inputs.ids, Extent.TOKENS)
         self.positions = Buffer(inputs.positions, Extent.TOKENS)
         self.slots = Buffer(inputs.slots, Extent.TOKENS)
@@ -64,7 +64,7 @@ class Calls:
 
     def add(self, op: Callable[..., None], *args: Any) -> None:
         """Record a call."""
-        self.calls.append(Call(op, args))
+        self.calls.append(TorchCall(op, args))
 
     def run(self) -> None:
         """Make the calls for the step that `inputs` holds."""

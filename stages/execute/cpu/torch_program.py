@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.logprobs import write_records
+from pipeline.kernels.logprobs import write_logprobs
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.paged_attention import AttentionPlan
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.torch_calls import Calls, Extent
 from pipeline.stages.execute.cpu.program import (
     AttentionWeights,
     Linear,
@@ -30,6 +29,7 @@ from pipeline.stages.execute.cpu.program import (
     SwapArray,
 )
 from pipeline.stages.execute.cpu.sampler import Sampler
+from pipeline.stages.execute.cpu.torch_calls import Extent, TorchCalls
 from pipeline.stages.execute.rope import rope_frequencies
 
 LOOK_S = 50e-6
@@ -44,7 +44,7 @@ class TorchProgram(Program):
         settings: Settings,
         config: ModelConfig,
         inputs: StepInputs,
-        draws: DrawInputs,
+        sampling_inputs: SamplingInputs,
         scores: ScoreInputs,
         num_blocks: int,
         swap: SwapArray | None = None,
@@ -60,11 +60,11 @@ class TorchProgram(Program):
         )
         self.kv: list[LayerKV] = layers_of(self._memory)
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
-        self._sampler = Sampler(ops, draws)
+        self._sampler = Sampler(ops, sampling_inputs)
         self._scores = scores
         self._head: Tensor | None = None
-        self._word, self._wanted, self._timeout_ms = 0, 0, 0
-        self._calls = calls = Calls(inputs, ops.dtype)
+        self._word, self._expected, self._timeout_ms = 0, 0, 0
+        self._calls = calls = TorchCalls(inputs, ops.dtype)
         self._residual = calls.buffer(config.hidden_size, dtype=torch.float32)
         self._x = calls.buffer(config.hidden_size)
         self._qkv = calls.buffer((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
@@ -128,20 +128,20 @@ class TorchProgram(Program):
             last, logits = self._last.storage[: scores.num], self._logits.storage[: scores.num]
             ops.take_rows(last, self._calls.view(self._x), torch.from_numpy(scores.places[: scores.num]))
             ops.logits(logits, last, self._head)
-            write_records(logits, scores.ids[: scores.num], scores.records)
+            write_logprobs(logits, scores.ids[: scores.num], scores.logprobs)
 
     def residual(self) -> LogitArray:
         array: LogitArray = self._calls.view(self._residual).numpy()
         return array
 
-    def wait_for(self, word: int, wanted: int, timeout_ms: int) -> None:
-        self._word, self._wanted, self._timeout_ms = word, wanted, timeout_ms
+    def wait_for(self, word: int, expected: int, timeout_ms: int) -> None:
+        self._word, self._expected, self._timeout_ms = word, expected, timeout_ms
 
     def _wait(self) -> None:
         if not self._word:
             return
         word, end = ctypes.c_uint32.from_address(self._word), time.monotonic() + self._timeout_ms / 1000
-        while word.value != self._wanted:
+        while word.value != self._expected:
             if time.monotonic() > end:
                 raise MasksLate(f"masks did not come within {self._timeout_ms} ms")
             time.sleep(LOOK_S)
@@ -154,8 +154,8 @@ class TorchProgram(Program):
         return array
 
     def keep_logits(self) -> None:
-        self._sampler.draws.keeps_logits = True
-        self._sampler.draws.greedy[:] = 0
+        self._sampler.sampling_inputs.keeps_logits = True
+        self._sampler.sampling_inputs.greedy[:] = 0
 
     def close(self) -> None:
         pass

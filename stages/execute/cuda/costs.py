@@ -16,7 +16,7 @@ from pipeline.stages.execute.measuring.measure import floor_of
 PRODUCTS, ATTENTION, REST = "products", "attention", "rest"
 """What the kernels of a step are parts of."""
 OPS_OF_KERNELS = {
-    **dict.fromkeys(("vector_product", "skinny_product", "_widen"), PRODUCTS),
+    **dict.fromkeys(("gemv", "skinny_gemm", "_dequantize"), PRODUCTS),
     **dict.fromkeys(("_decode_kernel", "_attend_kernel"), ATTENTION),
 }
 LIBRARIES = ("gemm", "nvjet", "cutlass", "cublas")

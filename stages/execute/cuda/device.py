@@ -51,7 +51,7 @@ class Device(ABC):
     where: torch.device
     name: str
     """For people."""
-    records = True
+    captures_graphs = True
     """Graphs are recorded, and kernels compiled, so that it is worth doing ahead of need."""
 
     @abstractmethod
@@ -186,7 +186,7 @@ class Gpu(Device):
 class Interpreted(Device):
     """No GPU: kernels run in Triton's interpreter, at once."""
 
-    records = False
+    captures_graphs = False
 
     class _Done:
         def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 
 
-class Heap:
+class DeviceAllocator:
     """Owns the free ranges of `num_words` words; who takes one remembers its size."""
 
     def __init__(self, num_words: int) -> None:
@@ -13,7 +13,7 @@ class Heap:
     def num_free(self) -> int:
         return sum(size for _, size in self._free)
 
-    def take(self, num: int) -> int | None:
+    def allocate(self, num: int) -> int | None:
         """Where `num` words, one or more, are now taken; None where there is no such range."""
         assert num > 0
         for i, (begin, size) in enumerate(self._free):
@@ -25,7 +25,7 @@ class Heap:
                 return begin
         return None
 
-    def give(self, begin: int, num: int) -> None:
+    def free(self, begin: int, num: int) -> None:
         """A range that was taken is free again."""
         i = bisect_left(self._free, (begin, 0))
         if i < len(self._free) and begin + num == self._free[i][0]:

@@ -1,4 +1,4 @@
-"""Steps as recorded launches: one call makes all of a step's, whatever Python they came from.
+"""Steps as captured launches: one call makes all of a step's, whatever Python they came from.
 
 What is recorded reads its step from memory that stays where it is: words that the host has sent, rows, weights. So a
 graph is replayed for any step of its shape.
@@ -14,33 +14,33 @@ from pipeline.kernels.triton import sample
 from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import Rows, StepArrays
 from pipeline.stages.execute.cuda.device import Calls, Device
-from pipeline.stages.execute.cuda.model import DeviceModel, Sums
-from pipeline.stages.execute.cuda.step_shapes import Shape
+from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
+from pipeline.stages.execute.cuda.step_shapes import StepShape
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """What a step does behind the model."""
 
-    DRAW = "draw"
-    """Ids are drawn, from all there are."""
-    FILTER = "filter"
-    """Ids are drawn, from those that top_k, top_p and min_p leave."""
-    OPEN = "open"
+    SAMPLE = "sample"
+    """Sampling over the whole vocabulary."""
+    SAMPLE_FILTERED = "sample_filtered"
+    """Sampling from the ids that top_k, top_p and min_p leave."""
+    FORWARD_ONLY = "forward_only"
     """Nothing: what follows depends on the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class CapturedStep:
     """A step that can be made at one call."""
 
     launch: Calls
     step: StepArrays
-    shape: Shape
+    shape: StepShape
     result: Tensor
     """Where `finish` leaves what came of it."""
 
 
-class Steps:
+class StepGraphs:
     """Owned by the runner. Makes the launches of a shape when they are asked for the first time, and keeps them."""
 
     def __init__(
@@ -57,36 +57,36 @@ class Steps:
         self._tokens = [ints(max_num_tokens), ints(max_num_tokens), ints(max_num_tokens, torch.int64)]
         self._samples = [ints(max_num_rows), ints(max_num_rows)]
         self._stamps = ints(ends.STAMP_WORDS)
-        self.drawn = ints(max_num_rows)
+        self.sampled_ids = ints(max_num_rows)
         self._result = ints(ends.STAMP_WORDS + 2 * max_num_rows)
-        self.scratch = sample.DrawScratch(max_num_rows, model.logits.shape[1], where)
-        self._recorded: dict[tuple[Shape, Kind], Recorded] = {}
+        self.scratch = sample.SamplingScratch(max_num_rows, model.logits.shape[1], where)
+        self._captured: dict[tuple[StepShape, StepKind], CapturedStep] = {}
 
     @property
-    def num_recorded(self) -> int:
-        return len(self._recorded)
+    def num_captured(self) -> int:
+        return len(self._captured)
 
-    def has(self, shape: Shape, kind: Kind) -> bool:
-        return (shape, kind) in self._recorded
+    def has(self, shape: StepShape, kind: StepKind) -> bool:
+        return (shape, kind) in self._captured
 
-    def get(self, shape: Shape, kind: Kind) -> Recorded:
+    def get(self, shape: StepShape, kind: StepKind) -> CapturedStep:
         """The launches of a shape. Those that are new are made once, for padding alone; words that no step has read are
         lost by that."""
-        recorded = self._recorded.get((shape, kind))
-        if recorded is not None:
-            return recorded
+        captured = self._captured.get((shape, kind))
+        if captured is not None:
+            return captured
         step = self._step(shape)
         calls = self._calls(step, shape, kind)
-        if not shape.is_recorded:
-            return Recorded(calls, step, shape, self._result_of(step))
+        if not shape.is_captured:
+            return CapturedStep(calls, step, shape, self._result_of(step))
         self._words[: ends.words_of(self._max_num_rows)].zero_()
-        recorded = Recorded(self._device.graph(calls), step, shape, self._result_of(step))
-        self._recorded[shape, kind] = recorded
-        return recorded
+        captured = CapturedStep(self._device.graph(calls), step, shape, self._result_of(step))
+        self._captured[shape, kind] = captured
+        return captured
 
-    def sums(self, shape: Shape) -> Sums:
+    def hidden_states(self, shape: StepShape) -> HiddenStates:
         """Where a step of this shape, which is the last that was launched, leaves what its tokens came to."""
-        return self._model.sums(shape.num_tokens, decodes=shape.one_each)
+        return self._model.hidden_states(shape.num_tokens, decodes=shape.one_each)
 
     def _result_of(self, step: StepArrays) -> Tensor:
         return self._result[: ends.STAMP_WORDS + 2 * step.num_samples]
@@ -95,33 +95,33 @@ class Steps:
         """Write what was drawn to the rows, and to the result."""
         ends.finish(
             self._result_of(step),
-            self.drawn[: step.num_samples],
+            self.sampled_ids[: step.num_samples],
             step,
             self._rows,
             self._words,
             self._stamps,
         )
 
-    def draw(self, logits: Tensor, step: StepArrays, *, filtered: bool) -> None:
-        ids = self.drawn[: step.num_samples]
-        sample.draw(ids, logits, self._rows.params, step.sample_rows, self.scratch, filtered=filtered)
+    def sample(self, logits: Tensor, step: StepArrays, *, filtered: bool) -> None:
+        ids = self.sampled_ids[: step.num_samples]
+        sample.sample(ids, logits, self._rows.params, step.sample_rows, self.scratch, filtered=filtered)
 
     def apply(self) -> None:
         """Make the changes of rows that the words hold, and nothing else."""
         ends.apply(self._rows, self._words)
 
-    def _calls(self, step: StepArrays, shape: Shape, kind: Kind) -> Calls:
+    def _calls(self, step: StepArrays, shape: StepShape, kind: StepKind) -> Calls:
         def calls() -> None:
             self.apply()
             ends.prepare(step, self._rows, self._words, self._stamps, self._max_num_rows, shape.one_each)
             self._model.forward(step, decodes=shape.one_each)
-            if kind is not Kind.OPEN:
-                self.draw(self._model.logits[: step.num_samples], step, filtered=kind is Kind.FILTER)
+            if kind is not StepKind.FORWARD_ONLY:
+                self.sample(self._model.logits[: step.num_samples], step, filtered=kind is StepKind.SAMPLE_FILTERED)
                 self.finish(step)
 
         return calls
 
-    def _step(self, shape: Shape) -> StepArrays:
+    def _step(self, shape: StepShape) -> StepArrays:
         rows, starts, counts, offsets = (each[: shape.num_entries] for each in self._entries)
         ids, positions, slots = (each[: shape.num_tokens] for each in self._tokens)
         sampled, sample_rows = (each[: shape.num_samples] for each in self._samples)

@@ -28,11 +28,11 @@ from pipeline.stages.execute.cuda.device import Device, Event
 
 PACKED_BYTES = 32 * 1024**2
 """Of each of the two rooms between, at least one block."""
-NUM_ROOMS = 2
+NUM_STAGING_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class HostTransfer:
     """Copies of a step over the bus."""
 
     began: Event
@@ -44,7 +44,7 @@ class Crossing:
         return self.began.elapsed_time(self.ended) / 1000
 
 
-class _Room:
+class _StagingBuffer:
     """Packed blocks between KV memory and the bus, and when each side has done with them."""
 
     def __init__(self, device: Device, num_blocks: int, pieces: int, words: int) -> None:
@@ -53,7 +53,7 @@ class _Room:
         self.copied = device.event()
 
 
-class Copies:
+class BlockCopier:
     """Owned by the runner. `kv` is the KV memory, blocks its third dimension; `swap` the swap space, or None."""
 
     def __init__(self, device: Device, kv: Tensor, swap: SwapArray | None) -> None:
@@ -68,20 +68,22 @@ class Copies:
                 "swap space can't be locked for the GPU: copies to and from it hold up the steps"
             )
         num = max(1, PACKED_BYTES // self._block_bytes)
-        self._rooms = [_Room(device, num, pieces, words) for _ in range(NUM_ROOMS)]
+        self._buffers = [_StagingBuffer(device, num, pieces, words) for _ in range(NUM_STAGING_BUFFERS)]
         self._next = 0
-        self._begins: Crossing | None = None
+        self._begins: HostTransfer | None = None
         """Of the step whose copies are given to the streams, until the first is."""
 
-    def enqueue(self, sources: IntArray, targets: IntArray) -> Crossing | None:
+    def enqueue(self, sources: IntArray, targets: IntArray) -> HostTransfer | None:
         """Give copies, one after the other, to the streams; ids from the number of KV blocks on are of swap space.
         Returns the way of those over the bus, which has to have ended before their step counts as complete."""
-        crossing: Crossing | None = None
+        host_transfer: HostTransfer | None = None
         for kind, from_blocks, to_blocks in self._runs(sources, targets):
-            if crossing is None and kind != (False, False):
-                crossing = self._begins = Crossing(self._device.event(timed=True), self._device.event(timed=True))
-            for begin in range(0, len(from_blocks), len(self._rooms[0].packed)):
-                part = slice(begin, begin + len(self._rooms[0].packed))
+            if host_transfer is None and kind != (False, False):
+                host_transfer = self._begins = HostTransfer(
+                    self._device.event(timed=True), self._device.event(timed=True)
+                )
+            for begin in range(0, len(from_blocks), len(self._buffers[0].packed)):
+                part = slice(begin, begin + len(self._buffers[0].packed))
                 if kind == (False, False):
                     self._fork(from_blocks[part], to_blocks[part])
                 elif kind == (False, True):
@@ -90,10 +92,10 @@ class Copies:
                     self._in(from_blocks[part], to_blocks[part])
                 else:
                     raise AssertionError(f"a copy inside swap space: {from_blocks[part]} to {to_blocks[part]}")
-        if crossing is not None:
+        if host_transfer is not None:
             with self._device.copying():
-                crossing.ended.record()
-        return crossing
+                host_transfer.ended.record()
+        return host_transfer
 
     def _runs(self, sources: IntArray, targets: IntArray) -> Iterator[tuple[tuple[bool, bool], list[int], list[int]]]:
         """Copies of one kind, which don't depend on each other: whether from and to swap space, and the blocks."""
@@ -113,10 +115,10 @@ class Copies:
                 read.add(source)
             yield kind, from_blocks, list(to_blocks)
 
-    def _room(self) -> _Room:
-        room = self._rooms[self._next]
-        self._next = (self._next + 1) % NUM_ROOMS
-        return room
+    def _next_buffer(self) -> _StagingBuffer:
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % NUM_STAGING_BUFFERS
+        return buffer
 
     def _begin(self) -> None:
         """Note when the first copy over the bus begins: behind what it waits for, which is all that the GPU was given
@@ -133,31 +135,31 @@ class Copies:
 
     def _out(self, blocks: list[int], slots: list[int]) -> None:
         assert self._swap is not None
-        room = self._room()
-        room.copied.wait()
-        copy.gather(room.packed, self._memory, self._sent(blocks))
-        room.computed.record()
+        buffer = self._next_buffer()
+        buffer.copied.wait()
+        copy.gather(buffer.packed, self._memory, self._sent(blocks))
+        buffer.computed.record()
         with self._device.copying():
-            room.computed.wait()
+            buffer.computed.wait()
             self._begin()
             for begin, end, slot in _ranges(slots):
                 place = slot - self._num_blocks
-                self._swap[place : place + end - begin].copy_(room.packed[begin:end], non_blocking=True)
-            room.copied.record()
+                self._swap[place : place + end - begin].copy_(buffer.packed[begin:end], non_blocking=True)
+            buffer.copied.record()
 
     def _in(self, slots: list[int], blocks: list[int]) -> None:
         assert self._swap is not None
-        room = self._room()
+        buffer = self._next_buffer()
         with self._device.copying():
-            room.computed.wait()
+            buffer.computed.wait()
             self._begin()
             for begin, end, slot in _ranges(slots):
                 place = slot - self._num_blocks
-                room.packed[begin:end].copy_(self._swap[place : place + end - begin], non_blocking=True)
-            room.copied.record()
-        room.copied.wait()
-        copy.scatter(self._memory, self._sent(blocks), room.packed)
-        room.computed.record()
+                buffer.packed[begin:end].copy_(self._swap[place : place + end - begin], non_blocking=True)
+            buffer.copied.record()
+        buffer.copied.wait()
+        copy.scatter(self._memory, self._sent(blocks), buffer.packed)
+        buffer.computed.record()
 
 
 def _ranges(slots: list[int]) -> Iterator[tuple[int, int, int]]:

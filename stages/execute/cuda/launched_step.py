@@ -8,14 +8,14 @@ from torch import Tensor
 
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.cuda.host_transfer import Crossing
+from pipeline.stages.execute.cuda.host_transfer import HostTransfer
 from pipeline.stages.execute.cuda.staging import Slot
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(slots=True)
-class Records:
+class PendingLogprobs:
     """Words of records that are on their way to the host."""
 
     words: Tensor
@@ -35,19 +35,19 @@ class Records:
 
 
 @dataclass(slots=True)
-class Pooled:
+class PooledHiddenStates:
     """What an entry's tokens came to, on its way to the host."""
 
     row: int
     generation: int
     start: int
-    sums: Tensor
+    hidden_states: Tensor
     place: int
     """Among the samples of the step, -1 where it is none of them."""
 
 
 @dataclass(slots=True)
-class Flight:
+class LaunchedStep:
     """A step that was launched and has not been collected."""
 
     incarnation: int
@@ -63,16 +63,16 @@ class Flight:
     pooled: BoolArray | None
     num_rows: int
     num_tokens: int
-    is_plain: bool = False
+    is_token_only: bool = False
     """Nobody wished for more than an id."""
     launch_s: float = 0.0
     """The host's time for the launch."""
-    crossing: Crossing | None = None
-    """Copies over the bus, if there are any."""
+    host_transfer: HostTransfer | None = None
+    """BlockCopier over the bus, if there are any."""
     num_copies: int = 0
-    records: Records | None = None
-    prompts: list[Records] = field(default_factory=list)
-    sums: list[Pooled] = field(default_factory=list)
+    logprobs: PendingLogprobs | None = None
+    prompt_logprobs: list[PendingLogprobs] = field(default_factory=list)
+    hidden_states: list[PooledHiddenStates] = field(default_factory=list)
     is_collected: bool = False
     """Its slot may be another step's by now."""
     start_ns: int = 0
@@ -81,10 +81,10 @@ class Flight:
 
     @property
     def is_over(self) -> bool:
-        return self.slot.done.query() and (self.crossing is None or self.crossing.ended.query())
+        return self.slot.done.query() and (self.host_transfer is None or self.host_transfer.ended.query())
 
     def wait(self) -> None:
         """Wait for the step, asleep. Of any thread."""
         self.slot.done.synchronize()
-        if self.crossing is not None:
-            self.crossing.ended.synchronize()
+        if self.host_transfer is not None:
+            self.host_transfer.ended.synchronize()

@@ -15,10 +15,10 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.completions import Completions
-from pipeline.stages.execute.cuda.launched_step import Flight
+from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.runner import CudaRunner
-from pipeline.stages.execute.metrics import Counting
-from pipeline.stages.execute.publishing import Publisher, Times
+from pipeline.stages.execute.metrics import ExecuteMetrics
+from pipeline.stages.execute.publishing import Publisher, StepTiming
 
 IDLE_S = 1.0
 """Longest wait before the loop turns."""
@@ -47,9 +47,9 @@ class Loop:
 
     def __init__(self, stage: "Stage[m.ExecuteInbox]", runner: CudaRunner, completions: Completions) -> None:
         self._stage, self._runner, self._completions = stage, runner, completions
-        self._counting = Counting()
-        stage.control_requests.own_counts = lambda: self._counting.counts(runner.rows.num_live)
-        self._publisher = Publisher(stage, self._counting)
+        self._metrics = ExecuteMetrics()
+        stage.control_requests.own_counts = lambda: self._metrics.counts(runner.rows.num_live)
+        self._publisher = Publisher(stage, self._metrics)
         runner.publish = self._publish
         self._ended_ns = 0
         """When the last step ended, by the GPU's clock."""
@@ -63,10 +63,10 @@ class Loop:
 
     def run(self) -> None:
         stage, runner = self._stage, self._runner
-        records_more = not stage.inbox.is_replayed
+        captures_more = not stage.inbox.is_replayed
         timeout_s, busy_s = PAUSE_S, time.monotonic()
         while True:
-            messages = stage.inbox.wait_all(timeout_s if records_more else IDLE_S)
+            messages = stage.inbox.wait_all(timeout_s if captures_more else IDLE_S)
             has_collected = self._collect()
             for message in messages:
                 match message:
@@ -86,10 +86,10 @@ class Loop:
                     case _:
                         assert_never(message)
             stage.release()
-            if messages or has_collected or runner.flights:
+            if messages or has_collected or runner.launched_steps:
                 timeout_s, busy_s = PAUSE_S, time.monotonic()
-            elif records_more and time.monotonic() - busy_s >= PAUSE_S:
-                records_more, timeout_s = runner.record_more(), 0.0
+            elif captures_more and time.monotonic() - busy_s >= PAUSE_S:
+                captures_more, timeout_s = runner.capture_more(), 0.0
 
     def _launch(self, step: m.Step) -> None:
         began_s = self._stage.replay_context.monotonic()
@@ -97,9 +97,9 @@ class Loop:
         self._completions.put(self._runner.launch(step, self._stage.arrays.take))
 
     def _is_stuck(self) -> bool:
-        if self._stage.inbox.is_replayed or not self._runner.flights:
+        if self._stage.inbox.is_replayed or not self._runner.launched_steps:
             return False
-        launched_s, _ = self._launched[self._runner.flights[0].step_id]
+        launched_s, _ = self._launched[self._runner.launched_steps[0].step_id]
         return time.monotonic() - launched_s > STUCK_S
 
     def _collect(self, *, waits: bool = False) -> bool:
@@ -113,34 +113,40 @@ class Loop:
 
     def _collect_again(self, step_id: int) -> None:
         # A recording that began later knows of the ends of steps that it does not know.
-        flights = self._runner.flights
-        if flights and flights[0].step_id == step_id:
+        launched_steps = self._runner.launched_steps
+        if launched_steps and launched_steps[0].step_id == step_id:
             self._runner.collect()
 
-    def _publish(self, flight: Flight, sampled: Sampled) -> None:
+    def _publish(self, launched_step: LaunchedStep, sampled: Sampled) -> None:
         stage = self._stage
-        launched_s, requests = self._launched.pop(flight.step_id)
+        launched_s, requests = self._launched.pop(launched_step.step_id)
         now_s = time.monotonic()
-        if flight.end_ns:
-            compute_s, wait_s = seconds_of(flight, self._ended_ns, sampled.copy_s)
-            self._ended_ns = flight.end_ns
+        if launched_step.end_ns:
+            compute_s, wait_s = seconds_of(launched_step, self._ended_ns, sampled.copy_s)
+            self._ended_ns = launched_step.end_ns
         else:
             # No clock of a GPU's, or nothing that it computed.
             compute_s, wait_s = now_s - max(launched_s, self._ended_s), max(0.0, launched_s - self._ended_s)
         times = TIMES.pack(now_s, compute_s, wait_s, sampled.copy_s)
-        now_s, compute_s, wait_s, copy_s = TIMES.unpack(stage.replay_context.observe("complete", flight.step_id, times))
+        now_s, compute_s, wait_s, copy_s = TIMES.unpack(
+            stage.replay_context.observe("complete", launched_step.step_id, times)
+        )
         self._ended_s = now_s
         if copy_s != sampled.copy_s:
             sampled = replace(sampled, copy_s=copy_s)
         self._publisher.publish(
-            flight.incarnation, flight.step_id, sampled, Times(now_s - compute_s, now_s, wait_s), requests
+            launched_step.incarnation,
+            launched_step.step_id,
+            sampled,
+            StepTiming(now_s - compute_s, now_s, wait_s),
+            requests,
         )
 
 
-def seconds_of(flight: Flight, ended_ns: int, copy_s: float) -> tuple[float, float]:
+def seconds_of(launched_step: LaunchedStep, ended_ns: int, copy_s: float) -> tuple[float, float]:
     """How long a step took, and how long the GPU had nothing to do before it, by the GPU's clock, by which the step
     before it ended at `ended_ns`; 0 where there was none. What its copies over the bus took is a part of the first, as
     the scheduler has it, though the clock runs for kernels alone."""
-    compute_s = (flight.end_ns - flight.start_ns) / 1e9 + copy_s
-    wait_s = max(0.0, (flight.start_ns - ended_ns) / 1e9 - copy_s) if ended_ns else 0.0
+    compute_s = (launched_step.end_ns - launched_step.start_ns) / 1e9 + copy_s
+    wait_s = max(0.0, (launched_step.start_ns - ended_ns) / 1e9 - copy_s) if ended_ns else 0.0
     return compute_s, wait_s

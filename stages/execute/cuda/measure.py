@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.costs import Samples, costs_of, summarize, weight_bytes
 from pipeline.stages.execute.cuda.device import make_device
-from pipeline.stages.execute.cuda.launched_step import Flight
+from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.launches import Launches, traced
 from pipeline.stages.execute.cuda.rates import Probe
 from pipeline.stages.execute.cuda.runner import CudaRunner
@@ -45,7 +45,7 @@ def measure(settings: Settings, folder: Path, plan: Plan, num_threads: int, weig
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     with ExitStack() as stack:
         device = stack.enter_context(closing(make_device()))
-        if not device.records:
+        if not device.captures_graphs:
             log.warning("kernels are interpreted, on the CPU: their times say nothing of a GPU")
         probe = Probe(device)
         log.info("loading %s for %s", config.name, device.name)
@@ -56,7 +56,7 @@ def measure(settings: Settings, folder: Path, plan: Plan, num_threads: int, weig
         stack.callback(gc.unfreeze)
         log.info("measuring %s", device.name)
         before = probe.measure()
-        samples = _run_rounds(turns, cases, range(0 if device.records else 1, plan.rounds + 1), log)
+        samples = _run_rounds(turns, cases, range(0 if device.captures_graphs else 1, plan.rounds + 1), log)
         after = probe.measure()
         # Last, for whatever comes behind it is slower.
         log.info("looking at kernels")
@@ -118,11 +118,11 @@ class Turns:
         for layer in runner.kv:  # zeros would cost a chip less power than numbers do
             layer[:, where] = torch.rand_like(layer[:, where]) - 0.5
 
-    def counted(self, case: Case) -> list[Flight]:
+    def counted(self, case: Case) -> list[LaunchedStep]:
         """The steps of a turn that count: all but the first, which takes in the rows, unless there is no other."""
-        flights = self._compute(case)
+        launched_steps = self._compute(case)
         self._drop(case)
-        return flights[1:] or flights
+        return launched_steps[1:] or launched_steps
 
     def traced(self, case: Case) -> list[Launches]:
         """What a step of a turn launches."""
@@ -130,9 +130,9 @@ class Turns:
         self._drop(case)
         return launched
 
-    def _compute(self, case: Case) -> list[Flight]:
+    def _compute(self, case: Case) -> list[LaunchedStep]:
         """A turn, to its end."""
-        runner, flights = self._runner, []
+        runner, launched_steps = self._runner, []
         num_steps = _num_steps(case)
         start = case.context - case.num_new - (num_steps - 1)
         rows = range(case.num_seqs)
@@ -140,12 +140,12 @@ class Turns:
         known = self._ids[: start + case.num_new].tolist()
         adds = [row_add(row, known, tables[row]) for row in rows]
         for i in range(num_steps):
-            while len(runner.flights) >= IN_FLIGHT:
+            while len(runner.launched_steps) >= IN_FLIGHT:
                 runner.collect()
             entries = [(row, start + i, case.num_new, True) for row in rows]
-            flights.append(runner.launch(step(entries, adds if i == 0 else ()), take))
+            launched_steps.append(runner.launch(step(entries, adds if i == 0 else ()), take))
         runner.drain()
-        return flights
+        return launched_steps
 
     def _drop(self, case: Case) -> None:
         self._runner.step(step(drops=range(case.num_seqs)), take)
@@ -163,15 +163,17 @@ def _run_rounds(turns: Turns, cases: Sequence[Case], rounds: range, log: logging
     for number in rounds:
         begun_s = time.perf_counter()
         for i, case in enumerate(cases):
-            flights = turns.counted(case)
+            launched_steps = turns.counted(case)
             if number:
-                samples[i].steps_ms += [_ms(flight) for flight in flights]
-                samples[i].launches_ms += [flight.launch_s * 1e3 for flight in flights]
+                samples[i].steps_ms += [_ms(launched_step) for launched_step in launched_steps]
+                samples[i].launches_ms += [launched_step.launch_s * 1e3 for launched_step in launched_steps]
         what = f"round {number} of {rounds[-1]}" if number else "warmed up"
         log.info("%s took_s=%.1f", what, time.perf_counter() - begun_s)
     return samples
 
 
-def _ms(flight: Flight) -> float:
+def _ms(launched_step: LaunchedStep) -> float:
     """Of a step that was collected, by the GPU's clock. Where kernels are interpreted, its launch was all of it."""
-    return (flight.end_ns - flight.start_ns) / 1e6 if flight.end_ns else flight.launch_s * 1e3
+    return (
+        (launched_step.end_ns - launched_step.start_ns) / 1e6 if launched_step.end_ns else launched_step.launch_s * 1e3
+    )

@@ -27,25 +27,25 @@ from pipeline.kernels.triton.attention import attend
 from pipeline.kernels.triton.attention_decode import attend_decode
 from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
 from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
-from pipeline.kernels.triton.fused import norm_gate_up, norm_linear
+from pipeline.kernels.triton.fused import norm_linear, norm_swiglu
 from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import AttentionWeights, Linear, MlpWeights, Recorder
+from pipeline.stages.execute.cpu.program import AttentionWeights, Linear, MlpWeights, ProgramBuilder
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.rope import rope_frequencies
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class _Gemm:
     """A linear layer on the device."""
 
     matrix: DeviceMatrix
     bias: Tensor | None
 
-    def parts(self, memory: "_Memory", num: int) -> Tensor:
+    def split_k_partials(self, memory: "_Memory", num: int) -> Tensor:
         """Where its result goes for `num` tokens: [P, num, outputs]."""
         return memory.view(*self._layout(num))
 
@@ -55,15 +55,15 @@ class _Product:
         return prod(shape) * dtype.itemsize
 
     def _layout(self, num: int) -> tuple[tuple[int, int, int], torch.dtype]:
-        shape = linear.num_parts(self.matrix, num), num, self.matrix.num_rows
-        return shape, linear.parts_dtype(self.matrix, num)
+        shape = linear.num_split_k_partials(self.matrix, num), num, self.matrix.num_rows
+        return shape, linear.split_k_partials_dtype(self.matrix, num)
 
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
     norm: Tensor
-    qkv: _Product
-    out: _Product
+    qkv: _Gemm
+    out: _Gemm
     head_norms: tuple[Tensor, Tensor, float] | None
     keys: Tensor
     values: Tensor
@@ -73,22 +73,22 @@ class _Attention:
 @dataclass(frozen=True, slots=True)
 class _Mlp:
     norm: Tensor
-    gate_up: _Product
-    down: _Product
+    gate_up: _Gemm
+    down: _Gemm
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class HiddenStates:
     """What the tokens of a step came to, before the last norm: a residual [T, H], and parts [P, T, H] to be added."""
 
     residual: Tensor
-    parts: Tensor | None
+    split_k_partials: Tensor | None
 
     def of(self, begin: int, end: int) -> Tensor:
         """Those of some tokens, [end - begin, H] float32, in new memory."""
         total = self.residual[begin:end].clone()
-        if self.parts is not None:
-            for part in self.parts:  # one by one, as kernels do: nothing else is allocated
+        if self.split_k_partials is not None:
+            for part in self.split_k_partials:  # one by one, as kernels do: nothing else is allocated
                 total += part[begin:end]
         return total
 
@@ -100,10 +100,10 @@ class _Memory:
         self._max_num_tokens, self._where = max_num_tokens, where
         self._bytes = torch.zeros(0, dtype=torch.uint8)
 
-    def reserve(self, product: _Product) -> None:
-        """Make room for what `product` leaves of any number of tokens. All is reserved before anything is computed."""
+    def reserve(self, gemm: _Gemm) -> None:
+        """Make room for what `gemm` leaves of any number of tokens. All is reserved before anything is computed."""
         few = range(1, min(SKINNY_TOKENS, self._max_num_tokens) + 1)
-        most = max(product.num_bytes(num) for num in (*few, self._max_num_tokens))
+        most = max(gemm.num_bytes(num) for num in (*few, self._max_num_tokens))
         if most > len(self._bytes):
             self._bytes = torch.zeros(most, dtype=torch.uint8, device=self._where)
 
@@ -111,7 +111,7 @@ class _Memory:
         return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-class DeviceModel(Recorder):
+class DeviceModel(ProgramBuilder):
     """Owns the weights on the device and the memory that a step works in; KV memory is given to it, [num_layers, 2,
     num_blocks, num_kv_heads, BLOCK_SIZE, head_dim]."""
 
@@ -134,7 +134,7 @@ class DeviceModel(Recorder):
         self._device, self._config, self._dtype = device, config, dtype
         self._max_num_tokens, self._max_num_samples = max_num_tokens, max_num_samples
         self._layers: list[tuple[_Attention, _Mlp]] = []
-        self._attentions: list[tuple[AttentionWeights, _Product, _Product]] = []
+        self._attentions: list[tuple[AttentionWeights, _Gemm, _Gemm]] = []
         self._mlps: list[_Mlp] = []
         self._tasks: dict[int | None, AttentionTasks] = {}
         where, hidden = device.where, config.hidden_size
@@ -154,7 +154,7 @@ class DeviceModel(Recorder):
         """[most samples, V]: those of the last step."""
         self._wide = _Memory(max_num_tokens, where)
         self._narrow = _Memory(max_num_tokens, where)
-        self._widened: Tensor | None = None
+        self._dequantized: Tensor | None = None
         self._cos = self._sin = self.logits
 
     # ---------------------------------------------------------------------------------------------------- recording
@@ -164,11 +164,11 @@ class DeviceModel(Recorder):
         self._table = DeviceMatrix.of((table,), self._dtype, self._device.where)
 
     def attention(self, weights: AttentionWeights) -> None:
-        qkv, out = self._product(weights.qkv, self._wide), self._product(weights.out, self._narrow)
+        qkv, out = self._gemm(weights.qkv, self._wide), self._gemm(weights.out, self._narrow)
         self._attentions.append((weights, qkv, out))
 
     def mlp(self, weights: MlpWeights) -> None:
-        gate_up, down = self._product(weights.gate_up, self._wide), self._product(weights.down, self._narrow)
+        gate_up, down = self._gemm(weights.gate_up, self._wide), self._gemm(weights.down, self._narrow)
         self._mlps.append(_Mlp(self._vector(weights.norm), gate_up, down))
 
     def sample(self, norm: Tensor, head: Matrix) -> None:
@@ -204,7 +204,7 @@ class DeviceModel(Recorder):
     def matrices(self) -> list[DeviceMatrix]:
         """Those that each token of a step is multiplied with."""
         pairs = [(layer.qkv, layer.out, mlp.gate_up, mlp.down) for layer, mlp in self._layers]
-        return [product.matrix for products in pairs for product in products]
+        return [gemm.matrix for gemms in pairs for gemm in gemms]
 
     @property
     def head(self) -> DeviceMatrix:
@@ -233,13 +233,13 @@ class DeviceModel(Recorder):
             self._scratch = self._tasks[window].scratch
         return self._tasks[window]
 
-    def _product(self, weights: Linear, memory: _Memory) -> _Product:
+    def _gemm(self, weights: Linear, memory: _Memory) -> _Gemm:
         matrix = DeviceMatrix.of(weights.matrices, self._dtype, self._device.where, self._quantization)
-        if matrix.form != "float" and self._widened is None:
-            self._widened = linear.wide_scratch(self._dtype, self._device.where)
-        product = _Product(matrix, None if weights.bias is None else self._vector(weights.bias))
-        memory.reserve(product)
-        return product
+        if matrix.form != "float" and self._dequantized is None:
+            self._dequantized = linear.dequantize_scratch(self._dtype, self._device.where)
+        gemm = _Gemm(matrix, None if weights.bias is None else self._vector(weights.bias))
+        memory.reserve(gemm)
+        return gemm
 
     def _vector(self, values: Tensor) -> Tensor:
         return values.to(self._device.where, torch.float32).contiguous()
@@ -255,63 +255,65 @@ class DeviceModel(Recorder):
             self._few(step)
         else:
             self._many(step, decodes=decodes)
-        self.score(self.sums(step.num_tokens, decodes=decodes), step.sampled)
+        self.score(self.hidden_states(step.num_tokens, decodes=decodes), step.sampled)
 
-    def sums(self, num_tokens: int, *, decodes: bool) -> Sums:
+    def hidden_states(self, num_tokens: int, *, decodes: bool) -> HiddenStates:
         """Where `forward`, which has been called for so many tokens, leaves their sums until the next step."""
         residual = self._residuals[0][:num_tokens]
         if decodes and num_tokens <= SKINNY_TOKENS:
             residual = self._last_residuals[num_tokens]
         if not self._layers:
-            return Sums(residual, None)
-        return Sums(residual, self._layers[-1][1].down.parts(self._narrow, num_tokens))
+            return HiddenStates(residual, None)
+        return HiddenStates(residual, self._layers[-1][1].down.split_k_partials(self._narrow, num_tokens))
 
     def _many(self, step: StepArrays, *, decodes: bool) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
         residual, normed = self._residuals[0][:num], self._normed[:num]
         queries, attended, gated = self._queries[:num], self._attended[:num], self._gated[:num]
-        parts: Tensor | None = None
+        split_k_partials: Tensor | None = None
         for layer, mlp in self._layers:
-            norm.add_norm(normed, residual, parts, layer.norm, eps)
+            norm.add_norm(normed, residual, split_k_partials, layer.norm, eps)
             qkv = self._linear(self._wide, normed, layer.qkv)
             if decodes:
                 self._attend_decode(attended, qkv, step, layer)
             else:
                 rotary_write(queries, qkv, self._cos, self._sin, step, layer.keys, layer.values, layer.head_norms)
                 attend(attended, queries, layer.keys, layer.values, step, layer.tasks)
-            parts = self._linear(self._narrow, attended, layer.out)
-            norm.add_norm(normed, residual, parts, mlp.norm, eps)
+            split_k_partials = self._linear(self._narrow, attended, layer.out)
+            norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
             swiglu.silu_mul(gated, self._linear(self._wide, normed, mlp.gate_up))
-            parts = self._linear(self._narrow, gated, mlp.down)
+            split_k_partials = self._linear(self._narrow, gated, mlp.down)
 
     def _few(self, step: StepArrays) -> None:
         num, eps = step.num_tokens, float(self._config.rms_norm_eps)
         normed, attended, gated = self._normed[:num], self._attended[:num], self._gated[:num]
         # A fused norm reads one residual and writes the other: its programs read what none of them writes.
         residual, other = (each[:num] for each in self._residuals)
-        parts: Tensor | None = None
+        split_k_partials: Tensor | None = None
         for layer, mlp in self._layers:
-            qkv = layer.qkv.parts(self._wide, num)
-            if self._fuses("linear", layer.qkv, num, parts):
+            qkv = layer.qkv.split_k_partials(self._wide, num)
+            if self._fuses("linear", layer.qkv, num, split_k_partials):
                 norm_linear(
-                    *(qkv, other, residual, parts, layer.norm, eps, layer.qkv.matrix, layer.qkv.bias), pdl=self._early
+                    *(qkv, other, residual, split_k_partials, layer.norm, eps, layer.qkv.matrix, layer.qkv.bias),
+                    pdl=self._early,
                 )
-                residual, other = (residual, other) if parts is None else (other, residual)
+                residual, other = (residual, other) if split_k_partials is None else (other, residual)
             else:
-                norm.add_norm(normed, residual, parts, layer.norm, eps)
+                norm.add_norm(normed, residual, split_k_partials, layer.norm, eps)
                 linear.linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias, pdl=self._early)
             self._attend_decode(attended, qkv, step, layer)
-            parts = self._linear(self._narrow, attended, layer.out)
+            split_k_partials = self._linear(self._narrow, attended, layer.out)
             gate_up = mlp.gate_up
-            if self._fuses("gate", gate_up, num, parts):
-                norm_gate_up(
-                    *(gated, other, residual, parts, mlp.norm, eps, gate_up.matrix, gate_up.bias), pdl=self._early
+            if self._fuses("swiglu", gate_up, num, split_k_partials):
+                norm_swiglu(
+                    *(gated, other, residual, split_k_partials, mlp.norm, eps, gate_up.matrix, gate_up.bias),
+                    pdl=self._early,
                 )
                 residual, other = other, residual
             else:
-                norm.add_norm(normed, residual, parts, mlp.norm, eps)
-                fused.gate_up(gated, normed, gate_up.matrix, gate_up.bias, pdl=self._early)
-            parts = self._linear(self._narrow, gated, mlp.down)
+                norm.add_norm(normed, residual, split_k_partials, mlp.norm, eps)
+                fused.swiglu(gated, normed, gate_up.matrix, gate_up.bias, pdl=self._early)
+            split_k_partials = self._linear(self._narrow, gated, mlp.down)
         self._last_residuals[num] = residual
 
     def _attend_decode(self, attended: Tensor, qkv: Tensor, step: StepArrays, layer: _Attention) -> None:
@@ -320,26 +322,35 @@ class DeviceModel(Recorder):
         attend_decode(attended, qkv, self._cos, self._sin, step, *cache, pdl=early)
 
     @staticmethod
-    def _fuses(op: Op, product: _Product, num: int, parts: Tensor | None) -> bool:
+    def _fuses(op: Op, gemm: _Gemm, num: int, split_k_partials: Tensor | None) -> bool:
         """Whether a product has the norm before it in it, where it reads these parts."""
-        matrix = product.matrix
+        matrix = gemm.matrix
         config = linear.config_of(op, matrix, num)
-        num_rows = matrix.num_rows // 2 if op == "gate" else matrix.num_rows
+        num_rows = matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows
         num_programs = -(-num_rows // config.block_n) * config.split
-        return fused.fuses(num, 0 if parts is None else len(parts), matrix.num_columns, num_programs)
+        return fused.fuses(
+            num, 0 if split_k_partials is None else len(split_k_partials), matrix.num_columns, num_programs
+        )
 
-    def score(self, sums: Sums, places: Tensor) -> Tensor:
+    def score(self, hidden_states: HiddenStates, places: Tensor) -> Tensor:
         """The logits of some tokens of the last step, [S] int32. Returns [S, V] float32."""
         last, logits = self._last[: len(places)], self.logits[: len(places)]
-        norm.take_norm(last, sums.residual, sums.parts, places, self._norm, float(self._config.rms_norm_eps))
+        norm.take_norm(
+            last,
+            hidden_states.residual,
+            hidden_states.split_k_partials,
+            places,
+            self._norm,
+            float(self._config.rms_norm_eps),
+        )
         linear.logits(logits, last, self._head)
         return logits
 
-    def _linear(self, memory: _Memory, x: Tensor, product: _Product) -> Tensor:
-        parts = product.parts(memory, len(x))
+    def _linear(self, memory: _Memory, x: Tensor, gemm: _Gemm) -> Tensor:
+        split_k_partials = gemm.split_k_partials(memory, len(x))
         early = self._early and len(x) <= SKINNY_TOKENS
-        linear.linear(parts, x, product.matrix, product.bias, self._widened, pdl=early)
-        return parts
+        linear.linear(split_k_partials, x, gemm.matrix, gemm.bias, self._dequantized, pdl=early)
+        return split_k_partials
 
 
 def allocate_kv(config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device) -> Tensor:

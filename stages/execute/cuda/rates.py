@@ -25,8 +25,8 @@ class Probe:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        num_bytes = COPY_BYTES if device.records else INTERPRETED_BYTES
-        size = PRODUCT_SIZE if device.records else INTERPRETED_SIZE
+        num_bytes = COPY_BYTES if device.captures_graphs else INTERPRETED_BYTES
+        size = PRODUCT_SIZE if device.captures_graphs else INTERPRETED_SIZE
         self._copied = [torch.empty(num_bytes, dtype=torch.uint8, device=device.where).random_() for _ in range(2)]
         self._wide, self._narrow = (
             [torch.randn(num, num, dtype=dtype, device=device.where) for _ in range(3)]

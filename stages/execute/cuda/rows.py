@@ -7,16 +7,16 @@ collected while a step's message is read, and go to the GPU in front of the step
 import numpy as np
 import torch
 
-from pipeline.kernels.logits_processors import Shaping, num_words
+from pipeline.kernels.logits_processors import LogitsProcessors, num_words
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.device_allocator import Heap
+from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
 from pipeline.stages.execute.cuda.staging import Run
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampling_features import Want
+from pipeline.stages.execute.sampling_features import SamplingFeature
 
-HEAP_WORDS = 4 * 1024**2
+LIST_MEMORY_WORDS = 4 * 1024**2
 """For lists of wishes: 16 MiB."""
 
 NO_ROOM = "what the requests that run now forbid, bias or allow takes more memory than there is: try again later"
@@ -33,7 +33,7 @@ class DeviceRows:
             "ids": (num_rows, max_model_len),
             "blocks": (num_rows, table.blocks.shape[1]),
             "stops": (num_rows, max_num_stops),
-            "heap": (HEAP_WORDS,),
+            "list_memory": (LIST_MEMORY_WORDS,),
         }
         sizes = [int(np.prod(shape)) for shape in shapes.values()]
         state = torch.zeros(sum(sizes), dtype=torch.int32, device=device.where)
@@ -41,14 +41,14 @@ class DeviceRows:
         views = [
             state.narrow(0, *part).view(shape) for *part, shape in zip(begins, sizes, shapes.values(), strict=True)
         ]
-        self._params, self._ids, self._blocks, self._stops, self._heap = begins
+        self._params, self._ids, self._blocks, self._stops, self._list_memory = begins
         self._max_num_stops = max_num_stops
         self.on_device = Rows(state, *views[:4])
-        self.heap = views[4]
-        self._lists = Heap(HEAP_WORDS)
-        self._nothing = self._lists.take(num_words(table.vocab_size)) or 0
+        self.list_memory = views[4]
+        self._list_allocator = DeviceAllocator(LIST_MEMORY_WORDS)
+        self._nothing = self._list_allocator.allocate(num_words(table.vocab_size)) or 0
         """Where the heap, from its beginning, has a mask that allows nothing."""
-        self._lists_of: dict[int, tuple[int, int]] = {}
+        self._list_ranges: dict[int, tuple[int, int]] = {}
         self.on_device.params[-1, Field.ENDED] = 1
         self.runs: list[Run] = []
         """Changes that the device has not been sent."""
@@ -69,9 +69,11 @@ class DeviceRows:
         params[Field.KEY_LOW], params[Field.KEY_HIGH] = key
         params[Field.NUM_TOP] = table.num_top[row]
         problem = None
-        if (shaping := table.shapings[row]) is not None:
-            problem = self._shape(row, params, shaping)
-        if table.wants[row] & Want.DRAW and (table.top_p[row] < 1 or table.min_p[row] > 0 or table.top_k[row] > 0):
+        if (processors := table.logits_processors[row]) is not None:
+            problem = self._store_logits_processors(row, params, processors)
+        if table.features[row] & SamplingFeature.RANDOM and (
+            table.top_p[row] < 1 or table.min_p[row] > 0 or table.top_k[row] > 0
+        ):
             self.filtered.add(row)
         self.runs.append((self._params + row * NUM_FIELDS, params))
         self.runs.append((self._ids + row * table.ids.shape[1], table.ids[row, :num_ids]))
@@ -89,35 +91,35 @@ class DeviceRows:
 
     def drop(self, rows: IntArray) -> None:
         """Rows are no more. Nothing of theirs is read on the device before it is another's."""
-        if self.filtered or self._lists_of:
+        if self.filtered or self._list_ranges:
             for row in rows.tolist():
                 self.filtered.discard(row)
-                if (taken := self._lists_of.pop(row, None)) is not None:
-                    self._lists.give(*taken)
+                if (taken := self._list_ranges.pop(row, None)) is not None:
+                    self._list_allocator.free(*taken)
 
-    def _shape(self, row: int, params: IntArray, shaping: Shaping) -> str | None:
+    def _store_logits_processors(self, row: int, params: IntArray, processors: LogitsProcessors) -> str | None:
         """Put a row's lists into the heap, and say where they are. Returns why not, where there is no room."""
         floats = params.view(np.float32)
-        params[Field.SHAPED] = 1
-        floats[Field.REPETITION], floats[Field.PRESENCE] = shaping.repetition, shaping.presence
-        floats[Field.FREQUENCY], params[Field.MIN_TOKENS] = shaping.frequency, shaping.min_tokens
-        params[Field.NUM_ENDERS], params[Field.NUM_BIAS] = len(shaping.enders), len(shaping.bias_ids)
-        params[Field.NUM_RUNS], params[Field.ALLOWED_AT] = shaping.num_runs, -1
-        lists = [shaping.enders, shaping.bias_ids, shaping.bias_values.view(np.int32), shaping.runs]
-        if shaping.allowed is not None:
-            lists.append(shaping.allowed.view(np.int32))
+        params[Field.HAS_LOGITS_PROCESSORS] = 1
+        floats[Field.REPETITION], floats[Field.PRESENCE] = processors.repetition, processors.presence
+        floats[Field.FREQUENCY], params[Field.MIN_TOKENS] = processors.frequency, processors.min_tokens
+        params[Field.NUM_ENDERS], params[Field.NUM_BIAS] = len(processors.enders), len(processors.bias_ids)
+        params[Field.NUM_RUNS], params[Field.ALLOWED_AT] = processors.num_runs, -1
+        lists = [processors.enders, processors.bias_ids, processors.bias_values.view(np.int32), processors.runs]
+        if processors.allowed is not None:
+            lists.append(processors.allowed.view(np.int32))
         numbers = np.concatenate(lists)
         if not len(numbers):
             return None
-        begin = self._lists.take(len(numbers))
+        begin = self._list_allocator.allocate(len(numbers))
         if begin is None:
             params[[Field.NUM_ENDERS, Field.NUM_BIAS, Field.NUM_RUNS]] = 0
             params[Field.ALLOWED_AT] = self._nothing
             return NO_ROOM
-        self._lists_of[row] = begin, len(numbers)
+        self._list_ranges[row] = begin, len(numbers)
         ends = (begin + np.cumsum([len(each) for each in lists])).tolist()
         params[Field.ENDERS_AT], params[Field.BIAS_AT], params[Field.RUNS_AT] = begin, ends[0], ends[2]
-        if shaping.allowed is not None:
+        if processors.allowed is not None:
             params[Field.ALLOWED_AT] = ends[3]
-        self.runs.append((self._heap + begin, numbers))
+        self.runs.append((self._list_memory + begin, numbers))
         return None

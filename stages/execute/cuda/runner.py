@@ -20,8 +20,8 @@ import torch
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
@@ -30,30 +30,36 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.device import Device, make_device
-from pipeline.stages.execute.cuda.graphs import Kind, Recorded, Steps
-from pipeline.stages.execute.cuda.host_transfer import NUM_ROOMS, PACKED_BYTES, Copies, Crossing
-from pipeline.stages.execute.cuda.launched_step import BoolArray, Flight, Pooled
-from pipeline.stages.execute.cuda.model import DeviceModel, Sums, allocate_kv
-from pipeline.stages.execute.cuda.rows import HEAP_WORDS, DeviceRows
-from pipeline.stages.execute.cuda.sampling_extras import Masked, Wishes
-from pipeline.stages.execute.cuda.step_shapes import Shape, Shapes
+from pipeline.stages.execute.cuda.graphs import CapturedStep, StepGraphs, StepKind
+from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES, BlockCopier, HostTransfer
+from pipeline.stages.execute.cuda.launched_step import BoolArray, LaunchedStep, PooledHiddenStates
+from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates, allocate_kv
+from pipeline.stages.execute.cuda.rows import LIST_MEMORY_WORDS, DeviceRows
+from pipeline.stages.execute.cuda.sampling_extras import DeviceMasks, SamplingExtras
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
+from pipeline.stages.execute.cuda.step_shapes import StepShape, StepShapes
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.kv import divide_swap, plan_device_kv
-from pipeline.stages.execute.models.registry import record_model
+from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
 from pipeline.stages.execute.rows import NOT_YET, RowTable, Take
-from pipeline.stages.execute.sampling_features import Want, why_nothing_is_left
+from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
 from pipeline.stages.execute.weights import Weights
 
-Publish = Callable[[Flight, Sampled], None]
+Publish = Callable[[LaunchedStep, Sampled], None]
 
-OPEN = Want.SHAPE | Want.MASK | Want.RECORD | Want.PROMPT_RECORDS | Want.EMBEDDING
+SEPARATE_SAMPLING = (
+    SamplingFeature.LOGITS_PROCESSORS
+    | SamplingFeature.GRAMMAR_MASK
+    | SamplingFeature.LOGPROBS
+    | SamplingFeature.PROMPT_LOGPROBS
+    | SamplingFeature.EMBEDDING
+)
 """What makes a step one that no graph holds whole."""
 
 
-NOBODYS = -2
+DROPPED_ROW = -2
 """`num_computed` of a row that has been dropped: no step goes on from there."""
 
 GRAPHS_BYTES = 512 * 1024**2
@@ -84,13 +90,13 @@ class CudaRunner:
             *(device, config, dtype, max_num_tokens, max_num_seqs, quantization), early=settings.execute.early_launch
         )
         weights = weights or Weights(model_dir, config, dtype)
-        record_model(config, weights, self.model)
+        build_program(config, weights, self.model)
         self.weight_formats = "+".join(weights.taken)
         kv = plan_device_kv(settings, config, device.memory(_still_to_take(settings, config)))
         self.kv = allocate_kv(config, kv.num_blocks, dtype, device.where)
         self.model.use(self.kv, kv.max_model_len)
         swapped = None if swap is None else divide_swap(settings, config, swap)
-        self._copies = Copies(device, self.kv, swapped)
+        self._block_copier = BlockCopier(device, self.kv, swapped)
         num_swap_blocks = 0 if swapped is None else len(swapped)
         self.facts = ExecuteFacts(
             kv.num_blocks, BLOCK_SIZE, kv.max_model_len, config.vocab_size, num_swap_blocks, config.hidden_size
@@ -101,8 +107,8 @@ class CudaRunner:
         self._eos_ids = config.eos_ids
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
         self._staging = Staging(device, max_num_seqs, max_num_tokens)
-        self.shapes = Shapes(max_num_seqs, max_num_tokens)
-        self.steps = Steps(
+        self.shapes = StepShapes(max_num_seqs, max_num_tokens)
+        self.step_graphs = StepGraphs(
             device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
@@ -112,17 +118,17 @@ class CudaRunner:
         self._samplings = msgspec.msgpack.Decoder(Sampling)
         first, others = self.shapes.first(), self.shapes.others()
         mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
-        self._to_record = [
-            *((shape, Kind.DRAW) for shape in (*first, *others, *mixed)),
-            *((shape, Kind.FILTER) for shape in (*first, *others)),
-            *((shape, Kind.OPEN) for shape in first),
+        self._to_capture = [
+            *((shape, StepKind.SAMPLE) for shape in (*first, *others, *mixed)),
+            *((shape, StepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
+            *((shape, StepKind.FORWARD_ONLY) for shape in first),
         ]
         self._warming: Iterator[None] | None = None
         """Of wishes, once begun."""
         self._places = np.arange(max_num_seqs, dtype=np.int32)
-        self.flights: deque[Flight] = deque()
+        self.launched_steps: deque[LaunchedStep] = deque()
         """Oldest first."""
-        self.publish: Publish = lambda flight, sampled: None
+        self.publish: Publish = lambda launched_step, sampled: None
         """Told of each step when it is collected, in order."""
 
     @property
@@ -130,33 +136,37 @@ class CudaRunner:
         return f"triton, {self.device.name}"
 
     @cached_property
-    def wishes(self) -> Wishes:
+    def sampling_extras(self) -> SamplingExtras:
         """Made with its memory: before the server is ready, or when it is needed for the first time."""
         limits = self._settings.limits
-        return Wishes(
-            *(self.device, self.model, self.steps, self._device_rows, self._max_num_seqs, limits.max_logprobs)
+        return SamplingExtras(
+            *(self.device, self.model, self.step_graphs, self._device_rows, self._max_num_seqs, limits.max_logprobs)
         )
 
-    def record(self) -> None:
+    def capture_graphs(self) -> None:
         """Record the first shapes, so that the first requests find them: of steps that decode, and of prompts the
         smallest and the largest, between which hardly a kernel is compiled for one and not for the others."""
         prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
         for shape in (*self.shapes.first(), *prompts):
-            self.steps.get(shape, Kind.DRAW)
-        _ = self.wishes  # whose memory would else be missed in the middle of a request, if somebody has taken it
+            self.step_graphs.get(shape, StepKind.SAMPLE)
+        _ = (
+            self.sampling_extras
+        )  # whose memory would else be missed in the middle of a request, if somebody has taken it
         self.device.synchronize()
 
-    def record_more(self) -> bool:
+    def capture_more(self) -> bool:
         """Prepare for one more kind of step, when there is nothing else to do: what requests have not asked for yet is
         there when they do. Returns whether there was any left."""
-        if not self.device.records:
+        if not self.device.captures_graphs:
             return False
-        for shape, kind in self._to_record:
-            if not self.steps.has(shape, kind):
-                self.steps.get(shape, kind)
+        for shape, kind in self._to_capture:
+            if not self.step_graphs.has(shape, kind):
+                self.step_graphs.get(shape, kind)
                 return True
         if self._warming is None:
-            self._warming = self.wishes.warm(self.steps.get(self.shapes.decode(1), Kind.OPEN).step)
+            self._warming = self.sampling_extras.warm(
+                self.step_graphs.get(self.shapes.decode(1), StepKind.FORWARD_ONLY).step
+            )
         return next(self._warming, self) is None
 
     def logits(self) -> LogitArray:
@@ -174,21 +184,21 @@ class CudaRunner:
 
     # ------------------------------------------------------------------------------------------------------ launching
 
-    def launch(self, step: Step, take: Take) -> Flight:
-        """Launch a step, which `flights` ends with then. Waits for the steps before it where a grammar needs their
-        ids; those are published first."""
+    def launch(self, step: Step, take: Take) -> LaunchedStep:
+        """Launch a step, which `launched_steps` ends with then. Waits for the steps before it where a grammar needs
+        their ids; those are published first."""
         began_s = time.perf_counter()
         self._change_rows(step, take)
-        num_copies, crossing = self._copy(step, take)
+        num_copies, host_transfer = self._copy(step, take)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).view(np.bool_)
         assert len(rows) == len(starts) == len(counts) == len(samples)
         self._check(rows, starts, counts, samples)
-        flight = self._launch(step, rows, starts, counts, samples)
-        flight.num_copies, flight.crossing = num_copies, crossing
-        self.flights.append(flight)
-        flight.launch_s = time.perf_counter() - began_s
-        return flight
+        launched_step = self._launch(step, rows, starts, counts, samples)
+        launched_step.num_copies, launched_step.host_transfer = num_copies, host_transfer
+        self.launched_steps.append(launched_step)
+        launched_step.launch_s = time.perf_counter() - began_s
+        return launched_step
 
     def step(self, step: Step, take: Take) -> Sampled:
         """Launch a step and collect it, and those before it."""
@@ -198,7 +208,7 @@ class CudaRunner:
     def _change_rows(self, step: Step, take: Take) -> None:
         if len(drops := take(step.drops, np.int32)):
             self.rows.drop(drops)
-            self.rows.num_computed[drops] = NOBODYS
+            self.rows.num_computed[drops] = DROPPED_ROW
             self._device_rows.drop(drops)
             self.masks.drop(drops)
             for row in drops.tolist():
@@ -209,11 +219,11 @@ class CudaRunner:
             self.rows.take_in(add, sampling, self._eos_ids, take)
             if (problem := self._device_rows.add(add.row)) is not None:
                 self.failed[add.row] = problem
-            if self.rows.wants[add.row] & Want.MASK:
+            if self.rows.features[add.row] & SamplingFeature.GRAMMAR_MASK:
                 self.masks.add(add.row, sampling, add.num_prompt)
         self._device_rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
 
-    def _copy(self, step: Step, take: Take) -> tuple[int, Crossing | None]:
+    def _copy(self, step: Step, take: Take) -> tuple[int, HostTransfer | None]:
         """Give the step's copies to the streams. Returns how many, and the way of those over the bus."""
         sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
         assert len(sources) == len(targets), f"{len(sources)} blocks to copy from, {len(targets)} to copy to"
@@ -223,7 +233,7 @@ class CudaRunner:
         for blocks in (sources, targets):
             assert blocks.min() >= 0 and blocks.max() < end, f"blocks {blocks} are copied, of {end}"
         assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
-        return len(sources), self._copies.enqueue(sources, targets)
+        return len(sources), self._block_copier.enqueue(sources, targets)
 
     def _check(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> None:
         """What can be checked of a plan without the ids that are still on the GPU."""
@@ -244,9 +254,15 @@ class CudaRunner:
             assert (ends <= table.max_model_len - samples).all(), "computed or sampled beyond max_model_len"
         table.num_computed[rows] = ends
 
-    def _launch(self, step: Step, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> Flight:
-        wanted = self.rows.wanted
-        pooled = self.rows.wants[rows] & Want.EMBEDDING != 0 if wanted & Want.EMBEDDING else None
+    def _launch(
+        self, step: Step, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray
+    ) -> LaunchedStep:
+        requested_features = self.rows.requested_features
+        pooled = (
+            self.rows.features[rows] & SamplingFeature.EMBEDDING != 0
+            if requested_features & SamplingFeature.EMBEDDING
+            else None
+        )
         num, num_tokens = len(rows), int(np.add.reduce(counts))
         offsets = self._places[:num] if num == num_tokens else np.cumsum(counts, dtype=np.int32) - counts
         chosen, known = rows, starts + counts
@@ -260,31 +276,31 @@ class CudaRunner:
         if not self._staging.has_free:  # nobody plans so far ahead, but it would be no error
             self.collect()
         slot = self._staging.take()
-        flight = Flight(
+        launched_step = LaunchedStep(
             *(step.incarnation, step.step_id, slot, 0, chosen, self.rows.generations[chosen], known),
             pooled=None if pooled is None else pooled[samples],
             num_rows=num,
             num_tokens=num_tokens,
-            is_plain=not wanted & OPEN,
+            is_token_only=not requested_features & SEPARATE_SAMPLING,
         )
         runs = self._send_ahead(batch)
         if not len(rows):
             if runs:
                 self._staging.fill(slot, batch, runs, one_each=True)
-                self.steps.apply()
-        elif wanted & OPEN:
-            self._launch_open(flight, batch, runs, pooled)
+                self.step_graphs.apply()
+        elif requested_features & SEPARATE_SAMPLING:
+            self._launch_separate_sampling(launched_step, batch, runs, pooled)
         else:
-            kind = Kind.FILTER if self._device_rows.filtered else Kind.DRAW
+            kind = StepKind.SAMPLE_FILTERED if self._device_rows.filtered else StepKind.SAMPLE
             shape = self._shape(batch)
-            recorded = self.steps.get(shape, kind)
+            captured = self.step_graphs.get(shape, kind)
             self._staging.fill(slot, batch, runs, one_each=shape.one_each)
-            recorded.launch()
-            self._fetch(flight, recorded)
+            captured.launch()
+            self._fetch(launched_step, captured)
         slot.done.record()
-        return flight
+        return launched_step
 
-    def _shape(self, batch: Batch) -> Shape:
+    def _shape(self, batch: Batch) -> StepShape:
         if batch.num_tokens == len(batch.rows) == len(batch.sampled):
             return self.shapes.decode(len(batch.rows))
         return self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
@@ -297,160 +313,179 @@ class CudaRunner:
             first, runs = split_runs(runs, self._staging.room(EMPTY))
             slot = self._staging.take()
             self._staging.fill(slot, EMPTY, first, one_each=True)
-            self.steps.apply()
+            self.step_graphs.apply()
             # Long prompts by the hundred: this wait is nothing beside what it takes to compute them.
             slot.done.record()
             slot.done.synchronize()
             self._staging.give(slot)
         return runs
 
-    def _fetch(self, flight: Flight, recorded: Recorded) -> None:
+    def _fetch(self, launched_step: LaunchedStep, captured: CapturedStep) -> None:
         """Send the result on its way."""
-        flight.num_samples = recorded.step.num_samples
-        flight.slot.result_of(flight.num_samples).copy_(recorded.result, non_blocking=True)
+        launched_step.num_samples = captured.step.num_samples
+        launched_step.slot.result_of(launched_step.num_samples).copy_(captured.result, non_blocking=True)
 
-    def _launch_open(self, flight: Flight, batch: Batch, runs: list[Run], pooled: BoolArray | None) -> None:
+    def _launch_separate_sampling(
+        self, launched_step: LaunchedStep, batch: Batch, runs: list[Run], pooled: BoolArray | None
+    ) -> None:
         """A step in which somebody wants more than an id."""
         shape = self._shape(batch)
-        recorded = self.steps.get(shape, Kind.OPEN)
-        self._staging.fill(flight.slot, batch, runs, one_each=shape.one_each)
-        recorded.launch()
-        drawn, wanted = batch.rows[batch.sampled], self.rows.wanted
-        masked: Masked | None = None
-        if wanted & Want.MASK and (self.rows.wants[drawn] & Want.MASK).any():
+        captured = self.step_graphs.get(shape, StepKind.FORWARD_ONLY)
+        self._staging.fill(launched_step.slot, batch, runs, one_each=shape.one_each)
+        captured.launch()
+        sampled_ids, requested_features = batch.rows[batch.sampled], self.rows.requested_features
+        masked: DeviceMasks | None = None
+        if (
+            requested_features & SamplingFeature.GRAMMAR_MASK
+            and (self.rows.features[sampled_ids] & SamplingFeature.GRAMMAR_MASK).any()
+        ):
             self.drain()
-            masked, failed = self.wishes.mask(self.masks, drawn, self.rows, recorded.step.num_samples)
+            masked, failed = self.sampling_extras.mask(self.masks, sampled_ids, self.rows, captured.step.num_samples)
             self.failed |= failed
         filtered = bool(self._device_rows.filtered)
-        flight.records = self.wishes.draw(drawn, recorded.step, self.rows, masked, filtered=filtered)
-        self._fetch(flight, recorded)
-        if wanted & Want.PROMPT_RECORDS:
-            flight.prompts = self.wishes.score_prompts(batch, self.rows, self.steps.sums(shape))
+        launched_step.logprobs = self.sampling_extras.sample(
+            sampled_ids, captured.step, self.rows, masked, filtered=filtered
+        )
+        self._fetch(launched_step, captured)
+        if requested_features & SamplingFeature.PROMPT_LOGPROBS:
+            launched_step.prompt_logprobs = self.sampling_extras.score_prompts(
+                batch, self.rows, self.step_graphs.hidden_states(shape)
+            )
         if pooled is not None:
-            self._pool_entries(flight, batch, pooled, self.steps.sums(shape))
+            self._pool_entries(launched_step, batch, pooled, self.step_graphs.hidden_states(shape))
 
-    def _pool_entries(self, flight: Flight, batch: Batch, pooled: BoolArray, sums: Sums) -> None:
+    def _pool_entries(
+        self, launched_step: LaunchedStep, batch: Batch, pooled: BoolArray, hidden_states: HiddenStates
+    ) -> None:
         for i in np.flatnonzero(pooled).tolist():
             row, begin = int(batch.rows[i]), int(batch.offsets[i])
-            tokens = self.device.fetch(sums.of(begin, begin + int(batch.counts[i])))
-            place = np.flatnonzero(flight.rows == row).tolist()
+            tokens = self.device.fetch(hidden_states.of(begin, begin + int(batch.counts[i])))
+            place = np.flatnonzero(launched_step.rows == row).tolist()
             generation = int(self.rows.generations[row])
-            flight.sums.append(Pooled(row, generation, int(batch.starts[i]), tokens, place[0] if place else -1))
+            launched_step.hidden_states.append(
+                PooledHiddenStates(row, generation, int(batch.starts[i]), tokens, place[0] if place else -1)
+            )
 
     # ----------------------------------------------------------------------------------------------------- collecting
 
     def collect_done(self) -> list[Sampled]:
         """Collect the steps that are over, and publish them. Returns what came of them."""
         collected = []
-        while self.flights and self.flights[0].is_over:
+        while self.launched_steps and self.launched_steps[0].is_over:
             collected.append(self._collect())
         return collected
 
     def drain(self) -> list[Sampled]:
         """Collect all steps in flight, and publish them."""
         collected = []
-        while self.flights:
-            self.flights[0].wait()
+        while self.launched_steps:
+            self.launched_steps[0].wait()
             collected.append(self._collect())
         return collected
 
     def collect(self) -> Sampled:
         """Collect the oldest step in flight, waiting for it, and publish it."""
-        self.flights[0].wait()
+        self.launched_steps[0].wait()
         return self._collect()
 
     def _collect(self) -> Sampled:
-        flight = self.flights.popleft()
-        num_samples, slot = flight.num_samples, flight.slot
+        launched_step = self.launched_steps.popleft()
+        num_samples, slot = launched_step.num_samples, launched_step.slot
         if num_samples:
-            flight.start_ns, flight.end_ns = slot.times.tolist()
-        num_drawn = len(flight.rows) if flight.pooled is None else int(np.count_nonzero(~flight.pooled))
+            launched_step.start_ns, launched_step.end_ns = slot.times.tolist()
+        num_drawn = (
+            len(launched_step.rows) if launched_step.pooled is None else int(np.count_nonzero(~launched_step.pooled))
+        )
         begin = STAMP_WORDS + num_samples
-        drawn = slot.result_array[STAMP_WORDS : STAMP_WORDS + num_drawn].copy()
+        sampled_ids = slot.result_array[STAMP_WORDS : STAMP_WORDS + num_drawn].copy()
         stopped = slot.result_array[begin : begin + num_drawn]
-        if flight.is_plain and not np.count_nonzero(stopped) and not np.count_nonzero(drawn < 0):
-            sampled = self._going_on(flight, drawn)
+        if launched_step.is_token_only and not np.count_nonzero(stopped) and not np.count_nonzero(sampled_ids < 0):
+            sampled = self._plain_result(launched_step, sampled_ids)
         else:
-            sampled = self._sampled(flight, drawn, stopped.astype(np.bool_))
-        flight.is_collected = True
+            sampled = self._sampled(launched_step, sampled_ids, stopped.astype(np.bool_))
+        launched_step.is_collected = True
         # The thread of completions may be the last to know the flight: what is pinned is let go of here, for that is
         # noted in streams, and one of them may be recorded just then.
-        flight.records, flight.prompts, flight.sums = None, [], []
-        self._staging.give(flight.slot)
-        self.publish(flight, sampled)
+        launched_step.logprobs, launched_step.prompt_logprobs, launched_step.hidden_states = None, [], []
+        self._staging.give(launched_step.slot)
+        self.publish(launched_step, sampled)
         return sampled
 
-    def _going_on(self, flight: Flight, drawn: IntArray) -> Sampled:
+    def _plain_result(self, launched_step: LaunchedStep, sampled_ids: IntArray) -> Sampled:
         """What came of a step in which nobody wished for anything and nobody ended: most are so."""
         return Sampled(
-            *(flight.rows, flight.generations, drawn, np.zeros(len(drawn), np.uint8)),
-            num_rows=flight.num_rows,
-            num_tokens=flight.num_tokens,
-            num_copies=flight.num_copies,
-            copy_s=0.0 if flight.crossing is None else flight.crossing.seconds,
+            *(launched_step.rows, launched_step.generations, sampled_ids, np.zeros(len(sampled_ids), np.uint8)),
+            num_rows=launched_step.num_rows,
+            num_tokens=launched_step.num_tokens,
+            num_copies=launched_step.num_copies,
+            copy_s=0.0 if launched_step.host_transfer is None else launched_step.host_transfer.seconds,
         )
 
-    def _sampled(self, flight: Flight, drawn: IntArray, stopped: BoolArray) -> Sampled:
-        """What came of a step, of which `drawn` and `stopped` are the ids that were drawn."""
-        rows, num = flight.rows, len(flight.rows)
+    def _sampled(self, launched_step: LaunchedStep, sampled_ids: IntArray, stopped: BoolArray) -> Sampled:
+        """What came of a step, of which `sampled_ids` and `stopped` are the ids that were drawn."""
+        rows, num = launched_step.rows, len(launched_step.rows)
         ids = np.zeros(num, np.int32)
         finishes = np.full(num, Finish.NONE, np.uint8)
-        is_drawn = np.ones(num, np.bool_) if flight.pooled is None else ~flight.pooled
-        ids[is_drawn] = drawn
-        finishes[is_drawn] = np.where(stopped, Finish.STOP, Finish.NONE)
-        is_mine = self.rows.taken[rows] & (self.rows.generations[rows] == flight.generations)
+        is_sampled = np.ones(num, np.bool_) if launched_step.pooled is None else ~launched_step.pooled
+        ids[is_sampled] = sampled_ids
+        finishes[is_sampled] = np.where(stopped, Finish.STOP, Finish.NONE)
+        is_mine = self.rows.taken[rows] & (self.rows.generations[rows] == launched_step.generations)
         failing = ids == NO_ID
         errors: tuple[str, ...] = ()
         if failing.any():
-            errors = tuple(self._why(flight, i, bool(is_mine[i])) for i in np.flatnonzero(failing).tolist())
+            errors = tuple(self._why(launched_step, i, bool(is_mine[i])) for i in np.flatnonzero(failing).tolist())
             finishes[failing] = Finish.ERROR
         dead = ids == DEAD
         ended = (failing | dead | (finishes == Finish.STOP)) & is_mine
         self.rows.ended[rows[ended]] = True
-        if self.rows.wanted & Want.MASK:
+        if self.rows.requested_features & SamplingFeature.GRAMMAR_MASK:
             grown = is_mine & ~failing & ~dead
-            self.rows.ids[rows[grown], flight.known[grown]] = ids[grown]
-            self.rows.num_ids[rows[grown]] = flight.known[grown] + 1
+            self.rows.ids[rows[grown], launched_step.known[grown]] = ids[grown]
+            self.rows.num_ids[rows[grown]] = launched_step.known[grown] + 1
         ids[dead] = NO_ID
-        records = self._records(flight, ids)
+        token_outputs = self._token_outputs(launched_step, ids)
         num_dead = int(np.count_nonzero(dead))
         return Sampled(
-            *(rows, flight.generations, ids, finishes),
-            num_rows=flight.num_rows - num_dead,
-            num_tokens=flight.num_tokens - num_dead,
-            num_copies=flight.num_copies,
-            copy_s=0.0 if flight.crossing is None else flight.crossing.seconds,
-            records=records,
-            prompt_records=joined([part for records in flight.prompts for part in records.split()]),
+            *(rows, launched_step.generations, ids, finishes),
+            num_rows=launched_step.num_rows - num_dead,
+            num_tokens=launched_step.num_tokens - num_dead,
+            num_copies=launched_step.num_copies,
+            copy_s=0.0 if launched_step.host_transfer is None else launched_step.host_transfer.seconds,
+            token_outputs=token_outputs,
+            prompt_logprobs=joined(
+                [part for token_outputs in launched_step.prompt_logprobs for part in token_outputs.split()]
+            ),
             errors=errors,
         )
 
-    def _why(self, flight: Flight, i: int, is_mine: bool) -> str:
+    def _why(self, launched_step: LaunchedStep, i: int, is_mine: bool) -> str:
         """Why there is no id for a sample."""
-        row, table = int(flight.rows[i]), self.rows
+        row, table = int(launched_step.rows[i]), self.rows
         if not is_mine:
             return "the sequence is no more"
-        num_output = int(flight.known[i] - table.num_prompt[row])
-        why = why_nothing_is_left(table.shapings[row], num_output, bool(table.wants[row] & Want.MASK))
+        num_output = int(launched_step.known[i] - table.num_prompt[row])
+        why = no_token_error(
+            table.logits_processors[row], num_output, bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
+        )
         return self.failed.pop(row, why)
 
-    def _records(self, flight: Flight, ids: IntArray) -> ByteArray:
+    def _token_outputs(self, launched_step: LaunchedStep, ids: IntArray) -> ByteArray:
         """The records of a step's ids, one after the other: log probabilities and embeddings."""
-        if flight.records is None and not flight.sums:
+        if launched_step.logprobs is None and not launched_step.hidden_states:
             return NO_BYTES
         parts: dict[int, ByteArray] = {}
-        if flight.records is not None:
-            places = np.arange(len(ids)) if flight.pooled is None else np.flatnonzero(~flight.pooled)
-            for place, record in zip(places.tolist(), flight.records.split(), strict=True):
+        if launched_step.logprobs is not None:
+            places = np.arange(len(ids)) if launched_step.pooled is None else np.flatnonzero(~launched_step.pooled)
+            for place, record in zip(places.tolist(), launched_step.logprobs.split(), strict=True):
                 if ids[place] >= 0:
                     parts[place] = record
-        for entry in flight.sums:
+        for entry in launched_step.hidden_states:
             if not self.rows.taken[entry.row] or self.rows.generations[entry.row] != entry.generation:
                 # Dropped since, and what was summed of it too. Nobody reads its record, which is awaited all the same.
                 if entry.place >= 0:
                     parts[entry.place] = np.zeros(4 * self.facts.hidden_size, np.uint8)
                 continue
-            tokens = entry.sums.numpy()
+            tokens = entry.hidden_states.numpy()
             self._pool.add(entry.row, entry.start, tokens)
             if entry.place >= 0:
                 pooling, num_tokens = self.rows.pooling[entry.row], entry.start + len(tokens)
@@ -464,16 +499,16 @@ def _still_to_take(settings: Settings, config: ModelConfig) -> int:
     row_words = max_model_len + max_model_len // BLOCK_SIZE + NUM_FIELDS + settings.limits.max_stop_token_ids
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
     # Logits as they were, and how often each id was said: for those who ask for the one, or wish for the other.
-    wishes_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
+    sampling_extras_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
     pooled_bytes = 4 * settings.schedule.max_num_batched_tokens * config.hidden_size
     angles_bytes = 4 * max_model_len * config.head_dim
     return (
         rows_bytes
-        + wishes_bytes
+        + sampling_extras_bytes
         + pooled_bytes
         + angles_bytes
-        + 4 * HEAP_WORDS
-        + NUM_ROOMS * PACKED_BYTES
+        + 4 * LIST_MEMORY_WORDS
+        + NUM_STAGING_BUFFERS * PACKED_BYTES
         + GRAPHS_BYTES
     )
 
@@ -481,7 +516,7 @@ def _still_to_take(settings: Settings, config: ModelConfig) -> int:
 def require_places(max_num_seqs: int, max_model_len: int, max_num_stops: int) -> None:
     """Places in the memory of rows are int32. Raises UserError where that has more."""
     row_words = max_model_len - (-max_model_len // BLOCK_SIZE) + NUM_FIELDS + max_num_stops
-    most = (2**31 - 1 - HEAP_WORDS) // row_words - 1  # and one that stands for padding
+    most = (2**31 - 1 - LIST_MEMORY_WORDS) // row_words - 1  # and one that stands for padding
     if max_num_seqs > most:
         raise UserError(
             f"schedule.max_num_seqs is {max_num_seqs}, but of sequences of {max_model_len} tokens a GPU keeps {most} "

@@ -13,31 +13,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logprob_inputs import NO_RECORD
+from pipeline.kernels.logprob_inputs import NO_LOGPROBS
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton import logprobs
-from pipeline.kernels.triton.logits_processors import ShapeScratch, shape
-from pipeline.kernels.triton.logprobs import RecordScratch
+from pipeline.kernels.triton.logits_processors import LogitsProcessorScratch, apply_logits_processors
+from pipeline.kernels.triton.logprobs import LogprobScratch
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.graphs import Steps
-from pipeline.stages.execute.cuda.launched_step import Records
-from pipeline.stages.execute.cuda.model import DeviceModel, Sums
+from pipeline.stages.execute.cuda.graphs import StepGraphs
+from pipeline.stages.execute.cuda.launched_step import PendingLogprobs
+from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.rows import DeviceRows
 from pipeline.stages.execute.cuda.staging import Batch
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampling_features import Want
+from pipeline.stages.execute.sampling_features import SamplingFeature
 
-NOBODY = -1
+PADDING_ROW = -1
 """In the place of a row."""
 LOOK_S = 50e-6
 """Between two looks whether masks are complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
+class DeviceMasks:
     """Masks on the device."""
 
     words: Tensor
@@ -46,17 +46,23 @@ class Masked:
     """[samples with padding] int32; 1 where there is one"""
 
 
-class Wishes:
+class SamplingExtras:
     """Owned by the runner."""
 
     def __init__(
-        self, device: Device, model: DeviceModel, steps: Steps, rows: DeviceRows, max_num_rows: int, max_num_top: int
+        self,
+        device: Device,
+        model: DeviceModel,
+        steps: StepGraphs,
+        rows: DeviceRows,
+        max_num_rows: int,
+        max_num_top: int,
     ) -> None:
-        self._device, self._model, self._steps, self._rows = device, model, steps, rows
+        self._device, self._model, self._step_graphs, self._rows = device, model, steps, rows
         self._max_num_rows = max_num_rows
         vocab_size = model.logits.shape[1]
-        self._shaping = ShapeScratch(max_num_rows, vocab_size, device.where)
-        self._recording = RecordScratch(max_num_rows, vocab_size, max_num_top, device.where)
+        self._logits_scratch = LogitsProcessorScratch(max_num_rows, vocab_size, device.where)
+        self._logprob_scratch = LogprobScratch(max_num_rows, vocab_size, max_num_top, device.where)
         self._max_num_top = max_num_top
 
     def warm(self, step: StepArrays) -> Iterator[None]:
@@ -67,21 +73,32 @@ class Wishes:
         masks = self._device.send(np.zeros((1, num_words), np.int32)), self._device.send(np.zeros(1, np.int32))
         for words, flags in ((None, None), masks):
             samples = step.sample_rows[:1].fill_(len(on_device.params) - 1)
-            shape(logits, on_device.params, self._rows.heap, on_device.ids, samples, words, flags, self._shaping)
+            apply_logits_processors(
+                logits,
+                on_device.params,
+                self._rows.list_memory,
+                on_device.ids,
+                samples,
+                words,
+                flags,
+                self._logits_scratch,
+            )
             yield
         # Kernels are compiled for few of the likeliest, and for as many as there can be.
         for num_top in sorted({0, self._max_num_top}):
             for keep in (False, True):
-                records = _Records(self._device, np.array([num_top], np.int32), self._recording)
-                records.note(logits, keep=keep)
-                records.complete(self._recording.kept if keep else logits, self._steps.drawn[:1], 1)
+                builder = _LogprobBuilder(self._device, np.array([num_top], np.int32), self._logprob_scratch)
+                builder.note(logits, keep=keep)
+                builder.complete(self._logprob_scratch.kept if keep else logits, self._step_graphs.sampled_ids[:1], 1)
                 yield
 
-    def mask(self, masks: Masks, rows: IntArray, table: RowTable, num_samples: int) -> tuple[Masked, dict[int, str]]:
+    def mask(
+        self, masks: Masks, rows: IntArray, table: RowTable, num_samples: int
+    ) -> tuple[DeviceMasks, dict[int, str]]:
         """The masks of a step that draws for `rows`, all of whose ids are known here; the GPU computes its logits
         meanwhile. With them, the rows that can have none, and why: those will draw nothing."""
         # Nothing can follow in a row that has ended, and it may have ended because it can have no masks.
-        places = masks.ask(np.where(table.ended[rows], NOBODY, rows), table.ids, table.num_ids)
+        places = masks.ask(np.where(table.ended[rows], PADDING_ROW, rows), table.ids, table.num_ids)
         end_s = time.monotonic() + LATE_MS / 1000
         while not masks.is_done():
             if time.monotonic() > end_s:
@@ -93,54 +110,54 @@ class Wishes:
         flags[places] = 1
         for place in failed:
             words[place], flags[place] = 0, 1
-        masked = Masked(self._device.send(words.view(np.int32)), self._device.send(flags))
+        masked = DeviceMasks(self._device.send(words.view(np.int32)), self._device.send(flags))
         return masked, {int(rows[place]): why for place, why in failed.items()}
 
-    def draw(
-        self, rows: IntArray, step: StepArrays, table: RowTable, masked: Masked | None, *, filtered: bool
-    ) -> Records | None:
+    def sample(
+        self, rows: IntArray, step: StepArrays, table: RowTable, masked: DeviceMasks | None, *, filtered: bool
+    ) -> PendingLogprobs | None:
         """Draw for `rows` from the logits that the model has left, and append what was drawn. Returns the records, if
         somebody wants any."""
-        logits, wanted = self._model.logits[: step.num_samples], table.wanted
-        shapes = bool(wanted & (Want.SHAPE | Want.MASK))
-        num_top = np.full(step.num_samples, NO_RECORD, np.int32)
+        logits, requested_features = self._model.logits[: step.num_samples], table.requested_features
+        shapes = bool(requested_features & (SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK))
+        num_top = np.full(step.num_samples, NO_LOGPROBS, np.int32)
         num_top[: len(rows)] = table.num_top[rows]
-        records: _Records | None = None
-        if wanted & Want.RECORD and (num_top >= 0).any():
-            records = _Records(self._device, num_top, self._recording)
-            records.note(logits, keep=shapes)
+        builder: _LogprobBuilder | None = None
+        if requested_features & SamplingFeature.LOGPROBS and (num_top >= 0).any():
+            builder = _LogprobBuilder(self._device, num_top, self._logprob_scratch)
+            builder.note(logits, keep=shapes)
         if shapes:
             on_device = self._rows.on_device
-            shape(
-                *(logits, on_device.params, self._rows.heap, on_device.ids, step.sample_rows),
+            apply_logits_processors(
+                *(logits, on_device.params, self._rows.list_memory, on_device.ids, step.sample_rows),
                 *(None if masked is None else masked.words, None if masked is None else masked.flags),
-                self._shaping,
+                self._logits_scratch,
             )
-        self._steps.draw(logits, step, filtered=filtered)
-        self._steps.finish(step)
-        if records is None:
+        self._step_graphs.sample(logits, step, filtered=filtered)
+        self._step_graphs.finish(step)
+        if builder is None:
             return None
-        ids = self._steps.drawn[: step.num_samples]
-        return records.complete(self._recording.kept if shapes else logits, ids, len(rows))
+        ids = self._step_graphs.sampled_ids[: step.num_samples]
+        return builder.complete(self._logprob_scratch.kept if shapes else logits, ids, len(rows))
 
-    def score_prompts(self, batch: Batch, table: RowTable, sums: Sums) -> list[Records]:
-        """Records of the prompts' ids that the step's tokens tell of; see stages/execute/prompt_logprobs.py. The step's
-        logits are no more after that."""
+    def score_prompts(self, batch: Batch, table: RowTable, hidden_states: HiddenStates) -> list[PendingLogprobs]:
+        """Logprobs of the prompts' ids that the step's tokens tell of; see stages/execute/prompt_logprobs.py. The
+        step's logits are no more after that."""
         places, ids, num_top = prompt_places(table, batch.rows, batch.starts, batch.counts, batch.offsets)
         made = []
         for begin in range(0, len(places), self._max_num_rows):
             part = slice(begin, begin + self._max_num_rows)
-            logits = self._model.score(sums, self._device.send(places[part].astype(np.int32)))
-            records = _Records(self._device, num_top[part], self._recording)
-            records.note(logits, keep=False)
-            made.append(records.complete(logits, self._device.send(ids[part]), len(ids[part])))
+            logits = self._model.score(hidden_states, self._device.send(places[part].astype(np.int32)))
+            builder = _LogprobBuilder(self._device, num_top[part], self._logprob_scratch)
+            builder.note(logits, keep=False)
+            made.append(builder.complete(logits, self._device.send(ids[part]), len(ids[part])))
         return made
 
 
-class _Records:
-    """Records that are being made on the device."""
+class _LogprobBuilder:
+    """PendingLogprobs that are being made on the device."""
 
-    def __init__(self, device: Device, num_top: IntArray, scratch: RecordScratch) -> None:
+    def __init__(self, device: Device, num_top: IntArray, scratch: LogprobScratch) -> None:
         """`num_top` [M] are how many of the likeliest each has, -1 where it is none."""
         self._device, self._scratch, self._num_top = device, scratch, num_top
         self._num_top_there = device.send(num_top)
@@ -149,9 +166,9 @@ class _Records:
 
     def note(self, logits: Tensor, *, keep: bool) -> None:
         """Take down what is said of the likeliest; with `keep` the logits too, for they will be changed."""
-        logprobs.stats(self._words, logits, self._num_top_there, self._scratch, keep=keep)
+        logprobs.top_logprobs(self._words, logits, self._num_top_there, self._scratch, keep=keep)
 
-    def complete(self, logits: Tensor, ids: Tensor, num: int) -> Records:
+    def complete(self, logits: Tensor, ids: Tensor, num: int) -> PendingLogprobs:
         """And what is said of the ids; the first `num` are sent on their way."""
-        logprobs.records(self._words, logits, ids, self._num_top_there, self._scratch)
-        return Records(self._device.fetch(self._words[:num]), self._num_top[:num])
+        logprobs.token_logprobs(self._words, logits, ids, self._num_top_there, self._scratch)
+        return PendingLogprobs(self._device.fetch(self._words[:num]), self._num_top[:num])

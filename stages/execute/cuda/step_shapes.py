@@ -14,11 +14,11 @@ FEW = 16
 MAX_TOKENS = 4096
 """Of a step that is recorded."""
 FIRST_DECODES = (1, 2, 4, 8)
-"""Recorded before the server is ready, with the largest; others when they come, or when there is nothing to do."""
+"""CapturedStep before the server is ready, with the largest; others when they come, or when there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """Sizes of a step with padding."""
 
     num_tokens: int
@@ -26,40 +26,40 @@ class Shape:
     num_samples: int
     one_each: bool
     """Each entry has one token."""
-    is_recorded: bool = True
+    is_captured: bool = True
 
 
-class Shapes:
+class StepShapes:
     """The shapes of a runner's steps."""
 
     def __init__(self, max_num_rows: int, max_num_tokens: int) -> None:
         self._max_num_rows = max_num_rows
         most = min(max_num_rows, max_num_tokens)
         self.decodes = decode_sizes(most)
-        self._decodes = [Shape(size, size, size, one_each=True) for size in self.decodes]
+        self._decodes = [StepShape(size, size, size, one_each=True) for size in self.decodes]
         self.mixed = mixed_sizes(min(max_num_tokens, MAX_TOKENS))
 
-    def decode(self, num_rows: int) -> Shape:
+    def decode(self, num_rows: int) -> StepShape:
         """Of a step in which `num_rows` rows decode."""
         return self._decodes[bisect_left(self.decodes, num_rows)]
 
-    def mix(self, num_tokens: int, num_entries: int, num_samples: int) -> Shape:
+    def mix(self, num_tokens: int, num_entries: int, num_samples: int) -> StepShape:
         """Of any other step."""
         entries, samples = self._most_of(num_entries), self._most_of(num_samples)
         if num_tokens > self.mixed[-1]:
-            return Shape(num_tokens, entries, samples, one_each=False, is_recorded=False)
+            return StepShape(num_tokens, entries, samples, one_each=False, is_captured=False)
         size = self.mixed[bisect_left(self.mixed, num_tokens)]
-        return Shape(size, entries, samples, one_each=False)
+        return StepShape(size, entries, samples, one_each=False)
 
     def _most_of(self, num: int) -> int:
         return min(FEW, self._max_num_rows) if num <= FEW else self._max_num_rows
 
-    def first(self) -> list[Shape]:
+    def first(self) -> list[StepShape]:
         """Those to be recorded before the server is ready, largest first, as their memory is shared."""
         sizes = {self.decode(size).num_tokens for size in FIRST_DECODES if size <= self.decodes[-1]}
         return [self.decode(size) for size in sorted(sizes | {self.decodes[-1]}, reverse=True)]
 
-    def others(self) -> list[Shape]:
+    def others(self) -> list[StepShape]:
         """The other shapes of decoding, in the order in which they are worth it."""
         first = self.first()
         return [shape for shape in map(self.decode, self.decodes) if shape not in first]

@@ -22,11 +22,11 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
 from pipeline.kernels.cpu.build import BuildError
-from pipeline.kernels.cpu.isa import Level, available, cpuinfo
-from pipeline.kernels.sampling_inputs import DrawInputs
+from pipeline.kernels.cpu.isa import Isa, available, cpuinfo
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Matrix
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
@@ -34,7 +34,7 @@ from pipeline.stages.execute.cpu.backend import make_program
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.models.registry import record_model
+from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION
 
@@ -69,7 +69,7 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pla
         max(case.num_seqs for case in cases),
         max(num_blocks_of(case) // case.num_seqs for case in cases),
     )
-    draws, scores = DrawInputs(inputs.max_num_rows, config.vocab_size), ScoreInputs(inputs.max_num_rows)
+    sampling_inputs, scores = SamplingInputs(inputs.max_num_rows, config.vocab_size), ScoreInputs(inputs.max_num_rows)
     chosen = [settings]
     if plan.against is not None:
         other = msgspec.structs.replace(settings.execute, kernels=plan.against)
@@ -80,9 +80,11 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pla
         programs = []
         for each in chosen:
             log.info("loading %s for execute.kernels=%s", config.name, each.execute.kernels)
-            program = stack.enter_context(closing(make_program(each, config, inputs, draws, scores, kv, num_threads)))
+            program = stack.enter_context(
+                closing(make_program(each, config, inputs, sampling_inputs, scores, kv, num_threads))
+            )
             counted.num_bytes.clear()
-            record_model(config, cast(Weights, counted), program)
+            build_program(config, cast(Weights, counted), program)
             programs.append(program)
         gc.collect()
         gc.freeze()
@@ -182,11 +184,11 @@ def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> Rates:
     """Measure the machine. Raises UserError where that can't be done."""
     wanted = settings.execute.kernels
     assert wanted != "torch"
-    level: Level = available()[0] if wanted == "auto" else wanted
+    isa: Isa = available()[0] if wanted == "auto" else wanted
     root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
     log.info("measuring this machine threads=%d", num_threads)
     try:
-        found = peaks.measure(level, num_threads, PEAK_S, log.info, cache_root=root)
+        found = peaks.measure(isa, num_threads, PEAK_S, log.info, cache_root=root)
     except (BuildError, OSError) as error:
         raise UserError(f"this machine can't be measured: {error}") from error
     return Rates(found.read_bytes_per_s, found.float32_flop_per_s, found.bf16_flop_per_s, found.int8_op_per_s)

@@ -7,13 +7,13 @@ embedding → layers × (norm → attention → + → norm → feed-forward → 
 """
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import Recorder
+from pipeline.stages.execute.cpu.program import ProgramBuilder
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.weights import Weights
 
 
-def record(config: ModelConfig, weights: Weights, program: Recorder) -> None:
+def build(config: ModelConfig, weights: Weights, program: ProgramBuilder) -> None:
     """Record the forward pass of a model. Raises UserError where a tensor is missing or has the wrong shape."""
     hidden, vocab_size = config.hidden_size, config.vocab_size
     embedding = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)

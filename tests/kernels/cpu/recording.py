@@ -16,9 +16,9 @@ import torch
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
-from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Format, Matrix, quantize
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 
 FORMATS: list[Format] = ["bf16", "q8_0", "q4_0", "q4_1"]
@@ -72,10 +72,10 @@ class Recording:
         self.library = library
         self.wide = library.act_bytes() == 4
         self.inputs = StepInputs(tokens, rows, blocks)
-        self.draws = DrawInputs(rows, 4096)
+        self.sampling_inputs = SamplingInputs(rows, 4096)
         self.scores = ScoreInputs(rows)
         self.ticket = native.MaskTicket(None, 0, 0)
-        self.team = native.Team(library, threads)
+        self.thread_pool = native.ThreadPool(library, threads)
         self._guarded: list[np.ndarray] = []
         self._kept: list[Any] = []
         inputs = self.inputs
@@ -84,12 +84,12 @@ class Recording:
             **{name: getattr(inputs, name).data_ptr() for name in ("ids", "positions", "slots", "sampled")},
             max_blocks=blocks,
         )
-        self.program = library.program_new(self.team.handle, ctypes.byref(self.arrays))
+        self.program = library.program_new(self.thread_pool.handle, ctypes.byref(self.arrays))
         self.fill([(0, 1)])
 
     def close(self) -> None:
         self.library.program_delete(self.program)
-        self.team.close()
+        self.thread_pool.close()
 
     # --- memory
 
@@ -182,7 +182,7 @@ class Recording:
         row_bytes = matrix.data.stride(0) * matrix.data.element_size()
         positions = np.array(rows, np.int32)
         addresses = np.array([matrix.data.data_ptr() + row * row_bytes if row >= 0 else 0 for row in rows], np.uint64)
-        self.library.pack(self.team.handle, reference, packed.panels, addresses.ctypes.data)
+        self.library.pack(self.thread_pool.handle, reference, packed.panels, addresses.ctypes.data)
         if bias is not None:
             padded = np.append(bias, 0).astype(np.float32)[positions]
             packed.bias = self.floats(padded).ctypes.data

@@ -1,7 +1,7 @@
 // sample.h, logits_processors.h and logprobs.h, as a test calls them.
-#include "../../../kernels/cpu/record.h"
+#include "../../../kernels/cpu/logprobs.h"
 #include "../../../kernels/cpu/sample.h"
-#include "../../../kernels/cpu/shaping.h"
+#include "../../../kernels/cpu/logits_processors.h"
 
 extern "C" {
 
@@ -14,25 +14,25 @@ void penalize_row(float* logits, int vocab, const int32_t* ids, int num_prompt, 
 
 void mask_row(float* logits, int vocab, const uint32_t* allowed) { mask(logits, vocab, allowed); }
 
-void shape_row(float* logits, int vocab, const Shaping* shaping, int num_known, uint8_t* memory) {
-    shape(logits, vocab, *shaping, num_known, memory);
+void logits_processors_row(float* logits, int vocab, const LogitsProcessors* logits_processors, int num_known, uint8_t* memory) {
+    apply_logits_processors(logits, vocab, *logits_processors, num_known, memory);
 }
 
-void record_row(const float* logits, int vocab, int32_t id, int num_top, uint8_t* out, uint8_t* memory) {
-    write_record(logits, vocab, id, num_top, out, memory);
+void logprobs_row(const float* logits, int vocab, int32_t id, int num_top, uint8_t* out, uint8_t* memory) {
+    write_logprobs(logits, vocab, id, num_top, out, memory);
 }
 
 int32_t greedy_row(const float* logits, int vocab) { return greedy(logits, vocab); }
 
-void draw_many(const float* logits, int vocab, float temperature, int top_k, float top_p, float min_p,
+void sample_many(const float* logits, int vocab, float temperature, int top_k, float top_p, float min_p,
                const uint64_t* keys, int num_keys, int32_t* ids, uint8_t* memory) {
     for (int i = 0; i < num_keys; i++)
-        ids[i] = draw(logits, vocab, temperature, top_k, top_p, min_p, keys[i], memory);
+        ids[i] = sample(logits, vocab, temperature, top_k, top_p, min_p, keys[i], memory);
 }
 
 float floor_row(const float* logits, int vocab, float temperature, int top_k, float top_p, float min_p,
                 uint8_t* bytes) {
-    const sampling::Memory memory(bytes, vocab);
+    const sampling::SamplingScratch memory(bytes, vocab);
     const sampling::Row row(logits, vocab, memory);
     return floor_of(row, sampling::Softmax(row.top, temperature), top_k, top_p, min_p, memory);
 }

@@ -8,16 +8,16 @@ import numpy as np
 
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
-from pipeline.kernels.logits_processors import SHAPING, Shaping
+from pipeline.kernels.logits_processors import LOGITS_PROCESSORS, LogitsProcessors
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
-LEVELS = [*available(), "emulated"]
+ISAS = [*available(), "emulated"]
 CANARY = 0xA5
 
 
-def load(level: str, root: Path) -> ctypes.CDLL:
-    emulate = level == "emulated"
-    library = build("avx512_bf16" if emulate else level, print, ENTRY, cache_root=root, emulate=emulate)
+def load(isa: str, root: Path) -> ctypes.CDLL:
+    emulate = isa == "emulated"
+    library = build("avx512_bf16" if emulate else isa, print, ENTRY, cache_root=root, emulate=emulate)
     assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
     return ctypes.CDLL(str(library))
 
@@ -29,13 +29,13 @@ class Rows:
         self.library = library
         library.scratch_bytes.restype = ctypes.c_size_t
 
-    def shaped(self, logits: np.ndarray, shaping: Shaping, num_known: int) -> np.ndarray:
+    def processed(self, logits: np.ndarray, logits_processors: LogitsProcessors, num_known: int) -> np.ndarray:
         changed = np.append(logits, np.float32(CANARY)).astype(np.float32)
-        described = np.zeros(1, SHAPING)
-        shaping.write(described, 0)
+        described = np.zeros(1, LOGITS_PROCESSORS)
+        logits_processors.write(described, 0)
         self._with_memory(
             len(logits),
-            lambda memory: self.library.shape_row(
+            lambda memory: self.library.logits_processors_row(
                 ctypes.c_void_p(changed.ctypes.data),
                 len(logits),
                 ctypes.c_void_p(described.ctypes.data),
@@ -46,13 +46,13 @@ class Rows:
         assert changed[-1] == CANARY
         return changed[:-1]
 
-    def record(self, logits: np.ndarray, token: int, num_top: int) -> bytes:
+    def logprobs(self, logits: np.ndarray, token: int, num_top: int) -> bytes:
         logits = np.ascontiguousarray(logits, np.float32)
         before, num_bytes = logits.tobytes(), 4 + 8 * num_top
         out = np.full(num_bytes + 64, CANARY, np.uint8)
         self._with_memory(
             len(logits),
-            lambda memory: self.library.record_row(
+            lambda memory: self.library.logprobs_row(
                 ctypes.c_void_p(logits.ctypes.data),
                 len(logits),
                 token,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels.cpu import build as build_module
-from pipeline.kernels.cpu import isa
+from pipeline.kernels.cpu import isa as cpu_isa
 from pipeline.kernels.cpu.build import (
     MAX_KEPT,
     BuildError,
@@ -92,9 +92,9 @@ class Bench:
         eventually(lambda: path.exists() and path.read_text().endswith("\n"))
         return int(path.read_text())
 
-    def build(self, level: isa.Level = "portable", *, emulate: bool = False, timeout_s: float = PATIENCE_S) -> Path:
+    def build(self, isa: cpu_isa.Isa = "portable", *, emulate: bool = False, timeout_s: float = PATIENCE_S) -> Path:
         return build(
-            level, self.said.append, self.source, cache_root=self.cache_root, emulate=emulate, timeout_s=timeout_s
+            isa, self.said.append, self.source, cache_root=self.cache_root, emulate=emulate, timeout_s=timeout_s
         )
 
     def start(self) -> subprocess.Popen[str]:
@@ -174,7 +174,7 @@ def change_flags(_: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change_cpu(_: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isa, "cpuinfo", lambda: "model name : another\nflags : fpu\n")
+    monkeypatch.setattr(cpu_isa, "cpuinfo", lambda: "model name : another\nflags : fpu\n")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_whatever_the_code_depends_on_makes_another_library(
 
 def test_an_emulated_level_is_another_library(bench: Bench) -> None:
     bench.write_header(
-        "#if defined(LEVEL_AVX512) && defined(EMULATE)\n#define ANSWER 1\n#else\n#define ANSWER 2\n#endif\n"
+        "#if defined(ISA_AVX512) && defined(EMULATE)\n#define ANSWER 1\n#else\n#define ANSWER 2\n#endif\n"
     )
     plain, emulated = bench.build(), bench.build("avx512_bf16", emulate=True)
     assert (answer(plain), answer(emulated)) == (2, 1)
@@ -213,12 +213,12 @@ def test_an_emulated_level_is_another_library(bench: Bench) -> None:
 
 def test_a_library_of_each_level_knows_its_level(bench: Bench) -> None:
     bench.write_header(
-        "#if defined(LEVEL_AVX512)\n#define ANSWER 512\n#elif defined(LEVEL_AVX2)\n#define ANSWER 2\n"
-        "#elif defined(LEVEL_PORTABLE)\n#define ANSWER 0\n#endif\n"
+        "#if defined(ISA_AVX512)\n#define ANSWER 512\n#elif defined(ISA_AVX2)\n#define ANSWER 2\n"
+        "#elif defined(ISA_PORTABLE)\n#define ANSWER 0\n#endif\n"
     )
-    answers = {level: answer(bench.build(level)) for level in isa.available()}
+    answers = {isa: answer(bench.build(isa)) for isa in cpu_isa.available()}
     assert answers == {
-        level: {"avx512_bf16": 512, "avx512": 512, "avx2": 2, "portable": 0}[level] for level in isa.available()
+        isa: {"avx512_bf16": 512, "avx512": 512, "avx2": 2, "portable": 0}[isa] for isa in cpu_isa.available()
     }
 
 

@@ -4,8 +4,8 @@ import platform
 
 import pytest
 
-from pipeline.kernels.cpu import isa
-from pipeline.kernels.cpu.isa import Level, available, identity, runnable
+from pipeline.kernels.cpu import isa as cpu_isa
+from pipeline.kernels.cpu.isa import Isa, available, identity, runnable
 
 V2 = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt"
 HASWELL = f"{V2} fma movbe aes xsave avx f16c rdrand abm bmi1 avx2 bmi2"
@@ -50,14 +50,14 @@ def cpuinfo(flags: str, name: str = "a CPU") -> str:
         "none",
     ],
 )
-def test_a_known_cpu_has_its_levels_best_first(flags: str, expected: list[Level]) -> None:
+def test_a_known_cpu_has_its_levels_best_first(flags: str, expected: list[Isa]) -> None:
     assert runnable("x86_64", cpuinfo(flags)) == expected
 
 
-@pytest.mark.parametrize("flag", sorted(isa.NEEDED["avx512_bf16"]))
+@pytest.mark.parametrize("flag", sorted(cpu_isa.NEEDED["avx512_bf16"]))
 def test_a_flag_that_the_system_hides_costs_the_levels_that_need_it(flag: str) -> None:
     hidden = " ".join(name for name in ZEN_4.split() if name != flag)
-    expected = [level for level, needed in isa.NEEDED.items() if flag not in needed]
+    expected = [isa for isa, needed in cpu_isa.NEEDED.items() if flag not in needed]
     assert runnable("x86_64", cpuinfo(hidden)) == expected
 
 
@@ -72,26 +72,26 @@ def test_a_system_that_says_nothing_has_the_portable_level() -> None:
 
 def test_this_machine_has_the_portable_level_last() -> None:
     assert available()[-1] == "portable"
-    assert available({}) == runnable(platform.machine(), isa.cpuinfo())
+    assert available({}) == runnable(platform.machine(), cpu_isa.cpuinfo())
 
 
-@pytest.mark.parametrize("max_isa", isa.NEEDED)
-def test_the_environment_limits_the_level(max_isa: isa.Level, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_isa", cpu_isa.NEEDED)
+def test_the_environment_limits_the_level(max_isa: cpu_isa.Isa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(isa, "cpuinfo", lambda: cpuinfo(ZEN_4))
-    found = available({isa.MAX_ISA: max_isa})
+    monkeypatch.setattr(cpu_isa, "cpuinfo", lambda: cpuinfo(ZEN_4))
+    found = available({cpu_isa.MAX_ISA: max_isa})
     assert found[0] == max_isa and found[-1] == "portable"
 
 
 def test_a_limit_above_the_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(isa, "cpuinfo", lambda: cpuinfo(CASCADE_LAKE))
-    assert available({isa.MAX_ISA: "avx512_bf16"})[0] == "avx512"
+    monkeypatch.setattr(cpu_isa, "cpuinfo", lambda: cpuinfo(CASCADE_LAKE))
+    assert available({cpu_isa.MAX_ISA: "avx512_bf16"})[0] == "avx512"
 
 
 def test_a_limit_that_is_no_level_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"PIPELINE_MAX_ISA is 'sse2'; it must be one of avx512_bf16, avx512, avx2"):
-        available({isa.MAX_ISA: "sse2"})
+        available({cpu_isa.MAX_ISA: "sse2"})
 
 
 def test_cpus_of_one_kind_are_the_same_and_others_are_not() -> None:

@@ -10,28 +10,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logits_processors import Shaping, bits_of, mask, pack_runs, shape
-from tests.kernels.cpu.samplers import LEVELS, Rows, load
+from pipeline.kernels.logits_processors import LogitsProcessors, apply_logits_processors, bits_of, mask, pack_runs
+from tests.kernels.cpu.samplers import ISAS, Rows, load
 
 INF = float("inf")
-Shape = Callable[[np.ndarray, Shaping, int], np.ndarray]
+Shape = Callable[[np.ndarray, LogitsProcessors, int], np.ndarray]
 
 
-@pytest.fixture(scope="session", params=["torch", *LEVELS])
-def shaped(request: pytest.FixtureRequest, sampler_cache: Path) -> Shape:
+@pytest.fixture(scope="session", params=["torch", *ISAS])
+def processed(request: pytest.FixtureRequest, sampler_cache: Path) -> Shape:
     if request.param == "torch":
         return in_torch
-    return Rows(load(request.param, sampler_cache)).shaped
+    return Rows(load(request.param, sampler_cache)).processed
 
 
-def in_torch(logits: np.ndarray, shaping: Shaping, num_known: int) -> np.ndarray:
+def in_torch(logits: np.ndarray, logits_processors: LogitsProcessors, num_known: int) -> np.ndarray:
     changed = torch.from_numpy(logits.astype(np.float32).copy())
-    shape(changed, shaping, num_known)
+    apply_logits_processors(changed, logits_processors, num_known)
     return changed.numpy()
 
 
 @dataclass(frozen=True)
-class Wish:
+class Case:
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
     bias: dict[int, float] | None = None
@@ -43,13 +43,13 @@ class Wish:
     presence: float = 0.0
     frequency: float = 0.0
 
-    def shaping(self, vocab_size: int) -> tuple[Shaping, int]:
+    def logits_processors(self, vocab_size: int) -> tuple[LogitsProcessors, int]:
         """With ids behind the known ones that are not to be read."""
         known = [*self.prompt, *self.output]
         ids = np.array(known + [1] * 9, np.int32)
         runs, num_runs = pack_runs(self.bad_words, vocab_size)
         bias = self.bias or {}
-        made = Shaping(
+        made = LogitsProcessors(
             ids=ids,
             num_prompt=len(self.prompt),
             repetition=float(np.float32(self.repetition)),
@@ -68,7 +68,7 @@ class Wish:
     def expected(self, logits: np.ndarray) -> list[np.float32]:
         """One id after the other, by the definitions."""
         single, output = np.float32, list(self.output)
-        shaped = []
+        processed = []
         for token, logit in enumerate(logits.astype(np.float32)):
             forbidden = self.allowed is not None and token not in self.allowed
             for word in self.bad_words:
@@ -76,7 +76,7 @@ class Wish:
                 forbidden |= last == token and output[len(output) - len(before) :] == before
             forbidden |= token in self.enders and len(output) < self.min_tokens
             if forbidden:
-                shaped.append(single(-INF))
+                processed.append(single(-INF))
                 continue
             logit = single(logit + single((self.bias or {}).get(token, 0)))
             if self.repetition != 1 and token in [*self.prompt, *output]:
@@ -84,13 +84,13 @@ class Wish:
             if times := output.count(token):
                 logit = single(logit - single(single(self.frequency) * single(times)))
                 logit = single(logit - single(self.presence))
-            shaped.append(logit)
-        return shaped
+            processed.append(logit)
+        return processed
 
 
-def check(shaped: Shape, logits: np.ndarray, wish: Wish) -> np.ndarray:
-    found = shaped(logits, *wish.shaping(len(logits)))
-    np.testing.assert_allclose(found, wish.expected(logits), rtol=1e-6, atol=0)
+def check(processed: Shape, logits: np.ndarray, case: Case) -> np.ndarray:
+    found = processed(logits, *case.logits_processors(len(logits)))
+    np.testing.assert_allclose(found, case.expected(logits), rtol=1e-6, atol=0)
     return found
 
 
@@ -99,11 +99,11 @@ def row(vocab_size: int, seed: int = 0) -> np.ndarray:
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> tuple[int, Wish]:
+def cases(draw: st.DrawFn) -> tuple[int, Case]:
     vocab_size = draw(st.sampled_from([1, 2, 31, 32, 33, 70, 500]))
     ids = st.integers(0, min(vocab_size, 6) - 1) | st.integers(0, vocab_size - 1)
     some = st.lists(ids, max_size=12)
-    wish = Wish(
+    case = Case(
         prompt=draw(some),
         output=draw(some),
         bias=draw(st.dictionaries(ids, st.floats(-100, 100, width=32), max_size=8)),
@@ -115,27 +115,27 @@ def wishes(draw: st.DrawFn) -> tuple[int, Wish]:
         presence=draw(st.sampled_from([0.0, -2.0, 0.7, 2.0])),
         frequency=draw(st.sampled_from([0.0, -2.0, 0.3, 2.0])),
     )
-    return vocab_size, wish
+    return vocab_size, case
 
 
 @settings(max_examples=150, deadline=None)
-@given(wishes(), st.integers(0, 1000))
-def test_any_wishes_are_what_their_definitions_say(shaped: Shape, wanted: tuple[int, Wish], seed: int) -> None:
-    vocab_size, wish = wanted
-    check(shaped, row(vocab_size, seed), wish)
+@given(cases(), st.integers(0, 1000))
+def test_any_wishes_are_what_their_definitions_say(processed: Shape, wanted: tuple[int, Case], seed: int) -> None:
+    vocab_size, case = wanted
+    check(processed, row(vocab_size, seed), case)
 
 
-def test_bias_comes_before_penalties(shaped: Shape) -> None:
+def test_bias_comes_before_penalties(processed: Shape) -> None:
     """1 - 3 is below zero, so a repetition penalty multiplies: -4, and not 0.5 - 3."""
-    found = shaped(np.ones(5, np.float32), *Wish(prompt=[2], bias={2: -3.0}, repetition=2.0).shaping(5))
+    found = processed(np.ones(5, np.float32), *Case(prompt=[2], bias={2: -3.0}, repetition=2.0).logits_processors(5))
     assert found.tolist() == [1, 1, -4, 1, 1]
     # The other two are subtracted behind it, one for each time.
-    wish = Wish(output=[2, 2], bias={2: 1.0}, repetition=2.0, presence=0.5, frequency=0.25)
-    assert shaped(np.ones(5, np.float32), *wish.shaping(5)).tolist() == [1, 1, 0, 1, 1]
+    case = Case(output=[2, 2], bias={2: 1.0}, repetition=2.0, presence=0.5, frequency=0.25)
+    assert processed(np.ones(5, np.float32), *case.logits_processors(5)).tolist() == [1, 1, 0, 1, 1]
 
 
-def test_nothing_brings_back_what_is_forbidden(shaped: Shape) -> None:
-    everything = Wish(
+def test_nothing_brings_back_what_is_forbidden(processed: Shape) -> None:
+    everything = Case(
         prompt=[0, 1, 2, 3],
         output=[4, 0, 1],
         bias=dict.fromkeys(range(6), 100.0),
@@ -147,15 +147,15 @@ def test_nothing_brings_back_what_is_forbidden(shaped: Shape) -> None:
         presence=-2,
         frequency=-2,
     )
-    found = check(shaped, np.full(6, 50, np.float32), everything)
+    found = check(processed, np.full(6, 50, np.float32), everything)
     assert np.flatnonzero(found > -INF).tolist() == [5]
     # Whatever the model says of it, and however large what is added.
-    endless = Wish(output=[0], bias={0: 3e38}, bad_words=[[0]], presence=-3e38, frequency=-3e38, repetition=1e-30)
-    found = shaped(np.array([INF, 1], np.float32), *endless.shaping(2))
+    endless = Case(output=[0], bias={0: 3e38}, bad_words=[[0]], presence=-3e38, frequency=-3e38, repetition=1e-30)
+    found = processed(np.array([INF, 1], np.float32), *endless.logits_processors(2))
     assert not found[0] > -INF and found[1] == 1
 
 
-def test_bad_words_look_at_the_end_of_the_output_alone(shaped: Shape) -> None:
+def test_bad_words_look_at_the_end_of_the_output_alone(processed: Shape) -> None:
     logits = row(50)
     words = [[7], [3, 4], [3, 4, 5], [9, 9, 9]]
     for prompt, output, forbidden in [
@@ -169,14 +169,14 @@ def test_bad_words_look_at_the_end_of_the_output_alone(shaped: Shape) -> None:
         ([], [9, 9], [7, 9]),
         ([], [1, 9, 9, 3], [4, 7]),
     ]:
-        found = check(shaped, logits, Wish(prompt=prompt, output=output, bad_words=words))
+        found = check(processed, logits, Case(prompt=prompt, output=output, bad_words=words))
         assert np.flatnonzero(found == -INF).tolist() == forbidden
 
 
-def test_no_end_before_its_time(shaped: Shape) -> None:
+def test_no_end_before_its_time(processed: Shape) -> None:
     for num, forbidden in [(0, [2, 11]), (3, [2, 11]), (4, []), (5, [])]:
-        wish = Wish(prompt=[2] * 9, output=[5] * num, enders=[2, 11], min_tokens=4)
-        assert np.flatnonzero(check(shaped, row(40), wish) == -INF).tolist() == forbidden
+        case = Case(prompt=[2] * 9, output=[5] * num, enders=[2, 11], min_tokens=4)
+        assert np.flatnonzero(check(processed, row(40), case) == -INF).tolist() == forbidden
 
 
 def test_bad_words_that_cannot_come_about_are_left_out() -> None:

@@ -11,28 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logprob_inputs import RecordInputs
-from pipeline.kernels.logprobs import write_records
+from pipeline.kernels.logprob_inputs import LogprobInputs
+from pipeline.kernels.logprobs import write_logprobs
 from pipeline.runtime.logprob_records import logprob_dtype
-from tests.kernels.cpu.samplers import LEVELS, Rows, load
+from tests.kernels.cpu.samplers import ISAS, Rows, load
 
 INF = float("inf")
 Record = Callable[[np.ndarray, int, int], bytes]
 
 
-@pytest.fixture(scope="session", params=["torch", *LEVELS])
-def record(request: pytest.FixtureRequest, sampler_cache: Path) -> Record:
+@pytest.fixture(scope="session", params=["torch", *ISAS])
+def logprobs(request: pytest.FixtureRequest, sampler_cache: Path) -> Record:
     if request.param == "torch":
         return in_torch
-    return Rows(load(request.param, sampler_cache)).record
+    return Rows(load(request.param, sampler_cache)).logprobs
 
 
 def in_torch(logits: np.ndarray, token: int, num_top: int) -> bytes:
     """The second row of three, whose neighbours want others."""
-    records = RecordInputs(8)
+    records = LogprobInputs(8)
     records.lay_out(np.array([1, num_top, -1], np.int32))
     rows = torch.from_numpy(np.stack([logits[::-1], logits, logits]).astype(np.float32))
-    write_records(rows, np.array([0, token, 0], np.int32), records)
+    write_logprobs(rows, np.array([0, token, 0], np.int32), records)
     return records.memory[12:].tobytes()
 
 
@@ -52,9 +52,9 @@ def expected(logits: np.ndarray, token: int, num_top: int) -> Any:
     return result
 
 
-def check(record: Record, logits: np.ndarray, token: int, num_top: int) -> None:
+def check(logprobs: Record, logits: np.ndarray, token: int, num_top: int) -> None:
     logits = logits.astype(np.float32)
-    found = np.frombuffer(record(logits, token, num_top), logprob_dtype(num_top))[0]
+    found = np.frombuffer(logprobs(logits, token, num_top), logprob_dtype(num_top))[0]
     wanted = expected(logits, token, num_top)
     np.testing.assert_array_equal(found["top_ids"], wanted["top_ids"])
     for name in ("logprob", "top_logprobs"):
@@ -63,7 +63,7 @@ def check(record: Record, logits: np.ndarray, token: int, num_top: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 65, 2048, 32003, 49152])
 @pytest.mark.parametrize("values", ["distinct", "ties", "equal", "most impossible"])
-def test_the_likeliest_ids_are_those_of_a_sort(record: Record, vocab_size: int, values: str) -> None:
+def test_the_likeliest_ids_are_those_of_a_sort(logprobs: Record, vocab_size: int, values: str) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = rng.normal(0, 3, vocab_size)
     if values == "ties":
@@ -74,9 +74,9 @@ def test_the_likeliest_ids_are_those_of_a_sort(record: Record, vocab_size: int, 
         logits[rng.random(vocab_size) < 0.99] = -INF
         logits[vocab_size // 2] = 1
     for num_top in (0, 1, 2, 5, 20, 100, 1024):
-        check(record, logits, int(rng.integers(vocab_size)), num_top)
+        check(logprobs, logits, int(rng.integers(vocab_size)), num_top)
     if vocab_size <= 2048:
-        check(record, logits, 0, vocab_size)
+        check(logprobs, logits, 0, vocab_size)
 
 
 LOGIT = st.one_of(
@@ -88,15 +88,15 @@ LOGIT = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(LOGIT | st.just(INF), min_size=1, max_size=90), st.integers(1, 9), st.integers(0, 1000), st.data())
 def test_any_logits_are_told_of_and_never_by_no_number(
-    record: Record, values: list[float], times: int, num_top: int, data: st.DataObject
+    logprobs: Record, values: list[float], times: int, num_top: int, data: st.DataObject
 ) -> None:
     logits = np.tile(np.array(values, np.float32), times)
-    check(record, logits, data.draw(st.integers(0, len(logits) - 1)), num_top)
+    check(logprobs, logits, data.draw(st.integers(0, len(logits) - 1)), num_top)
 
 
 def test_levels_tell_the_same_to_the_bit(sampler_cache: Path) -> None:
-    libraries = [Rows(load(level, sampler_cache)) for level in LEVELS]
+    libraries = [Rows(load(isa, sampler_cache)) for isa in ISAS]
     for vocab_size in (7, 2048, 49152):
         logits = np.random.default_rng(vocab_size).normal(0, 4, vocab_size).astype(np.float32)
-        told = {rows.record(logits, vocab_size // 2, 20) for rows in libraries}
+        told = {rows.logprobs(logits, vocab_size // 2, 20) for rows in libraries}
         assert len(told) == 1

@@ -218,7 +218,7 @@ def test_gate_and_up(library: ctypes.CDLL, format: Format, inner: int, floats: b
         out = r.wide_rows(19, padded * 4) if floats else r.rows(19, inner)
         kept = r.put(rows, activations, form_of(format))
         weights = r.pack(matrix, gated_order(inner), bias)
-        library.program_gate_up(r.program, out, floats, rows, weights)
+        library.program_swiglu(r.program, out, floats, rows, weights)
         r.tokens(19)
         assert r.run() == 0
         expected, error = gated(kept, matrix, bias)
@@ -235,7 +235,7 @@ def test_gates_of_any_size_close_and_open(library: ctypes.CDLL, gate: float) -> 
     with recording(library) as r:
         rows, out = r.rows(1, 32), r.wide_rows(1, 64)
         r.put(rows, random(21, 1, 32), Form.PLAIN)
-        library.program_gate_up(r.program, out, True, rows, r.pack(matrix, gated_order(16), bias))
+        library.program_swiglu(r.program, out, True, rows, r.pack(matrix, gated_order(16), bias))
         r.tokens(1)
         assert r.run() == 0
     with np.errstate(over="ignore"):
@@ -361,7 +361,7 @@ def test_queries_are_turned_and_keys_and_values_written(
     keys = keys.transpose(0, 3, 1, 2, 4).reshape(num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
     values = kv[:, 1].reshape(num_blocks, num_kv_heads, head_dim // PANEL, BLOCK_SIZE // 2, PANEL, 2)
     values = values.transpose(0, 3, 5, 1, 2, 4).reshape(num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
-    made_keys, made_values = (widen(words[blocks, places]) for words in (keys, values))
+    made_keys, made_values = (upcast(words[blocks, places]) for words in (keys, values))
     assert_rounded_to_bf16(made_keys, turned[:, num_heads:, in_head], turned_error[:, num_heads:, in_head])
     assert_rounded_to_bf16(made_values, heads[:, turning:], values_error)
     written = np.zeros((num_blocks, BLOCK_SIZE), np.bool_)
@@ -369,7 +369,7 @@ def test_queries_are_turned_and_keys_and_values_written(
     assert (keys[~written] == untouched).all() and (values[~written] == untouched).all()
 
 
-def widen(words: np.ndarray) -> np.ndarray:
+def upcast(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 

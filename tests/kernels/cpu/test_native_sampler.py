@@ -10,10 +10,17 @@ import torch
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
-from pipeline.kernels.cpu.sample_reference import draw_reference
-from pipeline.kernels.logits_processors import SHAPING, Shaping, bits_of, mask, pack_runs, shape
+from pipeline.kernels.cpu.sample_reference import sample_reference
+from pipeline.kernels.logits_processors import (
+    LOGITS_PROCESSORS,
+    LogitsProcessors,
+    apply_logits_processors,
+    bits_of,
+    mask,
+    pack_runs,
+)
 from pipeline.kernels.matrix import Format, Matrix, quantize
-from pipeline.kernels.noise import draw_keys, sequence_key
+from pipeline.kernels.noise import noise_keys, sequence_key
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.sample import probabilities_reference
 from tests.kernels.cpu.recording import (
@@ -41,7 +48,7 @@ class Head:
         self.rows = r.rows(most, DEPTH)
         self.logits = r.floats(np.zeros((most, matrix.num_rows)))
         self.ticket = r.kept(native.MaskTicket(None, 0, 0))
-        r.library.program_pick(
+        r.library.program_sample(
             r.program,
             self.rows,
             r.pack(matrix),
@@ -49,7 +56,7 @@ class Head:
             self.logits.ctypes.data,
             most,
             ctypes.byref(self.ticket),
-            ctypes.byref(native.DrawArrays.of(r.draws)),
+            ctypes.byref(native.SamplingArrays.of(r.sampling_inputs)),
         )
 
     def put(self, activations: np.ndarray) -> None:
@@ -60,15 +67,15 @@ class Head:
     def run(self, activations: np.ndarray) -> np.ndarray:
         """Returns the ids."""
         self.put(activations)
-        self.r.draws.ids[:] = -1
+        self.r.sampling_inputs.ids[:] = -1
         assert self.r.run() == 0
-        return self.r.draws.ids[: len(activations)].copy()
+        return self.r.sampling_inputs.ids[: len(activations)].copy()
 
     def all_logits(self, activations: np.ndarray) -> np.ndarray:
-        self.r.draws.greedy[:] = 0
+        self.r.sampling_inputs.greedy[:] = 0
         self.logits[:] = np.nan
         self.run(activations)
-        self.r.draws.greedy[:] = 1
+        self.r.sampling_inputs.greedy[:] = 1
         return self.logits[: len(activations)].copy()
 
 
@@ -117,7 +124,7 @@ def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: in
         activations = np.abs(random(7, 9, DEPTH))
         logits = head.all_logits(activations)
         assert (logits < -1).all()
-        r.draws.greedy[:] = greedy
+        r.sampling_inputs.greedy[:] = greedy
         np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
 
 
@@ -139,33 +146,40 @@ def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: c
     rng = np.random.default_rng(10)
     activations = random(11, num, DEPTH, scale=0.5)
     with recording(library, threads=3) as r:
-        head, draws = Head(r, random_matrix(12, vocab_size, DEPTH, "q8_0")), r.draws
+        head, sampling_inputs = Head(r, random_matrix(12, vocab_size, DEPTH, "q8_0")), r.sampling_inputs
         logits = head.all_logits(activations)
         head.logits[:] = np.nan
         expected = []
         for row in range(num):
             kind = row % 6
             scores = logits[row].copy()
-            draws.greedy[row] = kind == 0
-            draws.temperature[row] = 0.0 if kind in (0, 4) else rng.uniform(0.3, 2)
-            draws.keys[row] = rng.integers(0, 2**64, dtype=np.uint64)
-            draws.top_k[row], draws.top_p[row], draws.min_p[row] = 0, 1, 0
+            sampling_inputs.greedy[row] = kind == 0
+            sampling_inputs.temperature[row] = 0.0 if kind in (0, 4) else rng.uniform(0.3, 2)
+            sampling_inputs.keys[row] = rng.integers(0, 2**64, dtype=np.uint64)
+            sampling_inputs.top_k[row], sampling_inputs.top_p[row], sampling_inputs.min_p[row] = 0, 1, 0
             if kind == 1:
-                draws.top_k[row], draws.top_p[row], draws.min_p[row] = 40, 0.9, 0.01
+                sampling_inputs.top_k[row], sampling_inputs.top_p[row], sampling_inputs.min_p[row] = 40, 0.9, 0.01
             if kind in (2, 4):
                 history = r.kept(rng.integers(0, vocab_size, 60).astype(np.int32))
-                draws.shapings[row] = address(r, Shaping(history, 20, 1.5, 0.5, 0.25))
-                draws.num_known[row] = 50
+                sampling_inputs.logits_processors[row] = address(r, LogitsProcessors(history, 20, 1.5, 0.5, 0.25))
+                sampling_inputs.num_known[row] = 50
                 told = torch.from_numpy(scores)
                 penalize(told, torch.from_numpy(history[:50]), 20, 1.5, 0.5, 0.25)
             if kind in (3, 4):
                 allowed = rng.random(vocab_size) < 0.1
                 bits = np.packbits(np.append(allowed, np.ones(-vocab_size % 32, np.bool_)), bitorder="little")
-                draws.masks[row] = r.kept(bits.view(np.uint32)).ctypes.data
+                sampling_inputs.masks[row] = r.kept(bits.view(np.uint32)).ctypes.data
                 scores[~allowed] = -np.inf
-            settings = draws.temperature[row], draws.top_k[row], draws.top_p[row], draws.min_p[row]
-            greedy = draws.temperature[row] == 0
-            expected.append(scores.argmax() if greedy else draw_reference(scores, *settings, int(draws.keys[row])))
+            settings = (
+                sampling_inputs.temperature[row],
+                sampling_inputs.top_k[row],
+                sampling_inputs.top_p[row],
+                sampling_inputs.min_p[row],
+            )
+            greedy = sampling_inputs.temperature[row] == 0
+            expected.append(
+                scores.argmax() if greedy else sample_reference(scores, *settings, int(sampling_inputs.keys[row]))
+            )
         np.testing.assert_array_equal(head.run(activations), expected)
         # The ends have made a difference: these rows are not what they are without them.
         assert (np.array(expected) != logits.argmax(1)).sum() > num // 3
@@ -173,10 +187,10 @@ def test_rows_that_are_greedy_drawn_masked_and_penalized_share_a_step(library: c
         np.testing.assert_array_equal(head.run(activations), expected)
 
 
-def address(r: Recording, shaping: Shaping) -> int:
+def address(r: Recording, logits_processors: LogitsProcessors) -> int:
     """Of what the library reads of it, kept as long as the program."""
-    described = r.kept(np.zeros(1, SHAPING))
-    r.kept(shaping).write(described, 0)
+    described = r.kept(np.zeros(1, LOGITS_PROCESSORS))
+    r.kept(logits_processors).write(described, 0)
     return int(described.ctypes.data)
 
 
@@ -192,28 +206,31 @@ def test_ids_are_told_of_by_the_logits_before_shapes_masks_and_filters(library: 
     rng = np.random.default_rng(20)
     activations = random(21, num, DEPTH, scale=0.5)
     with recording(library, threads=3) as r:
-        head, draws = Head(r, random_matrix(22, vocab_size, DEPTH, "q8_0")), r.draws
+        head, sampling_inputs = Head(r, random_matrix(22, vocab_size, DEPTH, "q8_0")), r.sampling_inputs
         logits = head.all_logits(activations)
         history = [rng.integers(0, vocab_size, 40).astype(np.int32) for _ in range(num)]
         masks = [rng.integers(0, 2**32, -(-vocab_size // 32), dtype=np.uint32) for _ in range(num)]
         for i in range(num):
-            draws.greedy[i] = 0
-            draws.temperature[i] = 0 if i % 3 == 0 else 1.5
-            draws.top_p[i] = 0.5 if i % 5 == 0 else 1
-            draws.keys[i] = rng.integers(0, 2**64, dtype=np.uint64)
+            sampling_inputs.greedy[i] = 0
+            sampling_inputs.temperature[i] = 0 if i % 3 == 0 else 1.5
+            sampling_inputs.top_p[i] = 0.5 if i % 5 == 0 else 1
+            sampling_inputs.keys[i] = rng.integers(0, 2**64, dtype=np.uint64)
             if i % 2:
-                draws.shapings[i], draws.num_known[i] = address(r, Shaping(history[i], 7, 1.3, 0.5, 0.25)), 40
+                sampling_inputs.logits_processors[i], sampling_inputs.num_known[i] = (
+                    address(r, LogitsProcessors(history[i], 7, 1.3, 0.5, 0.25)),
+                    40,
+                )
             if i % 4 > 1:
-                draws.masks[i] = masks[i].ctypes.data
+                sampling_inputs.masks[i] = masks[i].ctypes.data
         plain = head.run(activations)
         num_top = np.where(np.arange(num) % 6 != 5, np.arange(num) % 7, -1).astype(np.int32)
-        draws.records.lay_out(num_top)
+        sampling_inputs.logprobs.lay_out(num_top)
         ids = head.run(activations)
         np.testing.assert_array_equal(ids, plain)
         expected = exact(logits)
         logprobs = []
         for i in np.flatnonzero(num_top >= 0):
-            logprob, top_ids, top_logprobs = draws.records.parts(i)
+            logprob, top_ids, top_logprobs = sampling_inputs.logprobs.views(i)
             np.testing.assert_array_equal(top_ids, np.argsort(-logits[i], kind="stable")[: num_top[i]])
             np.testing.assert_allclose(top_logprobs, expected[i, top_ids], rtol=0, atol=1e-6)
             np.testing.assert_allclose(logprob[0], expected[i, ids[i]], rtol=0, atol=1e-6)
@@ -227,10 +244,10 @@ def test_draws_follow_what_shapes_and_filters_leave(library: ctypes.CDLL) -> Non
     known = np.array([3, 5, 5, 9, 11, 5, 11, 11], np.int32)
     runs, num_runs = pack_runs([[11, 20], [21], [9, 22]], vocab_size)
     with recording(library, threads=2) as r:
-        head, draws = Head(r, random_matrix(40, vocab_size, DEPTH, "bf16", scale=0.15)), r.draws
+        head, sampling_inputs = Head(r, random_matrix(40, vocab_size, DEPTH, "bf16", scale=0.15)), r.sampling_inputs
         activations = np.repeat(random(41, 1, DEPTH), num, axis=0)
         logits = torch.from_numpy(head.all_logits(activations)[0])
-        shaping = Shaping(
+        logits_processors = LogitsProcessors(
             known,
             num_prompt=4,
             repetition=1.25,
@@ -245,21 +262,28 @@ def test_draws_follow_what_shapes_and_filters_leave(library: ctypes.CDLL) -> Non
             min_tokens=5,
         )
         allowed = r.kept(bits_of(np.arange(3, 60, dtype=np.int32), vocab_size))
-        shaped = logits.clone()
-        mask(shaped, allowed)
-        shape(shaped, shaping, len(known))
-        draws.greedy[:num], draws.temperature[:num], draws.num_known[:num] = 0, temperature, len(known)
-        draws.shapings[:num], draws.masks[:num] = address(r, shaping), allowed.ctypes.data
+        processed = logits.clone()
+        mask(processed, allowed)
+        apply_logits_processors(processed, logits_processors, len(known))
+        sampling_inputs.greedy[:num], sampling_inputs.temperature[:num], sampling_inputs.num_known[:num] = (
+            0,
+            temperature,
+            len(known),
+        )
+        sampling_inputs.logits_processors[:num], sampling_inputs.masks[:num] = (
+            address(r, logits_processors),
+            allowed.ctypes.data,
+        )
         filters = [(0, 1, 0), (9, 0.8, 0.02)]
         for i, (top_k, top_p, min_p) in enumerate(filters):
             half = slice(i, num, 2)
-            draws.top_k[half], draws.top_p[half], draws.min_p[half] = top_k, top_p, min_p
+            sampling_inputs.top_k[half], sampling_inputs.top_p[half], sampling_inputs.min_p[half] = top_k, top_p, min_p
         base, drawn = np.full(num, sequence_key(7, 0), np.uint64), []
         for step in range(rounds):
-            draws.keys[:num] = draw_keys(base, np.arange(num) + num * step)
+            sampling_inputs.keys[:num] = noise_keys(base, np.arange(num) + num * step)
             drawn.append(head.run(activations))
         for i, (top_k, top_p, min_p) in enumerate(filters):
-            expected = probabilities_reference(shaped, temperature, top_k, top_p, min_p)
+            expected = probabilities_reference(processed, temperature, top_k, top_p, min_p)
             assert_follows(torch.from_numpy(np.concatenate([ids[i::2] for ids in drawn])).long(), expected)
 
 
@@ -270,7 +294,7 @@ def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) ->
     with recording(library, threads=3) as r:
         head, scores = Head(r, random_matrix(32, vocab_size, DEPTH, "q4_0")), r.scores
         logits = head.all_logits(activations)
-        program = library.program_new(r.team.handle, ctypes.byref(r.arrays))
+        program = library.program_new(r.thread_pool.handle, ctypes.byref(r.arrays))
         try:
             library.program_score(
                 program,
@@ -286,10 +310,10 @@ def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) ->
             for _ in range(20):
                 head.run(activations[:3])
                 head.put(activations)
-                scores.records.memory[:] = 0xA5
+                scores.logprobs.memory[:] = 0xA5
                 assert library.program_run(program, 0, 0, num) == 0
                 for i in range(num):
-                    logprob, top_ids, top_logprobs = scores.records.parts(i)
+                    logprob, top_ids, top_logprobs = scores.logprobs.views(i)
                     np.testing.assert_array_equal(top_ids, np.argsort(-logits[i], kind="stable")[: i % 5])
                     np.testing.assert_allclose(logprob, exact(logits)[i, ids[i]], rtol=0, atol=1e-6)
                     np.testing.assert_allclose(top_logprobs, exact(logits)[i, top_ids], rtol=0, atol=1e-6)
@@ -299,18 +323,20 @@ def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) ->
 
 def test_where_all_is_forbidden_nothing_is_drawn_and_nothing_told(library: ctypes.CDLL) -> None:
     with recording(library, threads=2) as r:
-        head, draws = Head(r, random_matrix(34, 200, DEPTH, "bf16")), r.draws
+        head, sampling_inputs = Head(r, random_matrix(34, 200, DEPTH, "bf16")), r.sampling_inputs
         activations = random(35, 4, DEPTH)
         best = head.all_logits(activations).argmax(1)
-        draws.greedy[:4] = [1, 0, 0, 0]
-        draws.temperature[:4] = [0, 0, 1, 1]
+        sampling_inputs.greedy[:4] = [1, 0, 0, 0]
+        sampling_inputs.temperature[:4] = [0, 0, 1, 1]
         nothing = r.kept(np.zeros(7, np.uint32))
-        draws.masks[1:3] = nothing.ctypes.data
-        draws.shapings[3] = address(r, Shaping(r.kept(np.zeros(9, np.int32)), 5, allowed=nothing))
-        draws.records.lay_out(np.array([-1, 3, 3, 3], np.int32))
-        draws.records.memory[:] = 0xA5
+        sampling_inputs.masks[1:3] = nothing.ctypes.data
+        sampling_inputs.logits_processors[3] = address(
+            r, LogitsProcessors(r.kept(np.zeros(9, np.int32)), 5, allowed=nothing)
+        )
+        sampling_inputs.logprobs.lay_out(np.array([-1, 3, 3, 3], np.int32))
+        sampling_inputs.logprobs.memory[:] = 0xA5
         assert head.run(activations).tolist() == [best[0], -1, -1, -1]
-        assert (draws.records.memory == 0xA5).all()
+        assert (sampling_inputs.logprobs.memory == 0xA5).all()
         # Of a row whose logits are no numbers the head finds none either.
         activations[0] = np.nan
         assert head.run(activations)[0] == -1
@@ -333,9 +359,9 @@ def test_a_step_waits_for_its_masks(library: ctypes.CDLL) -> None:
         head = Head(r, random_matrix(16, 200, DEPTH, "bf16"))
         activations = random(17, 3, DEPTH)
         best = head.all_logits(activations).argmax(1)
-        r.draws.greedy[:] = 0
-        r.draws.masks[:3] = bits.ctypes.data
-        head.ticket.word, head.ticket.wanted, head.ticket.timeout_ms = word.ctypes.data, 7, 20_000
+        r.sampling_inputs.greedy[:] = 0
+        r.sampling_inputs.masks[:3] = bits.ctypes.data
+        head.ticket.word, head.ticket.expected, head.ticket.timeout_ms = word.ctypes.data, 7, 20_000
         began = threading.Event()
 
         def write() -> None:
@@ -358,8 +384,8 @@ def test_a_step_waits_for_its_masks(library: ctypes.CDLL) -> None:
         assert ids.tolist() == [101] * 3
         # The word stays: later steps wait no more. And without one there is nothing to wait for.
         assert head.run(activations).tolist() == [101] * 3
-        head.ticket.word, head.ticket.wanted = None, 8
-        r.draws.masks[:3] = 0
+        head.ticket.word, head.ticket.expected = None, 8
+        r.sampling_inputs.masks[:3] = 0
         np.testing.assert_array_equal(head.run(activations), best)
 
 
@@ -369,13 +395,13 @@ def test_a_step_whose_masks_are_late_ends_and_leaves_nothing_behind(library: cty
         head = Head(r, random_matrix(18, 200, DEPTH, "bf16"))
         small = random(19, 9, DEPTH)
         expected = head.all_logits(small).argmax(1)
-        head.ticket.word, head.ticket.wanted, head.ticket.timeout_ms = word.ctypes.data, 1, 30
+        head.ticket.word, head.ticket.expected, head.ticket.timeout_ms = word.ctypes.data, 1, 30
         head.put(random(20, 9, DEPTH, scale=100))
-        r.draws.ids[:] = -1
+        r.sampling_inputs.ids[:] = -1
         began = time.monotonic()
         assert r.run() == MASKS_LATE
         assert time.monotonic() - began >= 0.03
-        assert (r.draws.ids == -1).all()
+        assert (r.sampling_inputs.ids == -1).all()
         word[0] = 1
         np.testing.assert_array_equal(head.run(small), expected)
         head.ticket.word = None
@@ -389,7 +415,7 @@ def test_late_masks_and_good_steps_take_turns(library: ctypes.CDLL) -> None:
         head = Head(r, random_matrix(21, 200, DEPTH, "bf16"))
         large, small = random(22, 12, DEPTH, scale=100), random(23, 5, DEPTH)
         expected = head.all_logits(small).argmax(1)
-        head.ticket.wanted = 1
+        head.ticket.expected = 1
         for _ in range(100):
             head.ticket.word = word.ctypes.data
             head.put(large)

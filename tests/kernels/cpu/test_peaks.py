@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.kernels.cpu.build import LEVEL_FLAGS, build
-from pipeline.kernels.cpu.isa import Level, available
+from pipeline.kernels.cpu.build import ISA_FLAGS, build
+from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.peaks import SOURCE, buffer_bytes, cache_bytes, measure
 
 MIB = 1 << 20
 GIB = 1 << 30
 TEST_S = 0.1
 
-COMPILED: list[Level] = list(LEVEL_FLAGS) if platform.machine() == "x86_64" else ["portable"]
+COMPILED: list[Isa] = list(ISA_FLAGS) if platform.machine() == "x86_64" else ["portable"]
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +22,17 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("level", COMPILED)
-def test_the_source_compiles_without_a_warning(level: Level, cache_root: Path) -> None:
-    library = build(level, print, SOURCE, cache_root=cache_root)
+@pytest.mark.parametrize("isa", COMPILED)
+def test_the_source_compiles_without_a_warning(isa: Isa, cache_root: Path) -> None:
+    library = build(isa, print, SOURCE, cache_root=cache_root)
     assert not library.with_suffix(".log").exists()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("level", available())
-def test_peaks_are_those_of_a_machine(level: Level, num_threads: int, cache_root: Path) -> None:
-    peaks = measure(level, num_threads, TEST_S, print, cache_root=cache_root)
-    assert (peaks.level, peaks.num_threads) == (level, num_threads)
+@pytest.mark.parametrize("isa", available())
+def test_peaks_are_those_of_a_machine(isa: Isa, num_threads: int, cache_root: Path) -> None:
+    peaks = measure(isa, num_threads, TEST_S, print, cache_root=cache_root)
+    assert (peaks.isa, peaks.num_threads) == (isa, num_threads)
     assert all(1e8 < rate < 1e15 for rate in astuple(peaks)[2:])
     # Less than a float a cycle would mean that the loop measures something else.
     assert peaks.float32_flop_per_s > 1e9

@@ -10,11 +10,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.cpu.sample_reference import draw_reference, kept_reference, weights_reference
-from pipeline.kernels.noise import draw_keys, sequence_key
+from pipeline.kernels.cpu.sample_reference import kept_reference, sample_reference, weights_reference
+from pipeline.kernels.noise import noise_keys, sequence_key
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.sample import probabilities_reference
-from tests.kernels.cpu.samplers import CANARY, LEVELS, load
+from tests.kernels.cpu.samplers import CANARY, ISAS, load
 
 VOCABULARIES = [1, 7, 63, 64, 65, 2048, 32003, 49152]
 INF = float("inf")
@@ -39,7 +39,7 @@ class Native:
         assert (memory[num_bytes:] == CANARY).all(), "wrote beyond the scratch memory"
         return result
 
-    def draws(
+    def sample(
         self,
         logits: np.ndarray,
         keys: np.ndarray,
@@ -54,7 +54,7 @@ class Native:
         keys = np.ascontiguousarray(keys, np.uint64)
         self._with_memory(
             len(logits),
-            lambda memory: self.library.draw_many(
+            lambda memory: self.library.sample_many(
                 ctypes.c_void_p(logits.ctypes.data),
                 len(logits),
                 *filter_arguments(temperature, top_k, top_p, min_p),
@@ -128,22 +128,22 @@ def filter_arguments(temperature: float, top_k: int, top_p: float, min_p: float)
 def compiled(sampler_cache: Path) -> Callable[[str], Native]:
     made: dict[str, Native] = {}
 
-    def get(level: str) -> Native:
-        if level not in made:
-            made[level] = Native(load(level, sampler_cache))
-        return made[level]
+    def get(isa: str) -> Native:
+        if isa not in made:
+            made[isa] = Native(load(isa, sampler_cache))
+        return made[isa]
 
     return get
 
 
-@pytest.fixture(scope="session", params=LEVELS)
+@pytest.fixture(scope="session", params=ISAS)
 def native(request: pytest.FixtureRequest, compiled: Callable[[str], Native]) -> Native:
     return compiled(request.param)
 
 
 def keys_of(num: int, seed: int = 1) -> np.ndarray:
     """The keys of a sequence's positions 0 .. num."""
-    return draw_keys(np.full(num, sequence_key(seed, 0), np.uint64), np.arange(num, dtype=np.int32))
+    return noise_keys(np.full(num, sequence_key(seed, 0), np.uint64), np.arange(num, dtype=np.int32))
 
 
 def key_at(share: float) -> np.uint64:
@@ -200,7 +200,7 @@ def assert_keeps_right(
     assert above < wanted * (1 + ROUNDING) or above == 0
 
 
-def assert_draws_right(
+def assert_samples_right(
     native: Native,
     logits: np.ndarray,
     keys: np.ndarray,
@@ -214,7 +214,7 @@ def assert_draws_right(
     weights = np.where(kept, weights_reference(logits, float32(temperature)), 0)
     ends = np.cumsum(weights) / weights.sum()
     starts = np.append(0, ends[:-1])
-    ids = native.draws(logits, keys, temperature, top_k, top_p, min_p)
+    ids = native.sample(logits, keys, temperature, top_k, top_p, min_p)
     shares = (keys >> np.uint64(11)).astype(float) * 2.0**-53
     assert kept[ids].all()
     assert (shares >= starts[ids] - ROUNDING).all() and (shares <= ends[ids] + ROUNDING).all()
@@ -240,7 +240,7 @@ def test_draws_follow_the_filtered_softmax(
     native: Native, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = logits_row(67, seed=4)
-    ids = native.draws(logits, keys_of(40_000), temperature, top_k, top_p, min_p)
+    ids = native.sample(logits, keys_of(40_000), temperature, top_k, top_p, min_p)
     expected = probabilities(logits, temperature, top_k, top_p, min_p)
     assert_follows(ids, expected)
     # The same distribution as the one that the torch sampler is held to.
@@ -253,15 +253,15 @@ def test_draws_follow_the_filtered_softmax_over_a_real_vocabulary(
     compiled: Callable[[str], Native], top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = logits_row(49152, seed=2, spread=2.5)
-    ids = compiled(LEVELS[0]).draws(logits, keys_of(20_000), 0.8, top_k, top_p, min_p)
+    ids = compiled(ISAS[0]).sample(logits, keys_of(20_000), 0.8, top_k, top_p, min_p)
     assert_follows(ids, probabilities(logits, 0.8, top_k, top_p, min_p))
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_every_id_has_its_interval_of_the_uniform_number(native: Native, vocab_size: int) -> None:
     logits = logits_row(vocab_size, spread=1.5)
-    assert_draws_right(native, logits, keys_of(2000), 1.0)
-    assert_draws_right(native, logits, keys_of(300), 0.7, top_k=40, top_p=0.9)
+    assert_samples_right(native, logits, keys_of(2000), 1.0)
+    assert_samples_right(native, logits, keys_of(300), 0.7, top_k=40, top_p=0.9)
 
 
 def test_unlikely_ids_have_the_whole_of_their_interval(native: Native) -> None:
@@ -272,15 +272,15 @@ def test_unlikely_ids_have_the_whole_of_their_interval(native: Native) -> None:
     starts = np.append(0, ends[:-1])
     for place in (0.02, 0.5, 0.98):
         keys = np.array([key_at(share) for share in starts + place * (ends - starts)])
-        np.testing.assert_array_equal(native.draws(logits, keys), np.arange(4096))
+        np.testing.assert_array_equal(native.sample(logits, keys), np.arange(4096))
 
 
 def test_the_key_alone_decides_as_it_does_in_the_reference(native: Native) -> None:
     for trial, (top_k, top_p, min_p) in enumerate(FILTERS):
         logits = logits_row(5000, trial, spread=3)
         keys = keys_of(200, seed=trial)
-        expected = [draw_reference(logits, 1.0, top_k, float32(top_p), float32(min_p), int(key)) for key in keys]
-        np.testing.assert_array_equal(native.draws(logits, keys, 1.0, top_k, top_p, min_p), expected)
+        expected = [sample_reference(logits, 1.0, top_k, float32(top_p), float32(min_p), int(key)) for key in keys]
+        np.testing.assert_array_equal(native.sample(logits, keys, 1.0, top_k, top_p, min_p), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [7, 32003, 49152])
@@ -289,7 +289,7 @@ def test_all_levels_draw_the_same_ids(compiled: Callable[[str], Native], vocab_s
     for seed, spread in enumerate([0.0, 1.0, 5.0]):
         logits = logits_row(vocab_size, seed, spread)
         for top_k, top_p, min_p in FILTERS:
-            drawn = [compiled(level).draws(logits, keys, 1.1, top_k, top_p, min_p) for level in LEVELS]
+            drawn = [compiled(isa).sample(logits, keys, 1.1, top_k, top_p, min_p) for isa in ISAS]
             assert all((ids == drawn[0]).all() for ids in drawn)
 
 
@@ -361,7 +361,7 @@ def test_any_logits_are_filtered_and_drawn_right(
     assume(np.isfinite(logits).any())
     assert_keeps_right(native, logits, temperature, top_k, top_p, min_p)
     keys = np.array([key, 0, 2**64 - 1], np.uint64)
-    assert_draws_right(native, logits, keys, temperature, top_k, top_p, min_p)
+    assert_samples_right(native, logits, keys, temperature, top_k, top_p, min_p)
 
 
 @settings(max_examples=150, deadline=None)
@@ -373,8 +373,8 @@ def test_greedy_takes_the_first_of_the_largest(native: Native, values: list[floa
     assert native.greedy(logits) == expected
     # Infinitely likely, or nothing is: the draw is the same.
     if not np.isfinite(clean.max()):
-        assert native.draws(logits, np.array([key], np.uint64), 1.0, 3, 0.9, 0.1)[0] == expected
-    assert native.draws(logits, np.array([key], np.uint64), 0.0)[0] == expected
+        assert native.sample(logits, np.array([key], np.uint64), 1.0, 3, 0.9, 0.1)[0] == expected
+    assert native.sample(logits, np.array([key], np.uint64), 0.0)[0] == expected
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
@@ -395,7 +395,7 @@ def test_the_last_possible_logit_is_drawn_whatever_the_key(
     for place in (0, 70, 999):
         logits = np.full(1000, -INF, np.float32)
         logits[place] = -7
-        assert (native.draws(logits, keys, temperature, top_k, top_p, min_p) == place).all()
+        assert (native.sample(logits, keys, temperature, top_k, top_p, min_p) == place).all()
 
 
 @pytest.mark.parametrize("vocab_size", [7, 64, 1000, 32003])
@@ -405,10 +405,10 @@ def test_the_ends_of_the_uniform_range_draw_the_first_and_last_id_that_is_left(n
         logits = logits_row(vocab_size, seed, 1)
         logits[-3:] = -INF
         logits[:2] = -INF
-        first, last = native.draws(logits, np.array([0, 2**64 - 1], np.uint64), 2.0)
+        first, last = native.sample(logits, np.array([0, 2**64 - 1], np.uint64), 2.0)
         assert (first, last) == (2, vocab_size - 4)
         kept = np.flatnonzero(native.kept(logits, 2.0, 0, 0.5, 0.0))
-        first, last = native.draws(logits, np.array([0, 2**64 - 1], np.uint64), 2.0, top_p=0.5)
+        first, last = native.sample(logits, np.array([0, 2**64 - 1], np.uint64), 2.0, top_p=0.5)
         assert (first, last) == (kept[0], kept[-1])
 
 
@@ -418,19 +418,19 @@ def test_the_end_of_the_range_draws_nothing_impossible_where_sums_are_rounded(na
         logits = logits_row(256, seed, spread=12)
         logits[seed % 200 :][16:] = -INF
         for top_k in (0, 30):
-            id = native.draws(logits, np.array([2**64 - 1], np.uint64), 1.0, top_k)[0]
+            id = native.sample(logits, np.array([2**64 - 1], np.uint64), 1.0, top_k)[0]
             assert np.isfinite(logits[id])
 
 
 def test_a_small_temperature_leaves_the_largest_and_a_large_one_all_alike(native: Native) -> None:
     logits = logits_row(49, spread=3)
-    assert (native.draws(logits, keys_of(500), 1e-5) == logits.argmax()).all()
-    assert_follows(native.draws(logits, keys_of(40_000), 1e38), np.full(49, 1 / 49))
+    assert (native.sample(logits, keys_of(500), 1e-5) == logits.argmax()).all()
+    assert_follows(native.sample(logits, keys_of(40_000), 1e38), np.full(49, 1 / 49))
 
 
 def test_numbers_of_successive_positions_are_independent(native: Native) -> None:
     """Pairs of draws from 16 equally likely ids, neighbours in position, fill 16 x 16 bins evenly."""
-    ids = native.draws(np.zeros(16, np.float32), keys_of(128_000, seed=11))
+    ids = native.sample(np.zeros(16, np.float32), keys_of(128_000, seed=11))
     assert_follows(ids, np.full(16, 1 / 16))
     for distance in (1, 2, 64):
         assert_follows(ids[:-distance] * 16 + ids[distance:], np.full(256, 1 / 256))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.kernels.logits_processors import Shaping
+from pipeline.kernels.logits_processors import LogitsProcessors
 from pipeline.kernels.noise import sequence_key
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
 
@@ -19,7 +19,7 @@ class Row:
     seed: int = 1
     num_ids: int = 9
     ended: bool = False
-    shaping: Shaping | None = None
+    logits_processors: LogitsProcessors | None = None
 
     @property
     def key(self) -> int:
@@ -44,28 +44,31 @@ def params_of(rows: list[Row]) -> torch.Tensor:
     return torch.from_numpy(params)
 
 
-def heap_of(params: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+def list_memory_of(params: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     """The lists of the rows' shapings, one behind the other; where they are goes into `params`."""
     words, floats = params.numpy(), params.numpy().view(np.float32)
-    heap: list[np.ndarray] = [np.full(3, -99, np.int32)]
+    list_memory: list[np.ndarray] = [np.full(3, -99, np.int32)]
 
     def put(*arrays: np.ndarray) -> int:
-        begin = sum(map(len, heap))
-        heap.extend(array.view(np.int32) for array in arrays)
+        begin = sum(map(len, list_memory))
+        list_memory.extend(array.view(np.int32) for array in arrays)
         return begin
 
     for i, row in enumerate(rows):
-        if (shaping := row.shaping) is None:
+        if (logits_processors := row.logits_processors) is None:
             continue
-        words[i, Field.SHAPED], words[i, Field.NUM_PROMPT] = 1, shaping.num_prompt
-        floats[i, Field.REPETITION] = shaping.repetition
-        floats[i, Field.PRESENCE] = shaping.presence
-        floats[i, Field.FREQUENCY] = shaping.frequency
-        words[i, Field.MIN_TOKENS] = shaping.min_tokens
-        words[i, Field.ENDERS_AT], words[i, Field.NUM_ENDERS] = put(shaping.enders), len(shaping.enders)
-        words[i, Field.BIAS_AT] = put(shaping.bias_ids, shaping.bias_values)
-        words[i, Field.NUM_BIAS] = len(shaping.bias_ids)
-        words[i, Field.RUNS_AT], words[i, Field.NUM_RUNS] = put(shaping.runs), shaping.num_runs
-        if shaping.allowed is not None:
-            words[i, Field.ALLOWED_AT] = put(shaping.allowed)
-    return torch.from_numpy(np.concatenate(heap))
+        words[i, Field.HAS_LOGITS_PROCESSORS], words[i, Field.NUM_PROMPT] = 1, logits_processors.num_prompt
+        floats[i, Field.REPETITION] = logits_processors.repetition
+        floats[i, Field.PRESENCE] = logits_processors.presence
+        floats[i, Field.FREQUENCY] = logits_processors.frequency
+        words[i, Field.MIN_TOKENS] = logits_processors.min_tokens
+        words[i, Field.ENDERS_AT], words[i, Field.NUM_ENDERS] = (
+            put(logits_processors.enders),
+            len(logits_processors.enders),
+        )
+        words[i, Field.BIAS_AT] = put(logits_processors.bias_ids, logits_processors.bias_values)
+        words[i, Field.NUM_BIAS] = len(logits_processors.bias_ids)
+        words[i, Field.RUNS_AT], words[i, Field.NUM_RUNS] = put(logits_processors.runs), logits_processors.num_runs
+        if logits_processors.allowed is not None:
+            words[i, Field.ALLOWED_AT] = put(logits_processors.allowed)
+    return torch.from_numpy(np.concatenate(list_memory))

@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.rows import StepArrays
 
-NOBODY = -1
+PADDING_ROW = -1
 """What `out` is full of where nothing must be written, in tests that look."""
 
 

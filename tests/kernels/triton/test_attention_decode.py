@@ -17,7 +17,7 @@ def check(
     heads: tuple[int, int, int],
     window: int | None = None,
     *,
-    num_parts: int = 1,
+    num_split_k_partials: int = 1,
     normed: bool = False,
     padding: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -31,11 +31,11 @@ def check(
     made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=num, num_tokens=num, window=window, seed=seed)
     step, live = made.step, made.live
     frequencies, cos, sin = angles(head_dim, 2000)
-    parts = torch.randn(num_parts, num, (num_heads + 2 * num_kv_heads) * head_dim)
-    parts = parts.to(dtype) if num_parts == 1 else parts
-    parts[:, ~live] = torch.nan
+    split_k_partials = torch.randn(num_split_k_partials, num, (num_heads + 2 * num_kv_heads) * head_dim)
+    split_k_partials = split_k_partials.to(dtype) if num_split_k_partials == 1 else split_k_partials
+    split_k_partials[:, ~live] = torch.nan
     norms = (1 + 0.1 * torch.randn(head_dim), 1 + 0.1 * torch.randn(head_dim), EPS) if normed else None
-    queries, new_keys, new_values = heads_reference(parts, step.positions, frequencies, num_kv_heads, norms)
+    queries, new_keys, new_values = heads_reference(split_k_partials, step.positions, frequencies, num_kv_heads, norms)
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
 
     # The new tokens' places hold NaN until the launch has written them.
@@ -49,7 +49,7 @@ def check(
     tasks = tasks_for(heads, window, SMALL if small else None, dtype)
     tasks.plan(step, one_each=True)
     out = torch.full((num, num_heads * head_dim), POISON, dtype=dtype)
-    attend_decode(out, parts, cos, sin, step, made.keys, made.values, tasks, norms)
+    attend_decode(out, split_k_partials, cos, sin, step, made.keys, made.values, tasks, norms)
 
     assert (out[~live] == POISON).all()
     assert torch.allclose(out[live].double(), expected.flatten(1)[live], rtol=tolerance, atol=tolerance)
@@ -63,11 +63,11 @@ def test_short_rows() -> None:
 
 
 def test_long_rows_are_shared() -> None:
-    assert check([(200, 1), (0, 1)], (3, 1, 16), num_parts=3, normed=True, padding=1) > 0
+    assert check([(200, 1), (0, 1)], (3, 1, 16), num_split_k_partials=3, normed=True, padding=1) > 0
 
 
 def test_windows() -> None:
-    check([(100, 1), (0, 1), (19, 1), (20, 1)], (2, 1, 24), 20, num_parts=2)
+    check([(100, 1), (0, 1), (19, 1), (20, 1)], (2, 1, 24), 20, num_split_k_partials=2)
     assert check([(300, 1), (1, 1)], (2, 1, 16), 150) > 0
 
 
@@ -79,7 +79,7 @@ def test_a_cut_before_the_last_token() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_with_tiles_of_a_gpu(dtype: torch.dtype) -> None:
-    check([(500, 1)], (3, 1, 80), dtype=dtype, num_parts=2, small=False, tolerance=0.03)
+    check([(500, 1)], (3, 1, 80), dtype=dtype, num_split_k_partials=2, small=False, tolerance=0.03)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -96,7 +96,7 @@ def check_random(chance: random.Random) -> None:
         ],
         (num_kv_heads * chance.choice([1, 2, 3, 7]), num_kv_heads, chance.choice([16, 24, 32])),
         chance.choice([None, None, 1, 16, 40, 300]),
-        num_parts=chance.choice([1, 2, 4]),
+        num_split_k_partials=chance.choice([1, 2, 4]),
         normed=chance.random() < 0.5,
         padding=chance.choice([0, 1, 5]),
         seed=chance.randint(0, 2**30),

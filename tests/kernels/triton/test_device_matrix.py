@@ -5,7 +5,7 @@ import torch
 
 from pipeline.kernels.matrix import Format, Matrix, quantize
 from pipeline.kernels.triton import device_matrix as device_matrix_module
-from pipeline.kernels.triton.dequantize import widen_rows
+from pipeline.kernels.triton.dequantize import dequantize_rows
 from pipeline.kernels.triton.device_matrix import DeviceMatrix, to_int4, to_int8
 from tests.kernels.triton.gemms import random
 
@@ -18,7 +18,7 @@ def test_blocks_become_planes_of_the_same_numbers(format: Format) -> None:
     torch.testing.assert_close(joined.dequantize(), expected, rtol=1e-6, atol=1e-7)
     assert (joined.num_rows, joined.num_columns, joined.group) == (13, 96, 32)
     out = torch.full((6, 96), torch.nan)
-    widen_rows(out, joined, 4)
+    dequantize_rows(out, joined, 4)
     torch.testing.assert_close(out, expected[4:10], rtol=1e-6, atol=1e-7)
 
 

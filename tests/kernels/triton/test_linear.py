@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipeline.kernels.triton import linear as linear_module
-from pipeline.kernels.triton.linear import launch_product, linear, logits, num_parts, parts_dtype
-from pipeline.kernels.triton.tuned import Config
+from pipeline.kernels.triton.linear import launch_gemm, linear, logits, num_split_k_partials, split_k_partials_dtype
+from pipeline.kernels.triton.tuned import GemmConfig
 from tests.kernels.triton.gemms import FORMATS, TOLERANCE, assert_near, device_matrix, poisoned, product, random
 
 
@@ -13,9 +13,11 @@ def check(num_tokens: int, num_rows: int, num_columns: int, format: str, dtype: 
     matrix = device_matrix(num_rows, num_columns, format, dtype)
     x = random(num_tokens, num_columns, seed=1).to(dtype)
     bias = random(num_rows, seed=2) if biased else None
-    parts = poisoned(num_parts(matrix, num_tokens), num_tokens, num_rows, dtype=parts_dtype(matrix, num_tokens))
-    linear(parts, x, matrix, bias)
-    assert_near(parts.double().sum(0), product(x, matrix, bias), TOLERANCE[dtype])
+    split_k_partials = poisoned(
+        num_split_k_partials(matrix, num_tokens), num_tokens, num_rows, dtype=split_k_partials_dtype(matrix, num_tokens)
+    )
+    linear(split_k_partials, x, matrix, bias)
+    assert_near(split_k_partials.double().sum(0), product(x, matrix, bias), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -42,20 +44,20 @@ def test_columns_shared_out_leave_parts_whose_sum_has_the_bias_once(format: str,
     matrix = device_matrix(21, 300 if format == "float" else 320, format, torch.float32)
     bias = random(21, seed=2)
     x = random(num_tokens, matrix.num_columns, seed=1)
-    config = Config(1 if num_tokens == 1 else 8, 16, 64, 3, 4, 2)
-    parts = poisoned(3, num_tokens, 21, dtype=torch.float32)
-    launch_product("linear", parts, x, matrix, bias, config)
-    assert_near(parts.double().sum(0), product(x, matrix, bias), 2e-5)
-    assert all(bool(part.any()) for part in parts)
+    config = GemmConfig(1 if num_tokens == 1 else 8, 16, 64, 3, 4, 2)
+    split_k_partials = poisoned(3, num_tokens, 21, dtype=torch.float32)
+    launch_gemm("linear", split_k_partials, x, matrix, bias, config)
+    assert_near(split_k_partials.double().sum(0), product(x, matrix, bias), 2e-5)
+    assert all(bool(part.any()) for part in split_k_partials)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "q4_0", "q4_1"])
 def test_codes_of_many_tokens_are_widened_a_few_rows_at_a_time(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "CODE_TOKENS", 16)
     matrix, x, bias = device_matrix(37, 96, format, torch.float32), random(18, 96, seed=1), random(37, seed=2)
-    parts = poisoned(1, 18, 37, dtype=torch.float32)
-    linear(parts, x, matrix, bias, wide=poisoned(96 * 10 + 5, dtype=torch.float32))
-    assert_near(parts[0], product(x, matrix, bias), 2e-5)
+    split_k_partials = poisoned(1, 18, 37, dtype=torch.float32)
+    linear(split_k_partials, x, matrix, bias, wide=poisoned(96 * 10 + 5, dtype=torch.float32))
+    assert_near(split_k_partials[0], product(x, matrix, bias), 2e-5)
 
 
 @pytest.mark.parametrize("format", ["float", "int4"])
@@ -70,7 +72,7 @@ def test_logits_of_bfloat16_are_not_rounded(format: str, num_samples: int) -> No
 
 def test_a_product_is_the_same_twice() -> None:
     matrix, x = device_matrix(20, 1024, "int4", torch.float32), random(3, 1024, seed=1)
-    first, second = (poisoned(num_parts(matrix, 3), 3, 20, dtype=torch.float32) for _ in range(2))
+    first, second = (poisoned(num_split_k_partials(matrix, 3), 3, 20, dtype=torch.float32) for _ in range(2))
     linear(first, x, matrix, None)
     linear(second, x, matrix, None)
     assert torch.equal(first, second)
@@ -80,7 +82,7 @@ def test_a_token_is_none_of_its_neighbours_business() -> None:
     """Rows of padding may hold anything, also what isn't finite."""
     matrix, x = device_matrix(20, 64, "float", torch.float32), random(4, 64, seed=1)
     x[2] = torch.nan
-    parts = torch.zeros(num_parts(matrix, 4), 4, 20)
-    linear(parts, x, matrix, None)
+    split_k_partials = torch.zeros(num_split_k_partials(matrix, 4), 4, 20)
+    linear(split_k_partials, x, matrix, None)
     good = [0, 1, 3]
-    assert_near(parts.sum(0)[good], product(x[good], matrix, None), 2e-5)
+    assert_near(split_k_partials.sum(0)[good], product(x[good], matrix, None), 2e-5)

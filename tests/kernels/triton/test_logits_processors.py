@@ -9,11 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logits_processors import Shaping, bits_of, mask, num_words
-from pipeline.kernels.logits_processors import shape as shape_in_torch
-from pipeline.kernels.triton.logits_processors import MASK_WORDS, RUN, TILE, ShapeScratch, shape
-from tests.kernels.cpu.test_logits_processors import Wish, row, wishes
-from tests.kernels.triton.params import Row, heap_of, params_of
+from pipeline.kernels.logits_processors import LogitsProcessors, bits_of, mask, num_words
+from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
+from pipeline.kernels.triton.logits_processors import (
+    MASK_WORDS,
+    RUN,
+    TILE,
+    LogitsProcessorScratch,
+    apply_logits_processors,
+)
+from tests.kernels.cpu.test_logits_processors import Case, cases, row
+from tests.kernels.triton.params import Row, list_memory_of, params_of
 
 INF = float("inf")
 
@@ -26,8 +32,12 @@ def check(logits: torch.Tensor, rows: list[Row], allowed: list[list[int] | None]
     vocab_size, num = logits.shape[1], len(rows)
     logits = torch.cat([logits, torch.ones(1, vocab_size)])
     params = params_of(rows)
-    heap = heap_of(params, rows)
-    ids = torch.zeros(num + 1, max((len(row.shaping.ids) for row in rows if row.shaping), default=1), dtype=torch.int32)
+    list_memory = list_memory_of(params, rows)
+    ids = torch.zeros(
+        num + 1,
+        max((len(row.logits_processors.ids) for row in rows if row.logits_processors), default=1),
+        dtype=torch.int32,
+    )
     masks, masked = None, None
     if allowed is not None:
         masks = torch.full((num + 1, num_words(vocab_size)), 0x55, dtype=torch.int32)
@@ -38,47 +48,51 @@ def check(logits: torch.Tensor, rows: list[Row], allowed: list[list[int] | None]
         if allowed is not None and (some := allowed[i]) is not None:
             bits = bits_of(np.array(some, np.int32), vocab_size)
             masks[i], masked[i] = torch.from_numpy(bits.view(np.int32)), 1
-        if each.shaping is not None:
-            ids[i, : len(each.shaping.ids)] = torch.from_numpy(each.shaping.ids)
+        if each.logits_processors is not None:
+            ids[i, : len(each.logits_processors.ids)] = torch.from_numpy(each.logits_processors.ids)
         if each.ended:
             continue
         if bits is not None:
             mask(expected[i], bits)
-        if each.shaping is not None:
-            shape_in_torch(expected[i], each.shaping, each.num_ids, bits)
-    scratch = ShapeScratch(num + 1, vocab_size, "cpu")
-    shape(logits, params, heap, ids, torch.arange(num + 1, dtype=torch.int32), masks, masked, scratch)
+        if each.logits_processors is not None:
+            apply_in_torch(expected[i], each.logits_processors, each.num_ids, bits)
+    scratch = LogitsProcessorScratch(num + 1, vocab_size, "cpu")
+    apply_logits_processors(
+        logits, params, list_memory, ids, torch.arange(num + 1, dtype=torch.int32), masks, masked, scratch
+    )
     np.testing.assert_allclose(logits, expected, rtol=1e-6, atol=0)
     assert not scratch.counts.any(), "counts are left behind"
     return logits
 
 
-def wish(vocab_size: int, wanted: Wish) -> Row:
-    shaping, num_known = wanted.shaping(vocab_size)
-    return Row(shaping=replace(shaping, enders=np.unique(shaping.enders)), num_ids=num_known)
+def row_of(vocab_size: int, wanted: Case) -> Row:
+    logits_processors, num_known = wanted.logits_processors(vocab_size)
+    return Row(
+        logits_processors=replace(logits_processors, enders=np.unique(logits_processors.enders)), num_ids=num_known
+    )
 
 
-def check_wish(wanted: tuple[int, Wish], seed: int) -> None:
+def check_case(wanted: tuple[int, Case], seed: int) -> None:
     vocab_size, one = wanted
     logits = row(vocab_size, seed)
-    [found, _] = check(torch.from_numpy(logits)[None], [wish(vocab_size, one)])
+    [found, _] = check(torch.from_numpy(logits)[None], [row_of(vocab_size, one)])
     np.testing.assert_allclose(found, one.expected(logits), rtol=1e-6, atol=0)
 
 
 @settings(max_examples=15, deadline=None)
-@given(wishes(), st.integers(0, 1000))
-def test_any_wishes_are_what_their_definitions_say(wanted: tuple[int, Wish], seed: int) -> None:
-    check_wish(wanted, seed)
+@given(cases(), st.integers(0, 1000))
+def test_any_wishes_are_what_their_definitions_say(wanted: tuple[int, Case], seed: int) -> None:
+    check_case(wanted, seed)
 
 
 def test_rows_have_their_own_wishes_and_others_are_left_alone() -> None:
     vocab_size = 32 * MASK_WORDS + 40
     wanted = [
         Row(),
-        wish(vocab_size, Wish(allowed=[3, 31, 32, 2047, 2048, vocab_size - 1], output=[3], presence=1.5)),
-        replace(wish(vocab_size, Wish(allowed=[1], output=[2], frequency=1.5)), ended=True),
-        wish(vocab_size, Wish(enders=[5, 7], min_tokens=3, output=[5], bias={7: 100.0, 9: -2.5})),
-        wish(vocab_size, Wish(enders=[5, 7], min_tokens=3, output=[5, 5, 5], repetition=1.3)),
+        row_of(vocab_size, Case(allowed=[3, 31, 32, 2047, 2048, vocab_size - 1], output=[3], presence=1.5)),
+        replace(row_of(vocab_size, Case(allowed=[1], output=[2], frequency=1.5)), ended=True),
+        row_of(vocab_size, Case(enders=[5, 7], min_tokens=3, output=[5], bias={7: 100.0, 9: -2.5})),
+        row_of(vocab_size, Case(enders=[5, 7], min_tokens=3, output=[5, 5, 5], repetition=1.3)),
         Row(),
     ]
     logits = torch.from_numpy(np.stack([row(vocab_size, i) for i in range(len(wanted))]))
@@ -91,7 +105,7 @@ def test_rows_have_their_own_wishes_and_others_are_left_alone() -> None:
     ("allowed", "ends"), [([4, 40], True), ([40], True), ([4, 39], False), ([], True), ([0, 4, 40], False)]
 )
 def test_a_grammar_that_allows_but_an_end_may_end_before_min_tokens(allowed: list[int], ends: bool) -> None:
-    one = wish(70, Wish(enders=[4, 40, 41], min_tokens=5, output=[1, 2]))
+    one = row_of(70, Case(enders=[4, 40, 41], min_tokens=5, output=[1, 2]))
     found = check(torch.zeros(1, 70), [one], [allowed])
     assert (found[0] > -INF).nonzero()[:, 0].tolist() == (allowed if ends else sorted({*allowed} - {4, 40, 41}))
 
@@ -99,9 +113,9 @@ def test_a_grammar_that_allows_but_an_end_may_end_before_min_tokens(allowed: lis
 def test_a_bad_word_longer_than_what_is_compared_together() -> None:
     long = [i % 7 for i in range(2 * RUN + 3)]
     wanted = [
-        wish(50, Wish(prompt=[9], output=long[:-1], bad_words=[long, [1, 2], [8]])),
-        wish(50, Wish(prompt=long[:5], output=long[5:-1], bad_words=[long, [3, 49]])),
-        wish(50, Wish(prompt=[9], output=[*long[1:-1]], bad_words=[[0, *long[1:]], [long[-2], 48]])),
+        row_of(50, Case(prompt=[9], output=long[:-1], bad_words=[long, [1, 2], [8]])),
+        row_of(50, Case(prompt=long[:5], output=long[5:-1], bad_words=[long, [3, 49]])),
+        row_of(50, Case(prompt=[9], output=[*long[1:-1]], bad_words=[[0, *long[1:]], [long[-2], 48]])),
     ]
     found = check(torch.zeros(3, 50), wanted)
     forbidden = [(each == -INF).nonzero()[:, 0].tolist() for each in found[:3]]
@@ -113,9 +127,11 @@ def test_many_ids_are_counted_once_each() -> None:
     known = rng.integers(0, 40, 2 * TILE + 100)
     # Places of a picture, say, have no logit.
     known[[5, TILE + 7, -1]] = -1, 60, 2**31 - 1
-    shaping = Shaping(known.astype(np.int32), TILE + 30, repetition=1.2, presence=0.5, frequency=0.01)
-    check(torch.from_numpy(row(60))[None], [Row(shaping=shaping, num_ids=len(known))])
+    logits_processors = LogitsProcessors(
+        known.astype(np.int32), TILE + 30, repetition=1.2, presence=0.5, frequency=0.01
+    )
+    check(torch.from_numpy(row(60))[None], [Row(logits_processors=logits_processors, num_ids=len(known))])
 
 
 if __name__ == "__main__":
-    settings(max_examples=500, deadline=None)(given(wishes(), st.integers(0, 1000))(check_wish))()
+    settings(max_examples=500, deadline=None)(given(cases(), st.integers(0, 1000))(check_case))()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.kernels.triton.logprobs import LogprobScratch, token_logprobs, top_logprobs
 from pipeline.kernels.triton.sample import BLOCK
-from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
 from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.test_logprobs import expected
 
@@ -21,14 +21,14 @@ def told(logits: np.ndarray, ids: list[int], num_top: list[int], *, keep: bool) 
     before = torch.from_numpy(logits.astype(np.float32))
     most = max(0, *num_top)
     out = torch.full((num, 1 + 2 * most), UNTOUCHED, dtype=torch.int32)
-    scratch = RecordScratch(num + 1, vocab_size, most, "cpu", keeps=keep)
+    scratch = LogprobScratch(num + 1, vocab_size, most, "cpu", keeps=keep)
     wanted, tokens = torch.tensor(num_top, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32)
     seen = before.clone()
-    stats(out, seen, wanted, scratch, keep=keep)
+    top_logprobs(out, seen, wanted, scratch, keep=keep)
     assert (out[:, 0] == UNTOUCHED).all() and torch.equal(seen.view(torch.int32), before.view(torch.int32))
     if keep:
         seen.fill_(NAN)
-    records(out, scratch.kept if keep else seen, tokens, wanted, scratch)
+    token_logprobs(out, scratch.kept if keep else seen, tokens, wanted, scratch)
     return out
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pipeline.kernels.triton.fused import gate_up, norm_gate_up, norm_linear
-from pipeline.kernels.triton.linear import num_parts, parts_dtype
+from pipeline.kernels.triton.fused import norm_linear, norm_swiglu, swiglu
+from pipeline.kernels.triton.linear import num_split_k_partials, split_k_partials_dtype
 from pipeline.kernels.triton.norm import add_norm, embed, take_norm
 from pipeline.kernels.triton.swiglu import silu_mul
-from pipeline.kernels.triton.tuned import Config
+from pipeline.kernels.triton.tuned import GemmConfig
 from tests.kernels.triton.gemms import (
     FORMATS,
     TOLERANCE,
@@ -23,43 +23,45 @@ from tests.kernels.triton.gemms import (
 EPS = 1e-5
 
 
-def hidden_of(num_tokens: int, width: int, parts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def hidden_of(num_tokens: int, width: int, split_k_partials: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """A residual, and what it becomes in float64."""
     residual = random(num_tokens, width, seed=3)
-    return residual, residual.double() + (0 if parts is None else parts.double().sum(0))
+    return residual, residual.double() + (0 if split_k_partials is None else split_k_partials.double().sum(0))
 
 
-def parts_of(num_parts: int, num_tokens: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-    return random(num_parts, num_tokens, width, seed=4).to(dtype) if num_parts else None
+def parts_of(
+    num_split_k_partials: int, num_tokens: int, width: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    return random(num_split_k_partials, num_tokens, width, seed=4).to(dtype) if num_split_k_partials else None
 
 
-@pytest.mark.parametrize("num_parts", [0, 1, 3])
+@pytest.mark.parametrize("num_split_k_partials", [0, 1, 3])
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 576), (5, 33)])
-def test_parts_are_added_and_the_sum_is_normed(num_parts: int, num_tokens: int, width: int) -> None:
-    parts, weight = parts_of(num_parts, num_tokens, width), random(width, seed=5)
-    residual, expected = hidden_of(num_tokens, width, parts)
+def test_parts_are_added_and_the_sum_is_normed(num_split_k_partials: int, num_tokens: int, width: int) -> None:
+    split_k_partials, weight = parts_of(num_split_k_partials, num_tokens, width), random(width, seed=5)
+    residual, expected = hidden_of(num_tokens, width, split_k_partials)
     out = poisoned(num_tokens, width, dtype=torch.float32)
-    add_norm(out, residual, parts, weight, EPS)
+    add_norm(out, residual, split_k_partials, weight, EPS)
     assert_near(residual, expected, 1e-6)
     assert_near(out, normed(expected, weight, EPS), 1e-6)
 
 
 def test_a_single_part_of_bfloat16_goes_into_a_bfloat16_norm() -> None:
-    parts, weight = parts_of(1, 3, 64, torch.bfloat16), random(64, seed=5)
-    residual, expected = hidden_of(3, 64, parts)
+    split_k_partials, weight = parts_of(1, 3, 64, torch.bfloat16), random(64, seed=5)
+    residual, expected = hidden_of(3, 64, split_k_partials)
     out = poisoned(3, 64, dtype=torch.bfloat16)
-    add_norm(out, residual, parts, weight, EPS)
+    add_norm(out, residual, split_k_partials, weight, EPS)
     assert_near(residual, expected, 1e-6)
     assert_near(out, normed(expected, weight, EPS), TOLERANCE[torch.bfloat16])
 
 
-@pytest.mark.parametrize("num_parts", [0, 2])
-def test_rows_of_samples_are_normed_and_the_residual_stays(num_parts: int) -> None:
-    parts, weight = parts_of(num_parts, 4, 96), random(96, seed=5)
-    residual, expected = hidden_of(4, 96, parts)
+@pytest.mark.parametrize("num_split_k_partials", [0, 2])
+def test_rows_of_samples_are_normed_and_the_residual_stays(num_split_k_partials: int) -> None:
+    split_k_partials, weight = parts_of(num_split_k_partials, 4, 96), random(96, seed=5)
+    residual, expected = hidden_of(4, 96, split_k_partials)
     before, index = residual.clone(), torch.tensor([3, 0, 3], dtype=torch.int32)
     out = poisoned(3, 96, dtype=torch.float32)
-    take_norm(out, residual, parts, index, weight, EPS)
+    take_norm(out, residual, split_k_partials, index, weight, EPS)
     assert torch.equal(residual, before)
     assert_near(out, normed(expected, weight, EPS)[index.long()], 1e-6)
 
@@ -72,37 +74,39 @@ def test_rows_of_the_embedding_come_in_any_order(format: str) -> None:
     torch.testing.assert_close(residual, table.dequantize()[ids.long()], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("num_split_k_partials", [1, 3])
 @pytest.mark.parametrize("width", [40, 1100])
-def test_a_gate_multiplies_what_its_parts_sum_to(num_parts: int, width: int) -> None:
-    parts = parts_of(num_parts, 3, 2 * width)
-    assert parts is not None
-    parts[:, 0, 0] = -200.0 / num_parts  # exp of it is infinite
+def test_a_gate_multiplies_what_its_parts_sum_to(num_split_k_partials: int, width: int) -> None:
+    split_k_partials = parts_of(num_split_k_partials, 3, 2 * width)
+    assert split_k_partials is not None
+    split_k_partials[:, 0, 0] = -200.0 / num_split_k_partials  # exp of it is infinite
     out = poisoned(3, width, dtype=torch.float32)
-    silu_mul(out, parts)
-    assert_near(out, gated(parts.double().sum(0)), 1e-6)
+    silu_mul(out, split_k_partials)
+    assert_near(out, gated(split_k_partials.double().sum(0)), 1e-6)
 
 
 @pytest.mark.parametrize("format", ["float", "int4", "q8_0"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])
-@pytest.mark.parametrize("num_parts_in", [0, 2])
-def test_a_product_norms_its_input_on_the_way(format: str, num_tokens: int, num_parts_in: int) -> None:
+@pytest.mark.parametrize("num_partials_in", [0, 2])
+def test_a_product_norms_its_input_on_the_way(format: str, num_tokens: int, num_partials_in: int) -> None:
     rows, columns, dtype = 22, 160, torch.float32
     matrix, bias, weight = device_matrix(rows, columns, format, dtype), random(rows, seed=2), random(columns, seed=5)
-    parts_in = parts_of(num_parts_in, num_tokens, columns)
+    parts_in = parts_of(num_partials_in, num_tokens, columns)
     residual, hidden = hidden_of(num_tokens, columns, parts_in)
     before, residual_out = residual.clone(), poisoned(num_tokens, columns, dtype=dtype)
     expected = product(normed(hidden, weight, EPS), matrix, bias)
 
-    parts = poisoned(num_parts(matrix, num_tokens), num_tokens, rows, dtype=parts_dtype(matrix, num_tokens))
-    norm_linear(parts, residual_out, residual, parts_in, weight, EPS, matrix, bias)
-    assert_near(parts.double().sum(0), expected, 2e-5)
+    split_k_partials = poisoned(
+        num_split_k_partials(matrix, num_tokens), num_tokens, rows, dtype=split_k_partials_dtype(matrix, num_tokens)
+    )
+    norm_linear(split_k_partials, residual_out, residual, parts_in, weight, EPS, matrix, bias)
+    assert_near(split_k_partials.double().sum(0), expected, 2e-5)
     if parts_in is not None:
         assert_near(residual_out, hidden, 1e-6)
         residual_out.fill_(torch.nan)
 
     out = poisoned(num_tokens, rows // 2, dtype=dtype)
-    norm_gate_up(out, residual_out, residual, parts_in, weight, EPS, matrix, bias)
+    norm_swiglu(out, residual_out, residual, parts_in, weight, EPS, matrix, bias)
     assert_near(out, gated(expected), 2e-5)
     if parts_in is not None:
         assert_near(residual_out, hidden, 1e-6)
@@ -116,13 +120,13 @@ def test_a_norm_on_the_way_sees_all_columns_where_they_are_shared_out(num_tokens
     matrix, weight = device_matrix(6, 150, "float", torch.float32), random(150, seed=5)
     parts_in = parts_of(2, num_tokens, 150)
     residual, hidden = hidden_of(num_tokens, 150, parts_in)
-    parts, residual_out = (
+    split_k_partials, residual_out = (
         poisoned(3, num_tokens, 6, dtype=torch.float32),
         poisoned(num_tokens, 150, dtype=torch.float32),
     )
-    config = Config(1 if num_tokens == 1 else 8, 4 if num_tokens == 1 else 16, 64, 3, 4, 2)
-    norm_linear(parts, residual_out, residual, parts_in, weight, EPS, matrix, None, config)
-    assert_near(parts.sum(0), product(normed(hidden, weight, EPS), matrix, None), 2e-5)
+    config = GemmConfig(1 if num_tokens == 1 else 8, 4 if num_tokens == 1 else 16, 64, 3, 4, 2)
+    norm_linear(split_k_partials, residual_out, residual, parts_in, weight, EPS, matrix, None, config)
+    assert_near(split_k_partials.sum(0), product(normed(hidden, weight, EPS), matrix, None), 2e-5)
     assert_near(residual_out, hidden, 1e-6)
 
 
@@ -130,5 +134,5 @@ def test_a_norm_on_the_way_sees_all_columns_where_they_are_shared_out(num_tokens
 def test_a_gate_of_bfloat16_without_a_norm(num_tokens: int) -> None:
     matrix, x = device_matrix(24, 128, "float", torch.bfloat16), random(num_tokens, 128, seed=1).bfloat16()
     out = poisoned(num_tokens, 12, dtype=torch.bfloat16)
-    gate_up(out, x, matrix, None)
+    swiglu(out, x, matrix, None)
     assert_near(out, gated(product(x, matrix, None)), TOLERANCE[torch.bfloat16])

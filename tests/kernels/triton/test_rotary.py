@@ -21,11 +21,11 @@ def angles(head_dim: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def heads_reference(
-    parts: Tensor, positions: Tensor, frequencies: Tensor, num_kv_heads: int, head_norms: HeadNorms | None
+    split_k_partials: Tensor, positions: Tensor, frequencies: Tensor, num_kv_heads: int, head_norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as they are attended to, [T, heads, D] float64 each."""
-    num_tokens, head_dim = parts.shape[1], 2 * len(frequencies)
-    heads = parts.double().sum(0).view(num_tokens, -1, head_dim)
+    num_tokens, head_dim = split_k_partials.shape[1], 2 * len(frequencies)
+    heads = split_k_partials.double().sum(0).view(num_tokens, -1, head_dim)
     queries, keys, values = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
     if head_norms is not None:
         queries = rms_norm_reference(queries, head_norms[0], head_norms[2])
@@ -34,7 +34,7 @@ def heads_reference(
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "num_parts", "normed", "dtype"),
+    ("num_heads", "num_kv_heads", "head_dim", "num_split_k_partials", "normed", "dtype"),
     [
         (4, 2, 16, 1, False, torch.float32),
         (9, 3, 64, 3, False, torch.float32),
@@ -44,23 +44,25 @@ def heads_reference(
     ],
 )
 def test_rotary_write(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_parts: int, normed: bool, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_dim: int, num_split_k_partials: int, normed: bool, dtype: torch.dtype
 ) -> None:
     entries = [(30, 1), (0, 3), (15, 0), (100, 2)]
     made = make_step(entries, num_kv_heads, head_dim, dtype, num_entries=6, num_tokens=9)
     step = made.step
     frequencies, cos, sin = angles(head_dim, 200)
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    parts = torch.randn(num_parts, step.num_tokens, width).to(dtype if num_parts == 1 else torch.float32)
-    parts[:, ~made.live] = torch.nan
+    split_k_partials = torch.randn(num_split_k_partials, step.num_tokens, width).to(
+        dtype if num_split_k_partials == 1 else torch.float32
+    )
+    split_k_partials[:, ~made.live] = torch.nan
     norms = (1 + 0.1 * torch.randn(head_dim), 1 + 0.1 * torch.randn(head_dim), EPS) if normed else None
     queries = torch.full((step.num_tokens, num_heads * head_dim), -7.0, dtype=dtype)
     keys, values = torch.full_like(made.keys, -7.0), torch.full_like(made.values, -7.0)
 
-    rotary_write(queries, parts, cos, sin, step, keys, values, norms)
+    rotary_write(queries, split_k_partials, cos, sin, step, keys, values, norms)
 
     live = made.live
-    expected = heads_reference(parts[:, live], step.positions[live], frequencies, num_kv_heads, norms)
+    expected = heads_reference(split_k_partials[:, live], step.positions[live], frequencies, num_kv_heads, norms)
     blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
     got = queries[live].view(int(live.sum()), num_heads, head_dim), keys[blocks, :, places], values[blocks, :, places]
     # The interpreter cuts to bfloat16 where a GPU rounds.

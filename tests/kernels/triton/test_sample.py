@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels import noise
+from pipeline.kernels.noise import exponential, halves, noise_keys
+from pipeline.kernels.sample import probabilities_reference
+from pipeline.kernels.sample import sample as sample_in_torch
 from pipeline.kernels.sampling_inputs import NO_ID
-from pipeline.kernels.noise import draw_keys, exponential, halves
-from pipeline.kernels.sample import probabilities_reference, sample
-from pipeline.kernels.triton.sample import BLOCK, DrawScratch, draw
-from pipeline.kernels.triton.noise import draw_key, log_noise, noise_bits
+from pipeline.kernels.triton.noise import log_noise, noise_bits, noise_key
+from pipeline.kernels.triton.sample import BLOCK, SamplingScratch, sample
 from tests.kernels.test_sample import assert_follows
 from tests.kernels.triton.params import Row, params_of
 
@@ -24,7 +25,7 @@ UNTOUCHED = -7
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
 
 
-def drawn(logits: torch.Tensor, rows: list[Row], filtered: bool | None = None) -> list[int]:
+def sampled(logits: torch.Tensor, rows: list[Row], filtered: bool | None = None) -> list[int]:
     """One sample of each row, last row first; the last sample is padding, which touches nothing."""
     num = len(rows)
     # Behind each row is something that is not of it.
@@ -33,20 +34,20 @@ def drawn(logits: torch.Tensor, rows: list[Row], filtered: bool | None = None) -
     logits = memory[:, :-3]
     ids = torch.full((num + 1,), UNTOUCHED, dtype=torch.int32)
     sample_rows = torch.tensor([*range(num - 1, -1, -1), num], dtype=torch.int32)
-    scratch = DrawScratch(num + 2, logits.shape[1], "cpu")
+    scratch = SamplingScratch(num + 2, logits.shape[1], "cpu")
     for buffer in (scratch.largest, scratch.scores):
         buffer.fill_(NAN)
     before = memory.clone()
     if filtered is None:
         filtered = any(row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in rows)
-    draw(ids, logits, params_of(rows), sample_rows, scratch, filtered=filtered)
+    sample(ids, logits, params_of(rows), sample_rows, scratch, filtered=filtered)
     assert ids[num] == UNTOUCHED and torch.equal(memory.view(torch.int32), before.view(torch.int32))
     return ids[:num].flip(0).tolist()
 
 
 def in_torch(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    keys = draw_keys(np.array([row.key for row in rows], np.uint64), np.array([row.num_ids for row in rows]))
-    return sample(
+    keys = noise_keys(np.array([row.key for row in rows], np.uint64), np.array([row.num_ids for row in rows]))
+    return sample_in_torch(
         logits.float(),
         torch.tensor([row.temperature for row in rows]),
         torch.tensor([row.top_k for row in rows]),
@@ -62,7 +63,7 @@ def normal(num: int, vocab_size: int, seed: int = 0, spread: float = 3.0) -> tor
 
 @triton.jit
 def _noise(bits, logs, params, position, BLOCK: tl.constexpr):
-    low, high = draw_key(tl.load(params), tl.load(params + 1), tl.load(position))
+    low, high = noise_key(tl.load(params), tl.load(params + 1), tl.load(position))
     ids = tl.arange(0, BLOCK)
     tl.store(bits + ids, noise_bits(low, high, ids))
     tl.store(logs + ids, log_noise(low, high, ids))
@@ -74,7 +75,7 @@ def test_noise_is_that_of_the_cpu_bit_for_bit(seed: int, position: int) -> None:
     bits, logs = torch.zeros(num, dtype=torch.int32), torch.zeros(num)
     key = torch.from_numpy(np.array([row.key], np.uint64).view(np.int32))
     _noise[(1,)](bits, logs, key, torch.tensor([position], dtype=torch.int32), num)
-    keys = halves(draw_keys(np.array([row.key], np.uint64), np.array([position])))
+    keys = halves(noise_keys(np.array([row.key], np.uint64), np.array([position])))
     wanted = noise._mix(noise._mix(torch.arange(num, dtype=torch.int32) ^ keys[0, 0]) ^ keys[0, 1]) & 0x7FFFFFFF
     assert torch.equal(bits, wanted)
     np.testing.assert_allclose(logs, exponential(keys, num)[0].log(), rtol=0, atol=4e-6)
@@ -84,7 +85,7 @@ def test_noise_is_that_of_the_cpu_bit_for_bit(seed: int, position: int) -> None:
 def test_greedy_and_drawn_rows_beside_each_other_have_the_ids_of_torch(vocab_size: int) -> None:
     logits = normal(7, vocab_size, vocab_size)
     rows = [Row(temperature, seed=i, num_ids=3 * i) for i, temperature in enumerate([1, 0, 0.3, 1.7, 1e-4, 40, 1e-6])]
-    found, wanted = drawn(logits, rows), in_torch(logits, rows)
+    found, wanted = sampled(logits, rows), in_torch(logits, rows)
     largest = logits.argmax(-1).tolist()
     assert found == [largest[i] if row.temperature < 1e-5 else wanted[i] for i, row in enumerate(rows)]
 
@@ -104,24 +105,28 @@ def test_filters_leave_what_they_leave_in_torch(spread: float) -> None:
     logits = normal(len(rows), 4500, 2, spread)
     wanted = in_torch(logits, [replace(row, temperature=row.temperature or 1.0) for row in rows])
     wanted[1], wanted[3] = int(logits[1].argmax()), UNTOUCHED
-    assert drawn(logits, rows) == wanted
+    assert sampled(logits, rows) == wanted
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
     logits = normal(3, 3000)
     rows = [Row(temperature=0.2 + i / 2, seed=i) for i in range(3)]
-    assert drawn(logits, rows) == [drawn(logits[i : i + 1], rows[i : i + 1])[0] for i in range(3)]
+    assert sampled(logits, rows) == [sampled(logits[i : i + 1], rows[i : i + 1])[0] for i in range(3)]
 
 
 def test_rows_that_have_ended_draw_nothing() -> None:
     logits = normal(3, 100)
-    assert drawn(logits, [Row(ended=True), Row(0), Row(ended=True)]) == [UNTOUCHED, int(logits[1].argmax()), UNTOUCHED]
+    assert sampled(logits, [Row(ended=True), Row(0), Row(ended=True)]) == [
+        UNTOUCHED,
+        int(logits[1].argmax()),
+        UNTOUCHED,
+    ]
 
 
 def test_draws_follow_the_softmax() -> None:
     logits = normal(1, 5, 3, 1.5)
     num = 60
-    ids = drawn(logits.expand(num, -1), [Row(1.3, seed=5, num_ids=i) for i in range(num)])
+    ids = sampled(logits.expand(num, -1), [Row(1.3, seed=5, num_ids=i) for i in range(num)])
     assert_follows(torch.tensor(ids), probabilities_reference(logits[0], 1.3, 0, 1, 0))
 
 
@@ -141,9 +146,9 @@ def test_what_has_no_number_is_never_drawn(temperature: float, values: dict[int,
     logits = torch.full((1, 2 * BLOCK + 1), -INF)
     for place, value in values.items():
         logits[0, place] = value
-    assert drawn(logits, [Row(temperature)]) == [expected]
+    assert sampled(logits, [Row(temperature)]) == [expected]
     if temperature == 1:
-        assert drawn(logits, [Row(temperature, top_p=0.5, top_k=3)]) == [expected]
+        assert sampled(logits, [Row(temperature, top_p=0.5, top_k=3)]) == [expected]
 
 
 def test_of_equal_logits_the_lowest_id_is_the_greedy_one() -> None:
@@ -152,20 +157,20 @@ def test_of_equal_logits_the_lowest_id_is_the_greedy_one() -> None:
     logits[1, 0] = -0.0
     logits[2] = -1
     logits[2, BLOCK - 1 : BLOCK + 1] = torch.tensor([0.0, -0.0])
-    assert drawn(logits, [Row(0)] * 3) == [BLOCK + 4, 0, BLOCK - 1]
+    assert sampled(logits, [Row(0)] * 3) == [BLOCK + 4, 0, BLOCK - 1]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6, 3e38])
 def test_one_huge_logit_among_others(temperature: float) -> None:
     logits = torch.tensor([[0.0, 3e38, -3e38, 1e30]]).expand(6, -1)
-    ids = drawn(logits, [Row(temperature, num_ids=i) for i in range(6)])
+    ids = sampled(logits, [Row(temperature, num_ids=i) for i in range(6)])
     assert set(ids) == {1} if temperature < 1e30 else set(ids) <= {0, 1, 2, 3} and len(set(ids)) > 1
 
 
 def test_filtered_draws_are_of_what_is_left_alone() -> None:
     """Equal logits stay or go together."""
     logits = torch.tensor([[1.0, 3.0, 2.5, 2.5, 2.5, 0.9, 2.6]]).expand(6, -1)
-    ids = drawn(logits, [Row(20.0, top_k=3, num_ids=i) for i in range(6)])
+    ids = sampled(logits, [Row(20.0, top_k=3, num_ids=i) for i in range(6)])
     assert set(ids) <= {1, 2, 3, 4, 6} and len(set(ids)) > 2
 
 
@@ -173,12 +178,12 @@ def test_blocks_without_likely_ids_do_not_count_in_a_nucleus() -> None:
     """Each block weighs its own ids by its own largest, 2048 of which here have no probability to speak of."""
     logits = torch.full((1, 2 * BLOCK), -20.0)
     logits[0, BLOCK + 5], logits[0, BLOCK + 6] = 10.0, 9.9
-    assert drawn(logits.expand(6, -1), [Row(1.0, top_p=0.5, num_ids=i) for i in range(6)]) == [BLOCK + 5] * 6
+    assert sampled(logits.expand(6, -1), [Row(1.0, top_p=0.5, num_ids=i) for i in range(6)]) == [BLOCK + 5] * 6
 
 
 def test_a_nucleus_is_a_share_of_what_top_k_has_left() -> None:
     """The first of two has 0.62 of their weight, and hardly any of all."""
     logits = torch.full((1, 3000), 9.0)
     logits[0, 7], logits[0, 2500] = 9.5, 10.0
-    assert drawn(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.6, num_ids=i) for i in range(8)]) == [2500] * 8
-    assert set(drawn(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.7, num_ids=i) for i in range(8)])) == {7, 2500}
+    assert sampled(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.6, num_ids=i) for i in range(8)]) == [2500] * 8
+    assert set(sampled(logits.expand(8, -1), [Row(1.0, top_k=2, top_p=0.7, num_ids=i) for i in range(8)])) == {7, 2500}

@@ -9,7 +9,7 @@ from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows, StepArrays
 
 MAX_ROWS, MAX_LEN, NUM_BLOCKS, MAX_STOPS = 9, 48, 3, 5
-NOBODY = MAX_ROWS
+PADDING_ROW = MAX_ROWS
 POISON = 77
 
 
@@ -33,7 +33,7 @@ class Machine:
         params[:, Field.NUM_IDS] = self.random.integers(1, MAX_LEN - 1, num)
         params[:, Field.NUM_STOPS] = self.random.integers(0, MAX_STOPS + 1, num)
         params[:, Field.ENDED] = self.random.random(num) < 0.3
-        params[NOBODY, Field.ENDED] = 1
+        params[PADDING_ROW, Field.ENDED] = 1
         self.words = torch.full((4096,), POISON, dtype=torch.int32)
         self.stamps = torch.zeros(4, dtype=torch.int32)
 
@@ -138,9 +138,9 @@ def _check(machine: Machine, step: StepArrays, entries: list[tuple[int, int, int
             sampled.append((offset - 1, row))
     tokens += [(0, 0, -1)] * (step.num_tokens - len(tokens))
     assert list(zip(step.ids.tolist(), step.positions.tolist(), step.slots.tolist(), strict=True)) == tokens
-    assert step.rows[len(entries) :].tolist() == [NOBODY] * (step.num_entries - len(entries))
+    assert step.rows[len(entries) :].tolist() == [PADDING_ROW] * (step.num_entries - len(entries))
     assert not step.counts[len(entries) :].any()
-    sampled += [(0, NOBODY)] * (step.num_samples - len(sampled))
+    sampled += [(0, PADDING_ROW)] * (step.num_samples - len(sampled))
     assert list(zip(step.sampled.tolist(), step.sample_rows.tolist(), strict=True)) == sampled
 
 

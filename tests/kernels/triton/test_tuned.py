@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.kernels.triton import fused, tuned
-from pipeline.kernels.triton.tuned import BUCKETS, SKINNY_TOKENS, Config, Op, Shape
+from pipeline.kernels.triton.tuned import BUCKETS, SKINNY_TOKENS, GemmConfig, GemmShape, Op
 
 CPU = torch.device("cpu")
 FORMATS = ("bf16", "f32", "int8g128", "int4g128", "int4g32")
@@ -24,8 +24,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_written_entry_is_chosen_and_its_neighbours_follow_the_rule(folder: Path) -> None:
-    config = Config(8, 32, 256, 2, 8, 5)
-    path = tuned.write_table("none", {Shape("linear", 8, 960, 512, "bf16"): config}, "a machine")
+    config = GemmConfig(8, 32, 256, 2, 8, 5)
+    path = tuned.write_table("none", {GemmShape("linear", 8, 960, 512, "bf16"): config}, "a machine")
     assert path.parent == folder
     assert json.loads(path.read_text())["measured_on"] == "a machine"
     sizes = {"num_rows": 960, "num_columns": 512, "device": CPU}
@@ -42,12 +42,12 @@ def test_shipped_tables_hold_what_they_should() -> None:
             assert shape.num_tokens in BUCKETS
 
 
-@pytest.mark.parametrize("op", ["linear", "gate", "logits"])
+@pytest.mark.parametrize("op", ["linear", "swiglu", "logits"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("num_tokens", BUCKETS)
 def test_the_rule_divides_any_shape(op: Op, format: str, num_tokens: int) -> None:
     for num_rows, num_columns in SIZES:
-        shape = Shape(op, num_tokens, num_rows, num_columns, format)
+        shape = GemmShape(op, num_tokens, num_rows, num_columns, format)
         config = tuned.rule(shape, H100)
         num_blocks = -(-num_columns // config.block_k)
         share = -(-num_blocks // config.split)
@@ -62,7 +62,7 @@ def test_the_rule_divides_any_shape(op: Op, format: str, num_tokens: int) -> Non
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(960, 576), (3072, 2048), (6144, 4096), (4096, 14336)])
 @pytest.mark.parametrize("num_tokens", [1, 8, 16])
 def test_most_of_a_gpu_is_at_work(num_rows: int, num_columns: int, num_tokens: int) -> None:
-    config = tuned.rule(Shape("linear", num_tokens, num_rows, num_columns, "bf16"), H100)
+    config = tuned.rule(GemmShape("linear", num_tokens, num_rows, num_columns, "bf16"), H100)
     assert -(-num_rows // config.block_n) * config.split >= H100
 
 
@@ -76,7 +76,7 @@ def test_candidates_are_many_and_all_different(num_tokens: int, format: str) -> 
 
 
 def test_a_norm_is_fused_where_its_numbers_are_few() -> None:
-    small, large = tuned.rule(Shape("linear", 1, 960, 576, "bf16"), H100), 4096
+    small, large = tuned.rule(GemmShape("linear", 1, 960, 576, "bf16"), H100), 4096
     assert fused.fuses(1, 1, 576, -(-960 // small.block_n) * small.split)
     assert not fused.fuses(16, 4, large, 400)
     assert not fused.fuses(17, 0, 64, 1)

@@ -99,7 +99,7 @@ class GivenMasks:
 
     def __init__(self, runner: Runner) -> None:
         self._own = runner.masks
-        self.words = runner.draws.mask_words
+        self.words = runner.sampling_inputs.mask_words
         self.word = np.zeros(1, np.uint32)
         self.word_address = int(self.word.ctypes.data)
         self.failed: dict[int, str] = {}

@@ -20,7 +20,7 @@ from pipeline.stages.execute.cpu.runner import Runner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, settings
 
-LEVELS = [*available(), "emulated"]
+ISAS = [*available(), "emulated"]
 
 
 def random_ids(num: int, seed: int) -> list[int]:
@@ -44,10 +44,10 @@ def write(folder: Path, config: ModelConfig, formats_of: Sequence[Format] = ("bf
 
 
 @contextmanager
-def emulation(level: str) -> Iterator[str]:
+def emulation(isa: str) -> Iterator[str]:
     """What `execute.kernels` is called at a level; while this lasts, "avx512_bf16" runs without its instructions."""
-    if level != "emulated":
-        yield level
+    if isa != "emulated":
+        yield isa
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "available", lambda: ["avx512_bf16"])
@@ -58,8 +58,8 @@ def emulation(level: str) -> Iterator[str]:
 class Native(Driver):
     """A driver of the library, which keeps logits only where that is said."""
 
-    def __init__(self, folder: Path, level: str, keep_logits: bool = True, *, swap_bytes: int = 0, **how: Any) -> None:
-        with emulation(level) as kernels:
+    def __init__(self, folder: Path, isa: str, keep_logits: bool = True, *, swap_bytes: int = 0, **how: Any) -> None:
+        with emulation(isa) as kernels:
             config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, **how})
             self.runner = Runner(config, folder, memoryview(bytearray(swap_bytes)) if swap_bytes else None)
         assert isinstance(self.runner.program, NativeProgram)

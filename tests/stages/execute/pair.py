@@ -33,14 +33,14 @@ class Ask(msgspec.Struct, frozen=True):
     at_step: int = 0
     """Steps that are planned before it comes."""
     priority: int = 0
-    wishes: tuple[tuple[str, Any], ...] = ()
+    samplings: tuple[tuple[str, Any], ...] = ()
     """Further fields of its sampling."""
 
     @property
     def sampling(self) -> m.Sampling:
         temperature = 0.0 if self.seed == GREEDY else 1.3
         plain = {"temperature": temperature, "seed": max(0, self.seed), "ignore_eos": True}
-        return m.Sampling(**{**plain, **dict(self.wishes)})
+        return m.Sampling(**{**plain, **dict(self.samplings)})
 
     def record_bytes(self, facts: m.ExecuteFacts) -> int:
         if self.sampling.pooling:
@@ -89,9 +89,9 @@ class Pair:
         self._opened: dict[int, tuple[int, int]] = {}
         self._texts: dict[tuple[int, int], list[int]] = {}
         self._finished: dict[tuple[int, int], Finish] = {}
-        self.records: dict[tuple[int, int], bytes] = {}
+        self.token_outputs: dict[tuple[int, int], bytes] = {}
         """Of each sequence of each request, by the order in which they were asked."""
-        self.prompt_records: dict[tuple[int, int], bytes] = {}
+        self.prompt_logprobs: dict[tuple[int, int], bytes] = {}
         """Likewise, of their prompts"""
         self.errors: dict[tuple[int, int], str] = {}
         """Of those that have ended by one."""
@@ -149,7 +149,7 @@ class Pair:
             assert isinstance(told, m.Open), told
             self._opened[told.seq] = request_id, told.index
             self._texts[request_id, told.index] = []
-            self.records[request_id, told.index] = self.prompt_records[request_id, told.index] = b""
+            self.token_outputs[request_id, told.index] = self.prompt_logprobs[request_id, told.index] = b""
             self._widths[told.seq], self._prompt_widths[told.seq] = admit.record_bytes, admit.prompt_record_bytes
 
     def _compute(self, step: m.Step) -> None:
@@ -165,8 +165,8 @@ class Pair:
             compute_s=time.monotonic() - began_s,
             wait_s=0.0,
             copy_s=sampled.copy_s,
-            records=sampled.records.tobytes(),
-            prompt_records=sampled.prompt_records.tobytes(),
+            records=sampled.token_outputs.tobytes(),
+            prompt_records=sampled.prompt_logprobs.tobytes(),
             errors=list(sampled.errors),
         )
         self.scheduler.settle(result)
@@ -183,16 +183,16 @@ class Pair:
         ids, finishes = take(settled.ids, np.int32).tolist(), take(settled.finishes, np.uint8).tolist()
         records, errors = take(settled.records, np.uint8).tobytes(), list(settled.errors)
         for seq, start, told in zip(settled.prompt_seqs, settled.prompt_starts, settled.prompt_records, strict=True):
-            known, num_before = self.prompt_records[self._opened[seq]], start * self._prompt_widths[seq]
+            known, num_before = self.prompt_logprobs[self._opened[seq]], start * self._prompt_widths[seq]
             assert len(known) == num_before, "records of a prompt were lost or repeated"
-            self.prompt_records[self._opened[seq]] += told
+            self.prompt_logprobs[self._opened[seq]] += told
         for seq, start, count, finish in zip(seqs, starts, counts, finishes, strict=True):
             text = self._texts[self._opened[seq]]
             assert start == len(text), "ids were lost or repeated"
             text += ids[:count]
             ids = ids[count:]
             num_bytes = count * self._widths[seq]
-            self.records[self._opened[seq]] += records[:num_bytes]
+            self.token_outputs[self._opened[seq]] += records[:num_bytes]
             records = records[num_bytes:]
             if finish:
                 self._finished[self._opened[seq]] = Finish(finish)

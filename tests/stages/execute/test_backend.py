@@ -13,7 +13,7 @@ from pipeline.stages.execute.cpu.runner import Runner
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
-from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
 
 def test_a_level_that_this_cpu_lacks_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available", lambda: ["portable"])
-    for level in ("avx512", "avx2"):
-        with pytest.raises(UserError, match=f"kernels is '{level}', but this CPU runs portable and torch"):
-            Runner(settings(dtype="bfloat16", kernels=level), tiny)
+    for isa in ("avx512", "avx2"):
+        with pytest.raises(UserError, match=f"kernels is '{isa}', but this CPU runs portable and torch"):
+            Runner(settings(dtype="bfloat16", kernels=isa), tiny)
 
 
 def test_without_a_compiler_torch_computes_with_one_warning(
@@ -83,7 +83,7 @@ def num_threads() -> int:
 
 def test_threads_end_with_the_program_and_closing_twice_is_harmless(tiny: Path) -> None:
     before = num_threads()
-    driver = Native(tiny, LEVELS[0], threads=4)
+    driver = Native(tiny, ISAS[0], threads=4)
     assert num_threads() == before + 3
     driver.generate([random_ids(10, 0)], 3)
     driver.runner.close()
@@ -94,7 +94,7 @@ def test_threads_end_with_the_program_and_closing_twice_is_harmless(tiny: Path) 
 
 def test_a_program_that_is_closed_leaves_no_memory_behind(tiny: Path) -> None:
     def open_and_close() -> None:
-        driver = Native(tiny, LEVELS[0], threads=3, kv_mib=4)
+        driver = Native(tiny, ISAS[0], threads=3, kv_mib=4)
         driver.generate([random_ids(40, 0)], 3)
         driver.runner.close()
 

@@ -1,4 +1,4 @@
-"""Copies of KV blocks, swapping and forks: exact in both back ends, in whichever order a step lists them."""
+"""BlockCopier of KV blocks, swapping and forks: exact in both back ends, in whichever order a step lists them."""
 
 import ctypes
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from pipeline.stages.execute.cpu.runner import Runner
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
-from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 DRAWN = m.Sampling(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
 BLOCK_BYTES = {"native": 3 * 2 * 16 * 2 * 16 * 2, "torch": 3 * 2 * 16 * 2 * 16 * 4}
@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def make(backend: str, folder: Path, swap_bytes: int, **how: Any) -> Driver:
     if backend == "native":
-        return Native(folder, LEVELS[0], swap_bytes=swap_bytes, threads=3, **how)
+        return Native(folder, ISAS[0], swap_bytes=swap_bytes, threads=3, **how)
     return Driver(folder, settings(kernels="torch", **how), swap_bytes)
 
 

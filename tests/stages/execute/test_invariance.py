@@ -222,8 +222,8 @@ def test_by_every_rule(machine: Machine, depth: int, rules: dict[str, Any]) -> N
     assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0
 
 
-def records_of(**wishes: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple({"with_logprobs": True, **wishes}.items())
+def records_of(**samplings: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple({"with_logprobs": True, **samplings}.items())
 
 
 def few_ids(seed: int) -> bytes:
@@ -232,7 +232,7 @@ def few_ids(seed: int) -> bytes:
     return np.flatnonzero(kept).astype(np.int32).tobytes()
 
 
-WISHES = [
+FEATURES = [
     (),
     records_of(),
     records_of(num_top=4),
@@ -244,10 +244,10 @@ WISHES = [
 ]
 
 
-def with_wishes() -> list[Ask]:
+def asks_with_features() -> list[Ask]:
     """Each wish greedy and drawn, alone and with n."""
     return [
-        Ask(ask.prompt, ask.max_tokens, ask.seed if i % 3 else i, n=1 + i % 3, wishes=WISHES[i % len(WISHES)])
+        Ask(ask.prompt, ask.max_tokens, ask.seed if i % 3 else i, n=1 + i % 3, samplings=FEATURES[i % len(FEATURES)])
         for i, ask in enumerate(asks())
     ]
 
@@ -257,7 +257,7 @@ def with_wishes() -> list[Ask]:
 def test_wishes_are_granted_alike_in_any_company(machine: Machine, depth: int, memory: tuple[int, int]) -> None:
     """Ids and records to the bit: alone, in a batch with others that wish for other things or for nothing, in chunks,
     forked, preempted by either means."""
-    requests = with_wishes()
+    requests = asks_with_features()
     limits: dict[str, Any] = {"max_num_batched_tokens": 96, "preemption": "swap" if memory[1] else "recompute"}
     pair = Pair(machine.runner(*memory), depth, **limits)
     load = run(machine, pair, requests)
@@ -267,18 +267,18 @@ def test_wishes_are_granted_alike_in_any_company(machine: Machine, depth: int, m
         lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
         lonely.run([ask])
         for index in range(ask.n):
-            records, prompts = pair.records[i, index], pair.prompt_records[i, index]
-            assert records == lonely.records[1, index]
+            records, prompts = pair.token_outputs[i, index], pair.prompt_logprobs[i, index]
+            assert records == lonely.token_outputs[1, index]
             assert len(records) == ask.max_tokens * ask.record_bytes(machine.runner(ALONE).facts)
-            assert prompts == lonely.prompt_records[1, index]
+            assert prompts == lonely.prompt_logprobs[1, index]
             assert len(prompts) == (len(ask.prompt) - 1) * ask.prompt_record_bytes * (index == 0)
 
 
 def test_wishes_change_texts(machine: Machine) -> None:
     """So that the test above compares something: but records alone do not."""
-    for ask in with_wishes():
+    for ask in asks_with_features():
         plain = Ask(ask.prompt, ask.max_tokens, ask.seed, ask.n)
-        only_records = all(name in ("with_logprobs", "num_top") for name, _ in ask.wishes)
+        only_records = all(name in ("with_logprobs", "num_top") for name, _ in ask.samplings)
         assert (alone(machine, ask) == alone(machine, plain)) == only_records
 
 
@@ -286,7 +286,11 @@ def test_wishes_change_texts(machine: Machine) -> None:
 def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> None:
     """To the bit, also where a prompt is computed in chunks of other lengths."""
     requests = [
-        Ask(ask.prompt, 1 if i % 3 else ask.max_tokens, wishes=(("pooling", 1 + i % 2),) if i % 3 else WISHES[i % 4])
+        Ask(
+            ask.prompt,
+            1 if i % 3 else ask.max_tokens,
+            samplings=(("pooling", 1 + i % 2),) if i % 3 else FEATURES[i % 4],
+        )
         for i, ask in enumerate(asks())
     ]
     for limits in ({"max_num_batched_tokens": 17}, {"max_num_batched_tokens": 256}, {"max_num_seqs": 3}):
@@ -295,9 +299,9 @@ def test_embeddings_are_alike_in_any_company(machine: Machine, depth: int) -> No
         for i, ask in enumerate(requests, 1):
             lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
             lonely.run([ask])
-            assert pair.records[i, 0] == lonely.records[1, 0]
+            assert pair.token_outputs[i, 0] == lonely.token_outputs[1, 0]
             if ask.sampling.pooling:
-                vector = np.frombuffer(pair.records[i, 0], np.float32)
+                vector = np.frombuffer(pair.token_outputs[i, 0], np.float32)
                 assert len(vector) == 48 and np.isfinite(vector).all() and vector.std() > 0.1
 
 
@@ -307,28 +311,28 @@ def test_a_prompt_that_is_put_back_half_way_is_told_of_as_if_it_were_not(
     machine: Machine, depth: int, num_swap_blocks: int
 ) -> None:
     """Texts before it grow until there is no memory for it, while a few of its ids are computed in each step."""
-    texts = [Ask(tuple(random_ids(15, seed)), 45, wishes=records_of(num_top=2)) for seed in range(5)]
-    wishes: list[tuple[tuple[str, Any], ...]] = [(("pooling", 1),), (("pooling", 2),), records_of(prompt_num_top=2)]
-    for wish in wishes:
-        whole = Ask(tuple(random_ids(120, 9)), 1, at_step=2, wishes=wish)
+    texts = [Ask(tuple(random_ids(15, seed)), 45, samplings=records_of(num_top=2)) for seed in range(5)]
+    samplings: list[tuple[tuple[str, Any], ...]] = [(("pooling", 1),), (("pooling", 2),), records_of(prompt_num_top=2)]
+    for sampling in samplings:
+        whole = Ask(tuple(random_ids(120, 9)), 1, at_step=2, samplings=sampling)
         limits: dict[str, Any] = {"max_num_batched_tokens": 8, "preemption": "swap" if num_swap_blocks else "recompute"}
         pair = Pair(machine.runner(FEW, num_swap_blocks), depth, **limits)
         pair.run([*texts, whole])
         assert pair.scheduler.load().num_preemptions > 0
         lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
         lonely.run([whole])
-        assert pair.records[6, 0] == lonely.records[1, 0] != b""
-        assert pair.prompt_records[6, 0] == lonely.prompt_records[1, 0]
-        assert len(pair.prompt_records[6, 0]) == (119 * 20 if whole.prompt_record_bytes else 0)
+        assert pair.token_outputs[6, 0] == lonely.token_outputs[1, 0] != b""
+        assert pair.prompt_logprobs[6, 0] == lonely.prompt_logprobs[1, 0]
+        assert len(pair.prompt_logprobs[6, 0]) == (119 * 20 if whole.prompt_record_bytes else 0)
 
 
 def test_a_sequence_that_nothing_can_follow_ends_with_why_and_its_neighbours_go_on(machine: Machine) -> None:
     nothing = [(token,) for token in range(checkpoints.VOCAB_SIZE)]
-    ends = Ask(tuple(PREFIX), 9, wishes=records_of(bad_words=[list(run) for run in nothing]))
-    follows = [Ask(ask.prompt, ask.max_tokens, wishes=records_of()) for ask in asks()[:5]]
+    ends = Ask(tuple(PREFIX), 9, samplings=records_of(bad_words=[list(run) for run in nothing]))
+    follows = [Ask(ask.prompt, ask.max_tokens, samplings=records_of()) for ask in asks()[:5]]
     for depth in (1, 2):
         pair = Pair(machine.runner(MANY), depth)
         texts = pair.run([*follows[:2], ends, *follows[2:]])
-        assert texts.pop(2) == [[]] and list(pair.errors) == [(3, 0)] and pair.records[3, 0] == b""
+        assert texts.pop(2) == [[]] and list(pair.errors) == [(3, 0)] and pair.token_outputs[3, 0] == b""
         assert "no token can follow" in pair.errors[3, 0]
         assert [texts[i] for i in range(5)] == [alone(machine, ask) for ask in follows]

@@ -13,7 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, row_add, settings
-from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
 SAMPLINGS = [
@@ -25,7 +25,7 @@ SAMPLINGS = [
 NUM_STEPS = 12
 
 
-@pytest.fixture(scope="module", params=["torch", *LEVELS])
+@pytest.fixture(scope="module", params=["torch", *ISAS])
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     folder: Path = tmp_path_factory.mktemp("tiny")
     if request.param == "torch":
@@ -59,7 +59,7 @@ def generate(driver: Driver, samplings: list[m.Sampling]) -> tuple[np.ndarray, n
         ]
         sampled = driver.step(entries, adds=adds if step == 0 else ())
         ids.append(sampled.ids)
-        logprobs.append(sampled.records.view(logprob_dtype(0))["logprob"])
+        logprobs.append(sampled.token_outputs.view(logprob_dtype(0))["logprob"])
         logits.append(driver.logits())
     return np.array(ids), np.array(logprobs), logits
 
@@ -97,7 +97,7 @@ def test_a_step_after_those_who_asked_says_nothing(driver: Driver) -> None:
     generate(driver, [asking(one) for one in SAMPLINGS])
     _, logprobs, _ = generate(driver, SAMPLINGS)
     assert logprobs.shape == (NUM_STEPS, 0)
-    assert len(driver.runner.draws.records.memory) == 0
+    assert len(driver.runner.sampling_inputs.logprobs.memory) == 0
 
 
 def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver: Driver) -> None:
@@ -110,13 +110,13 @@ def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver
     ]
     sampled = driver.step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds)
     assert sampled.finishes.tolist() == [m.Finish.STOP, m.Finish.NONE]
-    first, second = sampled.records.view(np.float32)
+    first, second = sampled.token_outputs.view(np.float32)
     assert first == second < 0, "the id that stops counts"
     after = driver.step([(0, 3, 1, True), (1, 3, 1, True)])
-    assert after.ids[0] == -1 and len(after.records) == 4 and after.records.view(np.float32)[0] < 0
-    assert len(driver.step([(0, 4, 1, True)]).records) == 0
+    assert after.ids[0] == -1 and len(after.token_outputs) == 4 and after.token_outputs.view(np.float32)[0] < 0
+    assert len(driver.step([(0, 4, 1, True)]).token_outputs) == 0
     adds = [row_add(2, random_ids(9, 1), driver.take_blocks(16), asking(GREEDY))]
-    assert len(driver.step([(2, 0, 5, False)], adds=adds).records) == 0
+    assert len(driver.step([(2, 0, 5, False)], adds=adds).token_outputs) == 0
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0, 1e30])

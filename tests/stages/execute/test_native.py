@@ -21,7 +21,7 @@ from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID
 from tests.stages.execute.driver import GREEDY, Driver, GivenMasks, row_add, settings
-from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: changes for name, changes in checkpoints.VARIANTS.items() if changes.get("head_dim", 16) % 16 == 0},
@@ -76,10 +76,10 @@ class Reference:
 class Checked:
     """A driver of the library whose logits are kept, to compare them with the reference's."""
 
-    def __init__(self, folder: Path, reference: Reference, level: str, **how: Any) -> None:
-        self.driver = Native(folder, level, **how)
+    def __init__(self, folder: Path, reference: Reference, isa: str, **how: Any) -> None:
+        self.driver = Native(folder, isa, **how)
         self.reference = reference
-        self.max_error = MAX_ERROR["wide" if level in ("avx2", "portable") else "bf16"]
+        self.max_error = MAX_ERROR["wide" if isa in ("avx2", "portable") else "bf16"]
         self.made: list[tuple[tuple[int, ...], np.ndarray]] = []
 
     def step(self, entries: list[tuple[int, int, int, bool]], adds: Any = ()) -> None:
@@ -107,7 +107,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder, Reference(folder)
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=ISAS)
 def shared(variant: tuple[Path, Reference], request: pytest.FixtureRequest) -> Iterator[Checked]:
     checked = Checked(*variant, request.param)
     yield checked
@@ -198,7 +198,7 @@ def grouped_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return folder
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=ISAS)
 def native(grouped_dir: Path, request: pytest.FixtureRequest) -> Iterator[Native]:
     driver = Native(grouped_dir, request.param)
     yield driver
@@ -272,13 +272,13 @@ def test_texts_are_the_same_alone_batched_chunked_and_after_a_preemption(driver:
     assert driver.generate(halves, 17, sampling=sampling) == [text[13:] for text in alone]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_texts_are_the_same_on_any_number_of_threads(grouped_dir: Path, level: str) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_texts_are_the_same_on_any_number_of_threads(grouped_dir: Path, isa: str) -> None:
     """And whether logits are kept or only the largest is found."""
     prompts = [random_ids(num, num) for num in (40, 3, 17)]
     texts = []
     for threads, keep_logits in [(1, True), (1, False), (2, False), (3, False)]:
-        driver = Native(grouped_dir, level, keep_logits, threads=threads)
+        driver = Native(grouped_dir, isa, keep_logits, threads=threads)
         texts.append([driver.generate(prompts, 25), driver.generate(prompts, 25, sampling=DRAWN)])
         driver.runner.close()
     assert all(text == texts[0] for text in texts)
@@ -296,7 +296,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[True, False], ids=["kept", "largest"])
 def plain(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Native]:
-    driver = Native(tiny, LEVELS[0], request.param)
+    driver = Native(tiny, ISAS[0], request.param)
     yield driver
     driver.runner.close()
 
@@ -349,7 +349,7 @@ def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> 
 
 
 def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(tiny: Path) -> None:
-    driver = Native(tiny, LEVELS[0])
+    driver = Native(tiny, ISAS[0])
     masks = driver.runner.masks = GivenMasks(driver.runner)
     mask = masks.words[0]
     mask[:] = 2**32 - 1
@@ -371,7 +371,7 @@ def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(ti
 
 
 def test_late_masks_are_told_and_the_program_runs_again(tiny: Path) -> None:
-    driver = Native(tiny, LEVELS[0], keep_logits=False)
+    driver = Native(tiny, ISAS[0], keep_logits=False)
     prompt = random_ids(20, 0)
     expected = driver.generate([prompt], 4)
     driver.clear()

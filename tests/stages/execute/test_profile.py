@@ -42,8 +42,8 @@ def given_rates() -> Iterator[None]:
     """Rates are given, and a turn is one step: how fast this machine is is no matter for these tests."""
     given = itertools.cycle([BEFORE, AFTER])
 
-    def peaks(level: Any, num_threads: int, *_: Any, **__: Any) -> Peaks:
-        return Peaks(level, num_threads, *msgspec.structs.astuple(next(given)))
+    def peaks(isa: Any, num_threads: int, *_: Any, **__: Any) -> Peaks:
+        return Peaks(isa, num_threads, *msgspec.structs.astuple(next(given)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.peaks, "measure", peaks)
@@ -72,10 +72,10 @@ def test_every_op_of_the_program_appears_under_its_name(profile: Profile) -> Non
             "qkv": 3,
             "attention": 3,
             "linear_add": 6,
-            "gate_up": 3,
+            "swiglu": 3,
             "head": 1,
             "wait_for_masks": 1,
-            "pick": 1,
+            "sample": 1,
         }
         assert not any(op.is_integer for op in step.ops)
 
@@ -118,8 +118,8 @@ def test_the_matrices_of_the_floor_are_those_of_the_model(profile: Profile) -> N
     layer = hidden * (2 * width + 2 * kv_width) + 3 * hidden * inner
     table = config.vocab_size * hidden
     assert profile.weight_bytes == {"bf16": 2 * (config.num_layers * layer + 2 * table)}
-    (gate_up,) = (op for op in profile.steps[1].ops if op.name == "gate_up")
-    assert gate_up.operations == 3 * 2 * 3 * hidden * 2 * inner  # layers, multiply and add, sequences
+    (swiglu,) = (op for op in profile.steps[1].ops if op.name == "swiglu")
+    assert swiglu.operations == 3 * 2 * 3 * hidden * 2 * inner  # layers, multiply and add, sequences
     (attention,) = (op for op in profile.steps[1].ops if op.name == "attention")
     assert attention.operations == 3 * 4 * 3 * 40 * width  # layers, two products, sequences, context
 
@@ -160,7 +160,7 @@ def test_ops_on_codes_are_told_from_ops_on_floats(quantization: Any) -> None:
     assert set(found.weight_bytes) == {"q8_0", quantization}
     for step in found.steps:
         kinds = {op.name: op.is_integer for op in step.ops}
-        assert [name for name, is_integer in kinds.items() if is_integer] == ["qkv", "linear_add", "gate_up", "head"]
+        assert [name for name, is_integer in kinds.items() if is_integer] == ["qkv", "linear_add", "swiglu", "head"]
         assert "quantize" in kinds
         assert step.overlapped is not None
         products = sum(op.operations for op in step.ops if op.is_integer) / BEST.int8_ops

@@ -14,7 +14,7 @@ from pipeline.runtime.logprob_records import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.driver import Driver, row_add, settings
-from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 PROMPTS = [random_ids(num, num) for num in (1, 2, 17, 40, 70)]
 HIDDEN = 48
@@ -38,12 +38,12 @@ class Executor:
         with torch.inference_mode():
             return self._model.model(torch.tensor([ids])).last_hidden_state[0].double().numpy()
 
-    def prompts(self, wishes: list[m.Sampling], chunk: int = 128, index: int = 0) -> list[Any]:
+    def prompts(self, samplings: list[m.Sampling], chunk: int = 128, index: int = 0) -> list[Any]:
         """Compute each of PROMPTS, with its wish, in chunks of at most so many tokens. Returns each step's result."""
         driver = self.driver
         driver.clear()
         adds = [
-            row_add(row, ids, driver.take_blocks(len(ids) + 1), wishes[row % len(wishes)], index=index)
+            row_add(row, ids, driver.take_blocks(len(ids) + 1), samplings[row % len(samplings)], index=index)
             for row, ids in enumerate(PROMPTS)
         ]
         results, computed = [], [0] * len(PROMPTS)
@@ -59,7 +59,7 @@ class Executor:
         return results
 
 
-@pytest.fixture(scope="module", params=["torch", "torch, bfloat16", *LEVELS])
+@pytest.fixture(scope="module", params=["torch", "torch, bfloat16", *ISAS])
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     folder: Path = tmp_path_factory.mktemp("tiny")
     config = checkpoints.config_of()
@@ -82,8 +82,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     made.driver.runner.close()
 
 
-def asking(**wishes: Any) -> m.Sampling:
-    return m.Sampling(**{"temperature": 0.0, "ignore_eos": True, **wishes})
+def asking(**samplings: Any) -> m.Sampling:
+    return m.Sampling(**{"temperature": 0.0, "ignore_eos": True, **samplings})
 
 
 def assert_told(executor: Executor, told: Any, logprobs: np.ndarray, token: int) -> None:
@@ -104,7 +104,7 @@ def test_prompts_are_told_of_as_transformers_scores_them(executor: Executor, chu
     tops = [3, -1, 0, VOCAB_SIZE, 5]
     told: list[list[Any]] = [[] for _ in PROMPTS]
     for entries, result in executor.prompts([asking(prompt_num_top=num) for num in tops], chunk):
-        data = result.prompt_records.tobytes()
+        data = result.prompt_logprobs.tobytes()
         for row, start, count, _ in entries:
             num = max(0, min(start + count, len(PROMPTS[row]) - 1) - start) if tops[row] >= 0 else 0
             dtype = logprob_dtype(max(0, tops[row]))
@@ -126,7 +126,7 @@ def test_chunks_tell_the_same_to_the_bit(executor: Executor) -> None:
     for chunk in (128, 16, 7):
         told: dict[int, bytes] = {}
         for entries, result in executor.prompts([asking(prompt_num_top=2)], chunk):
-            data = result.prompt_records.tobytes()
+            data = result.prompt_logprobs.tobytes()
             for row, start, count, _ in entries:
                 num_bytes = 20 * max(0, min(start + count, len(PROMPTS[row]) - 1) - start)
                 told[row] = told.get(row, b"") + data[:num_bytes]
@@ -139,16 +139,16 @@ def test_an_output_that_becomes_a_prompt_is_told_of_alike(executor: Executor) ->
     """What was told when each id was drawn, one by one, is told when all are given: to the bit, but in torch."""
     driver, dtype = executor.driver, logprob_dtype(4)
     driver.clear()
-    wish = asking(with_logprobs=True, num_top=4, temperature=1.2, seed=3)
+    sampling = asking(with_logprobs=True, num_top=4, temperature=1.2, seed=3)
     ids = list(PROMPTS[2])
-    result = driver.step([(0, 0, len(ids), True)], adds=[row_add(0, ids, driver.take_blocks(60), wish)])
-    told = [result.records.tobytes()]
+    result = driver.step([(0, 0, len(ids), True)], adds=[row_add(0, ids, driver.take_blocks(60), sampling)])
+    told = [result.token_outputs.tobytes()]
     while len(ids) < 50:
         ids.append(int(result.ids[0]))
         result = driver.step([(0, len(ids) - 1, 1, True)])
-        told.append(result.records.tobytes())
+        told.append(result.token_outputs.tobytes())
     adds = [row_add(1, ids, driver.take_blocks(60), asking(prompt_num_top=4))]
-    again = driver.step([(1, 0, len(ids), True)], adds=adds).prompt_records.tobytes()
+    again = driver.step([(1, 0, len(ids), True)], adds=adds).prompt_logprobs.tobytes()
     again = again[dtype.itemsize * (len(PROMPTS[2]) - 1) :]
     if isinstance(driver, Native):
         assert again == b"".join(told[:-1])
@@ -159,7 +159,7 @@ def test_an_output_that_becomes_a_prompt_is_told_of_alike(executor: Executor) ->
 
 def test_a_prompt_is_told_of_once_by_the_first_sequence(executor: Executor) -> None:
     for _, result in executor.prompts([asking(prompt_num_top=3)], index=1):
-        assert len(result.prompt_records) == 0
+        assert len(result.prompt_logprobs) == 0
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20, VOCAB_SIZE])
@@ -172,11 +172,11 @@ def test_outputs_are_told_of_as_transformers_scores_them(executor: Executor, num
         {"bias_ids": [7, 9], "bias_values": [30.0, 31.0], "bad_words": [[9]]},
         {"allowed_ids": np.arange(50, 60, dtype=np.int32).tobytes(), "temperature": 1.0, "seed": 8},
     ]
-    wishes = [asking(with_logprobs=True, num_top=num_top, **change) for change in changes]
+    samplings = [asking(with_logprobs=True, num_top=num_top, **change) for change in changes]
     driver, dtype = executor.driver, logprob_dtype(num_top)
     known = [list(ids) for ids in PROMPTS]
-    for entries, result in executor.prompts(wishes):
-        told = iter(np.frombuffer(result.records.tobytes(), dtype))
+    for entries, result in executor.prompts(samplings):
+        told = iter(np.frombuffer(result.token_outputs.tobytes(), dtype))
         for row, token in zip(result.rows.tolist(), result.ids.tolist(), strict=True):
             assert_told(executor, next(told), executor.logprobs(known[row])[-1], token)
             known[row].append(token)
@@ -185,7 +185,7 @@ def test_outputs_are_told_of_as_transformers_scores_them(executor: Executor, num
         needed = [(row, len(ids) // 16 + 1 - int(driver.runner.rows.num_blocks[row])) for row, ids in enumerate(known)]
         blocks = [(row, block) for row, num in needed if num > 0 for block in driver.take_blocks(16 * num)]
         result = driver.step([(row, len(ids) - 1, 1, True) for row, ids in enumerate(known)], blocks=blocks)
-        told = np.frombuffer(result.records.tobytes(), dtype)
+        told = np.frombuffer(result.token_outputs.tobytes(), dtype)
         for row, (ids, token) in enumerate(zip(known, result.ids.tolist(), strict=True)):
             assert_told(executor, told[row], executor.logprobs(ids)[-1], token)
             ids.append(token)
@@ -198,26 +198,26 @@ def test_embeddings_are_made_of_the_states_that_transformers_finds(executor: Exe
     """Beside rows that draw, and by themselves, where nothing is drawn."""
     mean, last = asking(pooling=m.Pooling.MEAN), asking(pooling=m.Pooling.LAST)
     drawing = asking(with_logprobs=True, num_top=1)
-    for wishes in ([mean, last], [mean, drawing, last, drawing, mean], [last, drawing]):
+    for samplings in ([mean, last], [mean, drawing, last, drawing, mean], [last, drawing]):
         told: dict[int, bytes] = {}
-        for entries, result in executor.prompts(wishes, chunk):
-            data = result.records.tobytes()
+        for entries, result in executor.prompts(samplings, chunk):
+            data = result.token_outputs.tobytes()
             sampled = [row for row, _, _, samples in entries if samples]
             assert result.rows.tolist() == sampled
             assert result.finishes.tolist() == [m.Finish.NONE] * len(sampled) and (result.ids >= 0).all()
             for row in sampled:
-                num_bytes = 12 if wishes[row % len(wishes)] is drawing else 4 * HIDDEN
+                num_bytes = 12 if samplings[row % len(samplings)] is drawing else 4 * HIDDEN
                 told[row], data = data[:num_bytes], data[num_bytes:]
             assert not data
         for row, ids in enumerate(PROMPTS):
-            wish, states = wishes[row % len(wishes)], executor.states(ids)
-            if wish is drawing:
+            sampling, states = samplings[row % len(samplings)], executor.states(ids)
+            if sampling is drawing:
                 record = np.frombuffer(told[row], logprob_dtype(1))[0]
                 np.testing.assert_allclose(
                     record["top_logprobs"][0], executor.logprobs(ids)[-1].max(), atol=executor.tolerance
                 )
                 continue
-            expected = states.mean(0) if wish is mean else states[-1]
+            expected = states.mean(0) if sampling is mean else states[-1]
             found = np.frombuffer(told[row], np.float32)
             np.testing.assert_allclose(found, expected, rtol=0, atol=executor.tolerance)
 
@@ -231,7 +231,7 @@ def test_a_prompt_that_begins_again_is_pooled_anew(executor: Executor) -> None:
             driver.step([(1, 0, 25, False)], adds=[row_add(1, PROMPTS[4], driver.take_blocks(80), mean)])
             driver.step(drops=[1])
         result = driver.step([(1, 0, 40, True)], adds=[row_add(1, ids, driver.take_blocks(41), mean)])
-        found = result.records.view(np.float32)
+        found = result.token_outputs.view(np.float32)
         np.testing.assert_allclose(found, executor.states(ids).mean(0), rtol=0, atol=executor.tolerance)
         driver.step(drops=[1])
 
@@ -252,7 +252,7 @@ def test_a_row_that_failed_ends_with_why_at_its_next_id(executor: Executor) -> N
     result = driver.step([(row, len(PROMPTS[row]), 1, True) for row in (1, 2, 4)])
     assert result.finishes.tolist() == [m.Finish.NONE, m.Finish.ERROR, m.Finish.NONE]
     assert result.errors == ("it went wrong",) and not driver.runner.failed
-    assert result.ids[1] == -1 and len(result.records) == 8 and (result.records.view(np.float32) < 0).all()
+    assert result.ids[1] == -1 and len(result.token_outputs) == 8 and (result.token_outputs.view(np.float32) < 0).all()
     after = driver.step([(row, len(PROMPTS[row]) + 1, 1, True) for row in (1, 2, 4)])
     assert after.ids[1] == -1 and (after.ids[[0, 2]] >= 0).all()
     assert after.finishes.tolist() == [m.Finish.NONE] * 3 and not after.errors

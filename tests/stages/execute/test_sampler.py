@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.sampling_inputs import DrawInputs
-from pipeline.kernels.logits_processors import bits_of, shape
+from pipeline.kernels.logits_processors import apply_logits_processors, bits_of
 from pipeline.kernels.sample import probabilities_reference
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime import messages as m
@@ -20,7 +20,7 @@ VOCAB_SIZE = 60
 NUM_PROMPT, IDS = 4, np.array([3, 5, 5, 9, 11, 5, 11, 11], np.int32)
 INF, NAN = float("inf"), float("nan")
 
-WISHES: list[dict[str, Any]] = [
+FEATURES: list[dict[str, Any]] = [
     {},
     {"top_k": 7, "top_p": 0.8, "min_p": 0.02},
     {"bias_ids": [1, 5, 30], "bias_values": [4.0, -2.0, 2.5]},
@@ -37,61 +37,63 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 class Rows:
     """As many rows as are wished for, all with the same ids."""
 
-    def __init__(self, wishes: list[m.Sampling]) -> None:
-        num = len(wishes)
+    def __init__(self, samplings: list[m.Sampling]) -> None:
+        num = len(samplings)
         self.table = RowTable(num, 64, 1, VOCAB_SIZE)
-        self.draws = DrawInputs(num, VOCAB_SIZE)
-        self.sampler = Sampler(select("cpu", torch.float32), self.draws)
+        self.sampling_inputs = SamplingInputs(num, VOCAB_SIZE)
+        self.sampler = Sampler(select("cpu", torch.float32), self.sampling_inputs)
         self.rows: IntArray = np.arange(num, dtype=np.int32)
-        for row, wish in enumerate(wishes):
-            self.table.add(row, 1, 0, IDS, np.zeros(0, np.int32), wish, [2], -1, NUM_PROMPT)
+        for row, sampling in enumerate(samplings):
+            self.table.add(row, 1, 0, IDS, np.zeros(0, np.int32), sampling, [2], -1, NUM_PROMPT)
 
     def sample(self, logits: torch.Tensor, places: Any = None) -> np.ndarray:
         """Of the rows at these places, by default all."""
-        self.table.fill_draws(self.draws, self.rows if places is None else self.rows[places])
+        self.table.fill_sampling_inputs(self.sampling_inputs, self.rows if places is None else self.rows[places])
         before = logits.clone()
         ids = self.sampler.sample(logits)
         torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
         return ids
 
 
-@pytest.mark.parametrize("place", range(len(WISHES)))
+@pytest.mark.parametrize("place", range(len(FEATURES)))
 def test_draws_follow_what_the_wishes_leave(place: int) -> None:
     """In this order: what is forbidden, bias, penalties, temperature, min_p, top_k, top_p."""
-    wish = m.Sampling(temperature=1.3, **WISHES[place])
+    sampling = m.Sampling(temperature=1.3, **FEATURES[place])
     num, rounds = 400, 20
-    rows = Rows([m.Sampling(**{**as_fields(wish), "seed": seed}) for seed in range(num)])
+    rows = Rows([m.Sampling(**{**as_fields(sampling), "seed": seed}) for seed in range(num)])
     logits = logits_of(place)
     drawn = []
     for _ in range(rounds):
         rows.table.keys += np.uint64(0x9E3779B97F4A7C15)
         drawn.append(rows.sample(logits.expand(num, -1).clone()))
-    shaped = logits.clone()
-    if (shaping := rows.table.shapings[0]) is not None:
-        shape(shaped, shaping, len(IDS))
-    expected = probabilities_reference(shaped, 1.3, wish.top_k, wish.top_p, wish.min_p)
+    processed = logits.clone()
+    if (logits_processors := rows.table.logits_processors[0]) is not None:
+        apply_logits_processors(processed, logits_processors, len(IDS))
+    expected = probabilities_reference(processed, 1.3, sampling.top_k, sampling.top_p, sampling.min_p)
     assert_follows(torch.from_numpy(np.concatenate(drawn)).long(), expected)
 
 
-def as_fields(wish: m.Sampling) -> dict[str, Any]:
-    return {name: getattr(wish, name) for name in m.Sampling.__struct_fields__}
+def as_fields(sampling: m.Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in m.Sampling.__struct_fields__}
 
 
 def test_rows_of_any_mix_draw_what_they_draw_alone() -> None:
-    wishes = [
-        m.Sampling(temperature=0.0 if i % 3 == 0 else 1.1, seed=i, with_logprobs=i % 2 == 0, num_top=i % 4, **wish)
-        for i, wish in enumerate(WISHES * 3)
+    samplings = [
+        m.Sampling(temperature=0.0 if i % 3 == 0 else 1.1, seed=i, with_logprobs=i % 2 == 0, num_top=i % 4, **sampling)
+        for i, sampling in enumerate(FEATURES * 3)
     ]
-    rows = Rows(wishes)
-    logits = torch.stack([logits_of(i) for i in range(len(wishes))])
+    rows = Rows(samplings)
+    logits = torch.stack([logits_of(i) for i in range(len(samplings))])
     together = rows.sample(logits)
-    records = rows.draws.records.memory.tobytes()
+    records = rows.sampling_inputs.logprobs.memory.tobytes()
     alone, told = [], b""
-    for i in range(len(wishes)):
+    for i in range(len(samplings)):
         alone += rows.sample(logits[i : i + 1], [i]).tolist()
-        told += rows.draws.records.memory.tobytes()
+        told += rows.sampling_inputs.logprobs.memory.tobytes()
     assert together.tolist() == alone and records == told
-    greedy = [i for i, wish in enumerate(wishes) if wish.temperature == 0 and not WISHES[i % len(WISHES)]]
+    greedy = [
+        i for i, sampling in enumerate(samplings) if sampling.temperature == 0 and not FEATURES[i % len(FEATURES)]
+    ]
     assert [alone[i] for i in greedy] == logits[greedy].argmax(-1).tolist()
 
 
@@ -112,9 +114,9 @@ def test_numbers_that_are_none_and_infinite_ones(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_masks_and_what_is_allowed_come_together(temperature: float) -> None:
     allowed = np.arange(20, 40, dtype=np.int32).tobytes()
-    wishes = [m.Sampling(temperature=temperature, grammar="any", allowed_ids=allowed, seed=i) for i in range(3)]
-    rows = Rows(wishes)
+    samplings = [m.Sampling(temperature=temperature, grammar="any", allowed_ids=allowed, seed=i) for i in range(3)]
+    rows = Rows(samplings)
     for place, ids in enumerate(([10, 30], [10, 11], list(range(VOCAB_SIZE)))):
-        rows.draws.mask_words[place] = bits_of(np.array(ids, np.int32), VOCAB_SIZE)
+        rows.sampling_inputs.mask_words[place] = bits_of(np.array(ids, np.int32), VOCAB_SIZE)
     first, second, third = rows.sample(torch.stack([logits_of(i) for i in range(3)])).tolist()
     assert (first, second) == (30, -1) and 20 <= third < 40

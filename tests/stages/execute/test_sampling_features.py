@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.sampling_inputs import DrawInputs
 from pipeline.kernels.logits_processors import bits_of
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.program import MasksLate
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampling_features import shaping_of
+from pipeline.stages.execute.sampling_features import logits_processors_of
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.stages.execute.driver import Driver, GivenMasks, row_add, settings
-from tests.stages.execute.native_driver import LEVELS, Native, random_ids, write
+from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
 PROMPT = random_ids(11, 4)
 EVERYTHING = {
@@ -32,7 +32,7 @@ EVERYTHING = {
 }
 
 
-@pytest.fixture(scope="module", params=["torch", LEVELS[0]])
+@pytest.fixture(scope="module", params=["torch", ISAS[0]])
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     folder: Path = tmp_path_factory.mktemp("tiny")
     write(folder, checkpoints.config_of())
@@ -44,25 +44,25 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.runner.close()
 
 
-def asking(**wishes: Any) -> m.Sampling:
-    return m.Sampling(**{"temperature": 0.0, "ignore_eos": True, **wishes})
+def asking(**samplings: Any) -> m.Sampling:
+    return m.Sampling(**{"temperature": 0.0, "ignore_eos": True, **samplings})
 
 
-def generate(driver: Driver, wishes: list[m.Sampling], num: int) -> list[list[int]]:
+def generate(driver: Driver, samplings: list[m.Sampling], num: int) -> list[list[int]]:
     """Up to `num` ids behind PROMPT for each, in one batch; -1 where a row had ended."""
     driver.clear()
-    adds = [row_add(row, PROMPT, driver.take_blocks(64), wish) for row, wish in enumerate(wishes)]
-    texts: list[list[int]] = [[] for _ in wishes]
+    adds = [row_add(row, PROMPT, driver.take_blocks(64), sampling) for row, sampling in enumerate(samplings)]
+    texts: list[list[int]] = [[] for _ in samplings]
     for step in range(num):
         start = len(PROMPT) + step - 1
-        entries = [(row, start, 1, True) if step else (row, 0, len(PROMPT), True) for row in range(len(wishes))]
+        entries = [(row, start, 1, True) if step else (row, 0, len(PROMPT), True) for row in range(len(samplings))]
         result = driver.step(entries, adds=() if step else adds)
         for text, token in zip(texts, result.ids.tolist(), strict=True):
             text.append(token)
     return texts
 
 
-def wishing(ids: list[int], value: float = 100.0, **others: Any) -> m.Sampling:
+def biased(ids: list[int], value: float = 100.0, **others: Any) -> m.Sampling:
     """Greedy, for nothing but these."""
     return asking(bias_ids=ids, bias_values=[value] * len(ids), **others)
 
@@ -73,10 +73,10 @@ def test_an_output_that_may_not_end_yet_does_not(driver: Driver) -> None:
     texts = generate(
         driver,
         [
-            wishing([EOS_ID], ignore_eos=False, min_tokens=4),
-            wishing([EOS_ID], ignore_eos=True, min_tokens=4),
-            wishing([stop], stop_token_ids=[stop], min_tokens=2),
-            wishing([stop], stop_token_ids=[stop]),
+            biased([EOS_ID], ignore_eos=False, min_tokens=4),
+            biased([EOS_ID], ignore_eos=True, min_tokens=4),
+            biased([stop], stop_token_ids=[stop], min_tokens=2),
+            biased([stop], stop_token_ids=[stop]),
         ],
         7,
     )
@@ -91,8 +91,8 @@ def test_bad_words_are_never_complete(driver: Driver) -> None:
     (plain, *_) = generate(driver, [asking()], 12)
     assert len(set(plain)) > 3
     word = plain[2:5]
-    wishes = [asking(bad_words=[word]), asking(bad_words=[[plain[3]]]), asking(bad_words=[[PROMPT[-1], plain[0]]])]
-    texts = generate(driver, wishes, 12)
+    samplings = [asking(bad_words=[word]), asking(bad_words=[[plain[3]]]), asking(bad_words=[[PROMPT[-1], plain[0]]])]
+    texts = generate(driver, samplings, 12)
     assert texts[0][:4] == plain[:4] and texts[0][4] != plain[4]
     assert word not in [texts[0][i : i + 3] for i in range(10)]
     assert texts[1][:3] == plain[:3] and plain[3] not in texts[1]
@@ -117,13 +117,13 @@ def test_penalties_count_what_came_before(driver: Driver) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_what_is_not_allowed_is_not_drawn(driver: Driver, temperature: float) -> None:
     allowed = np.array([3, 77, 78, 299], np.int32)
-    wish = asking(temperature=temperature, seed=3, allowed_ids=allowed.tobytes())
-    (text,) = generate(driver, [wish], 20)
+    sampling = asking(temperature=temperature, seed=3, allowed_ids=allowed.tobytes())
+    (text,) = generate(driver, [sampling], 20)
     assert set(text) <= set(allowed.tolist()) and (len(set(text)) > 1 or not temperature)
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "samplings",
     [
         {"allowed_ids": np.array([VOCAB_SIZE, 2**31 - 1, -1], np.int32).tobytes()},
         {"allowed_ids": np.array([7], np.int32).tobytes(), "bad_words": [[7]]},
@@ -132,24 +132,26 @@ def test_what_is_not_allowed_is_not_drawn(driver: Driver, temperature: float) ->
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_nothing_is_left_the_row_ends_with_why(
-    driver: Driver, wishes: dict[str, Any], temperature: float
+    driver: Driver, samplings: dict[str, Any], temperature: float
 ) -> None:
     driver.clear()
     adds = [
-        row_add(0, PROMPT, driver.take_blocks(32), asking(temperature=temperature, with_logprobs=True, **wishes)),
+        row_add(0, PROMPT, driver.take_blocks(32), asking(temperature=temperature, with_logprobs=True, **samplings)),
         row_add(1, PROMPT, driver.take_blocks(32), asking(with_logprobs=True)),
     ]
     result = driver.step([(0, 0, 11, True), (1, 0, 11, True)], adds=adds)
     assert result.finishes.tolist() == [m.Finish.ERROR, m.Finish.NONE]
-    assert result.ids[0] == -1 and result.ids[1] >= 0 and len(result.records) == 4
+    assert result.ids[0] == -1 and result.ids[1] >= 0 and len(result.token_outputs) == 4
     assert len(result.errors) == 1 and "no token can follow" in result.errors[0]
     assert driver.step([(0, 11, 1, True), (1, 11, 1, True)]).ids[0] == -1
 
 
 def test_ids_beyond_the_vocabulary_mean_nothing(driver: Driver) -> None:
     far = [VOCAB_SIZE, VOCAB_SIZE + 31, 2**31 - 1, -1]
-    wish = asking(bias_ids=far, bias_values=[100.0] * 4, bad_words=[far, [far[0]]], stop_token_ids=far, min_tokens=3)
-    assert generate(driver, [wish], 6) == generate(driver, [asking()], 6)
+    sampling = asking(
+        bias_ids=far, bias_values=[100.0] * 4, bad_words=[far, [far[0]]], stop_token_ids=far, min_tokens=3
+    )
+    assert generate(driver, [sampling], 6) == generate(driver, [asking()], 6)
 
 
 def test_wishes_leave_the_neighbours_as_they_are(driver: Driver) -> None:
@@ -162,22 +164,22 @@ def test_wishes_leave_the_neighbours_as_they_are(driver: Driver) -> None:
 
 def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As stages/execute/grammar_masks/masks.py writes masks: for the places that are told, before the wait ends."""
-    runner, draws, given = driver.runner, driver.runner.draws, GivenMasks(driver.runner)
+    runner, sampling_inputs, given = driver.runner, driver.runner.sampling_inputs, GivenMasks(driver.runner)
     driver.clear()
     monkeypatch.setattr(runner, "masks", given)
     both = asking(grammar="any", allowed_ids=np.arange(100, 200, dtype=np.int32).tobytes())
-    wishes = [asking(), both, asking(grammar="any", temperature=1.0, seed=2)]
-    adds = [row_add(row, PROMPT, driver.take_blocks(32), wish) for row, wish in enumerate(wishes)]
+    samplings = [asking(), both, asking(grammar="any", temperature=1.0, seed=2)]
+    adds = [row_add(row, PROMPT, driver.take_blocks(32), sampling) for row, sampling in enumerate(samplings)]
     masks = [bits_of(np.array(ids, np.int32), VOCAB_SIZE) for ids in ([50, 150, 250], [60])]
     told: list[list[int]] = []
 
     def write() -> None:
         deadline = time.monotonic() + 10
-        while len(draws.masked) != 2:
+        while len(sampling_inputs.masked) != 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        told.append(draws.masked.tolist())
-        draws.mask_words[draws.masked] = masks
+        told.append(sampling_inputs.masked.tolist())
+        sampling_inputs.mask_words[sampling_inputs.masked] = masks
         given.word[0] = given.ticket
 
     writer = threading.Thread(target=write)
@@ -188,10 +190,10 @@ def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytes
         writer.join(10)
     assert told == [[1, 2]] and result.ids.tolist()[1:] == [150, 60]
     # Places are of the step: another row may be at them now. And one of them fails.
-    draws.mask_words[:] = bits_of(np.array([170], np.int32), VOCAB_SIZE)
+    sampling_inputs.mask_words[:] = bits_of(np.array([170], np.int32), VOCAB_SIZE)
     given.failed[2] = "it went wrong"
     result = driver.step([(2, 11, 1, True), (0, 11, 1, True), (1, 11, 1, True)])
-    assert draws.masked.tolist() == [0, 2]
+    assert sampling_inputs.masked.tolist() == [0, 2]
     assert result.ids[0] == 170 and result.ids[1] not in (170, -1) and result.ids[2] == -1
     assert result.errors == ("it went wrong",)
     driver.clear()
@@ -215,12 +217,16 @@ def test_masks_that_do_not_come_are_an_error_and_the_step_can_be_computed_again(
 def test_a_wish_of_nothing_is_none() -> None:
     ids = np.zeros(9, np.int32)
     nothing = m.Sampling(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1, stop_token_ids=[4], with_logprobs=True)
-    assert shaping_of(nothing, ids, 3, [EOS_ID], VOCAB_SIZE) is None
+    assert logits_processors_of(nothing, ids, 3, [EOS_ID], VOCAB_SIZE) is None
     unheard = m.Sampling(bias_ids=[VOCAB_SIZE], bias_values=[3.0], bad_words=[[], [-4]])
-    assert shaping_of(unheard, ids, 3, [EOS_ID], VOCAB_SIZE) is None
+    assert logits_processors_of(unheard, ids, 3, [EOS_ID], VOCAB_SIZE) is None
     huge = m.Sampling(bias_ids=[1], bias_values=[1e300], repetition_penalty=1e300, min_tokens=2**62)
-    shaping = shaping_of(huge, ids, 3, [EOS_ID], VOCAB_SIZE)
-    assert shaping is not None and np.isfinite(shaping.bias_values).all() and shaping.min_tokens == 2**31 - 1
+    logits_processors = logits_processors_of(huge, ids, 3, [EOS_ID], VOCAB_SIZE)
+    assert (
+        logits_processors is not None
+        and np.isfinite(logits_processors.bias_values).all()
+        and logits_processors.min_tokens == 2**31 - 1
+    )
 
 
 def add_row(table: RowTable, row: int, sampling: m.Sampling) -> None:
@@ -229,29 +235,40 @@ def add_row(table: RowTable, row: int, sampling: m.Sampling) -> None:
 
 
 def test_a_step_of_greedy_rows_fills_in_nothing_else_once_the_others_are_gone() -> None:
-    table, draws = RowTable(8, 64, 8, VOCAB_SIZE), DrawInputs(8, VOCAB_SIZE)
+    table, sampling_inputs = RowTable(8, 64, 8, VOCAB_SIZE), SamplingInputs(8, VOCAB_SIZE)
     rows = np.arange(3, dtype=np.int32)
     for row in range(3):
         add_row(table, row, asking())
     for _ in range(2):
-        for array in (draws.temperature, draws.top_p, draws.num_known):
+        for array in (sampling_inputs.temperature, sampling_inputs.top_p, sampling_inputs.num_known):
             array[:] = 99
-        draws.greedy[:] = 0
-        table.fill_draws(draws, rows)
-        assert draws.greedy[:3].all()
-        assert (draws.temperature == 99).all() and (draws.top_p == 99).all() and (draws.num_known == 99).all()
+        sampling_inputs.greedy[:] = 0
+        table.fill_sampling_inputs(sampling_inputs, rows)
+        assert sampling_inputs.greedy[:3].all()
+        assert (
+            (sampling_inputs.temperature == 99).all()
+            and (sampling_inputs.top_p == 99).all()
+            and (sampling_inputs.num_known == 99).all()
+        )
         # One that wants everything comes; the others stay greedy. And it goes.
         wild = asking(temperature=1.0, with_logprobs=True, num_top=3, prompt_num_top=2, grammar="any", **EVERYTHING)
         add_row(table, 5, wild)
-        table.fill_draws(draws, np.array([0, 5, 1], np.int32))
-        assert draws.greedy[:3].tolist() == [1, 0, 1] and draws.masked.tolist() == [1]
-        assert (draws.shapings[:3] != 0).tolist() == (draws.masks[:3] != 0).tolist() == [False, True, False]
-        assert draws.shaping(1) is table.shapings[5] is not None and draws.shaping(0) is None
-        assert draws.records.widths.tolist() == [0, 28, 0] and len(draws.records.memory) == 28
+        table.fill_sampling_inputs(sampling_inputs, np.array([0, 5, 1], np.int32))
+        assert sampling_inputs.greedy[:3].tolist() == [1, 0, 1] and sampling_inputs.masked.tolist() == [1]
+        assert (
+            (sampling_inputs.logits_processors[:3] != 0).tolist()
+            == (sampling_inputs.masks[:3] != 0).tolist()
+            == [False, True, False]
+        )
+        assert (
+            sampling_inputs.row_processors(1) is table.logits_processors[5] is not None
+            and sampling_inputs.row_processors(0) is None
+        )
+        assert sampling_inputs.logprobs.widths.tolist() == [0, 28, 0] and len(sampling_inputs.logprobs.memory) == 28
         table.drop(np.array([5], np.int32))
-        assert table.wanted == 0 and table.shapings[5] is None
-        table.fill_draws(draws, rows)
-        assert len(draws.records.memory) == len(draws.masked) == 0
+        assert table.requested_features == 0 and table.logits_processors[5] is None
+        table.fill_sampling_inputs(sampling_inputs, rows)
+        assert len(sampling_inputs.logprobs.memory) == len(sampling_inputs.masked) == 0
 
 
 def test_a_row_that_ends_and_another_in_its_place_share_nothing(driver: Driver) -> None:

@@ -237,7 +237,7 @@ def test_an_instant_executor_tells_as_much_as_a_model_would(tiny_dir: Path) -> N
     rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
     with rig:
         facts = begin(rig)
-        adds = [row_add(row, PROMPT, [row], wish) for row, wish in enumerate((scored, pooled, silent))]
+        adds = [row_add(row, PROMPT, [row], sampling) for row, sampling in enumerate((scored, pooled, silent))]
         forked = row_add(3, [], [3], scored, index=1, fork_of=0, num_prompt=len(PROMPT))
         num = len(PROMPT)
         rig.send(make_step([(0, 0, num - 2, False), (1, 0, num, True), (2, 0, num, True)], adds=adds), SCHEDULE)

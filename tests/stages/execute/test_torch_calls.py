@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.step_inputs import StepInputs
-from pipeline.stages.execute.cpu.torch_calls import MAX_BOUND_SIZES, Calls, Extent
+from pipeline.stages.execute.cpu.torch_calls import MAX_BOUND_SIZES, Extent, TorchCalls
 
 
 def fill(inputs: StepInputs, num_tokens: int, samples: bool = True) -> None:
@@ -19,7 +19,7 @@ def fill(inputs: StepInputs, num_tokens: int, samples: bool = True) -> None:
 
 def test_calls_run_in_order_on_what_the_step_uses() -> None:
     inputs = StepInputs(128, 4, 8)
-    calls = Calls(inputs, torch.float32)
+    calls = TorchCalls(inputs, torch.float32)
     tokens, samples = calls.buffer(3), calls.buffer(2, Extent.SAMPLES, torch.float64)
     seen: list[tuple[object, ...]] = []
     calls.add(lambda buffer, constant: (buffer.fill_(constant), seen.append(("set", tuple(buffer.shape)))), tokens, 7)
@@ -43,7 +43,7 @@ def test_calls_run_in_order_on_what_the_step_uses() -> None:
 
 def test_buffers_stay_where_they_are() -> None:
     inputs = StepInputs(64, 4, 8)
-    calls = Calls(inputs, torch.float32)
+    calls = TorchCalls(inputs, torch.float32)
     buffer = calls.buffer(3)
     places = set()
     calls.add(lambda view: places.add(view.data_ptr()), buffer)
@@ -55,7 +55,7 @@ def test_buffers_stay_where_they_are() -> None:
 
 def test_bound_calls_are_kept_for_a_bounded_number_of_sizes() -> None:
     inputs = StepInputs(128, 4, 8)
-    calls = Calls(inputs, torch.float32)
+    calls = TorchCalls(inputs, torch.float32)
     buffer = calls.buffer(1)
     sizes: list[int] = []
     calls.add(lambda view: sizes.append(len(view)), buffer)

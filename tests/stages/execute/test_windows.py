@@ -17,7 +17,7 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.rig import raw
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, settings, take
-from tests.stages.execute.native_driver import LEVELS, emulation, random_ids, write
+from tests.stages.execute.native_driver import ISAS, emulation, random_ids, write
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "every layer": {"architecture": "mistral", "sliding_window": 21},
@@ -122,13 +122,13 @@ def test_texts_are_those_of_transformers_through_preemption_and_cached_prefixes(
     assert num_again > 0, "nobody was preempted"
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_library_has_one_text_whatever_happens_to_its_rows(
-    tmp_path: Path, changes: dict[str, Any], level: str
+    tmp_path: Path, changes: dict[str, Any], isa: str
 ) -> None:
     write(tmp_path, checkpoints.config_of(**changes))
-    with emulation(level) as kernels:
+    with emulation(isa) as kernels:
         config = settings(dtype="bfloat16", kernels=kernels, threads=2)
         runners = [Runner(config, tmp_path) for _ in range(2)]
     plenty, _, num_cached = serve(runners[0], 40)

@@ -44,16 +44,16 @@ def _launch(
     keys = torch.zeros((4, num_kv_heads, BLOCK_SIZE, head_dim), dtype=dtype)
     values = keys.clone()
     angles = torch.zeros((64, head_dim // 2))
-    num_parts = 4 if num_tokens <= 16 else 1
-    parts = torch.zeros((num_parts, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim))
-    parts = parts if num_parts > 1 else parts.to(dtype)
+    num_split_k_partials = 4 if num_tokens <= 16 else 1
+    split_k_partials = torch.zeros((num_split_k_partials, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim))
+    split_k_partials = split_k_partials if num_split_k_partials > 1 else split_k_partials.to(dtype)
     norms = (torch.zeros(head_dim), torch.zeros(head_dim), 1e-6) if normed else None
     decodes = num_tokens == num_entries
     tasks.plan(step, one_each=decodes)
     if decodes and fused:
-        attend_decode(queries, parts, angles, angles, step, keys, values, tasks, norms, pdl=pdl)
+        attend_decode(queries, split_k_partials, angles, angles, step, keys, values, tasks, norms, pdl=pdl)
     else:
-        rotary_write(queries, parts, angles, angles, step, keys, values, norms)
+        rotary_write(queries, split_k_partials, angles, angles, step, keys, values, norms)
         attend(queries.clone(), queries, keys, values, step, tasks)
 
 

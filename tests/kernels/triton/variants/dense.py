@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.kernels.triton import fused, norm, swiglu
-from pipeline.kernels.triton.dequantize import widen_rows
+from pipeline.kernels.triton.dequantize import dequantize_rows
 from pipeline.kernels.triton.device_matrix import DeviceMatrix
-from pipeline.kernels.triton.linear import config_of, launch_product, num_parts, parts_dtype
+from pipeline.kernels.triton.linear import config_of, launch_gemm, num_split_k_partials, split_k_partials_dtype
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -33,8 +33,8 @@ def launches() -> None:
     _linear("bf16", LLAMA_8B.hidden, LLAMA_8B.inner, 16)
     _linear("int4g128", LLAMA_8B.hidden, LLAMA_8B.inner, 16)
     _norm_linear("bf16", LLAMA_1B.qkv, LLAMA_1B.hidden, 1, num_parts_in=1)
-    _norm_gate_up("bf16", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 1, num_parts_in=1, pdl=True)
-    _norm_gate_up("int8g64", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 8, num_parts_in=2)
+    _norm_swiglu("bf16", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 1, num_parts_in=1, pdl=True)
+    _norm_swiglu("int8g64", SMOLLM2_135M.inner, SMOLLM2_135M.hidden, 8, num_parts_in=2)
     _embed("int4g32", SMOLLM2_135M)
 
 
@@ -53,7 +53,7 @@ def all_launches() -> None:
                 _linear(format, hidden, sizes.inner, num_tokens)
                 _logits(format, sizes.vocabulary, hidden, num_tokens)
                 _norm_linear(format, sizes.qkv, hidden, num_tokens, num_parts_in=1 if num_tokens == 1 else 4)
-                _norm_gate_up(format, sizes.inner, hidden, num_tokens, num_parts_in=1 if num_tokens == 1 else 8)
+                _norm_swiglu(format, sizes.inner, hidden, num_tokens, num_parts_in=1 if num_tokens == 1 else 8)
                 _gate_up(format, sizes.inner, hidden, num_tokens)
             for num_tokens in () if format == "bf16" else (32, 64, 128):
                 _linear(format, sizes.qkv, hidden, num_tokens)
@@ -61,7 +61,7 @@ def all_launches() -> None:
         _norm_linear("bf16", sizes.qkv, hidden, 16, num_parts_in=1, pdl=True)
         _linear("f32", hidden, hidden, 1)
         _linear("f32", hidden, hidden, 16)
-        _widen(f"int4g{group}", sizes.hidden, sizes.hidden)
+        _dequantize(f"int4g{group}", sizes.hidden, sizes.hidden)
 
 
 def _matrix(format: str, num_rows: int, num_columns: int) -> DeviceMatrix:
@@ -89,42 +89,44 @@ def _parts(num_parts_in: int, num_tokens: int, width: int) -> torch.Tensor | Non
 
 def _linear(format: str, num_rows: int, num_columns: int, num_tokens: int) -> None:
     matrix = _matrix(format, num_rows, num_columns)
-    parts = torch.empty(num_parts(matrix, num_tokens), num_tokens, num_rows, dtype=parts_dtype(matrix, num_tokens))
+    split_k_partials = torch.empty(
+        num_split_k_partials(matrix, num_tokens), num_tokens, num_rows, dtype=split_k_partials_dtype(matrix, num_tokens)
+    )
     x = torch.empty(num_tokens, num_columns, dtype=matrix.dtype)
-    launch_product("linear", parts, x, matrix, None, config_of("linear", matrix, num_tokens))
+    launch_gemm("linear", split_k_partials, x, matrix, None, config_of("linear", matrix, num_tokens))
 
 
 def _logits(format: str, num_rows: int, num_columns: int, num_tokens: int) -> None:
     matrix = _matrix(format, num_rows, num_columns)
     x = torch.empty(num_tokens, num_columns, dtype=matrix.dtype)
-    launch_product("logits", torch.empty(num_tokens, num_rows), x, matrix, None)
+    launch_gemm("logits", torch.empty(num_tokens, num_rows), x, matrix, None)
 
 
 def _gate_up(format: str, inner: int, num_columns: int, num_tokens: int) -> None:
     matrix = _matrix(format, 2 * inner, num_columns)
     x = torch.empty(num_tokens, num_columns, dtype=matrix.dtype)
-    fused.gate_up(torch.empty(num_tokens, inner, dtype=matrix.dtype), x, matrix, torch.empty(2 * inner))
+    fused.swiglu(torch.empty(num_tokens, inner, dtype=matrix.dtype), x, matrix, torch.empty(2 * inner))
 
 
 def _norm_linear(
     format: str, num_rows: int, num_columns: int, num_tokens: int, *, num_parts_in: int, pdl: bool = False
 ) -> None:
     matrix = _matrix(format, num_rows, num_columns)
-    dtype = parts_dtype(matrix, num_tokens)
-    parts = torch.empty(num_parts(matrix, num_tokens), num_tokens, num_rows, dtype=dtype)
+    dtype = split_k_partials_dtype(matrix, num_tokens)
+    split_k_partials = torch.empty(num_split_k_partials(matrix, num_tokens), num_tokens, num_rows, dtype=dtype)
     residual, residual_out = torch.empty(num_tokens, num_columns), torch.empty(num_tokens, num_columns)
     parts_in, weight = _parts(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
-    fused.norm_linear(parts, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
+    fused.norm_linear(split_k_partials, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
 
 
-def _norm_gate_up(
+def _norm_swiglu(
     format: str, inner: int, num_columns: int, num_tokens: int, *, num_parts_in: int, pdl: bool = False
 ) -> None:
     matrix = _matrix(format, 2 * inner, num_columns)
     out = torch.empty(num_tokens, inner, dtype=matrix.dtype)
     residual, residual_out = torch.empty(num_tokens, num_columns), torch.empty(num_tokens, num_columns)
     parts_in, weight = _parts(num_parts_in, num_tokens, num_columns), torch.empty(num_columns)
-    fused.norm_gate_up(out, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
+    fused.norm_swiglu(out, residual_out, residual, parts_in, weight, EPS, matrix, None, pdl=pdl)
 
 
 def _add_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
@@ -141,9 +143,9 @@ def _take_norm(sizes: Sizes, num_tokens: int, *, num_parts_in: int) -> None:
 
 
 def _gate(sizes: Sizes, num_tokens: int, num_parts_in: int) -> None:
-    parts = _parts(num_parts_in, num_tokens, 2 * sizes.inner)
-    assert parts is not None
-    swiglu.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), parts)
+    split_k_partials = _parts(num_parts_in, num_tokens, 2 * sizes.inner)
+    assert split_k_partials is not None
+    swiglu.silu_mul(torch.empty(num_tokens, sizes.inner, dtype=BF16), split_k_partials)
 
 
 def _embed(format: str, sizes: Sizes) -> None:
@@ -151,6 +153,6 @@ def _embed(format: str, sizes: Sizes) -> None:
     norm.embed(torch.empty(4, sizes.hidden), table, torch.zeros(4, dtype=torch.int32))
 
 
-def _widen(format: str, num_rows: int, num_columns: int) -> None:
+def _dequantize(format: str, num_rows: int, num_columns: int) -> None:
     matrix = _matrix(format, num_rows, num_columns)
-    widen_rows(torch.empty(16, num_columns, dtype=BF16), matrix, 3)
+    dequantize_rows(torch.empty(16, num_columns, dtype=BF16), matrix, 3)

@@ -2,25 +2,25 @@
 
 import torch
 
-from pipeline.kernels.triton.sample import DrawScratch, draw
-from pipeline.kernels.triton.logits_processors import ShapeScratch, shape
-from pipeline.kernels.triton.logprobs import RecordScratch, records, stats
+from pipeline.kernels.triton.logits_processors import LogitsProcessorScratch, apply_logits_processors
+from pipeline.kernels.triton.logprobs import LogprobScratch, token_logprobs, top_logprobs
 from pipeline.kernels.triton.rows import NUM_FIELDS
+from pipeline.kernels.triton.sample import SamplingScratch, sample
 
 LLAMA, SMOLLM = 128256, 49152
 
 
 def launches() -> None:
-    _draw(LLAMA, filtered=False)
-    _draw(LLAMA, filtered=True)
+    _sample(LLAMA, filtered=False)
+    _sample(LLAMA, filtered=True)
     _shape(LLAMA, with_masks=True)
     _record(LLAMA, 20, keep=True)
 
 
 def all_launches() -> None:
     for vocab_size in (LLAMA, SMOLLM, 151_669):
-        _draw(vocab_size, filtered=False)
-        _draw(vocab_size, filtered=True)
+        _sample(vocab_size, filtered=False)
+        _sample(vocab_size, filtered=True)
         _shape(vocab_size, with_masks=False)
         _shape(vocab_size, with_masks=True)
         _record(vocab_size, 0, keep=False)
@@ -28,24 +28,26 @@ def all_launches() -> None:
         _record(vocab_size, 1024, keep=True)
 
 
-def _draw(vocab_size: int, *, filtered: bool) -> None:
+def _sample(vocab_size: int, *, filtered: bool) -> None:
     ids, sample_rows = torch.zeros(2, 2, dtype=torch.int32)
     params = torch.zeros(3, NUM_FIELDS, dtype=torch.int32)
-    draw(ids, torch.zeros(2, vocab_size), params, sample_rows, DrawScratch(2, vocab_size, "cpu"), filtered=filtered)
+    sample(
+        ids, torch.zeros(2, vocab_size), params, sample_rows, SamplingScratch(2, vocab_size, "cpu"), filtered=filtered
+    )
 
 
 def _shape(vocab_size: int, *, with_masks: bool) -> None:
     words = torch.zeros(2, (vocab_size + 31) // 32, dtype=torch.int32)
     params, sample_rows = torch.zeros(3, NUM_FIELDS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    heap, ids = torch.zeros(64, dtype=torch.int32), torch.zeros(3, 8192, dtype=torch.int32)
+    list_memory, ids = torch.zeros(64, dtype=torch.int32), torch.zeros(3, 8192, dtype=torch.int32)
     masks, masked = (words, sample_rows) if with_masks else (None, None)
-    scratch = ShapeScratch(2, vocab_size, "cpu")
-    shape(torch.zeros(2, vocab_size), params, heap, ids, sample_rows, masks, masked, scratch)
+    scratch = LogitsProcessorScratch(2, vocab_size, "cpu")
+    apply_logits_processors(torch.zeros(2, vocab_size), params, list_memory, ids, sample_rows, masks, masked, scratch)
 
 
 def _record(vocab_size: int, max_top: int, *, keep: bool) -> None:
-    scratch = RecordScratch(2, vocab_size, max_top, "cpu", keeps=keep)
+    scratch = LogprobScratch(2, vocab_size, max_top, "cpu", keeps=keep)
     logits, out = torch.zeros(2, vocab_size), torch.zeros(2, 1 + 2 * max_top, dtype=torch.int32)
     ids, num_top = torch.zeros(2, 2, dtype=torch.int32)
-    stats(out, logits, num_top, scratch, keep=keep)
-    records(out, logits, ids, num_top, scratch)
+    top_logprobs(out, logits, num_top, scratch, keep=keep)
+    token_logprobs(out, logits, ids, num_top, scratch)

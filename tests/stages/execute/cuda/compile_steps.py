@@ -18,10 +18,10 @@ from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.triton import device_matrix
 from pipeline.kernels.triton.rows import NUM_FIELDS, Rows
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
-from pipeline.stages.execute.cuda.graphs import Kind, Steps
+from pipeline.stages.execute.cuda.graphs import StepGraphs, StepKind
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
-from pipeline.stages.execute.cuda.step_shapes import Shapes
-from pipeline.stages.execute.models.registry import record_model
+from pipeline.stages.execute.cuda.step_shapes import StepShapes
+from pipeline.stages.execute.models.registry import build_program
 from tests.kernels.triton.pretending import pretend
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B
 
@@ -76,19 +76,19 @@ def main() -> None:
         config, device = SHAPES[name], Nowhere()
         model = DeviceModel(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization, early=args.early)
         weights: Any = NoWeights()
-        record_model(config, weights, model)
+        build_program(config, weights, model)
         model.use(allocate_kv(config, NUM_BLOCKS, torch.bfloat16, device.where), MAX_LEN)
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device="meta")
 
         rows = Rows(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
-        steps = Steps(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS)
-        shapes = Shapes(MAX_ROWS, MAX_TOKENS)
+        steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS)
+        shapes = StepShapes(MAX_ROWS, MAX_TOKENS)
         asked = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
         asked |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
         for what, shape in asked.items():
-            for kind in (Kind.DRAW, Kind.FILTER, Kind.OPEN):
+            for kind in (StepKind.SAMPLE, StepKind.SAMPLE_FILTERED, StepKind.FORWARD_ONLY):
                 launches.clear()
                 driver.compiled.clear()
                 begun = time.perf_counter()
@@ -100,7 +100,7 @@ def main() -> None:
                     *spilled,
                     flush=True,
                 )
-                if kind is Kind.DRAW:
+                if kind is StepKind.SAMPLE:
                     print("   ", dict(launches.most_common()), flush=True)
 
 

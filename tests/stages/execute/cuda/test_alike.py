@@ -40,8 +40,8 @@ class Pair:
         assert ours.ids.tolist() == expected.ids.tolist()
         assert ours.finishes.tolist() == expected.finishes.tolist()
         assert ours.errors == expected.errors
-        _close(ours.records, expected.records)
-        _close(ours.prompt_records, expected.prompt_records)
+        _close(ours.token_outputs, expected.token_outputs)
+        _close(ours.prompt_logprobs, expected.prompt_logprobs)
         return ours
 
 
@@ -59,7 +59,7 @@ def pair(slight_dir: Path) -> Pair:
     return Pair(slight_dir)
 
 
-WISHES: list[dict[str, Any]] = [
+FEATURES: list[dict[str, Any]] = [
     {},
     {"temperature": 1.3},
     {"temperature": 0.8, "top_k": 5},
@@ -79,7 +79,7 @@ def test_random_plans(pair: Pair, seed: int) -> None:
     """Rows begin with prompts of any length, in chunks of any size, decode, stop, fail and make room for others."""
     pair.clear()
     chance = random.Random(seed)
-    waiting = [{"temperature": 0.0, "seed": chance.getrandbits(64), **wish} for wish in WISHES]
+    waiting = [{"temperature": 0.0, "seed": chance.getrandbits(64), **sampling} for sampling in FEATURES]
     chance.shuffle(waiting)
     live: dict[int, dict[str, int]] = {}
     generation = 0
@@ -91,10 +91,10 @@ def test_random_plans(pair: Pair, seed: int) -> None:
             row = next(row for row in range(NUM_ROWS) if row not in live)
             generation += 1
             ids = [chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 9))]
-            wish = m.Sampling(stop_token_ids=chance.sample(range(VOCAB_SIZE), 60), **waiting.pop())
+            sampling = m.Sampling(stop_token_ids=chance.sample(range(VOCAB_SIZE), 60), **waiting.pop())
             blocks = list(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW))
-            adds.append(row_add(row, ids, blocks, wish, generation=generation))
-            live[row] = {"known": len(ids), "computed": 0, "over": 0, "pools": int(wish.pooling > 0)}
+            adds.append(row_add(row, ids, blocks, sampling, generation=generation))
+            live[row] = {"known": len(ids), "computed": 0, "over": 0, "pools": int(sampling.pooling > 0)}
         for row, one in live.items():
             count = min(one["known"] - one["computed"], left, chance.randint(1, 9))
             if count:
@@ -115,23 +115,23 @@ def test_steps_are_launched_before_the_last_is_known(pair: Pair) -> None:
     in a step that decodes, and logprobs that end with it."""
     pair.clear()
     prompt = [5, 9, 200, 31, 7]
-    wishes = [m.Sampling(temperature=1.0, seed=9), m.Sampling(temperature=0.0, with_logprobs=True, num_top=1)]
-    adds = [row_add(row, prompt[: 5 - row], [row], wish) for row, wish in enumerate(wishes)]
+    samplings = [m.Sampling(temperature=1.0, seed=9), m.Sampling(temperature=0.0, with_logprobs=True, num_top=1)]
+    adds = [row_add(row, prompt[: 5 - row], [row], sampling) for row, sampling in enumerate(samplings)]
     steps = [make_step([(0, 0, 5, True), (1, 0, 4, True)], adds=adds, step_id=1)]
     steps += [make_step([(0, 4 + i, 1, True), (1, 3 + i, 1, True)], step_id=1 + i) for i in range(1, 4)]
     runner = pair.ours.runner
     published: list[int] = []
-    runner.publish = lambda flight, sampled: published.append(flight.step_id)
-    flights = [runner.launch(step, take) for step in steps]
-    assert list(runner.flights) == flights and not published
+    runner.publish = lambda launched_step, sampled: published.append(launched_step.step_id)
+    launched_steps = [runner.launch(step, take) for step in steps]
+    assert list(runner.launched_steps) == launched_steps and not published
     ours = runner.drain()
     assert published == [1, 2, 3, 4]
-    runner.publish = lambda flight, sampled: None
+    runner.publish = lambda launched_step, sampled: None
     for one, step in zip(ours, steps, strict=True):
         expected = pair.expected.runner.step(step, take)
         assert one.ids.tolist() == expected.ids.tolist()
-        assert len(one.records) == logprob_bytes(1)
-        _close(one.records, expected.records)
+        assert len(one.token_outputs) == logprob_bytes(1)
+        _close(one.token_outputs, expected.token_outputs)
 
 
 def test_what_is_planned_wrongly_ends_loudly(pair: Pair) -> None:

@@ -13,10 +13,10 @@ from tests.stages.execute import checkpoints
 
 RATES = Rates(read_bytes=100.0, float32_flops=10.0, bf16_flops=50.0, int8_ops=None)
 LAUNCHED = [
-    Launches("skinny_product", (8,), 4.0, 6.0),
+    Launches("skinny_gemm", (8,), 4.0, 6.0),
     Launches("_norm", (2,), 2.0, 2.5),
     Launches("_decode_kernel", (9,), 1.0, 5.0),
-    Launches("skinny_product", (2,), 1.0, 2.0),
+    Launches("skinny_gemm", (2,), 1.0, 2.0),
 ]
 
 
@@ -60,7 +60,7 @@ def test_kernels_are_told_as_parts_of_ops() -> None:
     step = summarize(Case("decode", 2, 1, 18), samples, needs, RATES, torch.bfloat16)
     assert (step.ms, step.num_samples, step.launch_ms, step.tokens_per_s) == (20.0, 3, 2.0, pytest.approx(100.0))
     assert [(each.name, each.op, each.count, each.ms) for each in step.kernels] == [
-        ("skinny_product", "products", 5.0, 0.008),
+        ("skinny_gemm", "products", 5.0, 0.008),
         ("_decode_kernel", "attention", 1.0, 0.005),
         ("_norm", "rest", 2.0, 0.0025),
     ]
@@ -77,7 +77,7 @@ def test_kernels_are_told_as_parts_of_ops() -> None:
 
 
 def test_a_kernel_is_known_by_its_name() -> None:
-    functions: list[Any] = [vector.vector_product, skinny.skinny_product, dequantize._widen]
+    functions: list[Any] = [vector.gemv, skinny.skinny_gemm, dequantize._dequantize]
     assert {op_of(function.fn.__name__) for function in functions} == {"products"}
     functions = [attention._attend_kernel, attention_decode._decode_kernel]
     assert {op_of(function.fn.__name__) for function in functions} == {"attention"}

@@ -2,17 +2,17 @@
 
 import random
 
-from pipeline.stages.execute.cuda.device_allocator import Heap
+from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
 
 
 def test_ranges_never_overlap_and_all_come_back() -> None:
     chance = random.Random(5)
     for size in (1, 7, 100):
-        heap, taken, used = Heap(size), [], set[int]()
+        allocator, taken, used = DeviceAllocator(size), [], set[int]()
         for _ in range(600):
             if chance.random() < 0.55:
                 num = chance.randint(1, max(1, size // 4))
-                begin = heap.take(num)
+                begin = allocator.allocate(num)
                 if begin is None:
                     runs = "".join("x" if word in used else "." for word in range(size))
                     assert "." * num not in runs
@@ -23,9 +23,9 @@ def test_ranges_never_overlap_and_all_come_back() -> None:
                 taken.append((begin, num))
             elif taken:
                 begin, num = taken.pop(chance.randrange(len(taken)))
-                heap.give(begin, num)
+                allocator.free(begin, num)
                 used -= set(range(begin, begin + num))
-            assert heap.num_free == size - len(used)
+            assert allocator.num_free == size - len(used)
         for begin, num in taken:
-            heap.give(begin, num)
-        assert heap.take(size) == 0
+            allocator.free(begin, num)
+        assert allocator.allocate(size) == 0

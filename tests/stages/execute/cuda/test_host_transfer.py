@@ -1,4 +1,4 @@
-"""Copies of blocks that a plan asks for, in the order of the plan; kernels are interpreted."""
+"""BlockCopier of blocks that a plan asks for, in the order of the plan; kernels are interpreted."""
 
 import random
 import time
@@ -9,7 +9,7 @@ import torch
 
 from pipeline.stages.execute.cuda import host_transfer
 from pipeline.stages.execute.cuda.device import Interpreted
-from pipeline.stages.execute.cuda.host_transfer import Copies
+from pipeline.stages.execute.cuda.host_transfer import BlockCopier
 
 NUM_BLOCKS, NUM_SLOTS = 7, 6
 
@@ -20,7 +20,7 @@ def test_any_order_of_copies_does_what_one_after_the_other_does(monkeypatch: pyt
     kv = torch.randint(0, 2**30, (2, 2, NUM_BLOCKS, 1, 2, 2), dtype=torch.int32)
     slots = np.zeros((NUM_SLOTS, 2 * 2 * 4 * 4), np.uint8)
     monkeypatch.setattr(host_transfer, "PACKED_BYTES", 2 * slots.shape[1])
-    copies = Copies(Interpreted(), kv, slots)
+    copies = BlockCopier(Interpreted(), kv, slots)
     expected = [kv[:, :, i].clone() for i in range(NUM_BLOCKS)] + [torch.zeros(2, 2, 1, 2, 2, dtype=torch.int32)] * 6
     for _ in range(12):
         pairs = []
@@ -34,9 +34,9 @@ def test_any_order_of_copies_does_what_one_after_the_other_does(monkeypatch: pyt
             pairs = [(i, NUM_BLOCKS + i) for i in range(5)]
         for source, target in pairs:
             expected[target] = expected[source]
-        crossing = copies.enqueue(*(np.array(ids, np.int32) for ids in zip(*pairs, strict=True)))
-        assert (crossing is not None) == any(max(pair) >= NUM_BLOCKS for pair in pairs)
-        assert crossing is None or 0 < crossing.began.recorded_s <= crossing.ended.recorded_s  # type: ignore[attr-defined]
+        transfer = copies.enqueue(*(np.array(ids, np.int32) for ids in zip(*pairs, strict=True)))
+        assert (transfer is not None) == any(max(pair) >= NUM_BLOCKS for pair in pairs)
+        assert transfer is None or 0 < transfer.began.recorded_s <= transfer.ended.recorded_s  # type: ignore[attr-defined]
         for i in range(NUM_BLOCKS):
             torch.testing.assert_close(kv[:, :, i], expected[i], rtol=0, atol=0)
         for i in range(NUM_SLOTS):
@@ -48,7 +48,7 @@ def test_any_order_of_copies_does_what_one_after_the_other_does(monkeypatch: pyt
 def test_copies_of_the_longest_sequences_are_sorted_in_no_time() -> None:
     """Looking each of them up in a list of the others would take seconds, in which no step is launched."""
     kv = torch.zeros(1, 2, 20000, 1, 1, 1, dtype=torch.int32)
-    copies = Copies(Interpreted(), kv, None)
+    copies = BlockCopier(Interpreted(), kv, None)
     sources, targets = np.arange(0, 16000, dtype=np.int32), np.arange(20000, 36000, dtype=np.int32)
     began_s = time.perf_counter()
     runs = list(copies._runs(sources, targets))

@@ -48,12 +48,12 @@ def test_a_row_that_is_pooled_and_dropped_still_has_the_record_that_is_awaited(d
     """The scheduler cuts the records of a step by what it planned."""
     driver.clear()
     runner = driver.runner
-    wishes = [m.Sampling(pooling=m.Pooling.MEAN), m.Sampling(pooling=m.Pooling.LAST)]
-    adds = [row_add(row, [5, 9, 7], [row], wish) for row, wish in enumerate(wishes)]
+    samplings = [m.Sampling(pooling=m.Pooling.MEAN), m.Sampling(pooling=m.Pooling.LAST)]
+    adds = [row_add(row, [5, 9, 7], [row], sampling) for row, sampling in enumerate(samplings)]
     runner.launch(make_step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds), take)
     runner.launch(make_step(drops=[0]), take)
     first, _ = runner.drain()
-    records = first.records.reshape(2, 4 * runner.facts.hidden_size)
+    records = first.token_outputs.reshape(2, 4 * runner.facts.hidden_size)
     assert not records[0].any() and records[1].any()
 
 

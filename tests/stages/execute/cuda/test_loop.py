@@ -11,7 +11,7 @@ import pytest
 from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cuda.launched_step import Flight
+from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.loop import seconds_of
 from tests.rig import Rig
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
@@ -88,9 +88,9 @@ def test_blocks_go_out_to_the_segment_and_come_back(slight_dir: Path) -> None:
     assert made == [[expected[0]], [expected[1]] * 2, [expected[2]] * 2]
 
 
-def flight_of(start_ns: int, end_ns: int) -> Flight:
+def flight_of(start_ns: int, end_ns: int) -> LaunchedStep:
     none: Any = None
-    return Flight(1, 1, none, 1, *(none,) * 4, num_rows=1, num_tokens=1, start_ns=start_ns, end_ns=end_ns)
+    return LaunchedStep(1, 1, none, 1, *(none,) * 4, num_rows=1, num_tokens=1, start_ns=start_ns, end_ns=end_ns)
 
 
 def test_copies_are_a_part_of_what_a_step_took_by_the_clock_of_a_gpu_as_well() -> None:

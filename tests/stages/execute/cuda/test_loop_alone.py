@@ -18,7 +18,7 @@ from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda import loop as loops
 from pipeline.stages.execute.cuda.completions import Completions
-from pipeline.stages.execute.cuda.launched_step import Flight
+from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.loop import PAUSE_S, TIMES, Loop
 from tests.stages.execute.driver import make_step, row_add
 
@@ -30,31 +30,31 @@ class IdleRunner:
     """In the place of `CudaRunner`."""
 
     def __init__(self) -> None:
-        self.flights: deque[Flight] = deque()
+        self.launched_steps: deque[LaunchedStep] = deque()
         self.rows = SimpleNamespace(num_live=0)
-        self.num_over = self.num_recorded = 0
-        self.publish: Callable[[Flight, Sampled], None] = lambda flight, sampled: None
+        self.num_over = self.num_captured = 0
+        self.publish: Callable[[LaunchedStep, Sampled], None] = lambda launched_step, sampled: None
 
-    def launch(self, step: m.Step, take: Any) -> Flight:
-        self.flights.append(Flight(1, step.step_id, NONE, 0, *(NONE,) * 4, num_rows=0, num_tokens=0))
-        self.flights[-1].is_collected = True  # nobody waits for it
-        return self.flights[-1]
+    def launch(self, step: m.Step, take: Any) -> LaunchedStep:
+        self.launched_steps.append(LaunchedStep(1, step.step_id, NONE, 0, *(NONE,) * 4, num_rows=0, num_tokens=0))
+        self.launched_steps[-1].is_collected = True  # nobody waits for it
+        return self.launched_steps[-1]
 
     def collect(self) -> Sampled:
         sampled = Sampled(INTS, INTS.astype(np.uint32), INTS, INTS.astype(np.uint8))
-        self.publish(self.flights.popleft(), sampled)
+        self.publish(self.launched_steps.popleft(), sampled)
         return sampled
 
     def collect_done(self) -> list[Sampled]:
-        num = min(self.num_over, len(self.flights))
+        num = min(self.num_over, len(self.launched_steps))
         self.num_over -= num
         return [self.collect() for _ in range(num)]
 
     def drain(self) -> list[Sampled]:
-        return [self.collect() for _ in range(len(self.flights))]
+        return [self.collect() for _ in range(len(self.launched_steps))]
 
-    def record_more(self) -> bool:
-        self.num_recorded += 1
+    def capture_more(self) -> bool:
+        self.num_captured += 1
         return True
 
 
@@ -89,7 +89,7 @@ class ScriptedInbox:
     def __init__(self, runner: IdleRunner, wakes: list[tuple[float, list[Any], int]]) -> None:
         self._runner, self._wakes = runner, iter(wakes)
         self.now_s = 100.0
-        self.num_recorded: list[int] = []
+        self.num_captured: list[int] = []
         """When each wake came."""
 
     def wake_by(self, fd: int) -> None:
@@ -98,7 +98,7 @@ class ScriptedInbox:
     def wait_all(self, timeout_s: float) -> list[Any]:
         after_s, messages, self._runner.num_over = next(self._wakes)
         self.now_s += min(after_s, timeout_s)
-        self.num_recorded.append(self._runner.num_recorded)
+        self.num_captured.append(self._runner.num_captured)
         return messages
 
 
@@ -122,7 +122,7 @@ def test_graphs_are_recorded_when_nothing_has_come_for_a_while(monkeypatch: pyte
     monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
     stage, sent = stage_of(inbox, ReplayContext())
     run(stage, runner)
-    assert inbox.num_recorded == [0, 0, 0, 0, 0, 0, 0, 1, 2, 2]
+    assert inbox.num_captured == [0, 0, 0, 0, 0, 0, 0, 1, 2, 2]
     assert inbox.now_s == pytest.approx(100 + 0.0051 + 2 * PAUSE_S), "and one after the other, without another pause"
     assert len(sent) == 3
 
@@ -194,7 +194,7 @@ def test_a_recording_that_began_in_the_middle_is_replayed_with_its_own_times(tmp
 class DrainingRunner(IdleRunner):
     """Each step needs what those before it drew."""
 
-    def launch(self, step: m.Step, take: Any) -> Flight:
+    def launch(self, step: m.Step, take: Any) -> LaunchedStep:
         self.drain()
         return super().launch(step, take)
 

@@ -90,7 +90,7 @@ def test_a_shape_is_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert msgspec.json.decode(as_json(found), type=Profile) == found
     told = as_text(found)
     assert "Triton's interpreter; kernels: triton" in told and "This machine before: copies" in told
-    assert "int8" not in told and "    skinny_product" in told
+    assert "int8" not in told and "    skinny_gemm" in told
 
 
 def as_text(profile: Profile) -> str:

@@ -103,7 +103,7 @@ class CudaBench(Bench):
         super().__init__(limits, depth)
         self._runner = runner
         self._published: list[tuple[int, Any]] = []
-        runner.publish = lambda flight, sampled: self._published.append((flight.step_id, sampled))
+        runner.publish = lambda launched_step, sampled: self._published.append((launched_step.step_id, sampled))
 
     def fill(self) -> None:
         num = len(self.steps)
@@ -186,4 +186,4 @@ def test_rows_come_and_go_while_steps_are_in_flight(slight_dir: Path, monkeypatc
     assert (finishes.count(Finish.STOP), finishes.count(Finish.LENGTH), finishes.count(Finish.ABORT)) == (2, 3, 1)
     load = bench.scheduler.load()
     assert load.num_preemptions > 0 and load.num_blocks_swapped_in > 0
-    assert not runner.flights and not runner._pool._sums and not runner.failed
+    assert not runner.launched_steps and not runner._pool._sums and not runner.failed

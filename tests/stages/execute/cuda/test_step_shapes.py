@@ -4,14 +4,14 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.stages.execute.cuda.step_shapes import MAX_TOKENS, Shapes, decode_sizes, mixed_sizes
+from pipeline.stages.execute.cuda.step_shapes import MAX_TOKENS, StepShapes, decode_sizes, mixed_sizes
 
 LIMITS = [(1, 16), (2, 96), (7, 40), (16, 2048), (64, 96), (256, 2048), (300, 8192), (1024, 512), (4096, 2**20)]
 
 
 @pytest.mark.parametrize(("max_num_rows", "max_num_tokens"), LIMITS)
 def test_every_step_fits_its_shape(max_num_rows: int, max_num_tokens: int) -> None:
-    shapes = Shapes(max_num_rows, max_num_tokens)
+    shapes = StepShapes(max_num_rows, max_num_tokens)
     most = min(max_num_rows, max_num_tokens)
     for num in range(1, most + 1):
         shape = shapes.decode(num)
@@ -24,7 +24,7 @@ def test_every_step_fits_its_shape(max_num_rows: int, max_num_tokens: int) -> No
                 assert num_tokens <= shape.num_tokens <= max_num_tokens
                 assert num_rows <= shape.num_entries <= max_num_rows
                 assert num_rows // 2 <= shape.num_samples <= max_num_rows
-                assert shape.is_recorded == (num_tokens <= MAX_TOKENS)
+                assert shape.is_captured == (num_tokens <= MAX_TOKENS)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 96, 100, 256, 1000, 4096])
@@ -38,8 +38,8 @@ def test_sizes_rise_to_the_most_and_are_few(most: int) -> None:
 
 
 def test_the_first_and_the_others_are_all_shapes_of_decoding() -> None:
-    shapes = Shapes(256, 2048)
+    shapes = StepShapes(256, 2048)
     first, others = shapes.first(), shapes.others()
     assert [shape.num_tokens for shape in first] == [256, 8, 4, 2, 1]
     assert sorted(shape.num_tokens for shape in first + others) == shapes.decodes
-    assert [shape.num_tokens for shape in Shapes(3, 96).first()] == [3, 2, 1]
+    assert [shape.num_tokens for shape in StepShapes(3, 96).first()] == [3, 2, 1]
