@@ -47,7 +47,7 @@ class Finish(IntEnum):
 # ---------------------------------------------------------------------------------------------- parts of messages
 
 
-NOTHING_LEFT = "no token can follow: "
+NOTHING_LEFT = "No token can be sampled"
 """What the error of a sequence begins with where its request's own fields contradict each other."""
 
 

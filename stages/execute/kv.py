@@ -1,4 +1,4 @@
-"""The executor's KV memory: how many blocks it has, and swap space, and how long a sequence can be in it."""
+"""Plans the executor's KV memory: the number of blocks, swap blocks, and the maximum sequence length."""
 
 import logging
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.cpu.program import SwapArray
 
 MAX_CHOSEN_BLOCKS = 2**20
-"""The most that are made where nobody said how many: 16 million tokens. The scheduler keeps a few words of each, and a
-tiny model's blocks would be hundreds of millions on a large GPU."""
+"""Maximum number of blocks if execute.kv_cache_bytes is not set: 16 million tokens. The scheduler keeps a few words for
+each block, and a tiny model on a large GPU would get hundreds of millions."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """How much KV memory there is. Which block belongs to whom is the scheduler's business."""
+    """The size of KV memory. The scheduler assigns the blocks."""
 
     num_blocks: int
     max_model_len: int
-    """The longest sequence: the least of the model's limit, the settings' and what all blocks hold."""
+    """The minimum of the model's limit, the configured limit and the capacity of all blocks."""
 
 
 def plan_kv(settings: Settings, config: ModelConfig) -> KVPlan:
-    """Raises UserError where the memory doesn't hold one block, or the machine doesn't hold the memory."""
+    """Raises UserError if the memory is smaller than one block, or larger than the free memory."""
     num_bytes = _block_bytes(settings, config)
     kv_bytes = kv_bytes_in_ram(settings)
     num_blocks = kv_bytes // num_bytes
@@ -54,11 +54,11 @@ class DeviceMemory:
 
     total_bytes: int
     free_bytes: int
-    """What nobody has."""
+    """Free on the device."""
     used_bytes: int
-    """What this process has: weights, and what CUDA itself takes. Others may have the rest."""
+    """Used by this process: weights and the CUDA context. Other processes may use the rest."""
     reserved_bytes: int
-    """What it will still take: activations, graphs, scratch."""
+    """Still to be allocated: activations, graphs, scratch."""
 
 
 def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory) -> KVPlan:
@@ -90,20 +90,19 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
                 "model, or lower schedule.max_num_batched_tokens and schedule.max_num_seqs"
             )
         raise UserError(
-            f"the GPU has {gib(memory.total_bytes)}, of which others leave too little for KV blocks: {takes}, and "
-            f"{gib(memory.free_bytes)} are free. End what has the rest; nvidia-smi shows it"
+            f"other processes leave too little of the GPU's {gib(memory.total_bytes)} for KV blocks: {takes}, and "
+            f"{gib(memory.free_bytes)} are free. Stop the processes that nvidia-smi lists"
         )
     return _plan(settings, config, num_blocks, num_bytes, "execute.gpu_memory_fraction")
 
 
 def gib(num_bytes: float) -> str:
-    """As people say it."""
+    """Bytes as GiB, for messages."""
     return f"{num_bytes / 1024**3:.1f} GiB"
 
 
 def _plan(settings: Settings, config: ModelConfig, num_blocks: int, num_bytes: int, key: str) -> KVPlan:
-    """What follows from so many blocks. Where they don't hold the longest sequence that was wanted, a warning names the
-    `key` to raise."""
+    """The plan for `num_blocks` blocks. Warns with the `key` to raise if they don't hold max_model_len tokens."""
     wanted = min(config.max_position, settings.max_model_len or config.max_position)
     if num_blocks * BLOCK_SIZE < wanted:
         by = f" to {-(-wanted // BLOCK_SIZE) * num_bytes}" if key.endswith("_bytes") else ""
@@ -118,7 +117,7 @@ def _plan(settings: Settings, config: ModelConfig, num_blocks: int, num_bytes: i
 
 
 def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview) -> SwapArray:
-    """Swap space as whole blocks. Raises UserError where the memory doesn't hold one."""
+    """Swap space as whole blocks. Raises UserError if the memory is smaller than one block."""
     num_bytes = _block_bytes(settings, config)
     num_blocks = len(memory) // num_bytes
     if num_blocks < 1:

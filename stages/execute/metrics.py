@@ -1,4 +1,4 @@
-"""What the executor counts. Pure."""
+"""The executor's counters. Pure."""
 
 from pipeline.metrics.stats import ExecuteCounts
 

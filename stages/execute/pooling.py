@@ -1,6 +1,6 @@
-"""Embeddings: the hidden states of a prompt's tokens, behind the last norm, become one vector.
+"""Embeddings: pools the hidden states of a prompt's tokens, after the last norm, into one vector.
 
-They are not normalised to a length; whoever asked does that. Shapes: T tokens, H hidden_size.
+Vectors are not normalized here. Shapes: T tokens, H hidden_size.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from pipeline.runtime.messages import Pooling
 DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
 
 SLICE = 64
-"""Tokens that are widened at a time."""
+"""Tokens that are converted to float64 at a time."""
 
 
 class Pool:
-    """What has come of each row's prompt so far. All in float64 and token by token, so that chunks change nothing."""
+    """Partial sums of each row's prompt, in float64 and token by token, so that results do not depend on chunks."""
 
     def __init__(self, weight: FloatArray, eps: float) -> None:
         """`weight` [H] and `eps` are the last norm's."""
@@ -26,7 +26,7 @@ class Pool:
         self._sums: dict[int, DoubleArray] = {}
 
     def add(self, row: int, start: int, residual: FloatArray) -> None:
-        """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 begins anew."""
+        """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 starts a new sum."""
         if start == 0:
             self._sums[row] = np.zeros(residual.shape[1])
         assert row in self._sums, f"row {row} is pooled from position {start} on, and not from its first"
@@ -43,7 +43,7 @@ class Pool:
         return embedding
 
     def drop(self, row: int) -> None:
-        """A row is gone, computed or not."""
+        """Forget a dropped row."""
         self._sums.pop(row, None)
 
     def _states(self, residual: FloatArray) -> DoubleArray:

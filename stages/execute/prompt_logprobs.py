@@ -1,8 +1,8 @@
-"""Records of a prompt's own ids, by what the model makes of the ids before them.
+"""Prompt logprobs: the log probability of each prompt token given the tokens before it.
 
-They are computed behind a step, from the hidden states that it has left, only where a row asks: logits of all positions
-have no room, and a step whose rows don't ask has none of it in its program. So it is the last norm and the head once
-more, for as many positions at a time as there is room for rows of logits.
+They are computed after a step, from its hidden states, and only for rows that request them. The logits of all positions
+do not fit into memory, so the last norm and the head run again, for as many positions at a time as there are rows of
+logits.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ NO_IDS: IntArray = np.zeros(0, np.int32)
 def score_prompts(
     table: RowTable, rows: IntArray, program: Program, inputs: StepInputs, scores: ScoreInputs
 ) -> ByteArray:
-    """The records of the ids behind each position that a step of these rows has computed, as far as they are the
-    prompt's; of the entries that ask for them, in order."""
+    """Logprobs of the prompt tokens that follow each position of a step, for the entries that request them, in
+    order."""
     num = len(rows)
     places, ids, num_top = prompt_places(table, rows, inputs.starts[:num], inputs.counts[:num], inputs.offsets[:num])
     if not len(places):
@@ -39,8 +39,8 @@ def score_prompts(
 def prompt_places(
     table: RowTable, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray
 ) -> tuple[LongArray, IntArray, IntArray]:
-    """Of the entries that ask, parallel arrays: the tokens of the batch whose logits tell of an id of the prompt, that
-    id, and how many of the likeliest there are to be with it."""
+    """For the entries that request prompt logprobs, parallel arrays: the index of each token in the batch, the prompt
+    id that follows it, and the number of top logprobs."""
     places: list[LongArray] = [NO_PLACES]
     ids: list[IntArray] = [NO_IDS]
     num_top: list[IntArray] = [NO_IDS]

@@ -1,4 +1,4 @@
-"""What the executor says of a step that it has computed."""
+"""Publishes the result of a computed step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
-from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.metrics import ExecuteMetrics
+from pipeline.stages.execute.runner import Sampled
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Of one step, by the stage's clock."""
+    """Times of one step, by the stage's clock."""
 
     began_s: float
     ended_s: float
     wait_s: float
-    """From the end of the step before to its beginning."""
+    """From the end of the previous step to the start of this one."""
 
 
 class Publisher:
-    """Sends results to the scheduler, counts steps, and draws them in a trace."""
+    """Sends results to the scheduler, updates metrics and writes trace spans."""
 
     def __init__(self, stage: "Stage[m.ExecuteInbox]", metrics: ExecuteMetrics) -> None:
         self._stage = stage
@@ -30,7 +30,7 @@ class Publisher:
     def publish(
         self, incarnation: int, step_id: int, sampled: Sampled, times: StepTiming, requests: Sequence[int]
     ) -> None:
-        """Tell of a step; `requests` are those that begin with it."""
+        """Publish a step. `requests` are the requests that start with it."""
         stage = self._stage
         compute_s = times.ended_s - times.began_s
         result = m.StepResult(
@@ -48,7 +48,7 @@ class Publisher:
             errors=list(sampled.errors),
         )
         sent = stage.outbox("schedule").send(result)
-        assert sent, "the scheduler takes no results: more steps are in flight than its inbox holds"
+        assert sent, "the scheduler's inbox is full: more steps are in flight than it holds"
         self._metrics.stepped(sampled.num_tokens, compute_s, times.wait_s)
         if stage.trace.on:
             args: Args = {

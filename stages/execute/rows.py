@@ -24,10 +24,13 @@ from pipeline.shm.arrays import Array
 from pipeline.stages.execute.sampling_features import NOT_GREEDY, SamplingFeature, logits_processors_of, single
 
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
-"""BlockCopier an array out of a message: (array, dtype) → one-dimensional."""
+"""Copies an array out of a message: (array, dtype) → one-dimensional."""
 
 NOT_YET = -1
 """`num_computed` of a row that no step has named: it may begin behind a cached prefix of any length."""
+
+DROPPED = -2
+"""`num_computed` of a row that was dropped: no step can continue from there."""
 
 
 class RowTable:
@@ -83,6 +86,7 @@ class RowTable:
         assert self.taken[rows].all(), f"rows dropped that are not taken: {rows[~self.taken[rows]]}"
         assert len(set(rows.tolist())) == len(rows), f"rows dropped twice: {rows}"
         self.taken[rows] = False
+        self.num_computed[rows] = DROPPED
         if self.features[rows].any():
             for row in rows.tolist():
                 self.logits_processors[row] = None

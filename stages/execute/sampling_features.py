@@ -1,6 +1,6 @@
-"""What a client asks of its output, as the sampler reads it. Pure: from `Sampling`, once for each row that is added.
+"""Converts a request's `Sampling` to what the sampler reads, once for each row that is added. Pure.
 
-The edge has checked all of it. Ids outside of the vocabulary, which only the model's folder tells, mean nothing here.
+The gateway has validated the request. Token ids outside the vocabulary are ignored.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,14 +33,14 @@ LONGEST = int(np.iinfo(np.int32).max)
 
 
 def single(value: float) -> float:
-    """The number of float32's range that is nearest."""
+    """Clamp to the range of float32."""
     return min(max(value, -LARGEST), LARGEST)
 
 
 def logits_processors_of(
     sampling: Sampling, ids: IntArray, num_prompt: int, eos_ids: Collection[int], vocab_size: int
 ) -> LogitsProcessors | None:
-    """How the logits of a row change, None where they don't; `ids` is where the row's are."""
+    """The logits processors of a row, or None if it has none. `ids` is the row's array of token ids."""
     runs, num_runs = pack_runs(sampling.bad_words, vocab_size) if sampling.bad_words else (NO_IDS, 0)
     bias = {
         token: value
@@ -53,7 +53,7 @@ def logits_processors_of(
     allowed = None
     if sampling.allowed_ids:
         allowed = bits_of(_inside(np.frombuffer(sampling.allowed_ids, "<i4"), vocab_size), vocab_size)
-    # An end-of-sequence id is none before its time, though it may not be what ends this output.
+    # min_tokens excludes end-of-sequence ids too, even if they do not stop this output.
     enders = list({*eos_ids, *sampling.stop_token_ids}) if sampling.min_tokens > 0 else []
     return LogitsProcessors(
         ids=ids,
@@ -72,15 +72,16 @@ def logits_processors_of(
 
 
 def no_token_error(processors: LogitsProcessors | None, num_output: int, has_grammar: bool) -> str:
-    """Why no id could be drawn for a row, in words for its client."""
-    names = ["what the output is to match"] if has_grammar else []
+    """The error for a row for which no token can be sampled."""
+    names = ["the structured output format"] if has_grammar else []
     if processors is not None:
         names += ["'allowed_token_ids'"] if processors.allowed is not None else []
         names += ["'bad_words'"] if processors.num_runs else []
         names += ["'min_tokens'"] if num_output < processors.min_tokens else []
     if not names:
-        return "the model's logits are no numbers"
-    return f"{NOTHING_LEFT}{' and '.join(names)} leave{'s' * (len(names) == 1)} none behind {num_output} tokens"
+        return "The model produced NaN logits"
+    verb = "excludes" if len(names) == 1 else "exclude"
+    return f"{NOTHING_LEFT} after {num_output} output tokens: {' and '.join(names)} {verb} all of them"
 
 
 def _inside(ids: "np.ndarray[Any, Any] | Sequence[int]", vocab_size: int) -> IntArray:

@@ -7,8 +7,10 @@ anyway, and no core is taken from the step that runs.
 
 import gc
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never, cast
+from typing import TYPE_CHECKING, assert_never
 
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
@@ -18,8 +20,10 @@ from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.metrics import ExecuteMetrics
 
 if TYPE_CHECKING:
-    from pipeline.stages.execute.cpu.runner import Runner
-    from pipeline.stages.execute.cuda.runner import CudaRunner
+    from pipeline.stages.execute.cpu.runner import CpuRunner
+    from pipeline.stages.execute.runner import Runner
+
+Serve = Callable[[Stage[m.ExecuteInbox]], None]
 
 IDLE_S = 1.0
 """Longest wait for a message before the loop turns."""
@@ -36,7 +40,7 @@ def run(launch: m.Launch) -> None:
     """
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
-        runner = _load(launch, stage.memory(topology.SWAP))
+        runner, serve = _load(launch, stage.memory(topology.SWAP))
         fields: dict[str, object] = {
             "model": launch.model_dir,
             "weights": runner.weight_formats,
@@ -48,19 +52,15 @@ def run(launch: m.Launch) -> None:
         stage.log.info("loaded", extra={"fields": fields})
         stage.ready(runner.facts)
         try:
-            if launch.settings.execute.device == "cuda":
-                from pipeline.stages.execute.cuda.loop import serve
-
-                serve(stage, cast("CudaRunner", runner))
-            else:
-                _serve(stage, cast("Runner", runner))
+            serve(stage)
         finally:
             runner.close()
     finally:
         stage.close()
 
 
-def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
+def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
+    """The runner of the configured device, and the loop that serves with it."""
     # Libraries read these when they are loaded, so torch is imported below and not above.
     settings = launch.settings
     num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
@@ -71,34 +71,38 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "Runner | CudaRunner":
     import torch
 
     torch.set_num_threads(num_threads)
-    runner: Runner | CudaRunner
+    runner: Runner
+    serve: Serve
     if settings.execute.device == "cuda":
         from pipeline.stages.execute.cuda.available import require
 
         require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir))
-        from pipeline.stages.execute.cuda import runner as cuda
+        from pipeline.stages.execute.cuda import loop
+        from pipeline.stages.execute.cuda.runner import CudaRunner
 
         try:
-            runner = cuda.CudaRunner(settings, Path(launch.model_dir), swap)
-            runner.capture_graphs()
+            runner = cuda_runner = CudaRunner(settings, Path(launch.model_dir), swap)
+            cuda_runner.capture_graphs()
         except torch.OutOfMemoryError as error:
             what = str(error).partition(". ")[0]
             raise UserError(
                 f"the GPU's memory does not hold the model and what its steps need ({what}): lower "
                 "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_fraction"
             ) from error
+        serve = partial(loop.serve, runner=cuda_runner)
     else:
-        from pipeline.stages.execute.cpu import runner as cpu
+        from pipeline.stages.execute.cpu.runner import CpuRunner
 
-        runner = cpu.Runner(settings, Path(launch.model_dir), swap)
+        runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap)
+        serve = partial(_serve, runner=cpu_runner)
     # Beside all that is still to be done, so that the first that needs a mask does not wait for a process to start.
     runner.masks.start()
     gc.collect()
     gc.freeze()
-    return runner
+    return runner, serve
 
 
-def _serve(stage: Stage[m.ExecuteInbox], runner: "Runner") -> None:
+def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     from pipeline.stages.execute.publishing import Publisher, StepTiming
 
     idle_since = stage.replay_context.monotonic()

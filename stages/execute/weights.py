@@ -21,7 +21,7 @@ BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}
 
 
 class Weights:
-    """The tensors of a model folder, by their Hugging Face names. Raises UserError where a file is none to be read.
+    """The tensors of a model folder, by their Hugging Face names. Raises UserError if a file can't be read.
 
     With `dtype` float32 no number is rounded: matrices that are floats become "f32", and so do those that are joined
     from several formats. With bfloat16 both become "bf16". Quantised matrices keep their blocks either way.
@@ -57,8 +57,8 @@ class Weights:
         format = BLOCKS.get(found)
         if format is None or tensor.dtype != torch.uint8:
             raise UserError(
-                f"tensor {name!r} of the model in {self._folder} is {tensor.dtype} in the format {found!r}; known are "
-                f"{', '.join(BLOCKS)}: prepare the model again"
+                f"tensor {name!r} of the model in {self._folder} is {tensor.dtype} in the format {found!r}; supported "
+                f"are {', '.join(BLOCKS)}: prepare the model again"
             )
         num_bytes = columns // GROUP * BLOCK_BYTES[format]
         if columns % GROUP or tensor.shape != (rows, num_bytes):

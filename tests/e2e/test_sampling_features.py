@@ -103,7 +103,7 @@ def test_where_nothing_may_follow_the_request_fails_and_others_go_on(tiny: Tiny)
     (letter,) = tiny.ask("/tokenize", prompt="q")["tokens"]
     for wishes, words in (
         ({"allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 2}, "no token to begin with"),
-        ({"allowed_token_ids": [letter], "bad_words": ["qq"]}, "no token can follow"),
+        ({"allowed_token_ids": [letter], "bad_words": ["qq"]}, "No token can be sampled"),
     ):
         with pytest.raises(urllib.error.HTTPError) as failed:
             tiny.complete(**wishes)

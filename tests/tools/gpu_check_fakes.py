@@ -108,9 +108,9 @@ def make_runner(settings: Any, folder: Path, weights: Any = None) -> Steps:
     from pipeline.stages.execute.cpu import runner
 
     if weights is None:
-        return Steps(runner.Runner(settings, folder))
+        return Steps(runner.CpuRunner(settings, folder))
     with mock.patch.object(runner, "Weights", lambda *_: weights):
-        return Steps(runner.Runner(settings, folder))
+        return Steps(runner.CpuRunner(settings, folder))
 
 
 if __name__ == "__main__":

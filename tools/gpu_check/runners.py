@@ -45,9 +45,9 @@ def settings_for(
 
 def make_cpu_runner(settings: Settings, folder: Path) -> Any:
     """The CPU's executor for a prepared folder."""
-    from pipeline.stages.execute.cpu.runner import Runner
+    from pipeline.stages.execute.cpu.runner import CpuRunner
 
-    return Runner(settings, folder)
+    return CpuRunner(settings, folder)
 
 
 def make_runner(settings: Settings, folder: Path, weights: Weights | None = None) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -15,7 +14,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
-from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step
+from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import make_program
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate
@@ -25,6 +24,7 @@ from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
 from pipeline.stages.execute.rows import RowTable, Take
+from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
 from pipeline.stages.execute.weights import Weights
 
@@ -33,28 +33,6 @@ Clock = Callable[[], float]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 NO_SIZES: LongArray = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step sampled: parallel arrays, one value for each of its entries with `samples` set."""
-
-    rows: IntArray
-    generations: "np.ndarray[Any, np.dtype[np.uint32]]"
-    ids: IntArray
-    finishes: "np.ndarray[Any, np.dtype[np.uint8]]"
-    num_rows: int = 0
-    """Entries that were computed, those that had ended before left out; likewise"""
-    num_tokens: int = 0
-    num_copies: int = 0
-    copy_s: float = 0.0
-    """What the step's copies took."""
-    token_outputs: ByteArray = field(default_factory=lambda: NO_BYTES)
-    """Those of `ids`, of the rows that ask and have one, one after the other"""
-    prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
-    """As in `StepResult`"""
-    errors: tuple[str, ...] = ()
-    """Why, for each finish that is `ERROR`, in order"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +47,7 @@ class Computed:
     prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
 
 
-class Runner:
+class CpuRunner:
     """The model, its memory and its rows; `swap` is memory for blocks of swap space. Raises UserError, in the user's
     words, where the model can't be run so."""
 
@@ -89,9 +67,6 @@ class Runner:
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
-        self.failed: dict[int, str] = {}
-        """Rows whose sequence can't go on, and why, to be told with the next id that is drawn for each: it has none
-        then. Whoever knows of such a row notes it here while it is taken."""
         num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
         self.program = make_program(
             settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped
@@ -101,9 +76,9 @@ class Runner:
         build_program(config, weights, self.program)
         self.weight_formats = "+".join(weights.taken)
         """As `q8_0+q4_1`."""
-        self._eos_ids = config.eos_ids
         self._pool = Pool(self.program.last_norm, config.rms_norm_eps)
-        self._samplings = msgspec.msgpack.Decoder(Sampling)
+        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids)
+        self.failed = self._changes.failed
 
     @property
     def name(self) -> str:
@@ -122,7 +97,7 @@ class Runner:
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
         """Compute one step. Errors of the model or of a wrong plan are not caught: they end the stage. Copies alone are
         timed here, by `clock`."""
-        self._change_rows(step, take)
+        self._changes.apply(step, take)
         num_copies, copy_s = self._copy(step, take, clock)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).astype(bool)
@@ -140,30 +115,11 @@ class Runner:
             sampled, num_rows=int(running.sum()), num_tokens=num_tokens, num_copies=num_copies, copy_s=copy_s
         )
 
-    def _change_rows(self, step: Step, take: Take) -> None:
-        drops = take(step.drops, np.int32)
-        self.rows.drop(drops)
-        self.masks.drop(drops)
-        for row in drops.tolist():
-            self.failed.pop(row, None)
-            self._pool.drop(row)
-        for add in step.adds:
-            sampling = self._samplings.decode(add.sampling)
-            self.rows.take_in(add, sampling, self._eos_ids, take)
-            if self.rows.features[add.row] & SamplingFeature.GRAMMAR_MASK:
-                self.masks.add(add.row, sampling, add.num_prompt)
-        self.rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
-
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
         """Make the step's copies. Returns how many and the seconds they took; a step without any asks no clock."""
-        sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
-        assert len(sources) == len(targets), f"{len(sources)} blocks to copy from, {len(targets)} to copy to"
+        sources, targets = copies_of(step, take, self.facts)
         if not len(sources):
             return 0, 0.0
-        end = self.facts.num_blocks + self.facts.num_swap_blocks
-        for blocks in (sources, targets):
-            assert blocks.min() >= 0 and blocks.max() < end, f"blocks {blocks} are copied, of {end}"
-        assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
         began = clock()
         self.program.copy_blocks(sources, targets)
         return len(sources), clock() - began

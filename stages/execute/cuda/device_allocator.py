@@ -1,10 +1,10 @@
-"""Ranges of the GPU's memory for what has no fixed size: the lists of a row's wishes. First fit, joined when free."""
+"""First-fit allocation of device memory for lists of variable size. Adjacent free ranges are joined."""
 
 from bisect import bisect_left
 
 
 class DeviceAllocator:
-    """Owns the free ranges of `num_words` words; who takes one remembers its size."""
+    """Tracks the free ranges of `num_words` words. The caller keeps the size of each range."""
 
     def __init__(self, num_words: int) -> None:
         self._free: list[tuple[int, int]] = [(0, num_words)]
@@ -14,7 +14,7 @@ class DeviceAllocator:
         return sum(size for _, size in self._free)
 
     def allocate(self, num: int) -> int | None:
-        """Where `num` words, one or more, are now taken; None where there is no such range."""
+        """Allocate `num` words, at least one. Returns the offset, or None if no free range is large enough."""
         assert num > 0
         for i, (begin, size) in enumerate(self._free):
             if size >= num:
@@ -26,7 +26,7 @@ class DeviceAllocator:
         return None
 
     def free(self, begin: int, num: int) -> None:
-        """A range that was taken is free again."""
+        """Free a range that was allocated."""
         i = bisect_left(self._free, (begin, 0))
         if i < len(self._free) and begin + num == self._free[i][0]:
             num += self._free.pop(i)[1]

@@ -65,7 +65,7 @@ class BlockCopier:
         self._swap = None if swap is None else torch.from_numpy(swap).view(torch.int32).view(-1, pieces, words)
         if swap is not None and not device.lock(swap):
             logging.getLogger("pipeline").warning(
-                "swap space can't be locked for the GPU: copies to and from it hold up the steps"
+                "swap space can't be pinned for the GPU: copies to and from it block the steps"
             )
         num = max(1, PACKED_BYTES // self._block_bytes)
         self._buffers = [_StagingBuffer(device, num, pieces, words) for _ in range(NUM_STAGING_BUFFERS)]

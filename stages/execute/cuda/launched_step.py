@@ -1,4 +1,4 @@
-"""A step that was launched: what the host knows of it until what came of it is collected."""
+"""A launched step: what the host keeps until its result is collected."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +16,16 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(slots=True)
 class PendingLogprobs:
-    """Words of records that are on their way to the host."""
+    """Logprobs that are being copied to the host."""
 
     words: Tensor
     """[M, 1 + 2 * most] int32; see kernels/triton/logprobs.py"""
     num_top: IntArray
-    """[M]; -1 has none"""
+    """[M]; -1 for no logprobs"""
 
     def split(self) -> list[ByteArray]:
-        """Each one's bytes, as pipeline/runtime/logprob_records.py has them, when they have come; none for those that
-        have none."""
+        """The bytes of each, in the format of pipeline/runtime/logprob_records.py; empty for rows without logprobs.
+        The copy must be complete."""
         most = (self.words.shape[1] - 1) // 2
         parts = []
         for words, num in zip(self.words.numpy(), self.num_top.tolist(), strict=True):
@@ -36,14 +36,14 @@ class PendingLogprobs:
 
 @dataclass(slots=True)
 class PooledHiddenStates:
-    """What an entry's tokens came to, on its way to the host."""
+    """Hidden states of an entry's tokens that are being copied to the host."""
 
     row: int
     generation: int
     start: int
     hidden_states: Tensor
     place: int
-    """Among the samples of the step, -1 where it is none of them."""
+    """Index among the samples of the step; -1 if the entry samples nothing."""
 
 
 @dataclass(slots=True)
@@ -54,17 +54,17 @@ class LaunchedStep:
     step_id: int
     slot: Slot
     num_samples: int
-    """With padding."""
+    """Including padding."""
     rows: IntArray
-    """Of what is sampled, pooled or drawn; likewise"""
+    """Of each sample, pooled or sampled; parallel to the arrays below"""
     generations: "np.ndarray[Any, np.dtype[np.uint32]]"
     known: IntArray
-    """Ids that each row has before this one."""
+    """Number of ids of each row before this step's id."""
     pooled: BoolArray | None
     num_rows: int
     num_tokens: int
     is_token_only: bool = False
-    """Nobody wished for more than an id."""
+    """No row requests more than the next id."""
     launch_s: float = 0.0
     """The host's time for the launch."""
     host_transfer: HostTransfer | None = None
@@ -74,7 +74,7 @@ class LaunchedStep:
     prompt_logprobs: list[PendingLogprobs] = field(default_factory=list)
     hidden_states: list[PooledHiddenStates] = field(default_factory=list)
     is_collected: bool = False
-    """Its slot may be another step's by now."""
+    """Another step may use its slot by now."""
     start_ns: int = 0
     """By the GPU's clock, once collected; 0 where nothing was computed or there is no such clock."""
     end_ns: int = 0
@@ -84,7 +84,7 @@ class LaunchedStep:
         return self.slot.done.query() and (self.host_transfer is None or self.host_transfer.ended.query())
 
     def wait(self) -> None:
-        """Wait for the step, asleep. Of any thread."""
+        """Block until the step is complete. Any thread may call it."""
         self.slot.done.synchronize()
         if self.host_transfer is not None:
             self.host_transfer.ended.synchronize()

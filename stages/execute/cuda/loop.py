@@ -13,12 +13,12 @@ from typing import assert_never
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
-from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.metrics import ExecuteMetrics
 from pipeline.stages.execute.publishing import Publisher, StepTiming
+from pipeline.stages.execute.runner import Sampled
 
 IDLE_S = 1.0
 """Longest wait before the loop turns."""

@@ -46,7 +46,7 @@ def measure(settings: Settings, folder: Path, plan: Plan, num_threads: int, weig
     with ExitStack() as stack:
         device = stack.enter_context(closing(make_device()))
         if not device.captures_graphs:
-            log.warning("kernels are interpreted, on the CPU: their times say nothing of a GPU")
+            log.warning("kernels run in Triton's interpreter on the CPU: their times say nothing about a GPU")
         probe = Probe(device)
         log.info("loading %s for %s", config.name, device.name)
         runner = stack.enter_context(closing(CudaRunner(_room(settings, cases), folder, None, device, weights)))
@@ -59,7 +59,7 @@ def measure(settings: Settings, folder: Path, plan: Plan, num_threads: int, weig
         samples = _run_rounds(turns, cases, range(0 if device.captures_graphs else 1, plan.rounds + 1), log)
         after = probe.measure()
         # Last, for whatever comes behind it is slower.
-        log.info("looking at kernels")
+        log.info("profiling kernels")
         for i, case in enumerate(cases):
             samples[i].launched = turns.traced(case)
         rates = before.best(after)

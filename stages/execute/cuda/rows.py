@@ -1,7 +1,7 @@
-"""The row table's image on the GPU, and the changes that keep it one.
+"""The copy of the row table on the GPU, and the changes that keep it in sync.
 
-The host's table says what a row began with and what it wishes; ids that are drawn are on the GPU first. Changes are
-collected while a step's message is read, and go to the GPU in front of the step.
+The host's table holds a row's initial state and its sampling parameters. Sampled ids are on the GPU first. Changes are
+collected while a step's message is read, and are sent to the GPU before the step.
 """
 
 import numpy as np
@@ -17,13 +17,16 @@ from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 LIST_MEMORY_WORDS = 4 * 1024**2
-"""For lists of wishes: 16 MiB."""
+"""For the lists of logits processors: 16 MiB."""
 
-NO_ROOM = "what the requests that run now forbid, bias or allow takes more memory than there is: try again later"
+NO_ROOM = (
+    "The running requests' logit_bias, bad_words and allowed_token_ids fill the GPU memory reserved for them: "
+    "try again later"
+)
 
 
 class DeviceRows:
-    """Owns the memory of rows on the device: one for each of the table's, and one that stands for padding."""
+    """Owns the memory of rows on the device: one for each row of the table, and a padding row."""
 
     def __init__(self, device: Device, table: RowTable, max_num_stops: int) -> None:
         self._table = table
@@ -47,16 +50,16 @@ class DeviceRows:
         self.list_memory = views[4]
         self._list_allocator = DeviceAllocator(LIST_MEMORY_WORDS)
         self._nothing = self._list_allocator.allocate(num_words(table.vocab_size)) or 0
-        """Where the heap, from its beginning, has a mask that allows nothing."""
+        """Offset of a mask that allows no token."""
         self._list_ranges: dict[int, tuple[int, int]] = {}
         self.on_device.params[-1, Field.ENDED] = 1
         self.runs: list[Run] = []
-        """Changes that the device has not been sent."""
+        """Changes that have not been sent to the device."""
         self.filtered: set[int] = set()
-        """Rows that don't draw from all ids."""
+        """Rows with top_k, top_p or min_p."""
 
     def add(self, row: int) -> str | None:
-        """The table has taken in a row. Returns why it can't go on, where it can't."""
+        """Copy a row that was added to the table. Returns an error if its sequence can't run."""
         table = self._table
         num_ids, num_blocks, stops = int(table.num_ids[row]), int(table.num_blocks[row]), sorted(table.stops[row])
         assert len(stops) <= self._max_num_stops, f"row {row} has {len(stops)} stop ids, {self._max_num_stops} at most"
@@ -83,14 +86,14 @@ class DeviceRows:
         return problem
 
     def append_blocks(self, rows: IntArray, blocks: IntArray) -> None:
-        """The table and the device take in blocks."""
+        """Append blocks to the table and to the device."""
         places = self._table.append_blocks(rows, blocks)
         width = self._table.blocks.shape[1]
         for i, (row, place) in enumerate(zip(rows.tolist(), places, strict=True)):
             self.runs.append((self._blocks + row * width + place, blocks[i : i + 1]))
 
     def drop(self, rows: IntArray) -> None:
-        """Rows are no more. Nothing of theirs is read on the device before it is another's."""
+        """Free the lists of dropped rows. The device does not read a dropped row before it is reused."""
         if self.filtered or self._list_ranges:
             for row in rows.tolist():
                 self.filtered.discard(row)

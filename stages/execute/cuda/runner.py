@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 
@@ -25,10 +24,9 @@ from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
-from pipeline.runtime.messages import ExecuteFacts, Finish, Sampling, Step
+from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import LogitArray
-from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.graphs import CapturedStep, StepGraphs, StepKind
 from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES, BlockCopier, HostTransfer
@@ -44,6 +42,7 @@ from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
 from pipeline.stages.execute.rows import NOT_YET, RowTable, Take
+from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
 from pipeline.stages.execute.weights import Weights
 
@@ -58,9 +57,6 @@ SEPARATE_SAMPLING = (
 )
 """What makes a step one that no graph holds whole."""
 
-
-DROPPED_ROW = -2
-"""`num_computed` of a row that has been dropped: no step goes on from there."""
 
 GRAPHS_BYTES = 512 * 1024**2
 """For what graphs and libraries take while steps are recorded; by the rules of CUDA's own allocator, hardly a tenth."""
@@ -104,7 +100,6 @@ class CudaRunner:
         max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
         require_places(max_num_seqs, kv.max_model_len, max_num_stops)
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size)
-        self._eos_ids = config.eos_ids
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
         self._staging = Staging(device, max_num_seqs, max_num_tokens)
         self.shapes = StepShapes(max_num_seqs, max_num_tokens)
@@ -112,10 +107,9 @@ class CudaRunner:
             device, self.model, self._device_rows.on_device, self._staging.words, max_num_seqs, max_num_tokens
         )
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
-        self.failed: dict[int, str] = {}
-        """Rows whose sequence can't go on, and why: told with the next id that is drawn for each, which is none."""
         self._pool = Pool(self.model.last_norm, config.rms_norm_eps)
-        self._samplings = msgspec.msgpack.Decoder(Sampling)
+        self._changes = RowChanges(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows)
+        self.failed = self._changes.failed
         first, others = self.shapes.first(), self.shapes.others()
         mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
         self._to_capture = [
@@ -188,7 +182,7 @@ class CudaRunner:
         """Launch a step, which `launched_steps` ends with then. Waits for the steps before it where a grammar needs
         their ids; those are published first."""
         began_s = time.perf_counter()
-        self._change_rows(step, take)
+        self._changes.apply(step, take)
         num_copies, host_transfer = self._copy(step, take)
         rows, starts, counts = (take(array, np.int32) for array in (step.rows, step.starts, step.counts))
         samples = take(step.samples, np.uint8).view(np.bool_)
@@ -205,34 +199,11 @@ class CudaRunner:
         self.launch(step, take)
         return self.drain()[-1]
 
-    def _change_rows(self, step: Step, take: Take) -> None:
-        if len(drops := take(step.drops, np.int32)):
-            self.rows.drop(drops)
-            self.rows.num_computed[drops] = DROPPED_ROW
-            self._device_rows.drop(drops)
-            self.masks.drop(drops)
-            for row in drops.tolist():
-                self.failed.pop(row, None)
-                self._pool.drop(row)
-        for add in step.adds:
-            sampling = self._samplings.decode(add.sampling)
-            self.rows.take_in(add, sampling, self._eos_ids, take)
-            if (problem := self._device_rows.add(add.row)) is not None:
-                self.failed[add.row] = problem
-            if self.rows.features[add.row] & SamplingFeature.GRAMMAR_MASK:
-                self.masks.add(add.row, sampling, add.num_prompt)
-        self._device_rows.append_blocks(take(step.block_rows, np.int32), take(step.block_ids, np.int32))
-
     def _copy(self, step: Step, take: Take) -> tuple[int, HostTransfer | None]:
         """Give the step's copies to the streams. Returns how many, and the way of those over the bus."""
-        sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
-        assert len(sources) == len(targets), f"{len(sources)} blocks to copy from, {len(targets)} to copy to"
+        sources, targets = copies_of(step, take, self.facts)
         if not len(sources):
             return 0, None
-        end = self.facts.num_blocks + self.facts.num_swap_blocks
-        for blocks in (sources, targets):
-            assert blocks.min() >= 0 and blocks.max() < end, f"blocks {blocks} are copied, of {end}"
-        assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
         return len(sources), self._block_copier.enqueue(sources, targets)
 
     def _check(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> None:

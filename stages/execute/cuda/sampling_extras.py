@@ -1,8 +1,8 @@
-"""The draw of a step in which somebody wants more than an id: masks, shaped logits, records.
+"""Sampling for steps with grammar masks, logits processors or logprobs.
 
-    logits ──► what records need of them ──► masks, shaping ──► draw ──► records of the ids
+    logits ──► top logprobs ──► masks, logits processors ──► sample ──► logprobs of the ids
 
-No graph holds these launches, for which of them there are differs from step to step.
+These launches are not captured in a graph, because they differ from step to step.
 """
 
 import time
@@ -31,19 +31,19 @@ from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 PADDING_ROW = -1
-"""In the place of a row."""
+"""In the place of a row that needs no mask."""
 LOOK_S = 50e-6
-"""Between two looks whether masks are complete."""
+"""Poll interval for grammar masks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMasks:
-    """Masks on the device."""
+    """Grammar masks on the device."""
 
     words: Tensor
     """[samples, ceil(V / 32)] int32"""
     flags: Tensor
-    """[samples with padding] int32; 1 where there is one"""
+    """[samples with padding] int32; 1 for a row with a mask"""
 
 
 class SamplingExtras:
@@ -66,8 +66,8 @@ class SamplingExtras:
         self._max_num_top = max_num_top
 
     def warm(self, step: StepArrays) -> Iterator[None]:
-        """Compile everything, a little at each turn, by samples of nobody; `step` is where steps leave what they are,
-        and none is in flight at any turn."""
+        """Compile all kernels, one variant at each iteration, with padding samples. `step` are the arrays of a captured
+        step. No step may be in flight."""
         logits, on_device = self._model.logits[:1], self._rows.on_device
         num_words = -(-logits.shape[1] // 32)
         masks = self._device.send(np.zeros((1, num_words), np.int32)), self._device.send(np.zeros(1, np.int32))
@@ -155,7 +155,7 @@ class SamplingExtras:
 
 
 class _LogprobBuilder:
-    """PendingLogprobs that are being made on the device."""
+    """Logprobs that are being computed on the device."""
 
     def __init__(self, device: Device, num_top: IntArray, scratch: LogprobScratch) -> None:
         """`num_top` [M] are how many of the likeliest each has, -1 where it is none."""

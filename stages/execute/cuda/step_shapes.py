@@ -14,7 +14,7 @@ FEW = 16
 MAX_TOKENS = 4096
 """Of a step that is recorded."""
 FIRST_DECODES = (1, 2, 4, 8)
-"""CapturedStep before the server is ready, with the largest; others when they come, or when there is nothing to do."""
+"""Captured before the server is ready, with the largest; others when they come, or when there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)

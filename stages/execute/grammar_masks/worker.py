@@ -161,7 +161,7 @@ class MaskWorker:
         if row.ignores_eos or len(row.stop_ids):
             self._end_by(row, words)
         if not words.any():
-            raise Failed(f"{NOTHING_LEFT}the grammar allows none of the model's")
+            raise Failed(f"{NOTHING_LEFT}: the grammar allows none of the model's tokens")
 
     def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
         """Only ids that are no text are allowed. Where one text alone can follow, the library allows what its tokenizer

@@ -84,9 +84,9 @@ def _ours(settings: Settings, folder: Path, plan: Plan) -> Ours:
 
         runner = CudaRunner(settings, folder)
     else:
-        from pipeline.stages.execute.cpu.runner import Runner
+        from pipeline.stages.execute.cpu.runner import CpuRunner
 
-        runner = Runner(settings, folder)
+        runner = CpuRunner(settings, folder)
         runner.program.keep_logits()
     try:
         # A GPU's products of float32 are as exact as a CPU's, but summed in another order.

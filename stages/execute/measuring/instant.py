@@ -30,7 +30,7 @@ def run(launch: m.Launch) -> None:
         settings = stage.settings
         max_model_len = min(settings.max_model_len or config.max_position, config.max_position)
         executor = Instant(settings.schedule.max_num_seqs, config)
-        stage.log.warning("an instant executor answers with made-up ids: this is no model")
+        stage.log.warning("the instant executor returns made-up ids and runs no model")
         num_swap_blocks = NUM_BLOCKS if settings.execute.swap_bytes else 0
         block_size, vocab_size = settings.schedule.block_size, config.vocab_size
         hidden_size = config.hidden_size

@@ -10,8 +10,9 @@ from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.runner import Runner, Sampled
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from pipeline.stages.execute.runner import Sampled
 
 GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
 
@@ -97,7 +98,7 @@ class GivenMasks:
 
     ticket = 1
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: CpuRunner) -> None:
         self._own = runner.masks
         self.words = runner.sampling_inputs.mask_words
         self.word = np.zeros(1, np.uint32)
@@ -128,7 +129,7 @@ class Driver:
     """Plans for one runner: rows and blocks are handed out in order and given back by `clear`."""
 
     def __init__(self, model_dir: str | Path, config: Settings, swap_bytes: int = 0) -> None:
-        self.runner = Runner(config, Path(model_dir), memoryview(bytearray(swap_bytes)) if swap_bytes else None)
+        self.runner = CpuRunner(config, Path(model_dir), memoryview(bytearray(swap_bytes)) if swap_bytes else None)
         self.runner.program.keep_logits()
         self._budget = config.schedule.max_num_batched_tokens
         self.clear()

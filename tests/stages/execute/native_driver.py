@@ -16,7 +16,7 @@ from pipeline.kernels.matrix import Format, quantize
 from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.native_program import NativeProgram
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, settings
 
@@ -61,7 +61,7 @@ class Native(Driver):
     def __init__(self, folder: Path, isa: str, keep_logits: bool = True, *, swap_bytes: int = 0, **how: Any) -> None:
         with emulation(isa) as kernels:
             config = settings(dtype="bfloat16", kernels=kernels, **{"threads": 2, "max_num_seqs": 16, **how})
-            self.runner = Runner(config, folder, memoryview(bytearray(swap_bytes)) if swap_bytes else None)
+            self.runner = CpuRunner(config, folder, memoryview(bytearray(swap_bytes)) if swap_bytes else None)
         assert isinstance(self.runner.program, NativeProgram)
         self.program = self.runner.program
         if keep_logits:

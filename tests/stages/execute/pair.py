@@ -13,7 +13,7 @@ from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.rig import raw
@@ -54,7 +54,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 def make_runner(
     folder: Path, block_bytes: int, num_blocks: int, *, num_swap_blocks: int = 0, threads: int = 2, **how: Any
-) -> Runner:
+) -> CpuRunner:
     """With memory for just so many blocks."""
     settings = Settings(
         execute=Execute(
@@ -63,7 +63,7 @@ def make_runner(
         schedule=Schedule(max_num_seqs=16, max_num_batched_tokens=256),
     )
     swap = memoryview(bytearray(num_swap_blocks * block_bytes)) if num_swap_blocks else None
-    runner = Runner(settings, folder, swap)
+    runner = CpuRunner(settings, folder, swap)
     assert (runner.facts.num_blocks, runner.facts.num_swap_blocks) == (num_blocks, num_swap_blocks)
     return runner
 
@@ -72,7 +72,7 @@ class Pair:
     """Computes requests, and collects what detokenize would be told. `limits` are the scheduler's besides what the
     runner has learnt."""
 
-    def __init__(self, runner: Runner, depth: int = 1, **limits: Any) -> None:
+    def __init__(self, runner: CpuRunner, depth: int = 1, **limits: Any) -> None:
         facts = runner.facts
         known = {
             "num_blocks": facts.num_blocks,

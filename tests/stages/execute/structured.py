@@ -10,7 +10,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings, take
 from tests.stages.ingest.models import byte_tokenizer
@@ -65,7 +65,7 @@ class Structured:
     """Runs sequences side by side, as a scheduler does."""
 
     def __init__(self, folder: Path, config: Settings | None = None, **how: Any) -> None:
-        self.runner = Runner(config or settings(**how), folder)
+        self.runner = CpuRunner(config or settings(**how), folder)
         self.seqs: list[Seq] = []
 
     def add(self, *seqs: Seq, fork_of: Seq | None = None) -> m.Step:

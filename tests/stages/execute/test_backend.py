@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.kernels.cpu.isa import available
 from pipeline.stages.execute.cpu import backend
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
@@ -30,19 +30,19 @@ def test_a_shape_without_kernels_goes_to_torch_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, checkpoints.config_of(**checkpoints.VARIANTS["one kv head"]))
-    runner = Runner(settings(dtype="bfloat16"), tmp_path)
+    runner = CpuRunner(settings(dtype="bfloat16"), tmp_path)
     assert isinstance(runner.program, TorchProgram)
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "torch" in warning.getMessage() and "head_dim is 8, not a multiple of 16" in warning.getMessage()
     with pytest.raises(UserError, match=r"execute\.kernels is 'portable', but head_dim is 8"):
-        Runner(settings(dtype="bfloat16", kernels="portable"), tmp_path)
+        CpuRunner(settings(dtype="bfloat16", kernels="portable"), tmp_path)
 
 
 def test_a_level_that_this_cpu_lacks_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "available", lambda: ["portable"])
     for isa in ("avx512", "avx2"):
         with pytest.raises(UserError, match=f"kernels is '{isa}', but this CPU runs portable and torch"):
-            Runner(settings(dtype="bfloat16", kernels=isa), tiny)
+            CpuRunner(settings(dtype="bfloat16", kernels=isa), tiny)
 
 
 def test_without_a_compiler_torch_computes_with_one_warning(
@@ -50,26 +50,26 @@ def test_without_a_compiler_torch_computes_with_one_warning(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    runner = Runner(settings(dtype="bfloat16"), tiny)
+    runner = CpuRunner(settings(dtype="bfloat16"), tiny)
     assert isinstance(runner.program, TorchProgram)
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "no C++ compiler found" in warning.getMessage() and "apt install" in warning.getMessage()
     with pytest.raises(UserError, match="no C\\+\\+ compiler found"):
-        Runner(settings(dtype="bfloat16", kernels="portable"), tiny)
+        CpuRunner(settings(dtype="bfloat16", kernels="portable"), tiny)
 
 
 def test_float32_is_computed_by_torch_in_silence(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(Runner(settings(dtype="float32"), tiny).program, TorchProgram)
+    assert isinstance(CpuRunner(settings(dtype="float32"), tiny).program, TorchProgram)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_kernels_that_are_named_refuse_float32(tiny: Path) -> None:
     with pytest.raises(UserError, match="float32"):
-        Runner(settings(dtype="float32", kernels="portable"), tiny)
+        CpuRunner(settings(dtype="float32", kernels="portable"), tiny)
 
 
 def test_the_best_level_is_chosen_and_told(tiny: Path) -> None:
-    runner = Runner(settings(dtype="bfloat16"), tiny)
+    runner = CpuRunner(settings(dtype="bfloat16"), tiny)
     assert runner.program.name == f"cpu, {available()[0]}"
     runner.close()
 

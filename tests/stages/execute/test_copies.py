@@ -1,4 +1,4 @@
-"""BlockCopier of KV blocks, swapping and forks: exact in both back ends, in whichever order a step lists them."""
+"""Copies of KV blocks, swapping and forks: exact in both back ends, in whichever order a step lists them."""
 
 import ctypes
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.native_program import NativeProgram, layer_bytes
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
@@ -65,7 +65,7 @@ def driver(backend: str, tiny: Path) -> Iterator[Driver]:
 class Memory:
     """All blocks of a runner, those of swap space behind the others, as a test sees them: bytes [blocks, layers, …]."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: CpuRunner) -> None:
         program = runner.program
         if isinstance(program, NativeProgram):
             num_bytes = layer_bytes(program._config, 1)
@@ -152,7 +152,7 @@ def test_copies_that_cannot_be_right_end_loudly_and_change_nothing(driver: Drive
         with pytest.raises(AssertionError, match="copied"):
             driver.step(copies=copies)
     odd = msgspec.structs.replace(make_step(), copy_sources=i32([0, 1]), copy_targets=i32([2]))
-    with pytest.raises(AssertionError, match="2 blocks to copy from, 1 to copy to"):
+    with pytest.raises(AssertionError, match="2 source blocks, 1 target blocks"):
         driver.runner.step(odd, take)
     np.testing.assert_array_equal(memory.read(), before)
     with pytest.raises(AssertionError, match="outside of the KV memory"):

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.native_program import NativeProgram
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Ask, Pair, make_runner
@@ -46,11 +46,11 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._runners: list[Runner] = []
+        self._runners: list[CpuRunner] = []
         self.alone = cache(self._alone)
 
     @cache  # noqa: B019 - as long as the tests
-    def runner(self, num_blocks: int, num_swap_blocks: int = 0) -> Runner:
+    def runner(self, num_blocks: int, num_swap_blocks: int = 0) -> CpuRunner:
         runner = make_runner(self._folder, BLOCK_BYTES, num_blocks, num_swap_blocks=num_swap_blocks)
         assert isinstance(runner.program, NativeProgram)
         self._runners.append(runner)
@@ -334,5 +334,5 @@ def test_a_sequence_that_nothing_can_follow_ends_with_why_and_its_neighbours_go_
         pair = Pair(machine.runner(MANY), depth)
         texts = pair.run([*follows[:2], ends, *follows[2:]])
         assert texts.pop(2) == [[]] and list(pair.errors) == [(3, 0)] and pair.token_outputs[3, 0] == b""
-        assert "no token can follow" in pair.errors[3, 0]
+        assert "No token can be sampled" in pair.errors[3, 0]
         assert [texts[i] for i in range(5)] == [alone(machine, ask) for ask in follows]

@@ -336,7 +336,7 @@ def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> 
     first, other = plain.generate([prompts[0]], 1)[0][0], plain.generate([prompts[1]], 3)[0]
     plain.clear()
     stops = m.Sampling(temperature=0.0, ignore_eos=by != "eos", stop_token_ids=[first] if by != "eos" else [])
-    plain.runner._eos_ids = [first] if by == "eos" else [EOS_ID]
+    plain.runner._changes._eos_ids = [first] if by == "eos" else [EOS_ID]
     adds = [row_add(0, prompts[0], plain.take_blocks(32), stops), row_add(1, prompts[1], plain.take_blocks(32))]
     result = plain.step([(0, 0, 20, True), (1, 0, 20, True)], adds=adds)
     assert result.ids.tolist() == [first, other[0]]

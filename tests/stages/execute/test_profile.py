@@ -21,7 +21,7 @@ from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.peaks import Peaks
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.measuring import measure as module
 from pipeline.stages.execute.measuring import profile as entry
 from pipeline.stages.execute.measuring.measure import Samples, fill, floor_s, measure, overlapped_s, summarize
@@ -277,7 +277,7 @@ def test_random_weights_leave_logits_that_are_numbers(tmp_path: Path, monkeypatc
     for quantization in ("none", "q8_0", "q4_1"):
         weights = RandomWeights(SMALL, torch.bfloat16, quantization)
         monkeypatch.setattr("pipeline.stages.execute.cpu.runner.Weights", lambda *_, made=weights: made)
-        runner = Runner(settings(dtype="bfloat16", kv_mib=1), tmp_path)
+        runner = CpuRunner(settings(dtype="bfloat16", kv_mib=1), tmp_path)
         runner.program.keep_logits()
         fill(runner.inputs, Case("prefill", 1, 30, 30), np.arange(30, dtype=np.int32), np.arange(2, dtype=np.int32))
         runner.program.run()

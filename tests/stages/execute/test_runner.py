@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.stages.execute.driver import GREEDY, Driver, make_step, row_add, settings, take
@@ -71,7 +71,7 @@ def test_an_id_that_stops_a_row_ends_it_for_steps_already_planned(tiny_dir: Path
     first = start(driver, GREEDY)
     driver.clear()
     if by == "eos":
-        driver.runner._eos_ids = [first]
+        driver.runner._changes._eos_ids = [first]
         sampling = m.Sampling(temperature=0.0)
     else:
         sampling = m.Sampling(temperature=0.0, ignore_eos=True, stop_token_ids=[first, 299])
@@ -95,18 +95,18 @@ def test_an_id_that_stops_a_row_ends_it_for_steps_already_planned(tiny_dir: Path
         assert driver.step([(0, 11, 1, True)]).ids.tolist() == [-1]
         driver.step(drops=[0])
     finally:
-        driver.runner._eos_ids = [EOS_ID]
+        driver.runner._changes._eos_ids = [EOS_ID]
 
 
 def test_ignore_eos_goes_on(driver: Driver) -> None:
     first = start(driver, GREEDY)
     driver.clear()
-    driver.runner._eos_ids = [first]
+    driver.runner._changes._eos_ids = [first]
     try:
         start(driver, m.Sampling(temperature=0.0, ignore_eos=True))
         assert driver.runner.rows.num_live == 1
     finally:
-        driver.runner._eos_ids = [EOS_ID]
+        driver.runner._changes._eos_ids = [EOS_ID]
 
 
 def test_a_row_is_dropped_and_taken_by_another_in_one_step(driver: Driver) -> None:
@@ -178,7 +178,7 @@ def test_a_batch_that_is_all_greedy_never_samples(tiny_dir: Path, monkeypatch: p
 def test_the_longest_sequence_is_the_least_of_the_limits(
     tiny_dir: Path, kv_mib: int, max_model_len: int, expected: int
 ) -> None:
-    facts = Runner(settings(kv_mib=kv_mib, max_model_len=max_model_len), tiny_dir).facts
+    facts = CpuRunner(settings(kv_mib=kv_mib, max_model_len=max_model_len), tiny_dir).facts
     # 3 layers x 2 x 16 tokens x 2 heads x 16 dimensions x 4 bytes
     assert facts.num_blocks == kv_mib * 1024**2 // 12288
     assert (facts.block_size, facts.max_model_len, facts.vocab_size) == (16, expected, VOCAB_SIZE)
@@ -189,21 +189,21 @@ def test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key(
 ) -> None:
     shape = {"num_kv_heads": 16, "num_heads": 16, "head_dim": 256, "num_layers": 1, "hidden_size": 16}
     checkpoints.write(tmp_path, checkpoints.config_of(**shape))
-    assert Runner(settings(kv_mib=1), tmp_path).facts.max_model_len == 2 * 16
+    assert CpuRunner(settings(kv_mib=1), tmp_path).facts.max_model_len == 2 * 16
     assert "raise execute.kv_cache_bytes to 8388608" in caplog.text, "16 blocks hold the model's 256 positions"
     checkpoints.write(tmp_path, checkpoints.config_of(**{**shape, "num_layers": 3}))
     with pytest.raises(ValueError, match=r"raise execute\.kv_cache_bytes"):
-        Runner(settings(kv_mib=1), tmp_path)
+        CpuRunner(settings(kv_mib=1), tmp_path)
 
 
 def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     checkpoints.write(tmp_path, checkpoints.config_of())
     checkpoints.config_of(num_layers=4).save(tmp_path)
     with pytest.raises(ValueError, match=r"lack the tensor 'model\.layers\.3\."):
-        Runner(settings(), tmp_path)
+        CpuRunner(settings(), tmp_path)
     checkpoints.config_of(intermediate_size=81).save(tmp_path)
     with pytest.raises(ValueError, match=r"gate_proj.* has shape \[80, 48\]"):
-        Runner(settings(), tmp_path)
+        CpuRunner(settings(), tmp_path)
 
 
 @pytest.mark.parametrize(

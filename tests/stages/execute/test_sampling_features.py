@@ -142,7 +142,7 @@ def test_where_nothing_is_left_the_row_ends_with_why(
     result = driver.step([(0, 0, 11, True), (1, 0, 11, True)], adds=adds)
     assert result.finishes.tolist() == [m.Finish.ERROR, m.Finish.NONE]
     assert result.ids[0] == -1 and result.ids[1] >= 0 and len(result.token_outputs) == 4
-    assert len(result.errors) == 1 and "no token can follow" in result.errors[0]
+    assert len(result.errors) == 1 and "No token can be sampled" in result.errors[0]
     assert driver.step([(0, 11, 1, True), (1, 11, 1, True)]).ids[0] == -1
 
 

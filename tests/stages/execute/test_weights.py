@@ -124,7 +124,7 @@ def test_columns_that_no_blocks_can_have_are_refused(tmp_path: Path) -> None:
 def test_bytes_in_no_known_format_are_refused(tmp_path: Path, format: str | None) -> None:
     data = torch.zeros(6, 68, dtype=torch.uint8)
     weights = weights_of(tmp_path, w=data if format is None else (data, format))
-    with pytest.raises(UserError, match=rf"'w' .* is torch.uint8 in the format '{format or ''}'; known are q8_0"):
+    with pytest.raises(UserError, match=rf"'w' .* is torch.uint8 in the format '{format or ''}'; supported are q8_0"):
         weights.matrix("w", 6, 64)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.runner import Runner
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.rig import raw
@@ -36,7 +36,7 @@ PROMPTS = [
 DEPTH = 2
 
 
-def serve(runner: Runner, num_blocks: int) -> tuple[list[list[int]], int, int]:
+def serve(runner: CpuRunner, num_blocks: int) -> tuple[list[list[int]], int, int]:
     """Greedy texts of all prompts, one arriving after each step, through a scheduler with so many blocks. Returns them,
     how often a sequence was started again, and how many tokens were found in the prefix cache."""
     limits = SchedulerConfig(num_blocks=num_blocks, max_model_len=250, max_num_seqs=8, max_num_batched_tokens=32)
@@ -112,11 +112,11 @@ def test_texts_are_those_of_transformers_through_preemption_and_cached_prefixes(
 ) -> None:
     model = checkpoints.write(tmp_path, checkpoints.config_of(**changes))
     expected = [greedy(model, prompt) for prompt in PROMPTS]
-    runner = Runner(settings(kernels="torch"), tmp_path)
+    runner = CpuRunner(settings(kernels="torch"), tmp_path)
     texts, num_again, num_cached = serve(runner, 40)
     assert (texts, num_again) == (expected, 0)
     assert num_cached >= 48
-    runner = Runner(settings(kernels="torch"), tmp_path)
+    runner = CpuRunner(settings(kernels="torch"), tmp_path)
     texts, num_again, _ = serve(runner, 12)
     assert texts == expected
     assert num_again > 0, "nobody was preempted"
@@ -130,7 +130,7 @@ def test_the_library_has_one_text_whatever_happens_to_its_rows(
     write(tmp_path, checkpoints.config_of(**changes))
     with emulation(isa) as kernels:
         config = settings(dtype="bfloat16", kernels=kernels, threads=2)
-        runners = [Runner(config, tmp_path) for _ in range(2)]
+        runners = [CpuRunner(config, tmp_path) for _ in range(2)]
     plenty, _, num_cached = serve(runners[0], 40)
     scarce, num_again, _ = serve(runners[1], 12)
     for runner in runners:

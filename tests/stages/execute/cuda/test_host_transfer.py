@@ -1,4 +1,4 @@
-"""BlockCopier of blocks that a plan asks for, in the order of the plan; kernels are interpreted."""
+"""Copies of blocks that a plan asks for, in the order of the plan; kernels are interpreted."""
 
 import random
 import time

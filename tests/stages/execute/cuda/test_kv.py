@@ -57,7 +57,7 @@ def test_a_share_that_leaves_nothing_is_named_with_what_takes_it() -> None:
 
 def test_a_gpu_that_others_have_filled_is_told_from_a_share_that_is_too_small() -> None:
     full = DeviceMemory(80 * GIB, free_bytes=2 * GIB, used_bytes=16 * GIB, reserved_bytes=2 * GIB)
-    with pytest.raises(UserError, match=r"others leave too little .* 2\.0 GiB are free.*nvidia-smi"):
+    with pytest.raises(UserError, match=r"other processes leave too little .* 2\.0 GiB are free.*nvidia-smi"):
         plan(full)
     with pytest.raises(UserError, match=r"only 0 bytes are left"):
         plan(full, kv_cache_bytes=GIB)

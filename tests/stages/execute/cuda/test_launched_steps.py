@@ -65,6 +65,7 @@ def test_masks_are_asked_for_rows_that_go_on_alone_with_all_of_their_ids(
     runner = driver.runner
     masks = AskedMasks(runner)
     monkeypatch.setattr(runner, "masks", masks)
+    monkeypatch.setattr(runner._changes, "_masks", masks)
     ends = m.Sampling(grammar="a", allowed_ids=i32([9]), stop_token_ids=[9])
     goes_on = m.Sampling(grammar="a", temperature=0.0, ignore_eos=True)
     adds = [row_add(0, [5, 9, 7], [0], ends), row_add(1, [5, 9], [1], goes_on)]

@@ -15,11 +15,11 @@ from pipeline.replay import format as f
 from pipeline.replay.player import PlaybackContext, ReplayInbox
 from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
-from pipeline.stages.execute.cpu.runner import Sampled
 from pipeline.stages.execute.cuda import loop as loops
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.loop import PAUSE_S, TIMES, Loop
+from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import make_step, row_add
 
 NONE: Any = None

@@ -68,7 +68,7 @@ def test_a_shape_is_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr(module, "traced", fake)
     with caplog.at_level(logging.INFO, "pipeline"):
         found = entry.profile(settings(), PLAN, nowhere)
-    assert "say nothing of a GPU" in caplog.text and "round 1 of 1" in caplog.text
+    assert "say nothing about a GPU" in caplog.text and "round 1 of 1" in caplog.text
     assert [step.case for step in found.steps] == [Case("decode", 2, 1, 18), Case("prefill", 1, 3, 3)]
     assert [step.num_samples for step in found.steps] == [1, 1]
     assert traced == [2, 1]

@@ -1,0 +1,115 @@
+"""What both back ends of the executor share: the `Runner` protocol, a step's result, its row changes and its copies."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.runtime.messages import ExecuteFacts, Sampling, Step
+from pipeline.stages.execute.grammar_masks.masks import Masks
+from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.prompt_logprobs import NO_BYTES
+from pipeline.stages.execute.rows import RowTable, Take
+from pipeline.stages.execute.sampling_features import SamplingFeature
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled: parallel arrays, one value for each of its entries with `samples` set."""
+
+    rows: IntArray
+    generations: "np.ndarray[Any, np.dtype[np.uint32]]"
+    ids: IntArray
+    finishes: "np.ndarray[Any, np.dtype[np.uint8]]"
+    num_rows: int = 0
+    """Entries that were computed. Entries that had ended before are not counted, nor are their tokens."""
+    num_tokens: int = 0
+    num_copies: int = 0
+    copy_s: float = 0.0
+    """Time of the step's block copies."""
+    token_outputs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    """The logprobs or the embedding of each of `ids` whose row requests one, concatenated."""
+    prompt_logprobs: ByteArray = field(default_factory=lambda: NO_BYTES)
+    """`StepResult.prompt_records`"""
+    errors: tuple[str, ...] = ()
+    """The reason for each finish that is `ERROR`, in order."""
+
+
+class Runner(Protocol):
+    """A loaded model with its KV memory and its rows, on one device."""
+
+    facts: ExecuteFacts
+    rows: RowTable
+    masks: Masks
+    weight_formats: str
+    """Formats of the matrices, such as `q8_0+q4_1`."""
+
+    @property
+    def name(self) -> str:
+        """The back end, for logs."""
+
+    def close(self) -> None:
+        """Free threads and memory, and stop the process that computes masks."""
+
+
+class RowMirror(Protocol):
+    """A copy of the row table on a device, which follows every change."""
+
+    def add(self, row: int) -> str | None:
+        """Copy a row that was added to the table. Returns an error if its sequence can't run."""
+
+    def append_blocks(self, rows: IntArray, blocks: IntArray) -> object:
+        """Append blocks to the table and to the mirror."""
+
+    def drop(self, rows: IntArray) -> None:
+        """Drop rows that were dropped from the table."""
+
+
+class RowChanges:
+    """Applies the row changes of steps to everything that keeps state by row."""
+
+    def __init__(
+        self, table: RowTable, masks: Masks, pool: Pool, eos_ids: Collection[int], mirror: RowMirror | None = None
+    ) -> None:
+        self._table, self._masks, self._pool, self._eos_ids = table, masks, pool, eos_ids
+        self._mirror = mirror
+        self._samplings = msgspec.msgpack.Decoder(Sampling)
+        self.failed: dict[int, str] = {}
+        """Rows whose sequence can't continue, and why. The row's next sampled id is then `NO_ID`, with this error."""
+
+    def apply(self, step: Step, take: Take) -> None:
+        """Drop rows, add rows and append blocks, in this order."""
+        table, mirror = self._table, self._mirror
+        if len(drops := take(step.drops, np.int32)):
+            table.drop(drops)
+            if mirror is not None:
+                mirror.drop(drops)
+            self._masks.drop(drops)
+            for row in drops.tolist():
+                self.failed.pop(row, None)
+                self._pool.drop(row)
+        for add in step.adds:
+            sampling = self._samplings.decode(add.sampling)
+            table.take_in(add, sampling, self._eos_ids, take)
+            if mirror is not None and (error := mirror.add(add.row)) is not None:
+                self.failed[add.row] = error
+            if table.features[add.row] & SamplingFeature.GRAMMAR_MASK:
+                self._masks.add(add.row, sampling, add.num_prompt)
+        blocks = take(step.block_rows, np.int32), take(step.block_ids, np.int32)
+        (table if mirror is None else mirror).append_blocks(*blocks)
+
+
+def copies_of(step: Step, take: Take, facts: ExecuteFacts) -> tuple[IntArray, IntArray]:
+    """Sources and targets of a step's block copies, checked; ids from the number of KV blocks on are swap blocks."""
+    sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
+    assert len(sources) == len(targets), f"{len(sources)} source blocks, {len(targets)} target blocks"
+    if len(sources):
+        end = facts.num_blocks + facts.num_swap_blocks
+        for blocks in (sources, targets):
+            assert blocks.min() >= 0 and blocks.max() < end, f"copied block ids must be below {end}: {blocks}"
+        assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
+    return sources, targets
