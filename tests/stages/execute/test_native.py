@@ -350,7 +350,7 @@ def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> 
 
 def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(tiny: Path) -> None:
     driver = Native(tiny, ISAS[0])
-    masks = driver.runner.masks = GivenMasks(driver.runner)
+    masks = driver.runner.masks = driver.runner._changes._masks = GivenMasks(driver.runner)
     mask = masks.words[0]
     mask[:] = 2**32 - 1
     ids: list[int] = []

@@ -167,6 +167,7 @@ def test_a_grammar_masks_what_else_is_allowed(driver: Driver, monkeypatch: pytes
     runner, sampling_inputs, given = driver.runner, driver.runner.sampling_inputs, GivenMasks(driver.runner)
     driver.clear()
     monkeypatch.setattr(runner, "masks", given)
+    monkeypatch.setattr(runner._changes, "_masks", given)
     both = asking(grammar="any", allowed_ids=np.arange(100, 200, dtype=np.int32).tobytes())
     samplings = [asking(), both, asking(grammar="any", temperature=1.0, seed=2)]
     adds = [row_add(row, PROMPT, driver.take_blocks(32), sampling) for row, sampling in enumerate(samplings)]
