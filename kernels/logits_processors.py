@@ -1,6 +1,6 @@
-"""What changes the logits of a row before an id of it is drawn, with vLLM's meanings and in its order.
+"""Logits processors: change a row's logits before sampling, with vLLM's meanings and in its order.
 
-    what a grammar allows · allowed ids · bad words · no end before min_tokens · bias · penalties
+    grammar mask · allowed ids · bad words · no end before min_tokens · bias · penalties
 
 Each of the first four sets logits to -inf, which nothing behind it undoes. kernels/cpu/logits_processors.h does the
 same.
@@ -63,7 +63,7 @@ class LogitsProcessors:
     """Bad words, one after the other: how many ids it has, then these."""
     num_runs: int = 0
     enders: IntArray = field(default_factory=lambda: NO_IDS)
-    """What is not drawn before the output has `min_tokens` ids; each is there once."""
+    """Ids that are not sampled before the output has `min_tokens` ids. No duplicates."""
     min_tokens: int = 0
 
     def write(self, to: "np.ndarray[Any, Any]", place: int) -> None:

@@ -1,7 +1,7 @@
-"""Where records of ids go: the log probability of an id, and the likeliest ids with theirs.
+"""Memory for logprobs: the log probability of an id, and the top ids with theirs.
 
-A record is float32 logprob · num_top × int32 ids · num_top × float32 logprobs. Where the vocabulary has fewer ids than
-that, the last ones are -1, with -inf. Entry i belongs to the i-th row of logits.
+A logprob record is float32 logprob · num_top × int32 ids · num_top × float32 logprobs. Where the vocabulary has fewer
+ids than that, the last ones are -1, with -inf. Entry i belongs to the i-th row of logits.
 """
 
 from typing import Any
@@ -15,21 +15,21 @@ AddressArray = np.ndarray[Any, np.dtype[np.uint64]]
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 NO_LOGPROBS = -1
-"""The `num_top` of who wants none."""
+"""`num_top` of a row without logprobs."""
 
 
 class LogprobInputs:
-    """Shapes are [max_num_rows]. Arrays stay where they are; the memory for records is new in each step that has any,
-    so that whoever took the last one's may keep it."""
+    """Shapes are [max_num_rows]. Arrays stay where they are; the memory for the results is new in each step that has
+    any, so the caller may keep the previous step's."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.num_top: IntArray = np.zeros(max_num_rows, np.int32)
         self.addresses: AddressArray = np.zeros(max_num_rows, np.uint64)
-        """Where each record goes; 0 where there is none."""
+        """Address of each record; 0 for none."""
         self.widths: LongArray = np.zeros(0, np.int64)
-        """Bytes of each; empty where nobody wants any"""
+        """Bytes of each record; empty if no row requests logprobs"""
         self.memory: ByteArray = np.empty(0, np.uint8)
-        """One behind the other."""
+        """The records, concatenated."""
 
     def lay_out(self, num_top: IntArray) -> None:
         """Make room for the records of these rows, `NO_LOGPROBS` for those that have none."""
@@ -55,7 +55,7 @@ class LogprobInputs:
 
 
 class ScoreInputs:
-    """Ids of which something is told though they were not drawn: those of prompts. Shapes are [max_num_rows]."""
+    """Given ids to compute logprobs for: those of prompts. Shapes are [max_num_rows]."""
 
     def __init__(self, max_num_rows: int) -> None:
         self.num = 0

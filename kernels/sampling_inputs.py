@@ -1,4 +1,4 @@
-"""What sampling reads of each sampled token of a step, and the ids that it leaves.
+"""The inputs of sampling for each sampled token of a step, and the sampled ids.
 
 Arrays are allocated once and stay where they are, as those of `StepInputs`. Entry i belongs to the i-th sampled token.
 """
@@ -16,42 +16,42 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy; dividing by it would leave one candidate anyway."""
 
 NO_ID = -1
-"""What is drawn where nothing can be: every id is forbidden, or has no probability."""
+"""The sampled id if no token can be sampled: every id is forbidden or has no probability."""
 
 NO_PLACES: LongArray = np.zeros(0, np.int64)
 
 
 class SamplingInputs:
-    """How each id of a step is drawn. Shapes are [max_num_rows]; `mask_words` is memory for masks where another process
-    writes them."""
+    """Sampling parameters of a step. Shapes are [max_num_rows]. `mask_words` is memory for masks that another process
+    writes."""
 
     def __init__(self, max_num_rows: int, vocab_size: int, mask_words: WordArray | None = None) -> None:
         self.greedy: np.ndarray[Any, np.dtype[np.uint8]] = np.ones(max_num_rows, np.uint8)
-        """1 where the largest logit is taken as it is and nothing else is wanted; what follows is then not read."""
+        """1 for the largest logit and nothing else; the arrays below are then not read."""
         self.temperature: FloatArray = np.zeros(max_num_rows, np.float32)
         self.top_p: FloatArray = np.ones(max_num_rows, np.float32)
         self.min_p: FloatArray = np.zeros(max_num_rows, np.float32)
         self.top_k: IntArray = np.zeros(max_num_rows, np.int32)
         self.keys: AddressArray = np.zeros(max_num_rows, np.uint64)
-        """Noise of this draw, see kernels/noise.py."""
+        """Noise key of this sample, see kernels/noise.py."""
         self.logits_processors: AddressArray = np.zeros(max_num_rows, np.uint64)
         """Address of the row's `LOGITS_PROCESSORS` (kernels/logits_processors.py); 0 where its logits are taken as they
         are."""
         self.num_known: IntArray = np.zeros(max_num_rows, np.int32)
-        """Ids of the row; read where it is shaped."""
+        """Number of ids of the row; read if it has logits processors."""
         self.masks: AddressArray = np.zeros(max_num_rows, np.uint64)
         """Address of the bits that a grammar allows, which are in `mask_words`; 0 where there is no grammar."""
         shape = max_num_rows, num_words(vocab_size)
         self.mask_words: WordArray = np.zeros(shape, np.uint32) if mask_words is None else mask_words
-        """[max_num_rows, ceil(V / 32)]; bit v % 32 of word v / 32 says whether id v is allowed. Whoever owns the
-        grammars writes the rows in `masked` for each step, before the program's wait for them ends."""
+        """[max_num_rows, ceil(V / 32)]; bit v % 32 of word v / 32 says whether id v is allowed. The owner of
+        the grammars writes the rows in `masked` for each step, before the program's wait for them ends."""
         self.masked: LongArray = NO_PLACES
         """Places of the step's sampled tokens that a grammar masks."""
         self.ids: IntArray = np.zeros(max_num_rows, np.int32)
-        """Where a step leaves what it drew; `NO_ID` where nothing could be."""
+        """The ids that a step sampled; `NO_ID` if none can be sampled."""
         self.logprobs = LogprobInputs(max_num_rows)
         self.keeps_logits = False
-        """Nothing is `greedy`, for all logits are wanted."""
+        """No row is `greedy`, because all logits are requested."""
         self.rows: IntArray = np.zeros(0, np.int32)
         """Whose tokens they are, as the next has them."""
         self.row_logits_processors: Sequence[LogitsProcessors | None] = ()
@@ -72,5 +72,5 @@ class SamplingInputs:
         self.masked = NO_PLACES
 
     def row_processors(self, i: int) -> LogitsProcessors | None:
-        """What the address in `logits_processors` stands for."""
+        """The logits processors at the address in `logits_processors`, or None."""
         return self.row_logits_processors[self.rows[i]] if self.logits_processors[i] else None

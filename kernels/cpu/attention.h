@@ -215,7 +215,7 @@ class AttentionPlan final : public Op {
 
 class Attention final : public Op {
    public:
-    // `out` is plain activations; with `floats`, float32 at every level.
+    // `out` is plain activations; with `floats`, float32 on every ISA.
     Attention(Rows out, bool floats, const float* queries, const KV& kv, const AttentionPlan& plan)
         : Op("attention"), out_(out), floats_(floats), queries_(queries), kv_(kv), plan_(plan) {}
 

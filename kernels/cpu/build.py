@@ -82,7 +82,7 @@ class Compiler:
     """All that it says of itself."""
 
     def options(self, isa: Isa, emulate: bool) -> tuple[str, ...]:
-        """What a level is compiled with."""
+        """Compiler options for an ISA."""
         chosen = EMULATED_FLAGS if emulate else ISA_FLAGS[isa]
         tuned = ("-mtune=native",) if platform.machine() in TUNED_MACHINES else ()
         # GCC makes statics of templates the same object in every library of a process, so that libraries of two
@@ -107,18 +107,18 @@ def build(
     about_s: int = 10,
     timeout_s: float = COMPILE_TIMEOUT_S,
 ) -> Path:
-    """A shared library of `source` for a level, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.
+    """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.
 
     `source` may include the .h files beside it. `cache_root` is the folder that holds all that the user's cache has, by
-    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, level avx512_bf16 does without its
+    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, avx512_bf16 does without its
     instructions and runs on any CPU. `what` and `about_s` tell the user what is compiled and how long it may take, and
     the compiler is ended after `timeout_s`. Of several processes one compiles and the others wait for it.
 
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
-    had, and ValueError for `emulate` with a level that has nothing to emulate.
+    had, and ValueError for `emulate` with an ISA that has nothing to emulate.
     """
     if emulate and isa != "avx512_bf16":
-        raise ValueError(f"there is nothing to emulate at level {isa}")
+        raise ValueError(f"ISA {isa} has nothing to emulate")
     compiler = find_compiler()
     options = compiler.options(isa, emulate)
     folder = (default_cache_root() if cache_root is None else cache_root.absolute()) / "kernels"

@@ -45,7 +45,7 @@ struct Matrix {
     bool integer() const { return format != Format::BF16; }
 };
 
-// What a bf16 product reads: the instruction of AVX512-BF16 takes pairs of bfloat16; elsewhere the weights are widened and the
+// What a bf16 product reads: the instruction of AVX512-BF16 takes pairs of bfloat16; elsewhere the weights are converted to float32 and the
 // activations stay as they are.
 #if defined(DOT_BF16)
 typedef uint16_t act;
@@ -147,7 +147,7 @@ struct Group4Min {  // q4_1
 };
 constexpr int GROUP_8_BYTES = 512 + 32;  // q8_0
 
-// The dot products of one group, for R rows and P panels, as int32: exact at every level.
+// The dot products of one group, for R rows and P panels, as int32: exact on every ISA.
 template <int R, int P>
 INLINE void dot_group4(const int8_t* const (&codes)[R], const uint8_t* panel, size_t panel_bytes,
                        vi (&dots)[R][P][VECTORS]) {

@@ -1,4 +1,4 @@
-"""What instructions the kernels may use: the levels, and which of them a CPU can run."""
+"""Instruction sets (ISAs) that the kernels are compiled for, and which of them a CPU can run."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ Isa = Literal["avx512_bf16", "avx512", "avx2", "portable"]
 CPUINFO = Path("/proc/cpuinfo")
 
 MAX_ISA = "PIPELINE_MAX_ISA"
-"""Environment variable that names a level: better ones are not used, as if the CPU did not have them."""
+"""Environment variable that limits the ISA: better ones are not used, as if the CPU lacked them."""
 
 _AVX2 = frozenset({"avx2", "f16c", "fma"})
 _X86_64_V3 = _AVX2 | {"abm", "bmi1", "bmi2", "movbe", "xsave"}
@@ -23,13 +23,13 @@ NEEDED: dict[Isa, frozenset[str]] = {
     "avx2": _AVX2,
     "portable": frozenset(),
 }
-"""Best first. For each level every flag, as Linux names it, that the compiler is allowed to count on."""
+"""Best first. For each ISA every flag, as Linux names it, that the compiler is allowed to count on."""
 
 
 def available(environ: Mapping[str, str] = os.environ) -> list[Isa]:
-    """The levels that this CPU and this system can run, best first, none better than PIPELINE_MAX_ISA.
+    """The ISAs that this CPU and this system can run, best first, none better than PIPELINE_MAX_ISA.
 
-    Raises ValueError if that variable does not name a level.
+    Raises ValueError if that variable does not name an ISA.
     """
     isas = runnable(platform.machine(), cpuinfo())
     name = environ.get(MAX_ISA, "")
@@ -43,7 +43,7 @@ def available(environ: Mapping[str, str] = os.environ) -> list[Isa]:
 
 
 def runnable(machine: str, cpuinfo: str) -> list[Isa]:
-    """The levels that a machine can run, best first, from its name (as of `uname -m`) and its /proc/cpuinfo.
+    """The ISAs that a machine can run, best first, from its name (as of `uname -m`) and its /proc/cpuinfo.
 
     Linux leaves out the flags of registers that it does not save, so a flag says that both CPU and system can.
     """

@@ -71,7 +71,7 @@ class LinearAdd final : public Gemm {
 // out = silu(in x gate) * (in x up). A panel holds eight outputs of gate and the eight of up beside them.
 class Swiglu final : public Gemm {
    public:
-    // `out` is plain activations; with `floats`, float32 at every level.
+    // `out` is plain activations; with `floats`, float32 on every ISA.
     Swiglu(Rows out, bool floats, Rows in, const Matrix& matrix)
         : Gemm("swiglu", in, matrix, 4), out_(out), floats_(floats) {}
 

@@ -130,7 +130,7 @@ SAMPLING_ARRAYS = (
 
 
 class SamplingArrays(Structure):
-    """`Draws` in sampler.h: addresses of the arrays of `SamplingInputs`, and of its records."""
+    """`SamplingInputs` in sampler.h: addresses of the arrays of the Python `SamplingInputs`."""
 
     _fields_ = tuple((name, c_void_p) for name in (*SAMPLING_ARRAYS, "num_top", "logprobs"))
 

@@ -22,7 +22,7 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a number of threads reach together at a level: medians of short runs."""
+    """What a number of threads reach together with an ISA: medians of short runs."""
 
     isa: Isa
     num_threads: int
@@ -34,7 +34,7 @@ class Peaks:
     """Products of bfloat16 summed as float32. Without its instruction the kernels compute them as float32, and so does
     this."""
     int8_op_per_s: float
-    """Products of bytes by codes of 4 bits, summed as int32, with the widening that this takes at the level. Codes of
+    """Products of bytes by codes of 4 bits, summed as int32, with the widening that this takes with the ISA. Codes of
     8 bits run as fast at avx512, and at half the rate elsewhere."""
 
 

@@ -225,7 +225,7 @@ void program_swiglu(Program* program, Rows out, int floats, Rows in, const Matri
     program->add<Swiglu>(out, floats != 0, in, *matrix);
 }
 
-// The head, the wait for masks and the draw.
+// The head, the wait for masks, and sampling.
 void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
                   const MaskTicket* ticket, const SamplingInputs* inputs) {
     const int threads = program->thread_pool().size();
@@ -237,7 +237,7 @@ void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_s
     program->add<Sample>(*inputs, logits, best, max_samples, threads, vocab_size);
 }
 
-// The head, and the records of ids that are given.
+// The head, and the logprobs of given ids.
 void program_score(Program* program, Rows in, const Matrix* matrix, int vocab_size, float* logits, int max_samples,
                    const Scores* scores) {
     program->add<Head>(logits, nullptr, max_samples, in, *matrix, vocab_size, nullptr);

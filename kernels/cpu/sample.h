@@ -1,4 +1,4 @@
-// From logits to an id: the largest logit, or a draw. One row at a time, on one thread.
+// From logits to an id: the largest logit, or a random sample. One row at a time, on one thread.
 //
 // A draw is one uniform number and the inverse of the distribution function over the ids in rising order (Devroye,
 // "Non-Uniform Random Variate Generation", 1986, chapter III.2). The filters, each over what the one before left, all
@@ -6,9 +6,9 @@
 // vocabulary is never sorted: thresholds are found by histograms that become finer where the threshold lies.
 //
 // Logits are read in strips, and a strip whose largest logit is below the floor costs one comparison. Weights are
-// float32, sums of them float64 in an order that is the same at every level, so all levels draw the same ids.
+// float32, sums of them float64 in an order that is the same on every ISA, so every ISA samples the same ids.
 //
-// Definition in NumPy: sample_reference.py. Torch: kernels/sample.py.
+// Reference in NumPy: sample_reference.py. Torch: kernels/sample.py.
 #pragma once
 
 #include <cfloat>
@@ -274,7 +274,7 @@ static inline int32_t sample_by_cdf(const Row& row, const Softmax& softmax, floa
 // care what is in it.
 INLINE size_t sample_scratch_bytes(int vocab) { return sampling::SamplingScratch::bytes(vocab); }
 
-// What is drawn where nothing can be.
+// No token can be sampled.
 constexpr int32_t NO_ID = -1;
 
 // The id of the largest logit, of equal ones the lowest. NaN counts as -inf; with nothing above that, NO_ID.

@@ -34,7 +34,7 @@ class WaitForMasks final : public Op {
         if (!ticket_->word) return;
         const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(ticket_->timeout_ms);
         // Masks are computed while the forward pass runs and are nearly always there by now, so this looks often at
-        // first, and rarely only where whoever writes them is held up.
+        // first, and rarely only if their writer is delayed.
         for (int looks = 0; __atomic_load_n(ticket_->word, __ATOMIC_ACQUIRE) != ticket_->expected; looks++) {
             if (std::chrono::steady_clock::now() > end) {
                 late_ = true;
@@ -59,16 +59,16 @@ class WaitForMasks final : public Op {
 
 // What sampling reads of each sampled token: arrays over a step's samples (kernels/sampling_inputs.py).
 struct SamplingInputs {
-    const uint8_t* greedy;  // the largest logit as it is, and nothing else is wanted
+    const uint8_t* greedy;  // the largest logit, and nothing else is requested
     const float *temperature, *top_p, *min_p;
     const int32_t* top_k;
     const uint64_t* keys;
     const LogitsProcessors* const* logits_processors;  // or null where logits are taken as they are
-    const int32_t* num_known;        // ids of the row; read where it is shaped
+    const int32_t* num_known;        // ids of the row; read if it has logits processors
     const uint32_t* const* masks;    // what a grammar allows, or null
     int32_t* ids;
     const int32_t* num_top;
-    uint8_t* const* logprobs;  // or null where none is wanted; not read where `greedy` is set
+    uint8_t* const* logprobs;  // or null for no logprobs; not read where `greedy` is set
 };
 
 class Sample final : public Op {
@@ -126,7 +126,7 @@ class Sample final : public Op {
     const int max_samples_, threads_, vocab_size_;
 };
 
-// Ids that are given, rather than drawn, and where their records go (kernels/logprob_inputs.py).
+// Given ids, such as a prompt's, and where their logprobs go (kernels/logprob_inputs.py).
 struct Scores {
     const int32_t *ids, *num_top;
     uint8_t* const* logprobs;

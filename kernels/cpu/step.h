@@ -1,4 +1,4 @@
-// What ops are: parts of a step that a team of threads computes one after the other, each cut into tiles that the
+// What ops are: parts of a step that a pool of threads computes one after the other, each cut into tiles that the
 // threads take as they come. A thread that is held up by another process keeps at most one tile from its fellows.
 #pragma once
 

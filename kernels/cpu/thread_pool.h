@@ -1,4 +1,4 @@
-// The threads that compute together.
+// The threads that compute an op together.
 //
 //     asleep ──start()──► working ──the job returns──► watching ──a while──► asleep
 //

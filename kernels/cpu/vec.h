@@ -1,8 +1,8 @@
-// Vectors of one level, and the few instructions that a compiler does not find by itself.
+// Vectors of one ISA, and the few instructions that a compiler does not find by itself.
 //
-// A level is chosen when this library is compiled: ISA_AVX512 (with VNNI, and with DOT_BF16 also BF16), ISA_AVX2 (with
+// The ISA is chosen when this library is compiled: ISA_AVX512 (with VNNI, and with DOT_BF16 also BF16), ISA_AVX2 (with
 // FMA and F16C) or ISA_PORTABLE, which is any CPU that GCC or Clang compile for. Arithmetic is written with the compilers' vector
-// extensions; what a level adds stands in this file and nowhere else. With EMULATE, the AVX-512 level does without its
+// extensions; what an ISA adds stands in this file and nowhere else. With EMULATE, the AVX-512 ISA does without its
 // instructions, so that its data paths can be tested on any CPU.
 //
 // No sum is left to the compiler's discretion (-ffp-contract=off, explicit fma), so a number does not depend on how many
@@ -34,7 +34,7 @@ constexpr int LANES = 4;
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
-typedef float f8 __attribute__((vector_size(32)));  // Eight numbers at every level: half a panel.
+typedef float f8 __attribute__((vector_size(32)));  // Eight numbers on every ISA: half a panel.
 typedef int32_t i8 __attribute__((vector_size(32)));
 
 // The same bits as another type of the same size.

@@ -38,7 +38,7 @@ _STRIP, _MAX_COLLECTED = tl.constexpr(STRIP), tl.constexpr(MAX_COLLECTED)
 
 
 class SamplingScratch:
-    """What programs tell each other. Used by one draw at a time."""
+    """Scratch memory between programs. Used by one call at a time."""
 
     def __init__(self, max_samples: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
@@ -151,7 +151,7 @@ def _blocks(
             tl.store(tops + strip, tl.max(tl.reshape(logit, (BLOCK // _STRIP, _STRIP)), 1))
             # Without meaning where the largest is infinite; it is not read then.
             tl.store(weights + at, tl.sum(tl.exp((logit - top) / temperature), 0))
-            # Who is drawn, `_filter` will say.
+            # `_filter` chooses the id.
             score = tl.where(is_random, -_INF, score)
         elif is_random:
             low, high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))

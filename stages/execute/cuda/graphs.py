@@ -19,7 +19,7 @@ from pipeline.stages.execute.cuda.step_shapes import StepShape
 
 
 class StepKind(Enum):
-    """What a step does behind the model."""
+    """What a captured step does after the forward pass."""
 
     SAMPLE = "sample"
     """Sampling over the whole vocabulary."""
@@ -37,7 +37,7 @@ class CapturedStep:
     step: StepArrays
     shape: StepShape
     result: Tensor
-    """Where `finish` leaves what came of it."""
+    """Where `finish` writes the result."""
 
 
 class StepGraphs:
@@ -92,7 +92,7 @@ class StepGraphs:
         return self._result[: ends.STAMP_WORDS + 2 * step.num_samples]
 
     def finish(self, step: StepArrays) -> None:
-        """Write what was drawn to the rows, and to the result."""
+        """Write the sampled ids to the rows and to the result."""
         ends.finish(
             self._result_of(step),
             self.sampled_ids[: step.num_samples],

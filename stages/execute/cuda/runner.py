@@ -118,12 +118,12 @@ class CudaRunner:
             *((shape, StepKind.FORWARD_ONLY) for shape in first),
         ]
         self._warming: Iterator[None] | None = None
-        """Of wishes, once begun."""
+        """The compilation of sampling extras, once started."""
         self._places = np.arange(max_num_seqs, dtype=np.int32)
         self.launched_steps: deque[LaunchedStep] = deque()
         """Oldest first."""
         self.publish: Publish = lambda launched_step, sampled: None
-        """Told of each step when it is collected, in order."""
+        """Called for each step when it is collected, in order."""
 
     @property
     def name(self) -> str:
@@ -383,7 +383,7 @@ class CudaRunner:
         return sampled
 
     def _plain_result(self, launched_step: LaunchedStep, sampled_ids: IntArray) -> Sampled:
-        """What came of a step in which nobody wished for anything and nobody ended: most are so."""
+        """The result of a step without sampling extras in which no row ended: the common case."""
         return Sampled(
             *(launched_step.rows, launched_step.generations, sampled_ids, np.zeros(len(sampled_ids), np.uint8)),
             num_rows=launched_step.num_rows,
@@ -433,7 +433,7 @@ class CudaRunner:
         """Why there is no id for a sample."""
         row, table = int(launched_step.rows[i]), self.rows
         if not is_mine:
-            return "the sequence is no more"
+            return "The sequence was dropped"
         num_output = int(launched_step.known[i] - table.num_prompt[row])
         why = no_token_error(
             table.logits_processors[row], num_output, bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
@@ -469,7 +469,7 @@ def _still_to_take(settings: Settings, config: ModelConfig) -> int:
     max_model_len = min(config.max_position, settings.max_model_len or config.max_position)
     row_words = max_model_len + max_model_len // BLOCK_SIZE + NUM_FIELDS + settings.limits.max_stop_token_ids
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
-    # Logits as they were, and how often each id was said: for those who ask for the one, or wish for the other.
+    # Copies of the logits for logprobs, and token counts for penalties.
     sampling_extras_bytes = 2 * 4 * settings.schedule.max_num_seqs * config.vocab_size
     pooled_bytes = 4 * settings.schedule.max_num_batched_tokens * config.hidden_size
     angles_bytes = 4 * max_model_len * config.head_dim
@@ -490,8 +490,8 @@ def require_places(max_num_seqs: int, max_model_len: int, max_num_stops: int) ->
     most = (2**31 - 1 - LIST_MEMORY_WORDS) // row_words - 1  # and one that stands for padding
     if max_num_seqs > most:
         raise UserError(
-            f"schedule.max_num_seqs is {max_num_seqs}, but of sequences of {max_model_len} tokens a GPU keeps {most} "
-            "at most: lower schedule.max_num_seqs or max_model_len"
+            f"schedule.max_num_seqs is {max_num_seqs}, but a GPU keeps at most {most} sequences of "
+            f"{max_model_len} tokens: lower schedule.max_num_seqs or max_model_len"
         )
 
 
