@@ -1,24 +1,24 @@
-"""What settings mean that leave a choice to us and depend on where the model runs. Nobody else asks which it is."""
+"""Settings whose default depends on the device. Only this module looks at which device it is."""
 
 from typing import Literal
 
 from pipeline.config.settings import Settings
 
 CPU_KV_BYTES = 512 * 1024**2
-"""Of KV memory on a CPU. Reserving touches it, which takes 0.13 s for this much."""
+"""KV memory on a CPU. Reserving it touches every page, which takes 0.13 s for this size."""
 
 
-def depth_of(settings: Settings) -> Literal[1, 2, 3, 4, "auto"]:
-    """Steps in flight. On a CPU the step itself takes the cores that a plan would need beside it; a GPU would wait for
-    each plan."""
-    depth = settings.schedule.depth
-    if depth == 0:
+def max_steps_in_flight(settings: Settings) -> Literal[1, 2, 3, 4, "auto"]:
+    """How many steps to keep in flight. On a CPU, planning beside a step takes cores away from it; a GPU would idle
+    during each plan."""
+    chosen = settings.schedule.max_steps_in_flight
+    if chosen == 0:
         return 1 if settings.execute.device == "cpu" else 2
-    return depth
+    return chosen
 
 
 def kv_bytes_in_ram(settings: Settings) -> int:
-    """The part of this machine's own memory that KV blocks take: none of it where they are a GPU's."""
+    """Host memory for KV blocks: 0 if they are on a GPU."""
     if settings.execute.device != "cpu":
         return 0
     return settings.execute.kv_cache_bytes or CPU_KV_BYTES

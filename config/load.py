@@ -1,14 +1,15 @@
-"""Reading settings from a TOML file and the command line, with errors in the user's words.
+"""Load settings from a TOML file and the command line, with errors in the user's words.
 
-Sources are laid over the defaults in order: the file, `--set section.key=value`, then the flags that have a name of
-their own (`--port`). Each source is checked by itself, so that an error can name it; all problems are told at once.
+Sources override the defaults in order: the file, `--set section.key=value`, then the flags with a name of their own
+(`--port`). Each source is checked by itself, so that an error can name it; all problems are reported at once.
 """
 
 import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,26 @@ from msgspec import inspect
 
 from pipeline.config import rules
 from pipeline.config.keys import Key, needs, sections
+from pipeline.config.renamed import RENAMED, warning_of
 from pipeline.config.settings import Settings
 
 PRESETS_DIR = Path(__file__).parent
 
 Origin = str
 Given = dict[str, tuple[Origin, Any]]
-"""Dotted key → where it was given, and its value."""
+"""Dotted key → the source of its value, and the value."""
 
 
 class ConfigError(ValueError):
-    """Settings that can't be used. `problems` has a line for each: where, which key, and what would be right."""
+    """Invalid settings. `problems` has a line for each: the source, the key, and what would be right."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 def load(
@@ -39,23 +45,28 @@ def load(
     sets: Sequence[str] = (),
     flags: Mapping[str, str] | None = None,
     tables: Mapping[Origin, dict[str, Any]] | None = None,
+    warn: Callable[[str], None] = _warn,
 ) -> Settings:
-    """The settings that a file and the command line make.
+    """Merge a file and the command line into settings.
 
     `path` is a TOML file or a preset's name, `sets` are texts `section.key=value`, `flags` maps dotted keys to the
-    values of command-line options named after them, and `tables` are what a file would hold, each by where it was given
-    (a call in Python, say). Raises ConfigError with every problem found.
+    values of command-line options named after them, and `tables` have the contents of a file, keyed by their source
+    (a call in Python, for example). `warn` gets one text for each old name of a key. Raises ConfigError with all
+    problems.
     """
     tree = _Tree()
     given: Given = {}
     if path is not None:
         file = find(path)
+        tree.begin_source()
         tree.read_table(str(path), "", _parse(file), given)
+    tree.begin_source()
     for text in sets:
         tree.read_text(f"--set {text}", text, given)
     for dotted, value in (flags or {}).items():
         tree.read_text(f"--{dotted.rpartition('.')[2].replace('_', '-')} {value}", f"{dotted}={value}", given)
     for origin, table in (tables or {}).items():
+        tree.begin_source()
         tree.read_table(origin, "", table, given)
     if tree.problems:
         raise ConfigError(tree.problems)
@@ -63,6 +74,8 @@ def load(
     settings = msgspec.convert(_nested({dotted: value for dotted, (_, value) in given.items()}), Settings)
     if problems := rules.contradictions(settings):
         raise ConfigError([_with_origin(problem, given) for problem in problems])
+    for old in tree.old_names:
+        warn(warning_of(old))
     return settings
 
 
@@ -72,7 +85,7 @@ def presets() -> dict[str, Path]:
 
 
 def find(path: Path) -> Path:
-    """The file meant by a path or by a preset's name. Raises ConfigError where there is neither."""
+    """The file for a path or a preset's name. Raises ConfigError if neither exists."""
     known = presets()
     try:
         if path.is_file():
@@ -103,13 +116,21 @@ def _parse(file: Path) -> dict[str, Any]:
 
 
 class _Tree:
-    """The keys there are, and the problems found while values are held against them."""
+    """All keys of the settings, and the problems found while values are checked against them."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.old_names: dict[str, None] = {}
+        """Old names of keys that were given, in order."""
+        self._names: dict[str, str] = {}
+        """Dotted key → the name that this source gave it by."""
         tables = list(sections())
         self._sections = {table.name for table in tables}
         self._keys = {key.dotted: key for table in tables for key in table.keys}
+
+    def begin_source(self) -> None:
+        """A later source may give a key by another name than an earlier one; one source may not use both."""
+        self._names.clear()
 
     def read_table(self, origin: Origin, prefix: str, table: dict[str, Any], given: Given) -> None:
         """Take the values of a table and of those in it."""
@@ -133,13 +154,20 @@ class _Tree:
         elif dotted in self._sections:
             self.problems.append(f"{origin}: {dotted} is a section; one key of it is set by {dotted}.key=value")
         else:
-            key = self._keys.get(dotted)
+            key = self._keys.get(RENAMED.get(dotted, dotted))
             self._take(origin, dotted, value if key is None else _from_text(value, key), given)
 
-    def _take(self, origin: Origin, dotted: str, value: Any, given: Given) -> None:
+    def _take(self, origin: Origin, name: str, value: Any, given: Given) -> None:
+        dotted = RENAMED.get(name, name)
         key = self._keys.get(dotted)
         if key is None:
             self.problems.append(f"{origin}: {self._unknown(dotted, isinstance(value, dict))}")
+            return
+        if name != dotted:
+            self.old_names[name] = None
+        if self._names.setdefault(dotted, name) != name:
+            old = next(old for old, new in RENAMED.items() if new == dotted)
+            self.problems.append(f"{origin}: {dotted}: is given twice, also by its old name {old}; remove {old}")
             return
         try:
             given[dotted] = (origin, _converted(value, key))
@@ -155,7 +183,7 @@ class _Tree:
         return f"{dotted}: there is no such key{self._same(name) or _closest(dotted, self._keys)}"
 
     def _same(self, name: str) -> str:
-        """Where else a key of this very name stands."""
+        """Keys of this name in other sections."""
         places = [dotted for dotted in self._keys if dotted.rpartition(".")[2] == name]
         return f"; did you mean {' or '.join(places)}?" if places else ""
 
@@ -188,7 +216,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def _converted(value: Any, key: Key) -> Any:
-    """A value as its key's type. Raises ValueError (as msgspec.ValidationError) where it is none."""
+    """A value converted to its key's type. Raises ValueError (as msgspec.ValidationError) if it does not fit."""
     if key.is_size and isinstance(value, str):
         value = size_in_bytes(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -197,8 +225,8 @@ def _converted(value: Any, key: Key) -> Any:
 
 
 def _from_text(text: str, key: Key) -> Any:
-    """A value from the command line: TOML where it is that, else the text itself, or for a list the texts between its
-    commas. Keys that take a text need no quotes, even where the text would be a number in TOML."""
+    """A value from the command line: TOML if it parses as TOML, else the text itself, or for a list the texts between
+    its commas. Keys that take a text need no quotes, even if the text would be a number in TOML."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

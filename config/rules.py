@@ -22,10 +22,10 @@ def contradictions(settings: Settings) -> list[str]:
                 f"max_model_len = {settings.max_model_len} tokens, got {num_bytes}"
             )
     gateway = settings.gateway
-    if gateway.replicas > gateway.max_open_requests:
+    if gateway.replicas > gateway.max_open_sequences:
         problems.append(
-            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_requests = "
-            f"{gateway.max_open_requests} equally, and each needs one at least"
+            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_sequences = "
+            f"{gateway.max_open_sequences} equally, and each needs one at least"
         )
     if gateway.replicas > gateway.max_open_tokens:
         problems.append(
@@ -71,19 +71,21 @@ def remarks(settings: Settings) -> list[str]:
         found.append("execute.swap_bytes: schedule.preemption is 'recompute', so nothing is swapped")
     if schedule.max_step_ms and schedule.max_step_ms < 1:
         found.append("schedule.max_step_ms: hardly any step takes less than a millisecond; the unit is milliseconds")
-    if execute.gpu_memory_fraction != Execute().gpu_memory_fraction:
+    if execute.gpu_memory_utilization != Execute().gpu_memory_utilization:
         if execute.device == "cpu":
-            found.append("execute.gpu_memory_fraction: has no effect, as execute.device is 'cpu'")
+            found.append("execute.gpu_memory_utilization: has no effect, as execute.device is 'cpu'")
         elif execute.kv_cache_bytes:
             found.append(
-                f"execute.gpu_memory_fraction: has no effect, as execute.kv_cache_bytes is {execute.kv_cache_bytes}; "
-                "0 takes what the fraction leaves"
+                "execute.gpu_memory_utilization: has no effect, as execute.kv_cache_bytes is "
+                f"{execute.kv_cache_bytes}; 0 takes what the share leaves"
             )
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if execute.threads > num_cores:
-        found.append(f"execute.threads: {execute.threads} threads would share {num_cores} cores; 0 takes one per core")
-    if settings.gateway.allow_open and settings.gateway.api_keys_file:
-        found.append("gateway.allow_open: has no effect, as gateway.api_keys_file has API keys")
+    if execute.num_threads > num_cores:
+        found.append(
+            f"execute.num_threads: {execute.num_threads} threads would share {num_cores} cores; 0 takes one per core"
+        )
+    if settings.gateway.allow_unauthenticated and settings.gateway.api_keys_file:
+        found.append("gateway.allow_unauthenticated: has no effect, as gateway.api_keys_file has API keys")
     if settings.gateway.allowed_hosts and settings.gateway.api_keys_file:
         found.append("gateway.allowed_hosts: has no effect, as gateway.api_keys_file has API keys")
     if settings.supervisor.health_timeout_s > settings.supervisor.start_timeout_s:

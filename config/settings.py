@@ -38,7 +38,7 @@ class Gateway(Frozen, frozen=True):
             'processes of this user; or ipc://PATH, ipc://@NAME, tcp://HOST:PORT, or "off".'
         ),
     ] = "auto"
-    max_open_requests: Annotated[
+    max_open_sequences: Annotated[
         int,
         Meta(
             ge=1,
@@ -85,7 +85,7 @@ class Gateway(Frozen, frozen=True):
             "file."
         ),
     ] = ""
-    allow_open: Annotated[
+    allow_unauthenticated: Annotated[
         bool,
         Meta(
             description="Listen beyond this machine without API keys, and serve whoever comes. Else the server does "
@@ -146,7 +146,7 @@ class Schedule(Frozen, frozen=True):
     max_num_batched_tokens: Annotated[int, Meta(ge=16, le=2**20, description="Tokens that one step may compute.")] = 96
     block_size: Annotated[Literal[16], Meta(description="Tokens in one KV block.")] = 16
     prefix_caching: Annotated[bool, Meta(description="Reuse KV blocks of prompts that begin alike.")] = True
-    depth: Annotated[
+    max_steps_in_flight: Annotated[
         Literal[0, 1, 2, 3, 4, "auto"],
         Meta(
             description='Steps in flight: 1 waits for each result, 2 to 4 plan ahead while others run, "auto" measures '
@@ -183,10 +183,10 @@ class Schedule(Frozen, frozen=True):
             ge=0,
             le=MAX_TOKENS,
             description="Prompts with more tokens than this to compute are long: they wait for shorter ones, and slow "
-            "down a step in which others decode by long_prompt_stretch at most. 0 takes none for long.",
+            "down a step in which others decode by long_prompt_max_slowdown at most. 0 takes none for long.",
         ),
     ] = 1024
-    long_prompt_stretch: Annotated[
+    long_prompt_max_slowdown: Annotated[
         float,
         Meta(
             ge=1.1,
@@ -225,17 +225,17 @@ class Execute(Frozen, frozen=True):
             ge=0,
             le=MAX_BYTES,
             description="Memory for KV blocks, in bytes; 0 takes 512 MiB on a CPU, and on a GPU what "
-            "execute.gpu_memory_fraction leaves.",
+            "execute.gpu_memory_utilization leaves.",
         ),
     ] = 0
-    early_launch: Annotated[
+    programmatic_dependent_launch: Annotated[
         bool,
         Meta(
             description="On a GPU, let the kernels of a step of few rows begin while the one before ends (programmatic "
             "dependent launch). Off: it has not been measured yet."
         ),
     ] = False
-    gpu_memory_fraction: Annotated[
+    gpu_memory_utilization: Annotated[
         float,
         Meta(
             gt=0,
@@ -252,7 +252,7 @@ class Execute(Frozen, frozen=True):
             description="Shared memory for KV blocks of preempted sequences, in bytes; 0 computes them again.",
         ),
     ] = 0
-    threads: Annotated[int, Meta(ge=0, le=4096, description="Threads of a step; 0 takes one per core.")] = 0
+    num_threads: Annotated[int, Meta(ge=0, le=4096, description="Threads of a step; 0 takes one per core.")] = 0
     arena_bytes: Annotated[
         int,
         Meta(ge=65536, le=MAX_BYTES, description="Shared memory for step results on their way back, in bytes."),
@@ -306,14 +306,14 @@ class Limits(Frozen, frozen=True):
 class Chat(Frozen, frozen=True):
     """How the model writes what is more than plain content."""
 
-    tool_format: Annotated[
+    tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3", "mistral"],
         Meta(
             description='How it writes calls of tools: "hermes" is Hermes, Qwen 2.5 and Qwen 3, "llama3" Llama 3.1 to '
             '3.3 and 4, "mistral" Mistral; "auto" sees it by the chat template, "none" looks for no calls.'
         ),
     ] = "auto"
-    reasoning_format: Annotated[
+    reasoning_parser: Annotated[
         Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
         Meta(
             description='How it writes its reasoning: "deepseek_r1" and "qwen3" between <think> and </think>, where a '

@@ -31,7 +31,7 @@ def main() -> int:
     descriptors.raise_limit(2 * args.streams, logging.getLogger(__name__))
     print(f"{args.streams} streams of {args.steps} events with {args.chars} characters")
     print("slow   median s   last s   events/s   gateway MB   still unread by")
-    with tempfile.TemporaryDirectory() as folder, open_gate(Path(folder), max_open_requests=args.streams) as gate:
+    with tempfile.TemporaryDirectory() as folder, open_gate(Path(folder), max_open_sequences=args.streams) as gate:
         serve_crowd(gate, args.streams, 0, 5, args.chars)  # warm
         for num_slow in args.slow:
             result = serve_crowd(gate, args.streams, num_slow, args.steps, args.chars)

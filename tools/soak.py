@@ -3,7 +3,7 @@
 
     tools/soak.py                         20 minutes
     tools/soak.py --minutes 0.2           a quick look; too short to judge memory
-    tools/soak.py --set schedule.depth=1 --seed 7 --json soak.json
+    tools/soak.py --set schedule.max_steps_in_flight=1 --seed 7 --json soak.json
 
 Requests come over HTTP, streaming or not, and over ZeroMQ: prompts short, long, and with shared beginnings, n of 1 to
 4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 40 at once, which changes
@@ -52,10 +52,10 @@ from tools.soaking.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras,
 SETTINGS = (
     "execute.kv_cache_bytes=60MiB",
     "execute.swap_bytes=24MiB",
-    "schedule.depth=2",
+    "schedule.max_steps_in_flight=2",
     "schedule.policy=priority",
     "schedule.max_num_seqs=24",
-    "gateway.max_open_requests=96",
+    "gateway.max_open_sequences=96",
 )
 MOST = 40
 CONCURRENCIES = (1.0, 0.5, 0.25, 0.08, 0.0)

@@ -71,7 +71,7 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """This gateway's share of `gateway.max_open_tokens`."""
     num_open_sequences: int = 0
     max_open_sequences: int = 0
-    """Its share of `gateway.max_open_requests`."""
+    """Its share of `gateway.max_open_sequences`."""
     num_timed_out: int = 0
     """Calls that were ended at their deadline."""
 

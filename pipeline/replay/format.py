@@ -10,10 +10,11 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
+from pipeline.config.renamed import with_new_names
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.channels import MessageDecoder
@@ -132,10 +133,11 @@ def client(number: int) -> str:
 
 
 def settings_of(header: Header) -> Settings:
-    """The settings that the stage had. Raises UserError where this version has no such settings."""
+    """The settings of the recorded stage. Raises UserError if they are not valid in this version."""
     try:
-        return msgspec.msgpack.decode(header.settings, type=Settings)
-    except msgspec.DecodeError as error:
+        tree = msgspec.msgpack.decode(header.settings, type=dict[str, Any])
+        return msgspec.convert(with_new_names(tree), Settings)
+    except msgspec.MsgspecError as error:
         raise UserError(
             f"the recording's settings, of version {header.version}, are not those of this version, {VERSION}: {error}"
         ) from error

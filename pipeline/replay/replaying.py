@@ -85,7 +85,7 @@ def _run_child(launch: m.Launch, supervisor: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     inbox: Inbox[m.SupervisorInbox] = Inbox(context, supervisor, m.SupervisorInbox)
     try:
-        child = Child(launch, launch.settings.execute.threads or len(os.sched_getaffinity(0)))
+        child = Child(launch, launch.settings.execute.num_threads or len(os.sched_getaffinity(0)))
         try:
             while child.is_alive:  # no deadline: a recording may be of days, and the user may interrupt
                 child.wait(1.0)

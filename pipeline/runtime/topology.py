@@ -61,7 +61,7 @@ MESSAGES_PER_REQUEST = 4
 def bound_of(settings: Settings) -> int:
     """Messages that may wait on an edge. What belongs to requests is bounded by the gateway's credits and always has
     room; `Settled` and `Deltas`, one a step, may fill an edge to a slow peer, and their senders then merge them."""
-    return settings.gateway.max_open_requests * MESSAGES_PER_REQUEST + 64
+    return settings.gateway.max_open_sequences * MESSAGES_PER_REQUEST + 64
 
 
 def num_replicas(settings: Settings, name: str) -> int:
@@ -90,7 +90,7 @@ def shard(number: int, num_shards: int) -> int:
 def max_open_of_one(settings: Settings) -> int:
     """Sequences that one gateway may have open: credits are divided once and for all, so that none has to be asked
     for."""
-    return settings.gateway.max_open_requests // settings.gateway.replicas
+    return settings.gateway.max_open_sequences // settings.gateway.replicas
 
 
 def max_open_tokens_of_one(settings: Settings) -> int:

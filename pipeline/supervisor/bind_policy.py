@@ -12,7 +12,7 @@ from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE
 def check(settings: Settings, has_keys: bool) -> None:
     """Raises ConfigError where the server would be open to others, and nobody said that it should be."""
     gateway = settings.gateway
-    if has_keys or gateway.allow_open:
+    if has_keys or gateway.allow_unauthenticated:
         return
     problems = []
     if not is_loopback(gateway.host, gateway.port):
@@ -38,7 +38,7 @@ def _refusal(where: str) -> str:
     return (
         f"{where} can be reached from beyond this machine, and the server has no API keys: give it some "
         f"({FILE_KEY}, or {SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or say "
-        "gateway.allow_open = true to serve whoever comes"
+        "gateway.allow_unauthenticated = true to serve whoever comes"
     )
 
 

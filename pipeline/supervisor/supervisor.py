@@ -409,7 +409,7 @@ class Supervisor:
 
     def _spawn(self, launch: m.Launch) -> Child:
         num_cores = len(os.sched_getaffinity(0))
-        num_threads = self._settings.execute.threads if launch.stage == "execute" else 0
+        num_threads = self._settings.execute.num_threads if launch.stage == "execute" else 0
         child = self._manner.start(launch, num_threads or num_cores)
         self._children[child.name] = child
         self._poller.register(child.pidfd, zmq.POLLIN)

@@ -62,8 +62,8 @@ class DeviceMemory:
 
 
 def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory) -> KVPlan:
-    """Likewise on a GPU: `execute.kv_cache_bytes`, or what `execute.gpu_memory_fraction` of its memory leaves. Pure but
-    for a warning. Raises UserError where there is no room for one block, or not for what was asked."""
+    """Likewise on a GPU: `execute.kv_cache_bytes`, or what `execute.gpu_memory_utilization` leaves. Pure but for a
+    warning. Raises UserError where there is no room for one block, or not for what was asked."""
     num_bytes = _block_bytes(settings, config)
     left = memory.free_bytes - memory.reserved_bytes
     if asked := settings.execute.kv_cache_bytes:
@@ -78,14 +78,14 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
                 f"{num_bytes} bytes: raise execute.kv_cache_bytes"
             )
         return _plan(settings, config, asked // num_bytes, num_bytes, "execute.kv_cache_bytes")
-    fraction = settings.execute.gpu_memory_fraction
+    fraction = settings.execute.gpu_memory_utilization
     ours = int(fraction * memory.total_bytes) - memory.used_bytes - memory.reserved_bytes
     num_blocks = min(ours, left, MAX_CHOSEN_BLOCKS * num_bytes) // num_bytes
     if num_blocks < 1:
         takes = f"weights take {gib(memory.used_bytes)}, activations and graphs {gib(memory.reserved_bytes)}"
         if ours < num_bytes:
             raise UserError(
-                f"execute.gpu_memory_fraction is {fraction:g}, which is {gib(fraction * memory.total_bytes)} of the "
+                f"execute.gpu_memory_utilization is {fraction:g}, which is {gib(fraction * memory.total_bytes)} of the "
                 f"GPU's {gib(memory.total_bytes)}, and leaves no room for KV blocks: {takes}. Raise it, take a smaller "
                 "model, or lower schedule.max_num_batched_tokens and schedule.max_num_seqs"
             )
@@ -93,7 +93,7 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
             f"other processes leave too little of the GPU's {gib(memory.total_bytes)} for KV blocks: {takes}, and "
             f"{gib(memory.free_bytes)} are free. Stop the processes that nvidia-smi lists"
         )
-    return _plan(settings, config, num_blocks, num_bytes, "execute.gpu_memory_fraction")
+    return _plan(settings, config, num_blocks, num_bytes, "execute.gpu_memory_utilization")
 
 
 def gib(num_bytes: float) -> str:

@@ -63,7 +63,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
     """The runner of the configured device, and the loop that serves with it."""
     # Libraries read these when they are loaded, so torch is imported below and not above.
     settings = launch.settings
-    num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
+    num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     # The other stages share these cores. A thread that spins until its fellows arrive keeps the core from just the
     # fellow that it waits for: with the library's own count a step can take fifty times as long beside a busy process.
@@ -87,7 +87,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
             what = str(error).partition(". ")[0]
             raise UserError(
                 f"the GPU's memory does not hold the model and what its steps need ({what}): lower "
-                "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_fraction"
+                "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_utilization"
             ) from error
         serve = partial(loop.serve, runner=cuda_runner)
     else:

@@ -12,7 +12,7 @@ from typing import assert_never
 
 import msgspec
 
-from pipeline.config.by_device import depth_of
+from pipeline.config.by_device import max_steps_in_flight
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -69,7 +69,7 @@ class ScheduleStage:
     def __init__(self, stage: "Stage[m.ScheduleInbox]", facts: m.ExecuteFacts) -> None:
         self._stage = stage
         settings = stage.settings.schedule
-        depth = depth_of(stage.settings)
+        depth = max_steps_in_flight(stage.settings)
         depths = DEPTHS if stage.settings.execute.device == "cpu" else GPU_DEPTHS
         self._depth_tuner = DepthTuner(depths) if depth == "auto" else None
         self._depth: int = depths[0] if depth == "auto" else depth

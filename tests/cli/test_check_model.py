@@ -132,7 +132,7 @@ def config_file(folder: Path, config: dict[str, Any]) -> str:
 
 
 def check(model: str, *more: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = main(["check-model", model, "--tokens", "80", "--set", "execute.threads=1", *more])
+    code = main(["check-model", model, "--tokens", "80", "--set", "execute.num_threads=1", *more])
     out, err = capsys.readouterr()
     return code, out, err
 

@@ -53,13 +53,23 @@ def test_serve_hands_the_settings_to_the_supervisor_and_its_code_back(
     path = tmp_path / "mine.toml"
     path.write_text("[gateway]\nport = 1\nhost = '::1'\n")
     code, out, err = run(
-        *("serve", "--config", str(path), "--set", "schedule.depth=2", "--port", "99", "--model", "a b.gguf"),
+        *(
+            "serve",
+            "--config",
+            str(path),
+            "--set",
+            "schedule.max_steps_in_flight=2",
+            "--port",
+            "99",
+            "--model",
+            "a b.gguf",
+        ),
         capsys=capsys,
     )
     assert (code, out, err) == (3, "", "")
     (settings,) = served
     assert (settings.gateway.port, settings.gateway.host) == (99, "::1")
-    assert (settings.schedule.depth, settings.model) == (2, "a b.gguf")
+    assert (settings.schedule.max_steps_in_flight, settings.model) == (2, "a b.gguf")
 
 
 def test_serve_takes_a_preset_by_name(served: list[Settings], capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +80,10 @@ def test_serve_takes_a_preset_by_name(served: list[Settings], capsys: pytest.Cap
 def test_serve_starts_nothing_when_settings_are_wrong(
     served: list[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run("serve", "--port", "http", "--set", "schedule.depht=2", capsys=capsys)
+    code, out, err = run("serve", "--port", "http", "--set", "gateway.prot=2", capsys=capsys)
     assert (code, out, served) == (2, "", [])
     assert err.splitlines() == [
-        "pipeline: error: --set schedule.depht=2: schedule.depht: there is no such key; did you mean schedule.depth?",
+        "pipeline: error: --set gateway.prot=2: gateway.prot: there is no such key; did you mean gateway.port?",
         'pipeline: error: --port http: gateway.port: needs a whole number from 0 to 65535, got the text "http"',
     ]
 

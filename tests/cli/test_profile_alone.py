@@ -63,7 +63,7 @@ def test_ingest_answers_every_submit_to_both_neighbours(smollm2_dir: Path) -> No
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_schedule_plans_a_step_for_every_result(smollm2_dir: Path, depth: int) -> None:
-    sets = Settings(log_level="warning", schedule=Schedule(depth=depth))  # type: ignore[arg-type]
+    sets = Settings(log_level="warning", schedule=Schedule(max_steps_in_flight=depth))  # type: ignore[arg-type]
     result = profile("schedule", smollm2_dir, sets)
     assert result.messages_in["StepResult"] > 10
     assert abs(result.messages_out["Step"] - result.messages_in["StepResult"]) <= depth

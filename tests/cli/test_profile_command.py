@@ -101,7 +101,7 @@ def test_the_stage_is_asked_for_the_steps_and_settings_of_the_options(
     asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(
-        *("execute", "--set", "execute.threads=1", "--model", "a b.gguf", "--quantization", "q8_0"),
+        *("execute", "--set", "execute.num_threads=1", "--model", "a b.gguf", "--quantization", "q8_0"),
         *("--kernels", "portable", "--batch", "2, 64,2", "--context", "99", "--prefill", "none", "--rounds", "3"),
         *("--against", "torch"),
         capsys=capsys,
@@ -109,7 +109,7 @@ def test_the_stage_is_asked_for_the_steps_and_settings_of_the_options(
     assert (code, err) == (0, "")
     ((settings, plan),) = asked
     assert (settings.model, settings.quantization) == ("a b.gguf", "q8_0")
-    assert (settings.execute.threads, settings.execute.kernels) == (1, "portable")
+    assert (settings.execute.num_threads, settings.execute.kernels) == (1, "portable")
     assert plan == Plan((2, 64), 99, (), 3, "torch", None)
 
 
@@ -249,7 +249,7 @@ def test_a_gpu_that_is_not_there_is_one_line_before_a_model_is_fetched(
         (["execute", "--shape", "gpt-5"], "--shape: invalid choice: 'gpt-5' (choose from "),
         (["execute", "--batch=none", "--prefill=none"], "there is nothing to measure"),
         (["execute", "--quantization=q2"], "quantization: needs "),
-        (["execute", "--set", "execute.thread=1"], "did you mean execute.threads?"),
+        (["execute", "--set", "execute.thread=1"], "did you mean execute.num_threads?"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

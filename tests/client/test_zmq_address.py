@@ -59,7 +59,7 @@ def test_an_address_that_other_machines_reach_needs_keys_or_leave(setting: str, 
     assert is_open_to_others(setting) == is_open
     settings = load(None, [f"gateway.zmq={setting}"])
     bind_policy.check(settings, has_keys=True)
-    bind_policy.check(load(None, [f"gateway.zmq={setting}", "gateway.allow_open=true"]), has_keys=False)
+    bind_policy.check(load(None, [f"gateway.zmq={setting}", "gateway.allow_unauthenticated=true"]), has_keys=False)
     with pytest.raises(ConfigError, match=r"gateway\.zmq") if is_open else nullcontext():
         bind_policy.check(settings, has_keys=False)
 

@@ -4,21 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.by_device import CPU_KV_BYTES, depth_of, kv_bytes_in_ram
+from pipeline.config.by_device import CPU_KV_BYTES, kv_bytes_in_ram, max_steps_in_flight
 from pipeline.config.load import ConfigError, load
 
 GPU = "execute.device=cuda"
 
 
 def test_depth_follows_the_device_unless_it_is_said() -> None:
-    assert depth_of(load()) == 1
-    assert depth_of(load(sets=[GPU])) == 2
+    assert max_steps_in_flight(load()) == 1
+    assert max_steps_in_flight(load(sets=[GPU])) == 2
     for sets in ([], [GPU]):
-        assert [depth_of(load(sets=[*sets, f"schedule.depth={depth}"])) for depth in (1, 2, 3, 4, "auto")] == [
+        assert [
+            max_steps_in_flight(load(sets=[*sets, f"schedule.max_steps_in_flight={depth}"]))
+            for depth in (1, 2, 3, 4, "auto")
+        ] == [
             *(1, 2, 3, 4),
             "auto",
         ]
-        assert depth_of(load(sets=[*sets, "schedule.depth=0"])) == depth_of(load(sets=sets))
+        assert max_steps_in_flight(load(sets=[*sets, "schedule.max_steps_in_flight=0"])) == max_steps_in_flight(
+            load(sets=sets)
+        )
 
 
 def test_kv_memory_of_a_gpu_takes_none_of_this_machine() -> None:
@@ -35,7 +40,7 @@ def test_the_defaults_that_are_shown_suit_a_gpu_too(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(as_toml(Settings()).replace('device = "cpu"', 'device = "cuda"'))
     assert load(path) == load(sets=[GPU])
-    assert depth_of(load(path)) == 2
+    assert max_steps_in_flight(load(path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -57,14 +62,14 @@ def test_the_defaults_that_are_shown_suit_a_gpu_too(tmp_path: Path) -> None:
             "execute.device is 'cpu': 'q8_0' and 'q4_1' are 8 and 4 bits there",
         ),
         (
-            ["execute.gpu_memory_fraction=0"],
-            "--set execute.gpu_memory_fraction=0: execute.gpu_memory_fraction: needs a number above 0 and at most 1, "
-            "got the number 0",
+            ["execute.gpu_memory_utilization=0"],
+            "--set execute.gpu_memory_utilization=0: execute.gpu_memory_utilization: needs a number above 0 and at "
+            "most 1, got the number 0",
         ),
         (
-            ["execute.gpu_memory_fraction=1.01"],
-            "--set execute.gpu_memory_fraction=1.01: execute.gpu_memory_fraction: needs a number above 0 and at most "
-            "1, got the number 1.01",
+            ["execute.gpu_memory_utilization=1.01"],
+            "--set execute.gpu_memory_utilization=1.01: execute.gpu_memory_utilization: needs a number above 0 and at "
+            "most 1, got the number 1.01",
         ),
         (
             ["execute.device=gpu"],

@@ -7,6 +7,7 @@ from msgspec import inspect
 
 from pipeline.config.keys import Key, needs, sections
 from pipeline.config.load import ConfigError, load, presets, size_in_bytes
+from pipeline.config.renamed import RENAMED
 from pipeline.config.settings import Settings
 
 
@@ -93,13 +94,13 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         [schedul]
         depth = 1
         [schedule]
-        depth = 5
+        max_steps_in_flight = 5
         max_num_seqs = 10000000000000000000000
         prefix_cachin = true
         block_size = "16"
         [execute]
         kv_cache_bytes = "12 foo"
-        threads = -1
+        num_threads = -1
         [supervisor]
         drain_timeout_s = inf
         stop_timeout_s = 0
@@ -111,13 +112,13 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         f"{path}: modle: there is no such key; did you mean model?",
         f"{path}: gateway: is a section, written [gateway], got the number 3",
         f"{path}: there is no section [schedul]; did you mean schedule?",
-        f'{path}: schedule.depth: needs 0, 1, 2, 3, 4 or "auto", got the number 5',
+        f'{path}: schedule.max_steps_in_flight: needs 0, 1, 2, 3, 4 or "auto", got the number 5',
         f"{path}: schedule.max_num_seqs: needs a whole number from 1 to 4096, got the number 10000000000000000000000",
         f"{path}: schedule.prefix_cachin: there is no such key; did you mean schedule.prefix_caching?",
         f'{path}: schedule.block_size: needs 16, got the text "16"',
         f"{path}: execute.kv_cache_bytes: needs a whole number from 0 to 1125899906842624, "
         'or a size such as "512MiB", got the text "12 foo"',
-        f"{path}: execute.threads: needs a whole number from 0 to 4096, got the number -1",
+        f"{path}: execute.num_threads: needs a whole number from 0 to 4096, got the number -1",
         f"{path}: supervisor.drain_timeout_s: needs a number above 0 and at most 1000000, got the number inf",
         f"{path}: supervisor.stop_timeout_s: needs a number above 0 and at most 1000000, got the number 0",
         f"{path}: supervisor.start_timeout_s: needs a number above 0 and at most 1000000, got true",
@@ -137,8 +138,9 @@ def test_every_mistake_is_told_at_once_with_file_key_and_what_is_right(write) ->
         ("zzzz=1", "--set zzzz=1: zzzz: there is no such key"),
         ("zz.yy=1", "--set zz.yy=1: there is no section [zz]"),
         (
-            "execute.threads=many",
-            '--set execute.threads=many: execute.threads: needs a whole number from 0 to 4096, got the text "many"',
+            "execute.num_threads=many",
+            "--set execute.num_threads=many: execute.num_threads: needs a whole number from 0 to 4096, got the text "
+            '"many"',
         ),
         (
             "log_level=loud",
@@ -208,7 +210,9 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
 def test_settings_nested_without_end_are_refused(write) -> None:
     path = write("model = " + "[" * 100_000)
     assert problems_of(path) == [f"{path}: is not valid settings: it is nested too deeply"]
-    assert problems_of(sets=["schedule.depth=" + "[" * 100_000])[0].startswith("--set schedule.depth=[")
+    assert problems_of(sets=["schedule.max_steps_in_flight=" + "[" * 100_000])[0].startswith(
+        "--set schedule.max_steps_in_flight=["
+    )
 
 
 def test_numbers_of_thousands_of_digits_are_refused(write) -> None:
@@ -250,10 +254,10 @@ def test_contradictions_name_where_the_key_was_given() -> None:
 
 
 def test_each_gateway_has_a_request_to_open() -> None:
-    assert load(sets=["gateway.replicas=4", "gateway.max_open_requests=4"]).gateway.replicas == 4
-    (problem,) = problems_of(sets=["gateway.replicas=5", "gateway.max_open_requests=4"])
+    assert load(sets=["gateway.replicas=4", "gateway.max_open_sequences=4"]).gateway.replicas == 4
+    (problem,) = problems_of(sets=["gateway.replicas=5", "gateway.max_open_sequences=4"])
     assert problem.startswith(
-        "--set gateway.replicas=5: gateway.replicas: 5 gateways share gateway.max_open_requests = 4"
+        "--set gateway.replicas=5: gateway.replicas: 5 gateways share gateway.max_open_sequences = 4"
     )
 
 
@@ -268,3 +272,73 @@ def test_a_file_wins_over_a_preset_of_the_same_name(tmp_path: Path, monkeypatch:
     (tmp_path / "throughput").write_text("[gateway]\nport = 7\n")
     monkeypatch.chdir(tmp_path)
     assert load(Path("throughput")).gateway.port == 7
+
+
+# ------------------------------------------------------------------------------------------------ old names of keys
+
+DEPTH_WARNING = "schedule.max_steps_in_flight is now schedule.max_steps_in_flight; the old name will be removed in the next release"
+
+
+def as_table(dotted: str, value: object) -> dict[str, dict[str, object]]:
+    section, _, name = dotted.partition(".")
+    return {section: {name: value}}
+
+
+VALUES: dict[str, object] = {
+    "gateway.max_open_sequences": 5,
+    "gateway.allow_unauthenticated": True,
+    "schedule.max_steps_in_flight": 2,
+    "schedule.long_prompt_max_slowdown": 3.5,
+    "execute.programmatic_dependent_launch": True,
+    "execute.gpu_memory_utilization": 0.5,
+    "execute.num_threads": 1,
+    "chat.tool_call_parser": "hermes",
+    "chat.reasoning_parser": "qwen3",
+}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_sets_the_new_key_and_warns_once(write, old: str) -> None:
+    section, _, name = old.partition(".")
+    value = VALUES[old]
+    text = f'"{value}"' if isinstance(value, str) else str(value).lower()
+    expected = load(sets=[f"{RENAMED[old]}={text}"])
+    assert expected != Settings()
+    path = write(f"[{section}]\n{name} = {text}\n")
+    for given in ({"path": path}, {"sets": [f"{old}={text}"]}, {"tables": {"LLM()": as_table(old, value)}}):
+        warnings: list[str] = []
+        assert load(**given, warn=warnings.append) == expected
+        assert warnings == [f"{old} is now {RENAMED[old]}; the old name will be removed in the next release"]
+
+
+def test_an_old_name_warns_once_though_given_twice(write) -> None:
+    path = write("[schedule]\ndepth = 2\n")
+    warnings: list[str] = []
+    settings = load(path, ["schedule.max_steps_in_flight=3"], warn=warnings.append)
+    assert (settings.schedule.max_steps_in_flight, warnings) == (3, [DEPTH_WARNING])
+
+
+def test_a_later_source_wins_by_either_name(write) -> None:
+    new, old = write("[schedule]\nmax_steps_in_flight = 2\n"), ["schedule.max_steps_in_flight=1"]
+    assert load(new, old, warn=lambda _: None).schedule.max_steps_in_flight == 1
+    old_file = write("[schedule]\ndepth = 2\n")
+    settings = load(old_file, ["schedule.max_steps_in_flight=1"], warn=lambda _: None)
+    assert settings.schedule.max_steps_in_flight == 1
+
+
+def test_both_names_in_one_source_are_an_error(write) -> None:
+    path = write("[schedule]\nmax_steps_in_flight = 2\ndepth = 2\n")
+    problem = "schedule.max_steps_in_flight: is given twice, also by its old name schedule.max_steps_in_flight; remove schedule.max_steps_in_flight"
+    assert problems_of(path) == [f"{path}: {problem}"]
+    sets = ["schedule.max_steps_in_flight=1", "schedule.max_steps_in_flight=1"]
+    assert problems_of(sets=sets) == [f"--set schedule.max_steps_in_flight=1: {problem}"]
+
+
+def test_an_error_about_an_old_name_names_the_new_one() -> None:
+    (problem,) = problems_of(sets=["execute.num_threads=-1"])
+    assert "execute.num_threads: needs a whole number from 0 to 4096" in problem
+
+
+def test_without_a_receiver_an_old_name_is_a_future_warning() -> None:
+    with pytest.warns(FutureWarning, match=DEPTH_WARNING):
+        assert load(sets=["schedule.max_steps_in_flight=2"]).schedule.max_steps_in_flight == 2

@@ -83,13 +83,13 @@ def test_presets_begin_with_what_they_are_for() -> None:
     ("sets", "key"),
     [
         (["schedule.max_num_batched_tokens=16"], "schedule.max_num_seqs"),
-        (["execute.threads=4096"], "execute.threads"),
+        (["execute.num_threads=4096"], "execute.num_threads"),
         (["supervisor.health_timeout_s=500"], "supervisor.health_timeout_s"),
-        (["execute.gpu_memory_fraction=0.5"], "execute.gpu_memory_fraction"),
+        (["execute.gpu_memory_utilization=0.5"], "execute.gpu_memory_utilization"),
         (["gateway.api_keys_file=keys", "gateway.allowed_hosts=a.example"], "gateway.allowed_hosts"),
         (
-            ["execute.device=cuda", "execute.gpu_memory_fraction=0.5", "execute.kv_cache_bytes=1GiB"],
-            "execute.gpu_memory_fraction",
+            ["execute.device=cuda", "execute.gpu_memory_utilization=0.5", "execute.kv_cache_bytes=1GiB"],
+            "execute.gpu_memory_utilization",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import LLM
 
-SMALL = {"kv_cache_bytes": "16MiB", "threads": 1, "kernels": "torch"}
+SMALL = {"kv_cache_bytes": "16MiB", "num_threads": 1, "kernels": "torch"}
 """Settings of execute that start fast."""
 
 

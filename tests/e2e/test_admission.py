@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("smollm2_dir")
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
     """A server that is soon full, and looks at priorities."""
-    limits = ("gateway.max_open_requests=8", "gateway.max_open_tokens=1000")
+    limits = ("gateway.max_open_sequences=8", "gateway.max_open_tokens=1000")
     with Server(*limits, "schedule.policy=priority", "schedule.max_num_seqs=4") as server:
         yield server
 

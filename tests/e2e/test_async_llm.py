@@ -140,7 +140,7 @@ async def test_whoever_leaves_a_stream_aborts_it(llm: LLM, streams: AsyncLLM, wa
 
 async def test_others_that_use_a_server_up_are_waited_for(tiny_model: Path) -> None:
     async with (
-        AsyncLLM(**tiny(tiny_model), gateway={"max_open_requests": 4}) as own,
+        AsyncLLM(**tiny(tiny_model), gateway={"max_open_sequences": 4}) as own,
         await AsyncClient.connect(own.address) as others,
         AsyncLLM.attach(own.address) as attached,
     ):

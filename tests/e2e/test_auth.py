@@ -166,7 +166,7 @@ def refused(*sets: str, environ: dict[str, str] | None = None) -> str:
 def test_it_does_not_listen_beyond_this_machine_without_keys(tmp_path: Path) -> None:
     for where in ("0.0.0.0", "::"):
         log = refused(f"gateway.host={where}")
-        assert "pipeline: error: gateway.host: " in log and "api_keys_file" in log and "allow_open" in log
+        assert "pipeline: error: gateway.host: " in log and "api_keys_file" in log and "allow_unauthenticated" in log
     assert "gateway.zmq: tcp://*:9999 can be reached" in refused("gateway.zmq=tcp://*:9999")
     assert "PIPELINE_API_KEYS: holds no key" in refused(environ={"PIPELINE_API_KEYS": " "})
     assert "can't be read" in refused(f"gateway.api_keys_file={tmp_path / 'none'}")
@@ -175,7 +175,7 @@ def test_it_does_not_listen_beyond_this_machine_without_keys(tmp_path: Path) -> 
 def test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to(smollm2_dir: Path) -> None:
     here: dict[str, Any]
     for sets, here, status in (
-        (("gateway.allow_open=true",), {}, 200),
+        (("gateway.allow_unauthenticated=true",), {}, 200),
         ((), {"PIPELINE_API_KEYS": KEY}, 401),
     ):
         with Server("gateway.host=0.0.0.0", *sets, options=("--instant",), environ=here) as server:

@@ -40,7 +40,7 @@ PROGRAM = "import sys, schemathesis.cli; sys.exit(schemathesis.cli.schemathesis(
 
 @pytest.fixture(scope="module")
 def tiny_server(tiny_model: Path) -> Iterator[Server]:
-    sets = ("execute.kernels=torch", "execute.threads=1", "execute.kv_cache_bytes=16MiB", "max_model_len=64")
+    sets = ("execute.kernels=torch", "execute.num_threads=1", "execute.kv_cache_bytes=16MiB", "max_model_len=64")
     with Server(f"model={tiny_model}", f"cache_dir={tiny_model.parent / 'cache'}", *sets) as server:
         yield server
 

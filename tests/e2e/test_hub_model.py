@@ -52,7 +52,7 @@ def test_a_hub_id_is_served_under_its_name_with_transformers_own_text(
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}.items():
         monkeypatch.setenv(name, value)
     sets = (
-        *("model=org/tiny-qwen3", f"cache_dir={tmp_path / 'cache'}", "execute.dtype=float32", "execute.threads=1"),
+        *("model=org/tiny-qwen3", f"cache_dir={tmp_path / 'cache'}", "execute.dtype=float32", "execute.num_threads=1"),
         *("execute.kernels=torch", f"execute.kv_cache_bytes={2**22}", "schedule.max_num_batched_tokens=16"),
     )
     with Server(*sets) as server:

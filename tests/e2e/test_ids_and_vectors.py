@@ -27,7 +27,7 @@ NUM_TOP = 5
 def url(tiny_model: Path) -> Iterator[str]:
     sets = (
         *(f"model={tiny_model}", f"cache_dir={tiny_model.parent / 'cache'}", "served_model_name=tiny"),
-        *("execute.dtype=float32", "execute.threads=1", "execute.kernels=torch", "execute.kv_cache_bytes=16MiB"),
+        *("execute.dtype=float32", "execute.num_threads=1", "execute.kernels=torch", "execute.kv_cache_bytes=16MiB"),
         "schedule.max_num_batched_tokens=16",  # so that a prompt comes in parts
     )
     with Server(*sets) as server:

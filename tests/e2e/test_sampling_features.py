@@ -49,7 +49,7 @@ class Tiny:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     model = tiny_llama(initializer_range=0.15)
     folder = save_folder(tmp_path_factory.mktemp("models") / "tiny", model)
-    sets = ["dtype=float32", "kernels=torch", "kv_cache_bytes=16MiB", "threads=1"]
+    sets = ["dtype=float32", "kernels=torch", "kv_cache_bytes=16MiB", "num_threads=1"]
     cache: Path = folder.parent / "cache"
     with Server(f"model={folder}", f"cache_dir={cache}", *(f"execute.{one}" for one in sets)) as server:
         yield Tiny(server, model)

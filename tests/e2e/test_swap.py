@@ -21,7 +21,7 @@ def sets(tiny_model: Path, swap_bytes: str, kernels: str = "torch") -> list[str]
     if not (cache / "kernels").exists():
         (cache / "kernels").symlink_to(compiled)
     model = [f"model={tiny_model}", f"cache_dir={cache}"]
-    return [*model, f"execute.kernels={kernels}", "execute.threads=1", f"execute.swap_bytes={swap_bytes}"]
+    return [*model, f"execute.kernels={kernels}", "execute.num_threads=1", f"execute.swap_bytes={swap_bytes}"]
 
 
 def has_swap(process: psutil.Process) -> bool:
@@ -50,7 +50,7 @@ def test_texts_of_a_server_that_swaps_are_those_of_each_request_alone(tiny_model
     """256 blocks, for requests that need 16 each when they end."""
     rules = ["execute.kv_cache_bytes=1MiB", "schedule.prefix_caching=false", "schedule.preemption=swap"]
     prompts = [[3 + (7 * i + 11 * place) % 500 for place in range(60)] for i in range(28)]
-    with Server(*sets(tiny_model, "4MiB", "auto"), *rules, "schedule.depth=2") as server:
+    with Server(*sets(tiny_model, "4MiB", "auto"), *rules, "schedule.max_steps_in_flight=2") as server:
         with ThreadPoolExecutor(len(prompts)) as clients:
             together = list(clients.map(lambda prompt: complete(server, prompt, 190), prompts))
         num_out, num_in = (counted(server, f"pipeline_schedule_blocks_swapped_{way}_total") for way in ("out", "in"))

@@ -69,5 +69,5 @@ def test_what_can_t_be_held_to_is_refused_at_once(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="not") as refused:
         client.chat.completions.create(**ASK | {"tools": [tool]}, tool_choice="required")
     assert refused.value.param == "tools[0].function.parameters"
-    with pytest.raises(BadRequestError, match=r"chat\.tool_format"):
+    with pytest.raises(BadRequestError, match=r"chat\.tool_call_parser"):
         client.chat.completions.create(**ASK)

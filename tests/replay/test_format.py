@@ -54,6 +54,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(path) == ([*entries, sent], "", f.End("enough", {"x": 1}))
 
 
+def test_settings_of_an_older_version_are_read_by_their_old_names() -> None:
+    tree = msgspec.to_builtins(Settings())
+    tree["schedule"]["depth"] = tree["schedule"].pop("max_steps_in_flight") + 2
+    tree["execute"]["threads"] = tree["execute"].pop("num_threads") + 3
+    settings = f.settings_of(header(settings=msgspec.Raw(msgspec.msgpack.encode(tree))))
+    assert (settings.schedule.max_steps_in_flight, settings.execute.num_threads) == (2, 3)
+    assert settings == msgspec.structs.replace(
+        Settings(),
+        schedule=msgspec.structs.replace(Settings().schedule, max_steps_in_flight=2),
+        execute=msgspec.structs.replace(Settings().execute, num_threads=3),
+    )
+
+
 @pytest.mark.parametrize("data", [b"", b"PL", b"\x7fELF" + bytes(100), b"GGUF" + bytes(100), b"PLRECORX" + bytes(100)])
 def test_a_foreign_file_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "r").write_bytes(data)

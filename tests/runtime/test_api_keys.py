@@ -164,10 +164,12 @@ def test_this_machine_alone(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "192.168.1.5", "fe80::1", "::ffff:10.0.0.1", "8.8.8.8"])
 def test_beyond_this_machine_it_takes_keys_or_a_word(host: str) -> None:
     settings = load(sets=[f'gateway.host="{host}"'])
-    with pytest.raises(ConfigError, match=r"gateway\.host: .*api_keys_file.*PIPELINE_API_KEYS.*allow_open = true"):
+    with pytest.raises(
+        ConfigError, match=r"gateway\.host: .*api_keys_file.*PIPELINE_API_KEYS.*allow_unauthenticated = true"
+    ):
         bind_policy.check(settings, has_keys=False)
     bind_policy.check(settings, has_keys=True)
-    bind_policy.check(load(sets=[f'gateway.host="{host}"', "gateway.allow_open=true"]), has_keys=False)
+    bind_policy.check(load(sets=[f'gateway.host="{host}"', "gateway.allow_unauthenticated=true"]), has_keys=False)
 
 
 def test_a_name_counts_by_all_that_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +211,7 @@ def test_the_zeromq_door_is_held_to_the_same(zmq: str, is_open: bool) -> None:
 
 def test_a_server_open_to_others_says_by_which_names() -> None:
     def hint(*sets: str, has_keys: bool = False) -> str | None:
-        return bind_policy.hint(load(sets=["gateway.allow_open=true", *sets]), has_keys)
+        return bind_policy.hint(load(sets=["gateway.allow_unauthenticated=true", *sets]), has_keys)
 
     found = hint("gateway.host=0.0.0.0")
     assert found is not None and "gateway.allowed_hosts" in found

@@ -184,7 +184,7 @@ def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text
 @pytest.mark.parametrize("depth", [1, 2])
 def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: Literal[1, 2]) -> None:
     recording = tmp_path / "schedule.rec"
-    limits = Schedule(depth=depth, max_num_batched_tokens=64)
+    limits = Schedule(max_steps_in_flight=depth, max_num_batched_tokens=64)
     with Rig("schedule", Settings(schedule=limits), record=recording) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -207,7 +207,7 @@ def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: Literal[1, 2
 
 def test_schedule_tries_the_same_depths_again(tmp_path: Path) -> None:
     recording = tmp_path / "auto.rec"
-    with Rig("schedule", Settings(schedule=Schedule(depth="auto")), record=recording) as rig:
+    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight="auto")), record=recording) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         for request_id in (1, 2, 3, 4):

@@ -76,7 +76,7 @@ def test_several_gateways_listen_at_one_port_which_no_other_server_may_share() -
 
 
 def test_replicas_have_names_peers_and_a_share_of_the_credits() -> None:
-    settings = Settings(gateway=Gateway(replicas=3, max_open_requests=10), detokenize=Detokenize(replicas=2))
+    settings = Settings(gateway=Gateway(replicas=3, max_open_sequences=10), detokenize=Detokenize(replicas=2))
     assert topology.replicas_of(settings, "gateway") == ["gateway.0", "gateway.1", "gateway.2"]
     assert topology.replicas_of(settings, "execute") == ["execute.0"]
     assert topology.max_open_of_one(settings) == 3

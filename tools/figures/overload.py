@@ -1,6 +1,6 @@
 """`overload`: ten times as many requests as can be served, from clients that honour nothing, against written limits.
 
-A server with gateway.max_open_requests = Q (64) and schedule.max_num_seqs = S (16), prompts of 128 tokens that share
+A server with gateway.max_open_sequences = Q (64) and schedule.max_num_seqs = S (16), prompts of 128 tokens that share
 nothing, 64 out. First a closed loop of S streams without any queue: its requests/s are the rate that can be sustained,
 mu, and its p99 TTFT is that of a request which finds a row at once. Then arrivals come at 10 mu, a Poisson process that
 neither waits for answers nor slows down (an open loop), for --seconds.
@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--times", type=float, default=10.0, metavar="X", help="the sustainable rate; by default %(default)g"
     )
-    parser.add_argument("--open", type=types.positive, default=64, metavar="Q", help="gateway.max_open_requests")
+    parser.add_argument("--open", type=types.positive, default=64, metavar="Q", help="gateway.max_open_sequences")
     parser.add_argument("--rows", type=types.positive, default=16, metavar="S", help="schedule.max_num_seqs")
     parser.add_argument(
         "--open-tokens",
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     found = Report("overload", args)
     sets = [
         *args.set,
-        f"gateway.max_open_requests={args.open}",
+        f"gateway.max_open_sequences={args.open}",
         f"gateway.max_open_tokens={args.open_tokens}",
         f"schedule.max_num_seqs={args.rows}",
     ]

@@ -37,7 +37,7 @@ def settings_for(
             dtype=dtype,
             kernels=kernels,
             kv_cache_bytes=kv_cache_bytes,
-            early_launch=early_launch,
+            programmatic_dependent_launch=early_launch,
         ),
         schedule=replace(plain.schedule, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
     )

@@ -131,7 +131,7 @@ def _compare(
     plan = Plan(prompts, num_new)
     exact = Texts(make_cpu_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
     settings = _settings(config, plan, dtype, "cuda")
-    execute = msgspec.structs.replace(settings.execute, early_launch=early)
+    execute = msgspec.structs.replace(settings.execute, programmatic_dependent_launch=early)
     ours = Texts(make_runner(msgspec.structs.replace(settings, execute=execute), folder), plan)
     what = f"{config.name} {dtype}{', early' * early}"
     try:

@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeline.cli.commands.settings import Commands, add_settings, remark, settings_of
-from pipeline.config.load import load
+from pipeline.cli.commands.settings import Commands, add_settings, load_with_warnings, settings_of
 
 
 def add(commands: Commands) -> None:
@@ -41,6 +40,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    remark(load(args.file))
+    load_with_warnings(args.file)
     print(f"{args.file}: ok")
     return 0

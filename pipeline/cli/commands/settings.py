@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -50,16 +50,21 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that the options make; remarks about them go to standard error."""
+    """The settings of the options. Warnings about them go to standard error."""
     known = (*SERVE_FLAGS, *PROFILE_FLAGS)
     flags = {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
-    settings = load(args.config, args.set, flags)
-    remark(settings)
+    return load_with_warnings(args.config, args.set, flags)
+
+
+def load_with_warnings(path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, str] | None = None) -> Settings:
+    """Load settings. Prints warnings about old names and options without effect to standard error."""
+    from pipeline.config.rules import remarks
+
+    settings = load(path, sets, flags, warn=_print_warning)
+    for text in remarks(settings):
+        _print_warning(text)
     return settings
 
 
-def remark(settings: Settings) -> None:
-    from pipeline.config.rules import remarks
-
-    for words in remarks(settings):
-        print(f"pipeline: warning: {words}", file=sys.stderr)
+def _print_warning(text: str) -> None:
+    print(f"pipeline: warning: {text}", file=sys.stderr)

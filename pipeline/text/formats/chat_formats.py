@@ -88,8 +88,8 @@ class ChatFormats(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, template: str, chat: Chat, added: Iterable[AddedToken] = ()) -> "ChatFormats":
         """Those of a model with this template and these added tokens."""
-        tools = _chosen(TOOL_FORMATS, chat.tool_format, template)
-        reasoning = _chosen(REASONING_FORMATS, chat.reasoning_format, template)
+        tools = _chosen(TOOL_FORMATS, chat.tool_call_parser, template)
+        reasoning = _chosen(REASONING_FORMATS, chat.reasoning_parser, template)
         return cls(tools, reasoning, template, {token.content: token for token in added})
 
     def tools_of(self, choice: str) -> ToolFormat | None:

@@ -31,7 +31,7 @@ class Stage(Enum):
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
     name: str
-    """As in `chat.reasoning_format`."""
+    """As in `chat.reasoning_parser`."""
     start: str
     end: str
     unsaid: Stage

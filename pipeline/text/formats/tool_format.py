@@ -126,7 +126,7 @@ class ToolFormat(ABC):
     """How a family of models writes calls."""
 
     name: str
-    """As in `chat.tool_format`."""
+    """As in `chat.tool_call_parser`."""
     marks: tuple[str, ...]
     """Where they are special tokens, text has to show those while it is parsed."""
 

@@ -67,7 +67,7 @@ class CpuRunner:
         self.masks = Masks(model_dir, max_num_seqs, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size, self.masks.words)
         self.scores = ScoreInputs(max_num_seqs)
-        num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
+        num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
         self.program = make_program(
             settings, config, self.inputs, self.sampling_inputs, self.scores, kv, num_threads, swapped
         )

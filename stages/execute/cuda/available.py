@@ -104,9 +104,9 @@ def _why_no_room(settings: Settings, config: ModelConfig, facts: Facts, num_byte
             f"{needs}, and of the {gib(facts.total_bytes)} of {facts.name} only {gib(facts.free_bytes)} are free: end "
             f"what has the rest (nvidia-smi shows it){smaller}"
         )
-    if not execute.kv_cache_bytes and num_bytes >= execute.gpu_memory_fraction * facts.total_bytes:
+    if not execute.kv_cache_bytes and num_bytes >= execute.gpu_memory_utilization * facts.total_bytes:
         return (
-            f"{needs}, more than execute.gpu_memory_fraction = {execute.gpu_memory_fraction:g} of the "
+            f"{needs}, more than execute.gpu_memory_utilization = {execute.gpu_memory_utilization:g} of the "
             f"{gib(facts.total_bytes)} of {facts.name}: raise it"
         )
     return None

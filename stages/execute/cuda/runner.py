@@ -83,7 +83,8 @@ class CudaRunner:
         max_num_tokens = settings.schedule.max_num_batched_tokens
         quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
         self.model = DeviceModel(
-            *(device, config, dtype, max_num_tokens, max_num_seqs, quantization), early=settings.execute.early_launch
+            *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),
+            early=settings.execute.programmatic_dependent_launch,
         )
         weights = weights or Weights(model_dir, config, dtype)
         build_program(config, weights, self.model)

@@ -28,7 +28,7 @@ BATCH_TOKENS = 48
 
 def set_up(settings: Settings) -> None:
     """Tell libraries of their threads, as a stage does. To be called before any of them is imported."""
-    num_threads = str(settings.execute.threads or len(os.sched_getaffinity(0)))
+    num_threads = str(settings.execute.num_threads or len(os.sched_getaffinity(0)))
     os.environ.update(OMP_NUM_THREADS=num_threads, MKL_NUM_THREADS=num_threads, OPENBLAS_NUM_THREADS="1")
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
@@ -38,7 +38,7 @@ def compute(settings: Settings, folder: Path, plan: Plan) -> Iterator[Ours]:
     float32 as well. Raises UserError where the model can't be run so."""
     import torch
 
-    torch.set_num_threads(settings.execute.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(settings.execute.num_threads or len(os.sched_getaffinity(0)))
     yield _ours(_settings(settings, folder, plan, "float32", "torch", "cpu"), folder, plan)
     device, kernels = settings.execute.device, settings.execute.kernels
     if device == "cuda":

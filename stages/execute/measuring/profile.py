@@ -18,7 +18,7 @@ def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Prof
     `prepare` returns the model's folder; it is called unless the plan names a shape. Raises UserError, in the user's
     words, where the model can't be run so.
     """
-    num_threads = settings.execute.threads or len(os.sched_getaffinity(0))
+    num_threads = settings.execute.num_threads or len(os.sched_getaffinity(0))
     # Libraries read these when they are loaded, which prepare may do as well. They are what the stage sets.
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT

@@ -21,8 +21,8 @@ def raise_limit(max_open_requests: int, log: logging.Logger) -> int:
     needed = len(list(Path("/proc/self/fd").iterdir())) + max_open_requests + SPARE
     if limit != resource.RLIM_INFINITY and limit < needed:
         log.warning(
-            "the limit of open files is too low for gateway.max_open_requests: clients above it will wait; raise it "
-            "(ulimit -n, LimitNOFILE=) or lower gateway.max_open_requests",
+            "the limit of open files is too low for gateway.max_open_sequences: clients above it will wait; raise it "
+            "(ulimit -n, LimitNOFILE=) or lower gateway.max_open_sequences",
             extra={"fields": {"limit": limit, "needed": needed, "max_open_requests": max_open_requests}},
         )
     return limit

@@ -194,7 +194,7 @@ def reply_form(
     choice = prompt.tool_choice if prompt.tools else "none"
     if choice == "auto" and formats.tools is None:
         what = (
-            "the tool call format of the model's chat template is unknown (see chat.tool_format); tool_choice "
+            "the tool call format of the model's chat template is unknown (see chat.tool_call_parser); tool_choice "
             '"required" or a named function works without one'
         )
         raise unsupported("tools", what)

@@ -69,7 +69,7 @@ def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
     check_model(decoded.model, limits)
     num = num_prompts(decoded.input)
     if num > limits.max_sequences:
-        most = f"{limits.max_sequences} open sequences (gateway.max_open_requests)"
+        most = f"{limits.max_sequences} open sequences (gateway.max_open_sequences)"
         raise invalid("input", f"{num} inputs exceed the limit of {most}")
     hidden_size = limits.hidden_size or 0
     if decoded.dimensions is not None and limits.hidden_size is not None and decoded.dimensions > hidden_size:

@@ -307,7 +307,7 @@ def _check_num_sequences(num_sequences: int, num_prompts: int, each: str, limits
     what = f"{each} = {num_sequences}"
     if num_prompts > 1:
         what = f"{num_prompts} prompts × {what} sequences"
-    most = f"{limits.max_sequences} open sequences (gateway.max_open_requests)"
+    most = f"{limits.max_sequences} open sequences (gateway.max_open_sequences)"
     message = f"{what} exceeds the limit of {most}"
     raise invalid(each if num_sequences > limits.max_sequences else "prompt", message)
 

@@ -1,4 +1,4 @@
-"""Tunes how many steps to keep in flight, by measurement: `schedule.depth = "auto"`. Pure.
+"""Tunes how many steps to keep in flight, by measurement: `schedule.max_steps_in_flight = "auto"`. Pure.
 
 At depth 1 the executor waits while the scheduler settles a result and plans the next step. At depth 2 the next step is
 ready when one ends, but the scheduler planned it while that one ran, on cores that it may have needed. A GPU always

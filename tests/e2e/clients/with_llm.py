@@ -108,6 +108,6 @@ def test_the_answer_of_a_tool_is_understood(library: Any) -> None:
 def test_a_refusal_is_told_in_the_server_s_words(library: Any) -> None:
     """The model's template has no form of calls, and llm has no way to insist on one."""
     response = library.get_model("here").prompt("Which?", tools=[library.Tool.function(str.upper, name="upper")])
-    with pytest.raises(BadRequestError, match=r"chat\.tool_format") as refusal:
+    with pytest.raises(BadRequestError, match=r"chat\.tool_call_parser") as refusal:
         response.text()
     assert refusal.value.param == "tools"

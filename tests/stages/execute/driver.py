@@ -29,7 +29,7 @@ def settings(
 ) -> Settings:
     return Settings(
         max_model_len=max_model_len,
-        execute=Execute(dtype=dtype, kernels=kernels, kv_cache_bytes=kv_mib * 1024**2, threads=threads),
+        execute=Execute(dtype=dtype, kernels=kernels, kv_cache_bytes=kv_mib * 1024**2, num_threads=threads),
         schedule=Schedule(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 

@@ -58,7 +58,9 @@ def make_runner(
     """With memory for just so many blocks."""
     settings = Settings(
         execute=Execute(
-            kv_cache_bytes=num_blocks * block_bytes, threads=threads, **{"dtype": "bfloat16", "kernels": "auto", **how}
+            kv_cache_bytes=num_blocks * block_bytes,
+            num_threads=threads,
+            **{"dtype": "bfloat16", "kernels": "auto", **how},
         ),
         schedule=Schedule(max_num_seqs=16, max_num_batched_tokens=256),
     )

@@ -142,7 +142,7 @@ def test_an_error_inside_is_counted_as_error(gate: Gate) -> None:
 
 
 def test_calls_for_which_no_credit_is_left_are_counted(tmp_path: Any) -> None:
-    with Gate(tmp_path, max_open_requests=1) as gate:
+    with Gate(tmp_path, max_open_sequences=1) as gate:
         reply = gate.post(CHAT)
         submit = gate.begin()
         assert gate.client.post("/v1/chat/completions", json=CHAT).status_code == 503

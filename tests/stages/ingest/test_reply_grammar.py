@@ -34,7 +34,7 @@ CALLS = json.dumps({"rules": 'start: "f(" s0 ")"\n', "schemas": {"s0": {"enum": 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    settings = Settings(chat=Chat(tool_format="hermes", reasoning_format="qwen3"))
+    settings = Settings(chat=Chat(tool_call_parser="hermes", reasoning_parser="qwen3"))
     with Rig("ingest", settings, model_dir=tiny.folder(tmp_path, TEMPLATE)) as rig:
         rig.start(tiny.facts(max_model_len=256))
         yield rig

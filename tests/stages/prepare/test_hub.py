@@ -264,7 +264,7 @@ def test_a_hub_id_can_be_checked(machine: Machine) -> None:
     result = subprocess.run(
         [
             *(sys.executable, "-m", "pipeline", "check-model", f"org/tiny@{COMMIT}", "--tokens", "64"),
-            *("--kernels", "torch", "--set", "execute.threads=1", "--set", f"cache_dir={machine.home / 'cache'}"),
+            *("--kernels", "torch", "--set", "execute.num_threads=1", "--set", f"cache_dir={machine.home / 'cache'}"),
         ],
         cwd=ROOT,
         env=machine.environment,

@@ -82,9 +82,11 @@ class Neighbours:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_requests_come_in_and_exactly_their_ids_go_out(depth: Literal[1, 2, 3, 4]) -> None:
-    """Whatever `gateway.max_open_requests` is, there is room on the edges for steps and what they leave behind."""
-    gateway = Gateway(max_open_requests=1)
-    with Rig("schedule", Settings(gateway=gateway, schedule=Schedule(depth=depth, max_num_batched_tokens=64))) as rig:
+    """Whatever `gateway.max_open_sequences` is, there is room on the edges for steps and what they leave behind."""
+    gateway = Gateway(max_open_sequences=1)
+    with Rig(
+        "schedule", Settings(gateway=gateway, schedule=Schedule(max_steps_in_flight=depth, max_num_batched_tokens=64))
+    ) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         prompts = {number: list(range(number, number + 20 * number)) for number in range(1, 9)}
@@ -141,7 +143,7 @@ def counts_of(rig: Rig) -> ScheduleCounts:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Literal[1, 2, 4]) -> None:
-    with Rig("schedule", Settings(schedule=Schedule(depth=depth))) as rig:
+    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight=depth))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         around.wait_s, around.compute_s = 0.25, 0.5
@@ -159,7 +161,9 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
 
 @pytest.mark.parametrize(("device", "better"), [("cpu", 1), ("cpu", 2), ("cuda", 2), ("cuda", 3)])
 def test_depth_auto_finds_the_better_and_every_id_is_right(device: Literal["cpu", "cuda"], better: int) -> None:
-    with Rig("schedule", Settings(execute=Execute(device=device), schedule=Schedule(depth="auto"))) as rig:
+    with Rig(
+        "schedule", Settings(execute=Execute(device=device), schedule=Schedule(max_steps_in_flight="auto"))
+    ) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         prompts = {number: list(range(number, number + 10)) for number in (1, 2, 3, 4)}
@@ -199,7 +203,7 @@ def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered(depth: Literal[2, 3, 4]) -> None:
-    with Rig("schedule", Settings(schedule=Schedule(depth=depth))) as rig:
+    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight=depth))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         around.admit(1, [1, 2, 3], max_tokens=9)
@@ -215,7 +219,9 @@ def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered
 
 def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
     for depth, num_steps in ((0, 2), (1, 1), (3, 3)):
-        with Rig("schedule", Settings(execute=Execute(device="cuda"), schedule=Schedule(depth=depth))) as rig:
+        with Rig(
+            "schedule", Settings(execute=Execute(device="cuda"), schedule=Schedule(max_steps_in_flight=depth))
+        ) as rig:
             rig.start(FACTS)
             Neighbours(rig).admit(1, [1, 2, 3], max_tokens=9)
             for _ in range(num_steps):
@@ -225,7 +231,7 @@ def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
 
 
 def test_at_depth_1_the_next_step_waits_for_the_answer() -> None:
-    with Rig("schedule", Settings(schedule=Schedule(depth=1))) as rig:
+    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight=1))) as rig:
         rig.start(FACTS)
         Neighbours(rig).admit(1, [1, 2, 3], max_tokens=5)
         rig.receive("execute", m.Step)

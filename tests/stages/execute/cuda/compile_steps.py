@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile whole steps for a Hopper GPU.")
     parser.add_argument("shapes", nargs="*", default=["smollm2-135m"], help=", ".join(SHAPES))
     parser.add_argument("--quantization", choices=["int8", "int4"])
-    parser.add_argument("--early", action="store_true", help="as with execute.early_launch")
+    parser.add_argument("--early", action="store_true", help="as with execute.programmatic_dependent_launch")
     args = parser.parse_args()
     driver = pretend()
     launches: Counter[str] = Counter()

@@ -22,7 +22,7 @@ def on_device(
 ) -> Settings:
     """Settings of a GPU; small, for kernels are interpreted."""
     return Settings(
-        execute=Execute(device="cuda", dtype=dtype, kv_cache_bytes=kv_bytes, threads=1, swap_bytes=swap_bytes),
+        execute=Execute(device="cuda", dtype=dtype, kv_cache_bytes=kv_bytes, num_threads=1, swap_bytes=swap_bytes),
         schedule=Schedule(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 
@@ -33,7 +33,7 @@ def on_cpu(like: Settings) -> Settings:
         dtype=like.execute.dtype,
         kernels="torch",
         kv_cache_bytes=like.execute.kv_cache_bytes,
-        threads=1,
+        num_threads=1,
         swap_bytes=like.execute.swap_bytes,
     )
     return Settings(execute=execute, schedule=like.schedule)

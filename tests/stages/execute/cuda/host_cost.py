@@ -36,7 +36,7 @@ class Idle(Interpreted):
 
 
 def main() -> None:
-    execute = Execute(device="cuda", dtype="float32", kv_cache_bytes=256 * 1024**2, threads=1)
+    execute = Execute(device="cuda", dtype="float32", kv_cache_bytes=256 * 1024**2, num_threads=1)
     settings = Settings(execute=execute, schedule=Schedule(max_num_seqs=256, max_num_batched_tokens=512))
     with tempfile.TemporaryDirectory() as name:
         checkpoints.write(Path(name), checkpoints.config_of(**MODEL))

@@ -66,8 +66,8 @@ def test_a_model_that_does_not_fit_is_told_with_what_would() -> None:
     assert "quantization" not in problem_of(num_bytes=80 * GIB, quantization="int4")
     busy = replace(H100, free_bytes=10 * GIB)
     assert "of the 80.0 GiB of NVIDIA H100 80GB HBM3 only 10.0 GiB are free" in problem_of(busy)
-    assert "more than execute.gpu_memory_fraction = 0.2" in problem_of(execute={"gpu_memory_fraction": 0.2})
-    settings = Settings(execute=Execute(device="cuda", gpu_memory_fraction=0.2, kv_cache_bytes=GIB))
+    assert "more than execute.gpu_memory_utilization = 0.2" in problem_of(execute={"gpu_memory_utilization": 0.2})
+    settings = Settings(execute=Execute(device="cuda", gpu_memory_utilization=0.2, kv_cache_bytes=GIB))
     assert why_not(settings, checkpoints.config_of(head_dim=64), H100, WEIGHTS) is None, "the share has no effect"
 
 

@@ -15,7 +15,7 @@ from tests.stages.execute import checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
-SETTINGS = Settings(execute=Execute(device="cuda", threads=1))
+SETTINGS = Settings(execute=Execute(device="cuda", num_threads=1))
 
 
 @pytest.fixture(autouse=True)

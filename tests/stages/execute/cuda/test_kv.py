@@ -27,7 +27,7 @@ def plan(memory: DeviceMemory = H100, max_model_len: int = 0, shape: Any = LLAMA
 def test_the_fraction_is_of_all_that_we_take() -> None:
     assert BLOCK == 16 * 131072
     assert plan().num_blocks == (72 - 16 - 2) * GIB // BLOCK
-    assert plan(gpu_memory_fraction=0.5).num_blocks == (40 - 16 - 2) * GIB // BLOCK
+    assert plan(gpu_memory_utilization=0.5).num_blocks == (40 - 16 - 2) * GIB // BLOCK
     assert plan(dtype="float32").num_blocks == (72 - 16 - 2) * GIB // (2 * BLOCK)
     assert plan().max_model_len == 131072
 
@@ -38,7 +38,7 @@ def test_what_others_have_is_not_to_be_had() -> None:
 
 
 def test_bytes_that_were_asked_for_are_taken_whatever_the_fraction() -> None:
-    assert plan(kv_cache_bytes=GIB + 5, gpu_memory_fraction=0.1).num_blocks == GIB // BLOCK
+    assert plan(kv_cache_bytes=GIB + 5, gpu_memory_utilization=0.1).num_blocks == GIB // BLOCK
     assert plan(kv_cache_bytes=61 * GIB).num_blocks == 61 * GIB // BLOCK
     with pytest.raises(UserError, match=rf"execute\.kv_cache_bytes is {62 * GIB}, but .* only {61 * GIB} bytes"):
         plan(kv_cache_bytes=62 * GIB)
@@ -48,11 +48,11 @@ def test_bytes_that_were_asked_for_are_taken_whatever_the_fraction() -> None:
 
 def test_a_share_that_leaves_nothing_is_named_with_what_takes_it() -> None:
     words = (
-        r"execute\.gpu_memory_fraction is 0\.2, which is 16\.0 GiB of the GPU's 80\.0 GiB, and leaves no room for KV "
-        r"blocks: weights take 16\.0 GiB, activations and graphs 2\.0 GiB\. Raise it"
+        r"execute\.gpu_memory_utilization is 0\.2, which is 16\.0 GiB of the GPU's 80\.0 GiB, and leaves no room for "
+        r"KV blocks: weights take 16\.0 GiB, activations and graphs 2\.0 GiB\. Raise it"
     )
     with pytest.raises(UserError, match=words):
-        plan(gpu_memory_fraction=0.2)
+        plan(gpu_memory_utilization=0.2)
 
 
 def test_a_gpu_that_others_have_filled_is_told_from_a_share_that_is_too_small() -> None:
@@ -67,7 +67,7 @@ def test_less_than_the_longest_sequence_is_warned_of(caplog: pytest.LogCaptureFi
     small = DeviceMemory(24 * GIB, free_bytes=7 * GIB, used_bytes=16 * GIB, reserved_bytes=2 * GIB)
     found = plan(small)
     assert found.max_model_len == found.num_blocks * 16 < 131072
-    assert "max_model_len is that and not 131072: raise execute.gpu_memory_fraction" in caplog.text
+    assert "max_model_len is that and not 131072: raise execute.gpu_memory_utilization" in caplog.text
     caplog.clear()
     assert plan(small, max_model_len=8192).max_model_len == 8192
     assert not caplog.text
@@ -90,7 +90,7 @@ def test_nothing_is_ever_promised_that_is_not_there(
 ) -> None:
     memory = DeviceMemory(total, int(free * total), int(used * (total - free * total)), reserved)
     try:
-        found = plan(memory, max_model_len=16, gpu_memory_fraction=fraction)
+        found = plan(memory, max_model_len=16, gpu_memory_utilization=fraction)
     except UserError:
         found = KVPlan(0, 0)
     kv_bytes = found.num_blocks * BLOCK

@@ -38,7 +38,7 @@ PLAN = Plan(batches=(2,), context=18, prefills=(3,), rounds=1, shape="slight")
 
 def settings(kv_mib: int = 1, dtype: str = "bfloat16") -> Settings:
     return Settings(
-        execute=Execute(device="cuda", kv_cache_bytes=kv_mib * 1024**2, dtype=dtype, threads=1),
+        execute=Execute(device="cuda", kv_cache_bytes=kv_mib * 1024**2, dtype=dtype, num_threads=1),
         schedule=Schedule(max_num_seqs=1, max_num_batched_tokens=2),
     )
 

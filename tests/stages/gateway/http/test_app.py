@@ -369,7 +369,7 @@ def test_version_is_told(gate: Gate) -> None:
 class TestCredits:
     @pytest.fixture
     def gate(self, tmp_path: Path) -> Iterator[Gate]:
-        with Gate(tmp_path, max_open_requests=3) as gate:
+        with Gate(tmp_path, max_open_sequences=3) as gate:
             yield gate
 
     def test_count_sequences_and_come_back(self, gate: Gate) -> None:

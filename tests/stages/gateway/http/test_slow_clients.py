@@ -54,6 +54,6 @@ class TestTheLimitOfOpenFiles:
     def test_that_is_too_low_is_said(self, limits: Any, caplog: pytest.LogCaptureFixture, hard: int) -> None:
         limits.append((1024, hard))
         assert descriptors.raise_limit(1024, logging.getLogger("test")) == 1024
-        assert "gateway.max_open_requests" in caplog.records[-1].message
+        assert "gateway.max_open_sequences" in caplog.records[-1].message
         assert caplog.records[-1].levelname == "WARNING"
         assert caplog.records[-1].fields["limit"] == 1024  # type: ignore[attr-defined]

@@ -138,7 +138,7 @@ class TestRoomIsGivenBack:
 class TestWhoAsksFirst:
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
     def test_is_told_that_the_server_is_full_before_sending_the_body(self, tmp_path: Path, path: str) -> None:
-        with Gate(tmp_path, max_open_requests=1) as gate:
+        with Gate(tmp_path, max_open_sequences=1) as gate:
             response = gate.post(CHAT)
             submit = gate.begin()
             with asked(gate, path=path) as connection:

@@ -16,9 +16,9 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Reques
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.tool_format import AddedToken
 
-HERMES = ChatFormats.of("", Chat(tool_format="hermes"))
-THINKING = ChatFormats.of("", Chat(tool_format="hermes", reasoning_format="qwen3"))
-LLAMA = ChatFormats.of("", Chat(tool_format="llama3"), [AddedToken(5, "<|python_tag|>", True)])
+HERMES = ChatFormats.of("", Chat(tool_call_parser="hermes"))
+THINKING = ChatFormats.of("", Chat(tool_call_parser="hermes", reasoning_parser="qwen3"))
+LLAMA = ChatFormats.of("", Chat(tool_call_parser="llama3"), [AddedToken(5, "<|python_tag|>", True)])
 NONE = ChatFormats()
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"text": "a"}'}}

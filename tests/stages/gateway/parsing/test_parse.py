@@ -464,7 +464,7 @@ class TestWhatIsTooManyWhateverItSays:
         assert words in raised.value.message
 
     def test_the_setting_to_raise_is_named(self) -> None:
-        assert "gateway.max_open_requests" in refused(COMPLETION | {"n": 65}, parse_completion).message
+        assert "gateway.max_open_sequences" in refused(COMPLETION | {"n": 65}, parse_completion).message
 
     def test_a_prompt_that_just_fits_is_ingests_to_judge(self) -> None:
         body = json.dumps(COMPLETION | {"prompt": [1] * 512}).encode()

@@ -144,7 +144,7 @@ class TestHttp:
         assert [(c["index"], c["output_tokens"]) for c in choices] == [(0, 1), (1, 3), (2, 2), (3, 3)]
 
     def test_all_that_are_generated_count_as_open(self, tmp_path: Any) -> None:
-        with Gate(tmp_path, max_open_requests=5) as gate:
+        with Gate(tmp_path, max_open_sequences=5) as gate:
             first = gate.complete(COMPLETION | {"best_of": 4, "n": 2})
             submit = gate.begin()
             full = gate.complete(COMPLETION | {"best_of": 2}).result()

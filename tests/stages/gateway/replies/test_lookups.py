@@ -90,7 +90,7 @@ class TestTokenize:
         nothing_is_left(gate)
 
     def test_takes_a_credit(self, tmp_path: Any) -> None:
-        with Gate(tmp_path, max_open_requests=1) as gate:
+        with Gate(tmp_path, max_open_sequences=1) as gate:
             first = gate.post({"prompt": "x"}, "/tokenize")
             submit = gate.submit()
             refused = gate.client.post("/detokenize", json={"tokens": [1]})

@@ -117,7 +117,7 @@ async def test_one_that_is_not_let_in_comes_again_when_the_server_says(
     """And not as soon as it would where nobody says anything."""
     monkeypatch.setattr("pipeline.client.open_request.BUSY_FIRST_S", 1e-9)
     monkeypatch.setattr("pipeline.client.open_request.BUSY_MOST_S", 0.2)
-    with Gate(tmp_path, max_open_requests=1) as gate:
+    with Gate(tmp_path, max_open_sequences=1) as gate:
         async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
             other = gate.post(CHAT)
             held = await do(gate.begin)

@@ -1,0 +1,34 @@
+"""Old names of settings. Each works for one release, with a warning that names the new one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+RENAMED = {
+    "gateway.max_open_sequences": "gateway.max_open_sequences",
+    "gateway.allow_unauthenticated": "gateway.allow_unauthenticated",
+    "schedule.max_steps_in_flight": "schedule.max_steps_in_flight",
+    "schedule.long_prompt_max_slowdown": "schedule.long_prompt_max_slowdown",
+    "execute.programmatic_dependent_launch": "execute.programmatic_dependent_launch",
+    "execute.gpu_memory_utilization": "execute.gpu_memory_utilization",
+    "execute.num_threads": "execute.num_threads",
+    "chat.tool_call_parser": "chat.tool_call_parser",
+    "chat.reasoning_parser": "chat.reasoning_parser",
+}
+"""Old dotted key → new dotted key."""
+
+
+def warning_of(old: str) -> str:
+    """The warning for a setting given by its old name."""
+    return f"{old} is now {RENAMED[old]}; the old name will be removed in the next release"
+
+
+def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of settings, as `Settings` is encoded, with each old name replaced: recordings of older versions hold
+    them."""
+    renamed = dict(tree)
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        table = renamed.get(section)
+        if isinstance(table, dict) and name in table:
+            renamed[section] = {new.partition(".")[2] if key == name else key: value for key, value in table.items()}
+    return renamed
