@@ -1,7 +1,7 @@
 """What any stage is asked beside its work, answered in one place.
 
 An `ControlRequest` comes through the ordinary inbox, so that its answer proves that the loop turns; the stage's own
-`match` never sees it. To add one: a struct in messages.py, in the union `ControlRequest`; a case here; a command that
+`match` never sees it. To add one: a struct in messages/control_requests.py, in the union `ControlRequest`; a case here; a command that
 sends it through the admin door with `StageCommand`.
 """
 

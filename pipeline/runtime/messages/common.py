@@ -1,0 +1,116 @@
+"""The envelope, the messages that several stages receive, and the parts that several messages share."""
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
+    """Base of all messages. Subclasses give a tag."""
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """The sender of the message that follows. Receivers drop messages of older incarnations than they know."""
+
+    sender: str
+    """Stage and replica, as `ingest.0`."""
+    incarnation: int
+
+
+class Finish(IntEnum):
+    """Why a sequence ended; packed as u8. Each sequence has exactly one closing with a value other than `NONE`."""
+
+    NONE = 0
+    STOP = 1
+    """An end-of-sequence id, a stop id, or a stop string."""
+    LENGTH = 2
+    ABORT = 3
+    """The client disconnected or aborted the request."""
+    ERROR = 4
+
+
+NOTHING_LEFT = "No token can be sampled"
+"""Prefix of a sequence's error if the fields of its request contradict each other."""
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """An error message for the client. The gateway puts it into OpenAI's format."""
+
+    status: int
+    """HTTP status: 400, 404, 413, 500, 503 …"""
+    message: str
+    param: str | None = None
+    """The field of the request that caused it."""
+    code: str | None = None
+
+
+class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
+    """When a sequence reached its first sampled id, by time.monotonic(). Sent with that id."""
+
+    place: int
+    """Index of its entry in the lists of the message."""
+    queued_s: float
+    """The scheduler received the request."""
+    started_s: float
+    """The first step that computes a part of it was planned."""
+    first_s: float
+    """Its first id was settled."""
+    num_cached: int
+    """Ids of its prompt that were found in the prefix cache."""
+
+
+# ------------------------------------------------------------------------------------------ to several of the stages
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """To ingest and schedule: end this request, or one sequence of it. Idempotent; may arrive before its request."""
+
+    request_id: int
+    attempt: int
+    index: int = -1
+    """The sequence to end; -1 ends all."""
+    finish: int = Finish.ABORT
+    """The `Finish` of its closing. Detokenize sends STOP when it has found a stop string."""
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Slabs of the receiver's arena that the sender has read: parallel lists."""
+
+    offsets: list[int]
+    generations: list[int]
+
+
+# ------------------------------------------------------------------------------------- from the supervisor to a stage
+
+
+class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
+    """Facts that the executor finds out while it starts."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    """Longest sequence that this server accepts: the smallest limit of the model, the settings and the KV memory."""
+    vocab_size: int
+    num_swap_blocks: int = 0
+    """Capacity of its swap segment in blocks."""
+    hidden_size: int = 0
+    """Dimensions of an embedding."""
+
+
+class Start(Message, frozen=True, tag="start"):
+    """All stages are ready: begin. The first message that a stage receives."""
+
+    facts: ExecuteFacts
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Answered with `Pong` by the stage's ordinary loop, so an answer proves that the loop runs."""
+
+    nonce: int
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    """Exit now with code 0. Sent in flow order, after the stages before have exited."""
+
+
+Control = Start | Ping | Stop

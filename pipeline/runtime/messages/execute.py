@@ -1,0 +1,66 @@
+"""Messages that execute receives."""
+
+import msgspec
+from msgspec import Raw
+
+from pipeline.runtime.messages.common import Message, Ping, Release, Start, Stop
+from pipeline.shm.arrays import Array
+
+
+class RowAdd(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence takes a row."""
+
+    row: int
+    generation: int
+    index: int
+    """The sequence's index among the request's n; part of its noise key."""
+    ids: Array
+    """int32; every id known so far: the prompt, and outputs if the sequence was preempted"""
+    num_prompt: int
+    blocks: Array
+    """int32; its block table so far"""
+    sampling: Raw
+    request_id: int = 0
+    """Only for traces."""
+    fork_of: int = -1
+    """A running row of the same request with the same first `num_prompt` ids: `ids` then has only those that
+    follow."""
+
+
+class Step(Message, frozen=True, tag="step"):
+    """One step, as changes to the executor's rows: drop, add, append, copy, compute, in this order.
+
+    Copies are of whole blocks, with all layers, in the order of the list: a block that was copied from can be copied
+    to by a later one. Ids from `ExecuteFacts.num_blocks` on are blocks of the swap segment. Copies read what earlier
+    steps wrote and nothing that this step computes.
+
+    Entry i computes positions `starts[i] .. starts[i] + counts[i]` of `rows[i]`. A row that the executor has ended is
+    skipped: it writes no KV and emits no id. Entries that sample write their id to the row at `starts + counts`.
+    All KV of a step is written, layer by layer, before any attention of that layer reads it, so that a row may
+    start behind a prefix that another row of the same step computes.
+    """
+
+    incarnation: int
+    step_id: int
+    drops: Array
+    """int32; rows that end"""
+    adds: list[RowAdd]
+    block_rows: Array
+    """int32; parallel with `block_ids`: blocks appended to a row's table, in order"""
+    block_ids: Array
+    """int32"""
+    rows: Array
+    """int32; decode rows first"""
+    starts: Array
+    """int32"""
+    counts: Array
+    """int32"""
+    samples: Array
+    """uint8; 1 if the last computed position is the row's last id, so that the next id is sampled"""
+    copy_sources: Array = b""
+    """int32; parallel with `copy_targets`"""
+    copy_targets: Array = b""
+    """int32"""
+
+
+ExecuteInbox = Step | Release | Start | Ping | Stop

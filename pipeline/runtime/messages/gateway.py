@@ -1,0 +1,174 @@
+"""Messages that the gateway receives."""
+
+import msgspec
+
+from pipeline.metrics.stats import ServerStats
+from pipeline.runtime.messages.common import Failure, FirstTimes, Message, Ping, Start, Stop
+from pipeline.runtime.messages.supervisor import ScheduleLoad
+from pipeline.shm.arrays import Array
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """From ingest: the prompt's ids. The gateway counts them, and can submit the request again without running the
+    chat template twice."""
+
+    request_id: int
+    attempt: int
+    prompt_ids: Array
+    """int32"""
+    text: str | None = None
+    """The prompt's text, if `Submit.prompt_options` asks for it: as the client wrote it, or decoded from its ids. If
+    output follows, a character whose last bytes are in the output is left to it."""
+    token_strs: list[str] | None = None
+    """The vocabulary's name of each id, if `Submit.prompt_options` asks for it."""
+    began_s: float = 0.0
+    """When ingest began with the request. Like every other `_s` of its kind by time.monotonic(), which all processes
+    of a machine share."""
+    done_s: float = 0.0
+    """When it had the ids."""
+    pieces: list[bytes] | None = None
+    """The bytes of text of each id, if `Submit.prompt_options` asks for it."""
+    tail: str | None = None
+    """The last characters of a chat's text, at least as many as pipeline/text/formats needs, if
+    `Submit.prompt_options` asks for them."""
+
+
+class Rejected(Message, frozen=True, tag="rejected"):
+    """From ingest, or from schedule through detokenize. Closes every sequence of the request."""
+
+    request_id: int
+    attempt: int
+    failure: Failure
+
+
+class Deltas(Message, frozen=True, tag="deltas"):
+    """From detokenize: progress of some sequences. Parallel lists, at most one entry for each sequence."""
+
+    request_ids: list[int]
+    attempts: list[int]
+    indexes: list[int]
+    texts: list[str]
+    text_offsets: list[int]
+    """Characters of the sequence's text before this one."""
+    ids: bytes
+    """int32; the ids of all entries, one after the other."""
+    id_offsets: list[int]
+    """Output ids of the sequence before these."""
+    num_ids: list[int]
+    finishes: list[int]
+    """`Finish` values."""
+    stop_reasons: list[str | int | None]
+    """The stop string or stop id that ended the sequence, if one did."""
+    firsts: list[FirstTimes] = []
+    """Of the entries with the first sampled id of their sequence."""
+    settled_s: float = 0.0
+    """When schedule sent the newest of these ids."""
+    sent_s: float = 0.0
+    """When detokenize sent this."""
+    records: list[bytes] = []
+    """By entry, the records of its ids, or nothing if its `TextOptions` don't ask for them; see
+    pipeline/runtime/logprob_records.py. Empty if no entry has any; likewise the next."""
+    pieces: list[list[bytes]] = []
+    """By entry, if its `TextOptions` ask for them: for each record the bytes of its id, then of the ids it names."""
+    prompt_places: list[int] = []
+    """Entries with records of their prompt's ids; the next three are parallel. Such an entry may have no ids."""
+    prompt_offsets: list[int] = []
+    """Records of the prompt before these."""
+    prompt_records: list[bytes] = []
+    """Of prompt ids, from the second on"""
+    prompt_pieces: list[list[bytes]] = []
+    """If `TextOptions` ask for pieces: the bytes of the ids in each record. Those of the prompt's own ids are in
+    `Accepted`."""
+    errors: list[str] = []
+    """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
+
+
+class StageHealth(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    pid: int
+    state: str
+    """starting, ready, late (did not answer in time), stopping or dead"""
+    answer_ms: float
+    """Time to answer; -1 without an answer."""
+
+
+class Health(Message, frozen=True, tag="health"):
+    nonce: int
+    status: str
+    """ok, or the worst state of its stages: dead, late, stopping, starting"""
+    stages: list[StageHealth]
+    schedule: ScheduleLoad | None
+    num_open_elsewhere: int = 0
+    """Requests that are open at other gateways."""
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """Accept no more requests; answer `Drained` when the last stream has ended. Streams that are open at the deadline
+    end with a final event that names the reason."""
+
+    deadline_s: float
+    """Seconds from now."""
+
+
+class StageDied(Message, frozen=True, tag="stage_died"):
+    """The server is going down: end every stream with this reason."""
+
+    stage: str
+    reason: str
+
+
+class StatsAnswer(Message, frozen=True, tag="stats_answer"):
+    """From the supervisor: the stats of the whole server."""
+
+    nonce: int
+    stats: ServerStats
+
+
+class AbortRequests(Message, frozen=True, tag="abort_calls"):
+    """From another gateway, on behalf of a client: abort these requests. Answered with `RequestsAborted`."""
+
+    gateway: int
+    """Replica that asks."""
+    nonce: int
+    names: list[str]
+    """Ids of responses, or clients' own ids of their requests."""
+    scope: str = ""
+    """Scope of the client's API key (see pipeline.runtime.api_keys); requests of other scopes are not aborted. Empty:
+    no key."""
+
+
+class RequestsAborted(Message, frozen=True, tag="calls_aborted"):
+    """From another gateway: the reply to `AbortRequests`."""
+
+    gateway: int
+    """Replica that answers."""
+    nonce: int
+    places: list[int]
+    """Indexes into `AbortRequests.names` of the requests that were open here."""
+
+
+class PrefixCacheReset(Message, frozen=True, tag="prefix_cache_reset"):
+    """From schedule through detokenize: the answer to `ResetPrefixCache`."""
+
+    gateway: int
+    """Replica that asked."""
+    nonce: int
+    num_blocks: int
+    """KV blocks that left the prefix cache."""
+
+
+GatewayInbox = (
+    Accepted
+    | Rejected
+    | Deltas
+    | Health
+    | Drain
+    | StageDied
+    | AbortRequests
+    | RequestsAborted
+    | StatsAnswer
+    | PrefixCacheReset
+    | Start
+    | Ping
+    | Stop
+)

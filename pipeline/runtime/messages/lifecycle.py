@@ -1,0 +1,71 @@
+"""What a stage's process gets when it is started."""
+
+import msgspec
+
+from pipeline.config.settings import Settings
+from pipeline.runtime.messages.control_requests import Record
+
+
+class Segment(msgspec.Struct, array_like=True, frozen=True):
+    """A shared-memory segment that a child inherits."""
+
+    name: str
+    fd: int
+    num_bytes: int
+    writable: bool
+
+
+class Peer(msgspec.Struct, array_like=True, frozen=True):
+    """An inbox that a child may send to."""
+
+    name: str
+    address: str
+    bound: int
+    """Maximum number of messages that may wait on this edge."""
+
+
+class Replay(msgspec.Struct, array_like=True, frozen=True):
+    """Replay a recording: the stage's input comes from it instead of its neighbours."""
+
+    path: str
+    out: str
+    """File for what the stage sends."""
+    paced: bool = False
+    """At the recorded times, rather than as fast as the stage can."""
+
+
+class Launch(msgspec.Struct, array_like=True, frozen=True):
+    """The parameters of a child process; read from an inherited descriptor."""
+
+    stage: str
+    replica: int
+    rank: int
+    incarnation: int
+    entry: str
+    """Dotted module whose `run` is called."""
+    settings: Settings
+    model_dir: str
+    """The folder of the prepared model; empty for prepare itself."""
+    address: str
+    """Of its own inbox."""
+    peers: list[Peer]
+    segments: list[Segment]
+    death_fd: int
+    """Reads end-of-file when the supervisor is gone."""
+    listen_fd: int = -1
+    """The HTTP socket, for the gateway."""
+    record: Record | None = None
+    replay: Replay | None = None
+    foreground: bool = False
+    """It owns the terminal, for a debugger."""
+    break_at: str = ""
+    """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
+    keys_fd: int = -1
+    """Digests of API keys, for the gateway; see pipeline.runtime.api_keys. -1: the server has no keys and requires
+    none."""
+    admin_fd: int = -1
+    """The socket of the gateway's admin listener; -1: it has none."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}.{self.replica}"

@@ -1,0 +1,88 @@
+"""Messages that schedule receives."""
+
+from msgspec import Raw
+
+from pipeline.runtime.messages.common import Abort, Message, Ping, Release, Start, Stop
+from pipeline.shm.arrays import Array
+
+
+class Admit(Message, frozen=True, tag="admit"):
+    """From ingest: a request that is ready to be computed."""
+
+    request_id: int
+    attempt: int
+    gateway: int
+    arrival_s: float
+    prompt_ids: Array
+    """int32"""
+    n: int
+    max_tokens: int
+    """Maximum number of output ids; prompt and output together fit into max_model_len."""
+    sampling: Raw
+    """`Sampling`, undecoded."""
+    text: Raw
+    """`TextOptions`, undecoded."""
+    outputs: list[Array] = []
+    """int32; output ids that are known already, one array for each sequence; empty for a new request"""
+    finishes: bytes = b""
+    """uint8, parallel: `Finish`; STOP if the last of these ids ends the sequence, else NONE"""
+    priority: int = 0
+    """As in `Submit`; likewise"""
+    cache_salt: str = ""
+    record_bytes: int = 0
+    """Bytes of each output id's record; 0: no records."""
+    prompt_record_bytes: int = 0
+    """Likewise for the prompt's ids, all but the first, by the first sequence of the request"""
+    needs_full_prefill: bool = False
+    """Each sequence computes every position of the prompt in one go: nothing comes from the prefix cache, and a
+    preempted prefill starts again from the beginning."""
+
+
+class StepResult(Message, frozen=True, tag="step_result"):
+    """From the executor: the sampled ids of a step. One entry for each of the step's whose `samples` is set, in
+    order."""
+
+    incarnation: int
+    """Of the scheduler that planned the step."""
+    step_id: int
+    rows: Array
+    """int32"""
+    generations: Array
+    """uint32, of the rows"""
+    ids: Array
+    """int32; -1 if the row had ended already"""
+    finishes: Array
+    """uint8, `Finish`: STOP if the id ends the sequence, ERROR if there is no id, else NONE"""
+    compute_s: float
+    wait_s: float
+    """How long the executor was idle before this step."""
+    copy_s: float = 0.0
+    """The part of `compute_s` that the step's copies took."""
+    records: Array = b""
+    """uint8: the records of `ids`, of the rows that ask for them, one after the other; see
+    pipeline/runtime/logprob_records.py. A row that had ended has none."""
+    prompt_records: Array = b""
+    """uint8: for the entries of the step that ask for records of their prompt, in order, the records of the prompt ids
+    that follow each computed position; none for a row that had ended"""
+    errors: list[str] = []
+    """The reason of each entry whose finish is `ERROR`, in order: no id could be sampled, `ids` has -1, and the
+    sequence ends."""
+
+
+class Closed(Message, frozen=True, tag="closed"):
+    """From the gateway: the client has everything; the log of this request can be dropped."""
+
+    request_id: int
+    attempt: int
+
+
+class ResetPrefixCache(Message, frozen=True, tag="reset_prefix_cache"):
+    """From the gateway: future prompts must not reuse anything that was computed up to now. Answered with
+    `PrefixCacheReset`."""
+
+    gateway: int
+    """Replica that asks."""
+    nonce: int
+
+
+ScheduleInbox = Admit | Abort | StepResult | Closed | ResetPrefixCache | Release | Start | Ping | Stop

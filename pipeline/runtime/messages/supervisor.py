@@ -1,0 +1,101 @@
+"""Messages that the supervisor receives."""
+
+import msgspec
+from msgspec import Raw
+
+from pipeline.runtime.messages.common import ExecuteFacts, Message
+
+
+class ScheduleLoad(msgspec.Struct, array_like=True, frozen=True, tag="schedule"):
+    """The scheduler's counts. Blocks: free + cached + held == total."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks_free: int
+    num_blocks_cached: int
+    num_blocks_held: int
+    num_blocks_total: int
+    num_prompt_tokens: int = 0
+    """Since start."""
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_swapped: int = 0
+    """Sequences whose keys and values are in swap space. Sequences that will be recomputed count as waiting."""
+    num_swap_blocks_free: int = 0
+    num_swap_blocks_total: int = 0
+    num_blocks_swapped_out: int = 0
+    """Since start; also the next."""
+    num_blocks_swapped_in: int = 0
+    num_forks: int = 0
+    """Sequences that started with the keys and values of a sibling's prompt."""
+    depth: int = 1
+    """Current maximum of steps in flight."""
+
+
+class GatewayLoad(msgspec.Struct, array_like=True, frozen=True, tag="gateway"):
+    num_open_requests: int
+
+
+class PlainLoad(msgspec.Struct, array_like=True, frozen=True, tag="plain"):
+    """The load of a stage that has no counts of its own."""
+
+    num_open: int = 0
+    """Requests or sequences for which this stage holds state."""
+
+
+Load = ScheduleLoad | GatewayLoad | PlainLoad
+
+
+class Ready(Message, frozen=True, tag="ready"):
+    """The stage has loaded what it needs and its inbox is open."""
+
+    facts: ExecuteFacts | None = None
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """The stage will exit with a non-zero code for this reason, in a line or two."""
+
+    reason: str
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    nonce: int
+    load: Load
+
+
+class AskServerStats(Message, frozen=True, tag="ask_server_stats"):
+    """From the gateway. The supervisor collects the counts of every stage and answers with `StatsAnswer`."""
+
+    nonce: int
+
+
+class AskHealth(Message, frozen=True, tag="ask_health"):
+    """From the gateway. The supervisor pings every stage and answers with `Health`."""
+
+    nonce: int
+
+
+class Drained(Message, frozen=True, tag="drained"):
+    """From the gateway: no stream is open any more, and none is accepted."""
+
+
+class Prepared(Message, frozen=True, tag="prepared"):
+    """From prepare: the folder of the prepared model."""
+
+    model_dir: str
+    model_name: str
+
+
+class Answer(Message, frozen=True, tag="answer"):
+    """The reply to a `ControlRequest`."""
+
+    nonce: int
+    body: Raw = Raw(b"\xc0")
+    """For the caller, who knows its type; the supervisor passes it on undecoded. Nil if the reply has no data."""
+    error: str = ""
+    """Why the request failed, in the user's words; empty on success."""
+
+
+SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained | Answer | AskServerStats
