@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.grammars import entry
 from pipeline.supervisor.process import SINGLE_THREADED
 
+ENTRY = Path(__file__).with_name("entry.py")
+"""The script that the process runs; it imports this module."""
 LENGTH = struct.Struct("<I")
 
 
@@ -30,7 +31,7 @@ class Worker:
         self.socket, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(entry.__file__)), str(theirs.fileno()), title, program, *args],
+                [sys.executable, "-P", str(ENTRY), str(theirs.fileno()), title, program, *args],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # a terminal's Ctrl-C is for the supervisor

@@ -1,43 +1,60 @@
-"""What any stage is asked beside its work, answered in one place.
+"""Answer the requests that every stage takes beside its work.
 
-An `ControlRequest` comes through the ordinary inbox, so that its answer proves that the loop turns; the stage's own
-`match` never sees it. To add one: a struct in messages/control_requests.py, in the union `ControlRequest`; a case here; a command that
-sends it through the admin door with `StageCommand`.
+A `ControlRequest` comes through the ordinary inbox, so an answer proves that the loop runs; the stage's own `match`
+never sees it. To add one: a struct in messages/control_requests.py, in the union `ControlRequest`; a case here; a
+command that sends it to the supervisor's admin server as a `StageCommand`.
 """
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, assert_never
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, assert_never
 
 import msgspec
 
 from pipeline.errors import UserError
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
+from pipeline.replay.recorder import RecordState
 from pipeline.runtime import messages as m
-from pipeline.runtime.flame_profiler import Sampler
-from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
+from pipeline.runtime.arrays import Arrays
+from pipeline.runtime.channels import Inbox, Outbox
+from pipeline.runtime.stack_sampler import Sampler
+from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace, Tracer
 
-if TYPE_CHECKING:
-    from pipeline.runtime.stage import Stage
+
+class ControlledStage(Protocol):
+    """The parts of a `Stage` that control requests read and change."""
+
+    name: str
+    trace: Tracer
+    inbox: Inbox[Any]
+    arrays: Arrays
+    supervisor: Outbox[m.SupervisorInbox]
+
+    @property
+    def outboxes(self) -> Mapping[str, Outbox[Any]]: ...
+
+    def record(self, order: m.Record) -> None: ...
+
+    def keep_record(self, path: str) -> RecordState: ...
+
+    def end_record(self, path: str) -> RecordState: ...
 
 
 def with_execute_facts(request: m.ControlRequest, facts: m.ExecuteFacts | None) -> m.ControlRequest:
-    """A control request as the supervisor passes it on: a recording that begins late lacks `Start`, so it gets what
-    `Start` carried."""
+    """A control request as the supervisor passes it on: a recording that begins after `Start` gets its facts here."""
     return msgspec.structs.replace(request, facts=facts) if isinstance(request, m.Record) else request
 
 
 class ControlRequests:
-    """Answers for one stage. What goes wrong in the user's part (`UserError`, `OSError`) is the answer; every other
-    error ends the stage as it would anywhere else."""
+    """Answers for one stage. `UserError` and `OSError` become the answer; any other error ends the stage."""
 
-    def __init__(self, stage: "Stage[Any]") -> None:
+    def __init__(self, stage: ControlledStage) -> None:
         self._stage = stage
         self._encoder = msgspec.msgpack.Encoder()
         self._sampler = Sampler()
         self.own_counts: Callable[[], OwnCounts] | None = None
-        """What this kind of stage counts; None until it has something to count."""
+        """Returns the counts of this kind of stage; None until it has any."""
         self.find_request: Callable[[str], RequestTimings | None] = lambda _: None
         """Set by gateways."""
 
@@ -48,10 +65,10 @@ class ControlRequests:
             answer = m.Answer(request.nonce, error=str(error))
         else:
             answer = m.Answer(request.nonce, msgspec.Raw(self._encoder.encode(body)))
-        self._stage.supervisor.send(answer)  # where its edge is full, the supervisor calls this stage late
+        self._stage.supervisor.send(answer)  # if the edge is full, the supervisor reports this stage as late
 
     def _do(self, request: m.ControlRequest) -> Any:
-        """Do it, and return what to answer: anything msgspec encodes."""
+        """Returns the answer: anything that msgspec encodes."""
         match request:
             case m.Count():
                 return self._counts()
@@ -68,9 +85,9 @@ class ControlRequests:
                 return self._stage.keep_record(request.path)
             case m.Trace():
                 if not 0 < request.window_s <= MAX_WINDOW_S:
-                    raise UserError(f"a window must be above 0 and at most {MAX_WINDOW_S:g} s long")
+                    raise UserError(f"the trace window must be above 0 and at most {MAX_WINDOW_S:g} s")
                 if (left_s := self._stage.trace.left_s) > 0:
-                    raise UserError(f"another trace is being recorded, for {left_s:.0f} s more at most")
+                    raise UserError(f"another trace is running, for at most {left_s:.0f} s more")
                 return self._stage.trace.start(request.window_s)
             case m.TakeTrace():
                 return StageTrace(self._stage.name, os.getpid(), *self._stage.trace.take())

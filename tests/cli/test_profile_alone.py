@@ -14,9 +14,10 @@ from pipeline.cli.profile.alone.clock import Used
 from pipeline.cli.profile.alone.loads import AHEAD
 from pipeline.cli.profile.alone.measure import measure
 from pipeline.cli.profile.alone.result import StageProfile, limit_of
+from pipeline.cli.profile.flame_graph import write
 from pipeline.config.settings import Schedule, Settings
 from pipeline.errors import UserError
-from pipeline.runtime.flame_profiler import Sampler, Stacks, write
+from pipeline.runtime.stack_sampler import Sampler, Stacks
 
 STREAMS = 8
 

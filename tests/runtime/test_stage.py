@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox
-from pipeline.runtime.stage import Arrays, Stage
+from pipeline.runtime.stage import Stage
 from pipeline.shm import segment
 from pipeline.shm.arrays import INLINE_BYTES, ShmRef
 

@@ -179,7 +179,7 @@ def test_a_second_window_is_refused_while_the_first_is_open() -> None:
         rig.send(m.Trace(1, 30.0))
         rig.send(m.Trace(2, 30.0))
         assert rig.receive("supervisor", m.Answer).error == ""
-        assert "another trace is being recorded" in rig.receive("supervisor", m.Answer).error
+        assert "another trace is running" in rig.receive("supervisor", m.Answer).error
         rig.send(m.TakeTrace(3))
         rig.send(m.Trace(4, 30.0))
         assert [rig.receive("supervisor", m.Answer).error for _ in range(2)] == ["", ""]
@@ -198,5 +198,5 @@ def test_a_window_that_makes_no_sense_is_refused_and_the_stage_goes_on(window_s:
     with Rig("schedule") as rig:
         rig.start(m.ExecuteFacts(16, 16, 64, 100))
         rig.send(m.Trace(1, window_s))
-        assert "a window must be" in rig.receive("supervisor", m.Answer).error
+        assert "the trace window must be" in rig.receive("supervisor", m.Answer).error
         rig.load()

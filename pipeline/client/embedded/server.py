@@ -21,11 +21,13 @@ from typing import IO, Any
 
 import msgspec
 
-from pipeline.client.embedded import entry, server_log
+from pipeline.client.embedded import server_log
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
 
+ENTRY = Path(__file__).with_name("entry.py")
+"""The script that the server's first process runs; it imports this module."""
 STOP_S = 5.0
 """How long a server may take to end by itself. Everything of this process was aborted before."""
 MAX_LOG_BYTES = 64 * 1024
@@ -93,7 +95,7 @@ class EmbeddedServer:
             os.write(launch_fd, msgspec.msgpack.encode(EmbeddedLaunch(settings, owner_fd, death_read)))
             os.lseek(launch_fd, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(entry.__file__)), str(launch_fd)],
+                [sys.executable, "-P", str(ENTRY), str(launch_fd)],
                 pass_fds=(launch_fd, owner_fd, death_read),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,11 +13,12 @@ from pipeline.cli.profile.alone.clock import memory_bytes, used
 from pipeline.cli.profile.alone.harness import Harness
 from pipeline.cli.profile.alone.loads import Load, load_of
 from pipeline.cli.profile.alone.result import Latency, StageProfile, limit_of
+from pipeline.cli.profile.flame_graph import write
 from pipeline.config.settings import Settings
 from pipeline.metrics import chrome_trace
 from pipeline.runtime import messages as m
-from pipeline.runtime.flame_profiler import Stacks, write
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.stack_sampler import Stacks
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
 from pipeline.version import VERSION
 
