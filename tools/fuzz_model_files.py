@@ -34,6 +34,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import psutil  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
@@ -119,8 +120,7 @@ def child(settings: Settings, log: Path, memory_mib: int) -> None:
     """Prepare, and end this process."""
     code = FAILED
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + memory_mib * 1024**2
+        most = psutil.Process().memory_info().vms + memory_mib * 1024**2
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with log.open("w") as file:

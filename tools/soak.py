@@ -31,6 +31,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -202,7 +203,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         if (code := server.stop()) != 0:
             faults[f"the server ended with exit code {code}"] += 1
         faults.update(complaints_of(server.log()))
-    faults.update(f"{name} is still there" for name, pid in server.pids.items() if Path(f"/proc/{pid}").exists())
+    faults.update(f"{name} is still there" for name, pid in server.pids.items() if psutil.pid_exists(pid))
     seen = {
         "probes": load.num_probes,
         "preemptions": counts.num_preemptions,

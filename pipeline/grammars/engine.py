@@ -3,6 +3,7 @@
 import resource
 from pathlib import Path
 
+import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pipeline.runtime.model_folder import ModelConfig
@@ -55,8 +56,7 @@ def words_of(error: str) -> str:
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Let this process take so much more than it has; an allocation beyond that ends it, without a core file."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + num_bytes
+    """Let this process allocate `num_bytes` more. An allocation beyond that ends it, without a core file."""
+    most = psutil.Process().memory_info().vms + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import threading
+import time
 
 import msgspec
 
@@ -31,6 +32,7 @@ class InlineChild(Child):
         self.stage = launch.stage
         self.incarnation = launch.incarnation
         self.state = "starting"
+        self.started_s = time.monotonic()
         self.pid = os.getpid()
         self.error: BaseException | None = None
         if launch.listen_fd >= 0:  # the stage closes its own

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ class Child:
         self.stage = launch.stage
         self.incarnation = launch.incarnation
         self.state = "starting"
+        self.started_s = time.monotonic()
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch fits a pipe; were it ever too big, an error is better than a hang
         data = msgspec.msgpack.encode(launch)

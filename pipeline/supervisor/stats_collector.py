@@ -1,4 +1,4 @@
-"""The supervisor's part of a server's stats: asks every stage, and adds what it knows itself."""
+"""Collect a server's stats: the counts of every stage, and the supervisor's own facts about their processes."""
 
 import os
 import time
@@ -16,20 +16,21 @@ from pipeline.version import VERSION
 
 
 class StatsCollector:
-    """Makes `ServerStats`, and keeps the last counts of each stage, for when it does not answer in time."""
+    """Builds `ServerStats`. Keeps the last counts of each stage, for when it does not answer in time."""
 
     def __init__(self, server: str, supervisor: str, questions: Questions) -> None:
         self._server = server
         self._supervisor = supervisor
         self._questions = questions
+        self._started_s = time.monotonic()
         self._decoder: MessageDecoder[StageCounts] = MessageDecoder(StageCounts)
         self._counts: dict[str, tuple[float, StageCounts]] = {}
-        """By stage: when they came, and what they were."""
+        """By stage: the time they came, and the counts."""
 
     def gather(
         self, facts: "ServerFacts", children: Sequence[Child], timeout_s: float, then: Callable[[ServerStats], None]
     ) -> None:
-        """Ask everybody who is ready; `then` is called when all have answered, or the time is up."""
+        """Ask every stage that is ready. Calls `then` when all have answered, or after `timeout_s`."""
 
         def made(answers: Answers) -> None:
             then(self._stats(facts, children, answers))
@@ -42,9 +43,10 @@ class StatsCollector:
         for name, answer in answers.items():
             self._counts[name] = now, self._decoder.decode(bytes(answer.body))
         own = usage_of(os.getpid())
+        uptime_s = now - self._started_s
         stages = [
             StageStats(
-                self._supervisor, os.getpid(), "ready", 0, own.age_s, own.rss_bytes, own.cpu_s, own.num_threads, None
+                self._supervisor, os.getpid(), "ready", 0, uptime_s, own.rss_bytes, own.cpu_s, own.num_threads, None
             )
         ]
         for child in children:
@@ -58,7 +60,7 @@ class StatsCollector:
                     pid=child.pid,
                     state=state,
                     num_restarts=child.incarnation - 1,
-                    uptime_s=own.age_s if is_thread and child.is_alive else usage.age_s,
+                    uptime_s=now - child.started_s if child.is_alive else 0.0,
                     rss_bytes=usage.rss_bytes,
                     cpu_s=usage.cpu_s,
                     num_threads=usage.num_threads,
@@ -73,7 +75,7 @@ class StatsCollector:
             model=facts.model,
             address=facts.address,
             state=facts.state,
-            uptime_s=own.age_s,
+            uptime_s=uptime_s,
             unix_s=time.time(),
             stages=stages,
             num_blocks=facts.execute.num_blocks if facts.execute else 0,
@@ -83,7 +85,7 @@ class StatsCollector:
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """What the supervisor knows besides its stages."""
+    """Facts of the supervisor that no stage reports."""
 
     model: str
     address: str

@@ -1,6 +1,5 @@
 """Memory and descriptors of a server's processes, sampled while a load runs, and whether they stay flat."""
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from statistics import median
 from types import TracebackType
 
 import msgspec
+import psutil
 
 from pipeline.supervisor.process_usage import usage_of
 
@@ -73,10 +73,10 @@ def sample(pids: dict[str, int]) -> Sample:
 
 
 def num_fds(pid: int) -> int:
-    """Open descriptors of a process of this user; 0 where it has ended."""
+    """Open descriptors of a process of this user; 0 if it has ended."""
     try:
-        return len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - a thousand paths would be made to be counted
-    except (FileNotFoundError, ProcessLookupError):
+        return int(psutil.Process(pid).num_fds())
+    except psutil.NoSuchProcess:
         return 0
 
 
