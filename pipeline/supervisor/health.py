@@ -1,7 +1,7 @@
-"""A round of pings: is every stage's loop turning?"""
+"""Health checks: pings to every stage, to see whether its loop runs."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pipeline.runtime.messages import GatewayLoad, Health, Pong, ScheduleLoad, StageHealth
 from pipeline.supervisor.process import Child
@@ -10,7 +10,7 @@ WORST_FIRST = ("dead", "late", "stopping", "starting")
 
 
 class HealthRound:
-    """One question to every stage, and what they answered until the deadline."""
+    """One ping to every stage, and the answers until the deadline."""
 
     def __init__(self, asker: str, nonce: int, timeout_s: float) -> None:
         self.asker = asker
@@ -23,7 +23,7 @@ class HealthRound:
         self._answers[sender] = (time.monotonic() - self._begun, pong)
 
     def is_over(self, children: Iterable[Child]) -> bool:
-        """Whether everybody has answered, or the time is up."""
+        """Whether all stages have answered, or the deadline has passed."""
         return time.monotonic() >= self.deadline or all(
             child.name in self._answers or child.state == "dead" for child in children
         )
@@ -42,3 +42,37 @@ class HealthRound:
                 num_open_elsewhere += pong.load.num_open_requests
         status = next((state for state in WORST_FIRST if any(stage.state == state for stage in stages)), "ok")
         return Health(self._nonce, status, stages, schedule, num_open_elsewhere)
+
+
+class HealthChecks:
+    """The rounds that are open."""
+
+    def __init__(self, ping_all: Callable[[int], None], reply: Callable[[str, Health], None]) -> None:
+        """`ping_all` sends `Ping` with a nonce to every stage; `reply` sends a result to the process that asked."""
+        self._ping_all = ping_all
+        self._reply = reply
+        self._rounds: dict[int, HealthRound] = {}
+        self._next_nonce = 1
+
+    @property
+    def deadlines(self) -> list[float]:
+        return [one.deadline for one in self._rounds.values()]
+
+    def start(self, asker: str, asker_nonce: int, timeout_s: float) -> None:
+        """Ping every stage. The result goes to `asker` when all have answered, or after `timeout_s`."""
+        nonce, self._next_nonce = self._next_nonce, self._next_nonce + 1
+        self._rounds[nonce] = HealthRound(asker, asker_nonce, timeout_s)
+        self._ping_all(nonce)
+
+    def answered(self, nonce: int, sender: str, pong: Pong, children: Iterable[Child]) -> None:
+        """Note an answer, unless its round is over."""
+        if nonce in self._rounds:
+            self._rounds[nonce].answered(sender, pong)
+            self.end_rounds(children)
+
+    def end_rounds(self, children: Iterable[Child]) -> None:
+        """Send the results of the rounds that are over. `children` are all stages."""
+        for nonce, one in list(self._rounds.items()):
+            if one.is_over(children):
+                del self._rounds[nonce]
+                self._reply(one.asker, one.result(children))

@@ -41,9 +41,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         asked.append(settings)
         return 3
 
-    supervisor = ModuleType("pipeline.supervisor.supervisor")
+    supervisor = ModuleType("pipeline.supervisor.serve")
     supervisor.serve = serve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", supervisor)
+    monkeypatch.setitem(sys.modules, "pipeline.supervisor.serve", supervisor)
     return asked
 
 
@@ -100,9 +100,9 @@ def test_an_interrupt_ends_without_a_traceback(
     def interrupted(settings: Settings, run_mode: RunMode) -> int:
         raise KeyboardInterrupt
 
-    supervisor = ModuleType("pipeline.supervisor.supervisor")
+    supervisor = ModuleType("pipeline.supervisor.serve")
     supervisor.serve = interrupted  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", supervisor)
+    monkeypatch.setitem(sys.modules, "pipeline.supervisor.serve", supervisor)
     assert run("serve", capsys=capsys) == (130, "", "")
 
 
@@ -112,9 +112,9 @@ def test_an_address_that_cannot_be_listened_on_is_one_line(
     def taken(settings: Settings, run_mode: RunMode) -> int:
         raise OSError("cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port")
 
-    supervisor = ModuleType("pipeline.supervisor.supervisor")
+    supervisor = ModuleType("pipeline.supervisor.serve")
     supervisor.serve = taken  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pipeline.supervisor.supervisor", supervisor)
+    monkeypatch.setitem(sys.modules, "pipeline.supervisor.serve", supervisor)
     words = "cannot listen on 127.0.0.1:8000: Address already in use; choose another gateway.port"
     assert run("serve", capsys=capsys) == (2, "", f"pipeline: error: {words}\n")
 

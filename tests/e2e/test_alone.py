@@ -32,7 +32,7 @@ from pipeline.replay.replaying import replay
 from pipeline.runtime.run_mode import RunMode
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.supervisor.admin_client import Admin, find_servers
-from pipeline.supervisor.supervisor import serve
+from pipeline.supervisor.serve import serve
 from tests.e2e.own import until
 from tests.e2e.server import STAGES, Server
 from tests.rig import PATIENCE_S

@@ -16,7 +16,8 @@ from pipeline.runtime.channels import Outbox
 from pipeline.runtime.run_mode import RunMode
 from pipeline.shm import segment
 from pipeline.supervisor.health import HealthRound
-from pipeline.supervisor.supervisor import Stopping, Supervisor, listen
+from pipeline.supervisor.listeners import listen
+from pipeline.supervisor.supervisor import Stopping, Supervisor
 
 
 class FakeChild:
@@ -156,7 +157,7 @@ def test_last_words_are_waited_for_though_their_speaker_has_ended(
         supervisor._outboxes[child.name] = Outbox(supervisor._context, "inproc://nobody", m.Envelope("test.0", 1), 1)
         supervisor._prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
         mouth: Outbox[m.SupervisorInbox] = Outbox(
-            supervisor._context, supervisor._addresses["supervisor.0"], m.Envelope(child.name, 1), 1
+            supervisor._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(child.name, 1), 1
         )
         late = threading.Timer(0.1, lambda: (mouth.send(words), mouth.flush(1.0)))
         late.start()
@@ -194,18 +195,22 @@ def listener() -> Iterator[socket.socket]:
 
 def test_swap_space_is_the_executors_alone_and_is_given_back(listener: socket.socket) -> None:
     supervisor = supervisor_with(SWAP_BYTES, listener)
-    supervisor._reserve()
+    supervisor._reserve_swap()
     for row in topology.TOPOLOGY:
-        supervisor._segments[f"{row.name}.0"] = m.Segment(f"{row.name}.0", os.dup(listener.fileno()), 65536, False)
+        supervisor._resources.segments[f"{row.name}.0"] = m.Segment(
+            f"{row.name}.0", os.dup(listener.fileno()), 65536, False
+        )
     for row in topology.TOPOLOGY:
-        given = [one for one in supervisor._launch(row.name, row.entry, []).segments if one.name == topology.SWAP]
+        given = [
+            one for one in supervisor._resources.launch(row.name, row.entry, []).segments if one.name == topology.SWAP
+        ]
         assert [(one.num_bytes, one.writable) for one in given] == (
             [(SWAP_BYTES, True)] if row.name == "execute" else []
         )
-    supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
-    fd = supervisor._segments[topology.SWAP].fd
+    supervisor._run_until(supervisor._is_swap_reserved, 30, "swap space")
+    fd = supervisor._resources.segments[topology.SWAP].fd
     assert os.fstat(fd).st_blocks * 512 >= SWAP_BYTES
-    assert supervisor._is_reserved(), "and it stays so"
+    assert supervisor._is_swap_reserved(), "and it stays so"
     supervisor.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -213,8 +218,8 @@ def test_swap_space_is_the_executors_alone_and_is_given_back(listener: socket.so
 
 def test_without_swap_bytes_there_is_no_segment_and_nothing_to_wait_for(listener: socket.socket) -> None:
     supervisor = supervisor_with(0, listener)
-    supervisor._reserve()
-    assert supervisor._is_reserved() and topology.SWAP not in supervisor._segments
+    supervisor._reserve_swap()
+    assert supervisor._is_swap_reserved() and topology.SWAP not in supervisor._resources.segments
     assert topology.private_segments(Settings(), "execute") == {}
     supervisor.close()
 
@@ -225,13 +230,13 @@ def test_a_server_waits_for_its_swap_space_and_says_for_what_when_that_is_too_lo
     go_on = threading.Event()
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: go_on.wait(30))
     supervisor = supervisor_with(SWAP_BYTES, listener)
-    supervisor._reserve()
+    supervisor._reserve_swap()
     with pytest.raises(Stopping) as stopping:
-        supervisor._turn_until(supervisor._is_reserved, 0.1, "swap space")
+        supervisor._run_until(supervisor._is_swap_reserved, 0.1, "swap space")
     assert stopping.value.code == 1
-    assert "gave up waiting for swap space after 0.1 s" in caplog.text
+    assert "timed out after 0.1 s waiting for swap space" in caplog.text
     go_on.set()
-    supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+    supervisor._run_until(supervisor._is_swap_reserved, 30, "swap space")
     supervisor.close()
 
 
@@ -244,8 +249,8 @@ def test_swap_space_must_fit_beside_kv_memory(
     monkeypatch.setattr(segment, "available_bytes", lambda: kv_bytes + SWAP_BYTES - 1)
     supervisor = supervisor_with(SWAP_BYTES, listener, RunMode(instant=instant))
     if instant:
-        supervisor._reserve()
-        supervisor._turn_until(supervisor._is_reserved, 30, "swap space")
+        supervisor._reserve_swap()
+        supervisor._run_until(supervisor._is_swap_reserved, 30, "swap space")
     else:
         assert supervisor.run(0.0) == 1
         assert "lower execute.swap_bytes" in caplog.text
@@ -259,7 +264,7 @@ def test_memory_that_runs_out_later_ends_the_start(
     monkeypatch.setattr(segment, "available_bytes", lambda: next(free))
     supervisor = supervisor_with(SWAP_BYTES, listener)
     monkeypatch.setattr(supervisor, "_prepare", lambda: None)
-    monkeypatch.setattr(supervisor, "_start", lambda _: supervisor._turn_until(supervisor._is_reserved, 30, "it"))
+    monkeypatch.setattr(supervisor, "_start", lambda _: supervisor._run_until(supervisor._is_swap_reserved, 30, "it"))
     assert supervisor.run(0.0) == 1
     assert "shared memory for swap, where 64 MiB are free: lower execute.swap_bytes" in caplog.text
     supervisor.close()

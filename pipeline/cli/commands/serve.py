@@ -54,7 +54,7 @@ def _serve(args: argparse.Namespace) -> int:
         args.model = args.given_model
     settings = settings_of(args)
     from pipeline.runtime.run_mode import RunMode, recordings, stage_name, terminal
-    from pipeline.supervisor.supervisor import serve
+    from pipeline.supervisor.serve import serve
 
     if args.break_at and not args.foreground:
         raise ConfigError(["--break needs --foreground: the stage that has the function"])

@@ -27,7 +27,7 @@ def main(launch_fd: int) -> int:
     setproctitle.setproctitle("pipeline: supervisor.0")
 
     from pipeline.config.load import ConfigError
-    from pipeline.supervisor.supervisor import serve
+    from pipeline.supervisor.serve import serve
 
     try:
         return serve(launch.settings)

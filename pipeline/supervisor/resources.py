@@ -1,0 +1,111 @@
+"""What the stages share: inbox addresses, shared-memory segments, listening sockets, and the pipe that ends them."""
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+
+from pipeline.config.by_device import kv_bytes_in_ram
+from pipeline.config.settings import Settings
+from pipeline.runtime import api_keys, topology
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import address_of
+from pipeline.runtime.stage import SUPERVISOR
+from pipeline.shm import segment
+
+INCARNATION = 1
+
+
+class SharedResources:
+    """Owns what the stages share, except the listening sockets, and describes it to each of them in its `Launch`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        listeners: Sequence[socket.socket],
+        admin_listeners: Sequence[socket.socket],
+        keys: api_keys.Keys | None,
+    ) -> None:
+        """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty."""
+        self._settings = settings
+        self._listeners = listeners
+        self._admin_listeners = admin_listeners
+        self.server = f"{os.getpid()}-{secrets.token_hex(4)}"
+        """Unique name of this server; part of every address."""
+        self.addresses = {SUPERVISOR: address_of(self.server, SUPERVISOR, INCARNATION)}
+        """Inboxes, by the name of the process."""
+        self.segments: dict[str, m.Segment] = {}
+        self.reservation: segment.Reservation | None = None
+        """Swap space that is being reserved."""
+        self._keys_fd = -1 if keys is None else keys.share()
+        self._death_read, self._death_write = os.pipe()
+
+    @property
+    def has_keys(self) -> bool:
+        return self._keys_fd >= 0
+
+    def reserve_swap(self, *, with_model: bool) -> None:
+        """Begin to reserve swap space, if there is any. A thread does it while the stages start. Raises MemoryError."""
+        num_bytes = self._settings.execute.swap_bytes
+        if num_bytes:
+            kv_bytes = kv_bytes_in_ram(self._settings) if with_model else 0
+            self.reservation = segment.Reservation(topology.SWAP, num_bytes, topology.SWAP_KEY, kv_bytes)
+            self.segments[topology.SWAP] = m.Segment(topology.SWAP, self.reservation.fd, num_bytes, True)
+
+    def create_arenas(self) -> None:
+        """Name every stage's inbox, and create the arenas."""
+        for row in topology.TOPOLOGY:
+            for name in topology.replicas_of(self._settings, row.name):
+                self.addresses[name] = address_of(self.server, name, INCARNATION)
+                if row.has_arena:
+                    size = topology.arena_bytes(self._settings, row.name)
+                    self.segments[name] = m.Segment(name, segment.create(name, size), size, False)
+
+    def launch(self, stage: str, entry: str, peers: list[m.Peer], model_dir: str = "", replica: int = 0) -> m.Launch:
+        """The parameters of a stage's process."""
+        name = f"{stage}.{replica}"
+        return m.Launch(
+            stage=stage,
+            replica=replica,
+            rank=0,
+            incarnation=INCARNATION,
+            entry=entry,
+            settings=self._settings,
+            model_dir=model_dir,
+            address=self.addresses.get(name) or address_of(self.server, name, INCARNATION),
+            peers=peers,
+            segments=self._segments_of(stage, name),
+            death_fd=self._death_read,
+            listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
+            keys_fd=self._keys_fd if stage == "gateway" else -1,
+            admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
+        )
+
+    def _segments_of(self, stage: str, name: str) -> list[m.Segment]:
+        """The segments that a stage writes, and those that it reads."""
+        row = next((row for row in topology.TOPOLOGY if row.name == stage), None)
+        if row is None:
+            return []
+        own = [name] if row.has_arena else []
+        private = list(topology.private_segments(self._settings, stage))
+        others = [owner for read in row.reads for owner in topology.replicas_of(self._settings, read)]
+        shared = []
+        for owner in (*own, *private, *others):
+            one = self.segments[owner]
+            writable = owner == name or owner in private
+            shared.append(m.Segment(one.name, one.fd, one.num_bytes, writable))
+        return shared
+
+    def end_reservation(self) -> None:
+        if self.reservation is not None:
+            self.reservation.close()
+            self.reservation = None
+
+    def close(self) -> None:
+        self.end_reservation()
+        for shared in self.segments.values():
+            os.close(shared.fd)
+        if self._keys_fd >= 0:
+            os.close(self._keys_fd)
+        os.close(self._death_read)
+        os.close(self._death_write)

@@ -1,0 +1,54 @@
+"""`serve`: open the listening sockets, read the API keys, and run the supervisor."""
+
+import os
+import socket
+import time
+
+from pipeline.client.zmq_address import check_free
+from pipeline.config.settings import Settings
+from pipeline.runtime import api_keys
+from pipeline.runtime.logs import open_log
+from pipeline.runtime.run_mode import RunMode
+from pipeline.runtime.stage import SUPERVISOR
+from pipeline.supervisor import bind_policy
+from pipeline.supervisor.listeners import listen, zmq_address
+from pipeline.supervisor.supervisor import Supervisor
+
+
+def serve(settings: Settings, run_mode: RunMode | None = None) -> int:
+    """Run a server until a signal stops it. Returns the process's exit code.
+
+    Raises OSError, in words for the user, if the address is not available, and ConfigError if API keys can't be read
+    or the server would be reachable from other machines without keys.
+    """
+    log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
+    begun = time.monotonic()
+    if settings.gateway.api_keys_file or api_keys.SERVER_VARIABLE in os.environ:
+        api_keys.keep_out_of_core_dumps()
+    keys, warnings = api_keys.read(settings.gateway.api_keys_file, os.environ)
+    api_keys.forget(os.environ)
+    bind_policy.check(settings, keys is not None)
+    for warning in warnings:
+        log.warning(warning)
+    if (hint := bind_policy.hint(settings, keys is not None)) is not None:
+        log.info(hint)
+    listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
+    admins: list[socket.socket] = []
+    try:
+        if settings.gateway.admin_port >= 0:
+            admins = listen(
+                settings.gateway.admin_host, settings.gateway.admin_port, settings.gateway.replicas, "gateway.admin_"
+            )
+        for replica in range(settings.gateway.replicas):
+            if (address := zmq_address(settings, listeners, replica)) is not None:
+                check_free(address)
+        supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins)
+        try:
+            code = supervisor.run(begun)
+            supervisor.raise_inline()
+            return code
+        finally:
+            supervisor.close()
+    finally:
+        for listener in (*listeners, *admins):
+            listener.close()

@@ -1,0 +1,45 @@
+"""SIGINT and SIGTERM as a readable descriptor, so that one poll waits for everything."""
+
+import os
+import signal
+import time
+
+SAME_SIGNAL_S = 0.5
+
+
+class TerminationSignals:
+    """Catches both signals until it is closed."""
+
+    CAUGHT = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._taken = -SAME_SIGNAL_S
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, lambda *_: None) for number in self.CAUGHT}
+
+    def fileno(self) -> int:
+        return self._read
+
+    def take(self) -> int:
+        """The number of a signal that came since the last call, or 0. A second one within `SAME_SIGNAL_S` counts as the
+        same: a process group and our parent may both forward the signal that they received."""
+        try:
+            numbers = os.read(self._read, 64)
+        except BlockingIOError:
+            return 0
+        number = next((number for number in numbers if number in self.CAUGHT), 0)
+        now = time.monotonic()
+        if number and now - self._taken < SAME_SIGNAL_S:
+            return 0
+        self._taken = now if number else self._taken
+        return number
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._read)
+        os.close(self._write)
