@@ -50,7 +50,7 @@ ALONE = (
     # A thousand connections, and how long their texts take.
     "tests/stages/gateway/http/test_slow_clients.py::test_slow_clients_cost",
     # As much load as there can be for a while, under which the server's own probes have to be answered.
-    "tests/tools/test_soaking.py::test_a_short_soak",
+    "tests/tools/test_soak.py::test_a_short_soak",
     # What is in a folder of the machine's, before and after.
     "tests/shm/test_segment.py::test_nothing_appears",
 )

@@ -34,8 +34,8 @@ from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.runtime import messages as m  # noqa: E402
 from pipeline.stages.schedule.scheduler import Scheduler  # noqa: E402
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig  # noqa: E402
-from tools.figures.pairs import spread  # noqa: E402
-from tools.figures.scheduler_alone import admission, answer  # noqa: E402
+from tools.benchmarks.pairs import spread  # noqa: E402
+from tools.benchmarks.scheduler_alone import admission, answer  # noqa: E402
 
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 BOUNDS_US = {32: 100.0, 256: 250.0, 1024: 800.0}

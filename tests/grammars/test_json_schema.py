@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from pipeline.grammars.engine import Engine
 from pipeline.grammars.format_names import KNOWN, LIKE
 from tests.grammars.walks import accepts, check, matcher_of, walk
-from tools.figures import structured as figures
+from tools.benchmarks import structured as benchmark
 
 SUITE = json.loads((Path(__file__).parents[1] / "data" / "json_schema_suite.json").read_text())["files"]
 
@@ -294,8 +294,8 @@ def test_random_schemas(tiny_engine: Engine, data: st.DataObject) -> None:
         assert is_written(tiny_engine, matcher, instance), (source, text)
 
 
-@pytest.mark.parametrize("name", figures.SCHEMAS)
-def test_what_the_figures_ask_for_goes_on_for_longer_than_their_outputs(tiny_engine: Engine, name: str) -> None:
-    schema = {"type": "array", "items": figures.SCHEMAS[name], "minItems": 1000}
+@pytest.mark.parametrize("name", benchmark.SCHEMAS)
+def test_what_the_benchmark_asks_for_goes_on_for_longer_than_their_outputs(tiny_engine: Engine, name: str) -> None:
+    schema = {"type": "array", "items": benchmark.SCHEMAS[name], "minItems": 1000}
     matcher = matcher_of(tiny_engine, "json_schema", json.dumps(schema))
-    assert walk(tiny_engine, matcher, seed=1, max_ids=4 * figures.TOKENS.most) is None
+    assert walk(tiny_engine, matcher, seed=1, max_ids=4 * benchmark.TOKENS.most) is None

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tools.figures.served import ROOT, Served
+from tools.benchmarks.served import ROOT, Served
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_checkpoint
 from tools.gpu_check.readings import Reading

@@ -20,12 +20,12 @@ from collections import Counter
 from statistics import median
 
 from pipeline.cli import option_types as types
-from tools.figures import report
-from tools.figures.loads import Load, Span, closed_loop
-from tools.figures.pairs import Reading, compare
-from tools.figures.report import Report, Verdict
-from tools.figures.scheduler_alone import request_cost
-from tools.figures.served import Served
+from tools.benchmarks import report
+from tools.benchmarks.loads import Load, Span, closed_loop
+from tools.benchmarks.pairs import Reading, compare
+from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.scheduler_alone import request_cost
+from tools.benchmarks.served import Served
 
 ARMS = ("caching off", "caching on")
 TOKENS = Span(128, 128)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Figures of scheduling and KV memory, each against servers that it starts itself.
+"""Benchmarks of scheduling and KV memory, each against servers that it starts itself.
 
-    tools/scheduling_figures.py memory        KV memory for a quarter of the load: preemption auto against recompute
-    tools/scheduling_figures.py long-prompt   a prompt of 4,000 tokens beside 16 running streams
-    tools/scheduling_figures.py no-hits       what prefix caching costs where nothing is ever found
-    tools/scheduling_figures.py overload      ten times as many requests as can be served
-    tools/scheduling_figures.py shared        a shared prefix of 600 words
+    tools/scheduling_benchmarks.py memory        KV memory for a quarter of the load: preemption auto against recompute
+    tools/scheduling_benchmarks.py long-prompt   a prompt of 4,000 tokens beside 16 running streams
+    tools/scheduling_benchmarks.py no-hits       what prefix caching costs where nothing is ever found
+    tools/scheduling_benchmarks.py overload      ten times as many requests as can be served
+    tools/scheduling_benchmarks.py shared        a shared prefix of 600 words
 
-`tools/scheduling_figures.py SUBJECT --help` says what is measured, and how. All have --rounds or --seconds, --set
+`tools/scheduling_benchmarks.py SUBJECT --help` says what is measured, and how. All have --rounds or --seconds, --set
 KEY=VALUE for settings of every server, --json FILE and --check, with which a bound that is missed, or a request that
 failed, makes the exit code 1. Run from anywhere with the project's Python; paths in --set are relative to its root.
 """
@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 from pipeline.cli.bench.client import ServerError  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from tools.figures import long_prompt, memory, no_hits, overload, shared  # noqa: E402
-from tools.figures.report import with_seed  # noqa: E402
-from tools.figures.served import ending_in_order  # noqa: E402
+from tools.benchmarks import long_prompt, memory, no_hits, overload, shared  # noqa: E402
+from tools.benchmarks.report import with_seed  # noqa: E402
+from tools.benchmarks.served import ending_in_order  # noqa: E402
 
 SUBJECTS = {
     "memory": memory,
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             code: int = args.run(args)
             return code
     except (UserError, ServerError, ConfigError) as error:
-        print(f"scheduling_figures: error: {error}", file=sys.stderr)
+        print(f"scheduling_benchmarks: error: {error}", file=sys.stderr)
         return 2
 
 

@@ -1,4 +1,4 @@
-"""The pure parts of tools/figures: loads, statistics, comparisons, verdicts."""
+"""The pure parts of tools/benchmarks: loads, statistics, comparisons, verdicts."""
 
 import argparse
 import random
@@ -9,11 +9,11 @@ import pytest
 
 from pipeline.cli.bench.client import Record
 from pipeline.cli.bench.words import Calibration
-from tools.figures import long_prompt, memory, overload, pairs, report, watch
-from tools.figures.loads import Load, Span, ask_of, span
-from tools.figures.pairs import Comparison, Ratio, compare, num_outside, order_of
-from tools.figures.report import Report, Verdict
-from tools.figures.scheduler_alone import request_cost
+from tools.benchmarks import long_prompt, memory, overload, pairs, report, watch
+from tools.benchmarks.loads import Load, Span, ask_of, span
+from tools.benchmarks.pairs import Comparison, Ratio, compare, num_outside, order_of
+from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.scheduler_alone import request_cost
 
 LOAD = Load(16, Span(700, 1200), Span(128, 256), 10.0, "seed")
 

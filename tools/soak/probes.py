@@ -3,7 +3,7 @@
 from pipeline.cli.bench import words
 from pipeline.client.client import AsyncClient
 from pipeline.client.sampling_params import SamplingParams
-from tools.soaking.asks import NUM_PREFIX_WORDS
+from tools.soak.requests import NUM_PREFIX_WORDS
 
 Answer = tuple[tuple[int, ...], str]
 """The ids of all outputs, and their text."""

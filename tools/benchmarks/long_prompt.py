@@ -32,10 +32,10 @@ from pipeline.cli.bench import words
 from pipeline.cli.bench.client import Client, Record, open_session
 from pipeline.cli.bench.tally import Tally
 from pipeline.errors import UserError
-from tools.figures import loads, report
-from tools.figures.pairs import Reading, compare, spread
-from tools.figures.report import Report, Verdict
-from tools.figures.served import Served
+from tools.benchmarks import loads, report
+from tools.benchmarks.pairs import Reading, compare, spread
+from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.served import Served
 
 ARMS = ("no threshold", "threshold")
 SHORT_TOKENS = 40

@@ -20,11 +20,11 @@ from collections import Counter
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench.measure import Summary
-from tools.figures import report
-from tools.figures.loads import Load, Span, closed_loop, span
-from tools.figures.pairs import Reading, compare
-from tools.figures.report import Report, Verdict
-from tools.figures.served import Served
+from tools.benchmarks import report
+from tools.benchmarks.loads import Load, Span, closed_loop, span
+from tools.benchmarks.pairs import Reading, compare
+from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.served import Served
 
 ARMS = ("recompute", "auto")
 PROMPT, OUTPUT = Span(700, 1200), Span(512, 1024)

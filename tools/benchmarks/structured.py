@@ -13,11 +13,11 @@ from collections import Counter
 from typing import Any
 
 from pipeline.cli import option_types as types
-from tools.figures import report
-from tools.figures.loads import Load, Span, closed_loop
-from tools.figures.pairs import Reading, compare
-from tools.figures.report import Report, Verdict
-from tools.figures.served import Served
+from tools.benchmarks import report
+from tools.benchmarks.loads import Load, Span, closed_loop
+from tools.benchmarks.pairs import Reading, compare
+from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.served import Served
 
 ARMS = ("unstructured", "structured")
 TOKENS = Span(128, 128)

@@ -14,9 +14,9 @@ sys.path.insert(0, str(ROOT))
 from pipeline.cli.bench.client import ServerError  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from tools.figures import structured  # noqa: E402
-from tools.figures.report import with_seed  # noqa: E402
-from tools.figures.served import ending_in_order  # noqa: E402
+from tools.benchmarks import structured  # noqa: E402
+from tools.benchmarks.report import with_seed  # noqa: E402
+from tools.benchmarks.served import ending_in_order  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         with ending_in_order():
             return structured.run(args)
     except (UserError, ServerError, ConfigError) as error:
-        print(f"structured_figures: error: {error}", file=sys.stderr)
+        print(f"structured_benchmark: error: {error}", file=sys.stderr)
         return 2
 
 

@@ -3,8 +3,8 @@
 import time
 
 from pipeline.metrics.stats import DetokenizeCounts, GatewayCounts, IngestCounts, ScheduleCounts, ServerStats
-from tools.figures.served import Served
-from tools.figures.watch import SLACK_FDS, Sample, sample
+from tools.benchmarks.served import Served
+from tools.benchmarks.watch import SLACK_FDS, Sample, sample
 
 IDLE_S = 60.0
 POLL_S = 0.1

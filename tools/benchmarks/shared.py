@@ -15,10 +15,10 @@ import msgspec
 from pipeline.cli.bench.measure import Summary
 from pipeline.cli.bench.report import Report as BenchReport
 from pipeline.errors import UserError
-from tools.figures import report
-from tools.figures.pairs import Reading
-from tools.figures.report import Report, Verdict
-from tools.figures.served import ROOT, Served
+from tools.benchmarks import report
+from tools.benchmarks.pairs import Reading
+from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.served import ROOT, Served
 
 LEAST = 6000.0
 GOAL = 10000.0

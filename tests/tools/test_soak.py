@@ -1,4 +1,4 @@
-"""The pure parts of tools/soak.py, its clients before servers that misbehave, and a short run of it."""
+"""The pure parts of tools/soak, its clients before servers that misbehave, and a short run of it."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ from pipeline.cli.bench.client import ServerError
 from pipeline.client.client import AsyncClient
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.metrics.stats import ScheduleCounts, ServerStats, StageCounts, StageStats
-from tools import soak
-from tools.soaking import clients, probes
-from tools.soaking.after import leftovers
-from tools.soaking.asks import EXTRAS, Ask, draw
-from tools.soaking.clients import Outcome, known_extras, of_status, over_http
-from tools.soaking.endings import Endings
+from tools.soak import clients, probes
+from tools.soak.__main__ import complaints_of
+from tools.soak.after import leftovers
+from tools.soak.clients import Outcome, known_extras, of_status, over_http
+from tools.soak.endings import Endings
+from tools.soak.requests import EXTRAS, Ask, draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ALL = frozenset(EXTRAS)
@@ -276,8 +276,8 @@ def test_a_server_with_something_left(counts: dict[str, int], words: str) -> Non
 
 def test_errors_in_the_log_are_seen() -> None:
     log = "10:31:07.120 I gateway.0 ready\n10:31:07.121 E schedule.0 oh no=1\nTraceback (most recent call last):\n  x"
-    assert len(soak.complaints_of(log)) == 2
-    assert soak.complaints_of("10:31:07.120 W gateway.0 E is a letter\n") == []
+    assert len(complaints_of(log)) == 2
+    assert complaints_of("10:31:07.120 W gateway.0 E is a letter\n") == []
 
 
 # ------------------------------------------------------------------------------------------------------- a real run
@@ -287,7 +287,7 @@ def test_errors_in_the_log_are_seen() -> None:
 def short_run(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What some seconds of it found, in a process of its own."""
     path = tmp_path_factory.mktemp("soak") / "soak.json"
-    command = [sys.executable, "tools/soak.py", "--minutes", SMOKE_MINUTES, "--seed", "3", "--json", str(path)]
+    command = [sys.executable, "-m", "tools.soak", "--minutes", SMOKE_MINUTES, "--seed", "3", "--json", str(path)]
     command += ["--most", "16", "--set", "execute.kv_cache_bytes=40MiB"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert path.exists(), done.stdout + done.stderr

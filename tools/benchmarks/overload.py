@@ -32,12 +32,12 @@ from time import perf_counter
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench.client import Client, Record, open_session
-from tools.figures import loads, report
-from tools.figures.loads import Load, Span, ask_of, closed_loop
-from tools.figures.pairs import Reading, spread
-from tools.figures.report import Report, Verdict
-from tools.figures.served import Served
-from tools.figures.watch import Watch, memory_of
+from tools.benchmarks import loads, report
+from tools.benchmarks.loads import Load, Span, ask_of, closed_loop
+from tools.benchmarks.pairs import Reading, spread
+from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.served import Served
+from tools.benchmarks.watch import Watch, memory_of
 
 PROMPT, OUTPUT = Span(128, 128), Span(64, 64)
 WATCH_EVERY_S = 0.25

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Random load against a real server for a long time, and whether it stays true to itself.
 
-    tools/soak.py                         20 minutes
-    tools/soak.py --minutes 0.2           a quick look; too short to judge memory
-    tools/soak.py --set schedule.max_steps_in_flight=1 --seed 7 --json soak.json
+    python -m tools.soak                  20 minutes
+    python -m tools.soak --minutes 0.2           a quick look; too short to judge memory
+    python -m tools.soak --set schedule.max_steps_in_flight=1 --seed 7 --json soak.json
 
 Requests come over HTTP, streaming or not, and over ZeroMQ: prompts short, long, and with shared beginnings, n of 1 to
 4, stop strings, priorities, cache salts, deadlines (where the server takes these), from 1 to 40 at once, which changes
@@ -33,22 +32,19 @@ import aiohttp
 import msgspec
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from pipeline.cli import option_types as types  # noqa: E402
-from pipeline.cli.bench.client import ServerError, open_session  # noqa: E402
-from pipeline.cli.out_file import require_writable, writing  # noqa: E402
-from pipeline.client.client import AsyncClient, ConnectionLost, RequestError  # noqa: E402
-from pipeline.config.load import ConfigError  # noqa: E402
-from pipeline.errors import UserError  # noqa: E402
-from tools.figures.report import with_seed  # noqa: E402
-from tools.figures.served import Served, ending_in_order  # noqa: E402
-from tools.figures.watch import Watch, memory_of  # noqa: E402
-from tools.soaking import probes  # noqa: E402
-from tools.soaking.after import Idle, settle  # noqa: E402
-from tools.soaking.asks import Ask, draw  # noqa: E402
-from tools.soaking.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras, over_http, over_zmq  # noqa: E402
+from pipeline.cli import option_types as types
+from pipeline.cli.bench.client import ServerError, open_session
+from pipeline.cli.out_file import require_writable, writing
+from pipeline.client.client import AsyncClient, ConnectionLost, RequestError
+from pipeline.config.load import ConfigError
+from pipeline.errors import UserError
+from tools.benchmarks.report import with_seed
+from tools.benchmarks.served import Served, ending_in_order
+from tools.benchmarks.watch import Watch, memory_of
+from tools.soak import probes
+from tools.soak.after import Idle, settle
+from tools.soak.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras, over_http, over_zmq
+from tools.soak.requests import Ask, draw
 
 SETTINGS = (
     "execute.kv_cache_bytes=60MiB",
@@ -155,7 +151,9 @@ class Soak:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=20.0, help="of load; by default %(default)g")
     parser.add_argument(
         "--most", type=types.positive, default=MOST, metavar="N", help="requests at once; by default %(default)s"

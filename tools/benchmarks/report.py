@@ -15,7 +15,7 @@ from pipeline.cli import option_types as types
 from pipeline.cli.bench.report import console
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.version import VERSION
-from tools.figures.pairs import Comparison, Reading, as_builtins
+from tools.benchmarks.pairs import Comparison, Reading, as_builtins
 
 
 class Verdict(msgspec.Struct, frozen=True):

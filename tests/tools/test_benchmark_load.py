@@ -1,4 +1,4 @@
-"""The loads of tools/figures before a fake server, their servers that can't start, and the command."""
+"""The loads of tools/benchmarks before a fake server, their servers that can't start, and the command."""
 
 import argparse
 import asyncio
@@ -10,10 +10,11 @@ import pytest
 
 from pipeline.errors import UserError
 from tests.cli.fake_server import FakeServer
-from tools import scheduling_figures, soak
-from tools.figures import long_prompt, no_hits, overload
-from tools.figures.loads import Load, Span, closed_loop
-from tools.figures.served import Served
+from tools import scheduling_benchmarks
+from tools.benchmarks import long_prompt, no_hits, overload
+from tools.benchmarks.loads import Load, Span, closed_loop
+from tools.benchmarks.served import Served
+from tools.soak.__main__ import main as soak_main
 
 NO_SUCH = "no.such=1"
 
@@ -78,18 +79,18 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 @pytest.mark.parametrize("subject", ["memory", "overload", "shared"])
 def test_a_setting_that_there_is_not_ends_the_command(subject: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scheduling_figures.main([subject, "--set", NO_SUCH]) == 2
+    assert scheduling_benchmarks.main([subject, "--set", NO_SUCH]) == 2
     assert "no.such" in capsys.readouterr().err
 
 
 def test_and_so_it_ends_a_soak(capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.main(["--set", NO_SUCH, "--minutes", "0.01"]) == 2
+    assert soak_main(["--set", NO_SUCH, "--minutes", "0.01"]) == 2
     assert "no.such" in capsys.readouterr().err
 
 
 def test_a_file_that_can_not_be_written_is_said_before_anything_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    for main in (scheduling_figures.main, soak.main):
-        arguments = ["shared"] if main is scheduling_figures.main else []
+    for main in (scheduling_benchmarks.main, soak_main):
+        arguments = ["shared"] if main is scheduling_benchmarks.main else []
         assert main([*arguments, "--json", "/no/such/folder/x.json"]) == 2
         assert "--json /no/such/folder/x.json" in capsys.readouterr().err
 
@@ -100,9 +101,9 @@ def test_the_scheduler_alone_is_judged_by_a_rate(
     monkeypatch.setattr(no_hits, "request_cost", lambda caching, *rest: 250e-6 if caching else 100e-6)
     path = tmp_path / "no_hits.json"
     arguments = ["no-hits", "--json", str(path), "--check", "--scheduler-only"]
-    assert scheduling_figures.main([*arguments, "60"]) == 0
+    assert scheduling_benchmarks.main([*arguments, "60"]) == 0
     loss = json.loads(path.read_bytes())["loss"]
     assert (loss["added_us"], loss["percent"]) == (pytest.approx(150), pytest.approx(0.9))
     assert "met: loss in the scheduler" in capsys.readouterr().out
-    assert scheduling_figures.main([*arguments, "70"]) == 1
+    assert scheduling_benchmarks.main([*arguments, "70"]) == 1
     assert "MISSED: loss in the scheduler" in capsys.readouterr().out

@@ -12,8 +12,8 @@ import orjson
 from pipeline.cli.bench.client import ServerError, message_of, reason_of
 from pipeline.client.client import AsyncClient, ConnectionLost, RequestError
 from pipeline.client.sampling_params import SamplingParams
-from tools.soaking.asks import EXTRAS, Ask
-from tools.soaking.endings import Endings
+from tools.soak.endings import Endings
+from tools.soak.requests import EXTRAS, Ask
 
 PATIENCE_S = 300.0
 """Every answer has ended by then."""

@@ -1,1 +1,0 @@
-"""What `tools/scheduling_figures.py` and `tools/soak.py` are made of: a server of their own, loads, comparisons."""
