@@ -12,7 +12,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.samples import Sample
 
-from pipeline.metrics.batch_size_buckets import BATCHES
+from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS
 from pipeline.metrics.histogram import (
     PLAN_WAIT_S,
     REQUEST_S,
@@ -388,7 +388,7 @@ def _gaps(name: str, counts: ScheduleCounts) -> Iterator[Metric]:
         "pipeline_step_busy_seconds", "Time that the steps behind these gaps took.", labels=["stage", "batch"]
     )
     for of_batch in counts.gaps:
-        labels = [name, BATCHES[of_batch.batch]]
+        labels = [name, BATCH_SIZE_BUCKETS[of_batch.batch]]
         gaps.add_metric(labels, _buckets(of_batch.gap_s, PLAN_WAIT_S), of_batch.gap_s.total)
         steps.add_metric(labels, of_batch.step_s)
     yield gaps

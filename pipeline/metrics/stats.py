@@ -34,7 +34,7 @@ class GapCounts(Part, frozen=True):
     """Of steps of one batch size that were there to be computed as soon as the executor had done with those before."""
 
     batch: int
-    """Its place in `pipeline.metrics.batch_size_buckets.BATCHES`."""
+    """Its place in `pipeline.metrics.batch_size_buckets.BATCH_SIZE_BUCKETS`."""
     gap_s: HistogramCounts
     """One value for each: from the end of the step before to its beginning, by the clock of the device."""
     step_s: float

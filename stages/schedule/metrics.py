@@ -12,7 +12,7 @@ steps planned in the wake that handled the previous result, or earlier: otherwis
 waits are divided by the step's batch size, because short steps leave a device idle for a larger share of the time.
 """
 
-from pipeline.metrics.batch_size_buckets import BATCHES, batch_of
+from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS, bucket_of
 from pipeline.metrics.histogram import PLAN_WAIT_S, REQUEST_S, STEP_TOKENS, Histogram, summed
 from pipeline.metrics.stats import GapCounts, HistogramCounts
 from pipeline.runtime.messages import Finish
@@ -38,13 +38,13 @@ class ScheduleMetrics:
         self.decode_s = Histogram(REQUEST_S)
         self.inference_s = Histogram(REQUEST_S)
         self.step_tokens = Histogram(STEP_TOKENS)
-        self._gaps: list[StepGaps | None] = [None] * len(BATCHES)
+        self._gaps: list[StepGaps | None] = [None] * len(BATCH_SIZE_BUCKETS)
         self.plan_s = 0.0
         self.settle_s = 0.0
 
     def observe_step(self, num_rows: int, num_tokens: int, wait_s: float, step_s: float) -> None:
         """Count a step that was planned as soon as there was work."""
-        place = batch_of(num_rows, num_tokens)
+        place = bucket_of(num_rows, num_tokens)
         gaps = self._gaps[place]
         if gaps is None:
             gaps = self._gaps[place] = StepGaps()

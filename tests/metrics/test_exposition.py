@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from pipeline.metrics import exposition
-from pipeline.metrics.batch_size_buckets import BATCHES, batch_of
+from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS, bucket_of
 from pipeline.metrics.stats import (
     EdgeCounts,
     OwnCounts,
@@ -146,9 +146,9 @@ def test_gaps_between_steps_are_told_by_batch_size() -> None:
 
 def test_each_number_of_rows_has_its_class() -> None:
     for num_rows in (1, 2, 4, 5, 16, 17, 64, 65, 256, 257, 1024, 1025, 4096):
-        first, _, last = BATCHES[batch_of(num_rows, num_rows)].partition("-")
+        first, _, last = BATCH_SIZE_BUCKETS[bucket_of(num_rows, num_rows)].partition("-")
         assert int(first) <= num_rows <= int(last or first)
-    assert BATCHES[batch_of(0, 64)] == BATCHES[batch_of(4, 5)] == "prompts"
+    assert BATCH_SIZE_BUCKETS[bucket_of(0, 64)] == BATCH_SIZE_BUCKETS[bucket_of(4, 5)] == "prompts"
 
 
 def test_swapping_and_forks_are_counted() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.settings import Execute, Gateway, Schedule, Settings
-from pipeline.metrics.batch_size_buckets import BATCHES
+from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS
 from pipeline.metrics.stats import ScheduleCounts, StageCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
@@ -156,7 +156,11 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
         assert sum(counts.plan_wait_s.counts) == 3 * 4, "the first step of each waited for its request"
         assert counts.plan_wait_s.total == pytest.approx(3 * 4 * 0.25)
         (gaps,) = counts.gaps
-        assert (BATCHES[gaps.batch], sum(gaps.gap_s.counts), gaps.step_s) == ("1", 3 * 4, pytest.approx(3 * 4 * 0.5))
+        assert (BATCH_SIZE_BUCKETS[gaps.batch], sum(gaps.gap_s.counts), gaps.step_s) == (
+            "1",
+            3 * 4,
+            pytest.approx(3 * 4 * 0.5),
+        )
 
 
 @pytest.mark.parametrize(("device", "better"), [("cpu", 1), ("cpu", 2), ("cuda", 2), ("cuda", 3)])
