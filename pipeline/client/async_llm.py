@@ -22,9 +22,9 @@ from pipeline.client.client import AsyncClient, ConnectionLost, RequestError, Se
 from pipeline.client.embedded.server import EmbeddedServer, private_address, settings_of
 from pipeline.client.open_request import OpenRequest
 from pipeline.client.outputs import OutputKind, RequestOutput
-from pipeline.client.prompts import Conversation, Prompt, Ready, chat_of, chat_options_of, info_for, prompt_of
+from pipeline.client.prompts import CheckedPrompt, Conversation, Prompt, chat_of, chat_options_of, info_for, prompt_of
 from pipeline.client.protocol import MAX_NAME_CHARS
-from pipeline.client.request_options import CallOptions, options_of
+from pipeline.client.request_options import RequestOptions, options_of
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.client.slots import Slots
 from pipeline.errors import ServerFailed, StartError, UserError
@@ -177,7 +177,7 @@ class AsyncLLM:
         The stream raises PromptError for what can't be served, ServerFailed where the server ends or fails.
         """
 
-        def ready(info: ServerInfo) -> Ready:
+        def ready(info: ServerInfo) -> CheckedPrompt:
             return prompt_of(prompt, "prompt", info)
 
         options = options_of(priority, cache_salt, timeout_s)
@@ -207,7 +207,7 @@ class AsyncLLM:
 
         written = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
 
-        def ready(info: ServerInfo) -> Ready:
+        def ready(info: ServerInfo) -> CheckedPrompt:
             return chat_of(messages, "messages", written, info)
 
         options = options_of(priority, cache_salt, timeout_s)
@@ -221,10 +221,10 @@ class AsyncLLM:
 
     async def complete(
         self,
-        ready: Ready,
+        ready: CheckedPrompt,
         params: SamplingParams,
         tell: Callable[[int, int], None],
-        options: CallOptions,
+        options: RequestOptions,
     ) -> RequestOutput:
         """The whole of one request, for batches. `tell` is called with how many more prompt ids and output ids have
         become known."""
@@ -240,11 +240,11 @@ class AsyncLLM:
 
     async def _stream(
         self,
-        ready: Callable[[ServerInfo], Ready],
+        ready: Callable[[ServerInfo], CheckedPrompt],
         params: SamplingParams | None,
         request_id: str | None,
         output_kind: OutputKind,
-        options: CallOptions,
+        options: RequestOptions,
     ) -> AsyncIterator[RequestOutput]:
         if params is not None and not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
@@ -264,7 +264,7 @@ class AsyncLLM:
             self._end(request)
 
     async def _request(
-        self, ready: Ready, params: SamplingParams, request_id: str | None, options: CallOptions
+        self, ready: CheckedPrompt, params: SamplingParams, request_id: str | None, options: RequestOptions
     ) -> OpenRequest:
         """A request that is known by its name from now on."""
         client = await self._connected()

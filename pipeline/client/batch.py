@@ -13,23 +13,25 @@ from pipeline.client.async_llm import AsyncLLM
 from pipeline.client.loop_thread import LoopThread
 from pipeline.client.outputs import RequestOutput
 from pipeline.client.progress import BatchBar
-from pipeline.client.prompts import Ready
-from pipeline.client.request_options import CallOptions
+from pipeline.client.prompts import CheckedPrompt
+from pipeline.client.request_options import RequestOptions
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.errors import PromptError
 
 
-class Item(NamedTuple):
+class BatchItem(NamedTuple):
     """One request of a batch."""
 
-    ready: Ready
+    ready: CheckedPrompt
     params: SamplingParams
     name: str
     """What errors call it, as `prompts[17]`."""
-    options: CallOptions = CallOptions()
+    options: RequestOptions = RequestOptions()
 
 
-def run(thread: LoopThread, llm: AsyncLLM, items: Iterator[Item], window: int, bar: BatchBar) -> list[RequestOutput]:
+def run(
+    thread: LoopThread, llm: AsyncLLM, items: Iterator[BatchItem], window: int, bar: BatchBar
+) -> list[RequestOutput]:
     """The outputs of all items, in their order. At most `window` are open or waiting at once; items are read as there
     is room for them.
 
@@ -78,7 +80,7 @@ class _Batch:
         self._bar = bar
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, place: int, item: Item) -> None:
+    def start(self, place: int, item: BatchItem) -> None:
         task = asyncio.get_running_loop().create_task(self._one(place, item))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -90,7 +92,7 @@ class _Batch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, place: int, item: Item) -> None:
+    async def _one(self, place: int, item: BatchItem) -> None:
         try:
             result: RequestOutput | BaseException
             result = await self._llm.complete(item.ready, item.params, self._bar.count, item.options)

@@ -81,7 +81,7 @@ class RequestError(Exception):
         return f"{self.message} (status {self.status})"
 
 
-class TooLarge(ValueError):
+class RequestTooLarge(ValueError):
     """A request takes more bytes than the server reads; it was not sent."""
 
 
@@ -403,7 +403,7 @@ class AsyncClient:
         )
         data = self._encoder.encode(message)
         if len(data) > self.info.max_message_bytes:
-            raise TooLarge(
+            raise RequestTooLarge(
                 f"the request takes {len(data)} bytes, and this server reads at most {self.info.max_message_bytes}"
             )
         stream = Stream(self, message.request_id, message.params)

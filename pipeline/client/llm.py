@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 from pipeline.client import batch
 from pipeline.client.async_llm import ATTACH_S, AsyncLLM
-from pipeline.client.batch import Item
+from pipeline.client.batch import BatchItem
 from pipeline.client.client import ServerInfo
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.client.loop_thread import LoopThread
 from pipeline.client.outputs import RequestOutput
 from pipeline.client.progress import BatchBar, StartStatus
 from pipeline.client.prompts import (
+    CheckedPrompt,
     Conversation,
     Prompt,
-    Ready,
     chat_of,
     chat_options_of,
     info_for,
@@ -36,7 +36,7 @@ from pipeline.client.prompts import (
     params_for,
     prompt_of,
 )
-from pipeline.client.request_options import CallOptions, options_for
+from pipeline.client.request_options import RequestOptions, options_for
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.errors import PromptError, UserError
 
@@ -153,7 +153,7 @@ class LLM:
         fails. Then, and at an interrupt, all that is open is aborted, and the object stays usable.
         """
         is_one = is_one_prompt(prompts)
-        names = _Names("prompt" if is_one else "prompts", is_one)
+        names = PromptNames("prompt" if is_one else "prompts", is_one)
         given = [prompts] if is_one else prompts
         options = self._options(given, priority, cache_salt, timeout_s)
         return self._run(given, names, prompt_of, sampling_params, options, progress, use_tqdm)
@@ -182,27 +182,27 @@ class LLM:
 
         written = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
 
-        def ready(conversation: Any, where: str, info: ServerInfo) -> Ready:
+        def ready(conversation: Any, where: str, info: ServerInfo) -> CheckedPrompt:
             return chat_of(conversation, where, written, info)
 
         is_one = is_one_conversation(messages)
-        names = _Names("messages", is_one)
+        names = PromptNames("messages", is_one)
         given = [messages] if is_one else messages
         options = self._options(given, priority, cache_salt, timeout_s)
         return self._run(given, names, ready, sampling_params, options, progress, use_tqdm)
 
     def _options(
         self, given: Any, priority: Priority, cache_salt: str | None, timeout_s: float | None
-    ) -> Iterator[CallOptions]:
+    ) -> Iterator[RequestOptions]:
         return options_for(priority, cache_salt, timeout_s, len(given) if isinstance(given, Sized) else None)
 
     def _run(
         self,
         given: Any,
-        names: "_Names",
-        ready: Callable[[Any, str, ServerInfo], Ready],
+        names: "PromptNames",
+        ready: Callable[[Any, str, ServerInfo], CheckedPrompt],
         sampling_params: Params,
-        options: Iterator[CallOptions],
+        options: Iterator[RequestOptions],
         progress: bool,
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
@@ -212,10 +212,10 @@ class LLM:
         num_items = len(given) if isinstance(given, Sized) else None
         params = params_for(sampling_params, num_items, SamplingParams())
 
-        def read() -> Iterator[Item]:
+        def read() -> Iterator[BatchItem]:
             for place, one in enumerate(given):
                 drawn, name = next(params), names.of(place)
-                yield Item(ready(one, name, info_for(drawn, self.info)), drawn, name, next(options))
+                yield BatchItem(ready(one, name, info_for(drawn, self.info)), drawn, name, next(options))
 
         items = read() if num_items is None else iter(list(read()))
         bar = BatchBar()
@@ -229,7 +229,7 @@ class LLM:
             raise UserError("this LLM is closed")
 
 
-class _Names(NamedTuple):
+class PromptNames(NamedTuple):
     """What errors call the things that were given."""
 
     word: str

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 
-from pipeline.client.client import AsyncClient, ConnectionLost, Output, RequestError, Stream, TooLarge
+from pipeline.client.client import AsyncClient, ConnectionLost, Output, RequestError, RequestTooLarge, Stream
 from pipeline.client.logprobs import Logprob
 from pipeline.client.outputs import CompletionOutput, OutputKind, RequestOutput
-from pipeline.client.prompts import Ready
-from pipeline.client.request_options import CallOptions
+from pipeline.client.prompts import CheckedPrompt
+from pipeline.client.request_options import RequestOptions
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.client.slots import Slots
 from pipeline.errors import PromptError, ServerFailed, UserError
@@ -38,10 +38,10 @@ class OpenRequest:
         name: str,
         client: AsyncClient,
         slots: Slots,
-        ready: Ready,
+        ready: CheckedPrompt,
         params: SamplingParams,
         lost: Callable[[ConnectionLost], Awaitable[UserError]],
-        options: CallOptions,
+        options: RequestOptions,
         *,
         is_own_name: bool = False,
     ) -> None:
@@ -180,7 +180,7 @@ class OpenRequest:
         try:
             options = self._options._asdict()
             return self._client.generate(self._ready.prompt, self._params, name=self._own_name, **options)
-        except TooLarge as error:
+        except RequestTooLarge as error:
             raise PromptError(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large") from error
         except (TypeError, ValueError) as error:  # such as half a surrogate pair where nobody looked for one
             raise PromptError(str(error)) from error

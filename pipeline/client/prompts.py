@@ -48,7 +48,7 @@ Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 
 
-class Ready(NamedTuple):
+class CheckedPrompt(NamedTuple):
     """A prompt as it is sent."""
 
     prompt: p.Prompt
@@ -72,7 +72,7 @@ def is_one_conversation(messages: Any) -> bool:
     return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], Mapping)
 
 
-def prompt_of(prompt: Any, where: str, info: ServerInfo) -> Ready:
+def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
     """One prompt for a server. Raises PromptError, calling it `where`."""
     if isinstance(prompt, Mapping):
         key = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
@@ -87,7 +87,7 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> Ready:
         return prompt_of(prompt[key], f"{where}[{key!r}]", info)._replace(cache_salt=salt)
     if isinstance(prompt, str):
         _check_text(prompt, where, info)
-        return Ready(p.TextPrompt(prompt), prompt)
+        return CheckedPrompt(p.TextPrompt(prompt), prompt)
     if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         prompt = prompt.tolist()
     if not isinstance(prompt, _ID_LISTS):
@@ -104,7 +104,7 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> Ready:
             raise PromptError(f"{where}[{place}] must be a token id, not {_shown(one)}")
         if not 0 <= one < info.vocab_size:
             raise PromptError(f"{where}[{place}]: {one} is not one of the model's token ids 0..{info.vocab_size - 1}")
-    return Ready(p.TokensPrompt(packed(prompt)), None)
+    return CheckedPrompt(p.TokensPrompt(packed(prompt)), None)
 
 
 def info_for(params: SamplingParams, info: ServerInfo) -> ServerInfo:
@@ -122,9 +122,9 @@ def chat_options_of(
         raise PromptError(str(error)) from error
 
 
-def chat_of(messages: Any, where: str, options: ChatOptions, info: ServerInfo) -> Ready:
+def chat_of(messages: Any, where: str, options: ChatOptions, info: ServerInfo) -> CheckedPrompt:
     """One conversation for a server. Raises PromptError, calling it `where`."""
-    return Ready(options.prompt(_checked_conversation(messages, where, info)), None)
+    return CheckedPrompt(options.prompt(_checked_conversation(messages, where, info)), None)
 
 
 def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p.ChatMessage]:

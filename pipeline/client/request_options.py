@@ -12,7 +12,7 @@ MAX_INT32 = 2**31 - 1
 MAX_SHOWN_CHARS = 100
 
 
-class CallOptions(NamedTuple):
+class RequestOptions(NamedTuple):
     """As they are sent."""
 
     priority: int = 0
@@ -23,7 +23,7 @@ class CallOptions(NamedTuple):
     """From its arrival at the server to its end; None takes the server's own limit."""
 
 
-def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) -> CallOptions:
+def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) -> RequestOptions:
     """Raises TypeError or ValueError that names the option and says what would be right."""
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise TypeError(f"priority must be an integer, not {_shown(priority)}")
@@ -43,10 +43,10 @@ def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) ->
             raise TypeError(f"timeout_s must be a number, not {_shown(timeout_s)}")
         if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
             raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:,}, not {timeout_s:g}")
-    return CallOptions(priority, cache_salt, timeout_s)
+    return RequestOptions(priority, cache_salt, timeout_s)
 
 
-def options_of(priority: Any, cache_salt: Any, timeout_s: Any) -> CallOptions:
+def options_of(priority: Any, cache_salt: Any, timeout_s: Any) -> RequestOptions:
     """Those of one request. Raises PromptError."""
     try:
         return checked(0 if priority is None else priority, cache_salt, timeout_s)
@@ -54,7 +54,7 @@ def options_of(priority: Any, cache_salt: Any, timeout_s: Any) -> CallOptions:
         raise PromptError(str(error)) from error
 
 
-def options_for(priority: Any, cache_salt: Any, timeout_s: Any, num_prompts: int | None) -> Iterator[CallOptions]:
+def options_for(priority: Any, cache_salt: Any, timeout_s: Any, num_prompts: int | None) -> Iterator[RequestOptions]:
     """Those of each prompt of a batch: `priority` is one for all, or a list with one for each; `num_prompts` is None
     where nobody knows it yet. Raises PromptError, for what is given at once."""
     if priority is None or isinstance(priority, int) or not isinstance(priority, Sequence) or isinstance(priority, str):
@@ -70,12 +70,12 @@ def options_for(priority: Any, cache_salt: Any, timeout_s: Any, num_prompts: int
     return _each(each)
 
 
-def _same(options: CallOptions) -> Iterator[CallOptions]:
+def _same(options: RequestOptions) -> Iterator[RequestOptions]:
     while True:
         yield options
 
 
-def _each(each: list[CallOptions]) -> Iterator[CallOptions]:
+def _each(each: list[RequestOptions]) -> Iterator[RequestOptions]:
     yield from each
     raise PromptError(f"priority has {len(each)} entries, and there are more prompts: give one, or one for each")
 

@@ -16,7 +16,7 @@ import msgspec
 
 from pipeline.metrics.request_timings import HOPS, STAGE_OF, RequestTimings, SequenceTimings
 from pipeline.runtime.topology import FLOW
-from pipeline.runtime.tracing import Record, StageTrace
+from pipeline.runtime.tracing import StageTrace, TraceEvent
 
 Event = dict[str, Any]
 CATEGORY = "request"
@@ -129,7 +129,7 @@ def _flow(flow_id: str, path: list[_Point]) -> Iterable[Event]:
         yield event if phase == "s" else event | {"bp": "e"}  # it ends in the slice around it, not in the next one
 
 
-def _lanes(spans: Iterable[Record]) -> list[tuple[Record, int]]:
+def _lanes(spans: Iterable[TraceEvent]) -> list[tuple[TraceEvent, int]]:
     """Give each span a lane, from 1, on which any two are apart or one is inside the other."""
     open_ends: list[list[float]] = []
     """Of each lane, the ends of the spans around the last one, the innermost last."""

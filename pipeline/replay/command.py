@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pipeline.cli.out_file import require_writable
 from pipeline.errors import UserError
-from pipeline.replay.compare import Comparison, compare
+from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.recorder import RecordState
 from pipeline.replay.replaying import Replayed, replay
 from pipeline.runtime import messages as m
@@ -141,7 +141,7 @@ def run_replay(args: argparse.Namespace) -> int:
     return 0 if comparison.are_same else DIFFERENT
 
 
-def _print(path: Path, replayed: Replayed, comparison: Comparison, expected: Path | None) -> None:
+def _print(path: Path, replayed: Replayed, comparison: ReplayComparison, expected: Path | None) -> None:
     screen = Console(highlight=False)
     header, counts = replayed.header, dict(replayed.counts)
     begun = "from its start" if header.from_start else "from the middle"

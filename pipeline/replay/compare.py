@@ -12,7 +12,7 @@ from pipeline.replay import format as f
 SHOWN_CHARS, SHOWN_BEFORE = 200, 60
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class ReplayComparison(msgspec.Struct, frozen=True):
     num_same: int
     """Messages that are the same, from the first."""
     difference: str
@@ -29,18 +29,18 @@ class Comparison(msgspec.Struct, frozen=True):
         return not self.difference
 
 
-def compare(path: Path, expected: Path | None) -> Comparison:
+def compare(path: Path, expected: Path | None) -> ReplayComparison:
     """Compare what two recordings or captures say was sent; without a second one, count. Raises UserError."""
     counts: Counter[str] = Counter()
     num_bytes = num_same = 0
     difference = ""
-    with f.Reader(path) as found:
+    with f.RecordingReader(path) as found:
         if expected is None:
             for one in _sent(found):
                 counts[_kind(one)] += 1
                 num_bytes += len(one.body) + sum(map(len, one.arrays))
-            return Comparison(0, "", dict(counts), num_bytes, "")
-        with f.Reader(expected) as reader:
+            return ReplayComparison(0, "", dict(counts), num_bytes, "")
+        with f.RecordingReader(expected) as reader:
             for ours, theirs in zip_longest(_sent(found), _sent(reader)):
                 if ours is not None:
                     counts[_kind(ours)] += 1
@@ -51,10 +51,10 @@ def compare(path: Path, expected: Path | None) -> Comparison:
                     num_same += 1
                 else:
                     difference = f"message {num_same + 1}: {_difference(ours, theirs)} is expected"
-            return Comparison(num_same, difference, dict(counts), num_bytes, reader.flaw)
+            return ReplayComparison(num_same, difference, dict(counts), num_bytes, reader.flaw)
 
 
-def _sent(reader: f.Reader) -> Iterator[f.Sent]:
+def _sent(reader: f.RecordingReader) -> Iterator[f.Sent]:
     return (entry for entry in reader if isinstance(entry, f.Sent))
 
 

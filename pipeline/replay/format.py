@@ -143,7 +143,7 @@ def settings_of(header: Header) -> Settings:
         ) from error
 
 
-class Reader:
+class RecordingReader:
     """Reads a recording. Use as a context manager. Iterate once; then `flaw` and `end` are known.
 
     Raises UserError, in the user's words, where the file can't be read or is no recording.
@@ -217,7 +217,7 @@ class Reader:
             yield entry
         self.flaw = self.flaw or "it was cut off: it has no end"
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "RecordingReader":
         return self
 
     def __exit__(self, *_: object) -> None:

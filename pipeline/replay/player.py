@@ -46,7 +46,7 @@ class PlaybackContext(ReplayContext):
     is_replaying = True
 
     def __init__(self, replay: m.Replay, union: Any) -> None:
-        self._reader = f.Reader(replay.path)
+        self._reader = f.RecordingReader(replay.path)
         header = self._reader.header
         self._is_strict = header.from_start
         self._partial: Partial | None = None if header.from_start else partial_of(header)

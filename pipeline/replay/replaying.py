@@ -35,7 +35,7 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
     Raises UserError, in the user's words, where the file is no recording of this stage, or the stage does not do as the
     recorded one did.
     """
-    with f.Reader(path) as reader:
+    with f.RecordingReader(path) as reader:
         header = reader.header
         settings = f.settings_of(header)
         for _ in reader:
@@ -73,7 +73,7 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
     finally:
         os.close(death_read)
         os.close(death_write)
-    with f.Reader(out) as capture:
+    with f.RecordingReader(out) as capture:
         for _ in capture:
             pass
         assert capture.end is not None, f"{out} has no end, though the stage ended well"

@@ -18,7 +18,7 @@ from pipeline.replay.recorder import RecordState
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox, Outbox
-from pipeline.runtime.stack_sampler import Sampler
+from pipeline.runtime.stack_sampler import StackSampler
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace, Tracer
 
 
@@ -52,7 +52,7 @@ class ControlRequests:
     def __init__(self, stage: ControlledStage) -> None:
         self._stage = stage
         self._encoder = msgspec.msgpack.Encoder()
-        self._sampler = Sampler()
+        self._sampler = StackSampler()
         self.own_counts: Callable[[], OwnCounts] | None = None
         """Returns the counts of this kind of stage; None until it has any."""
         self.find_request: Callable[[str], RequestTimings | None] = lambda _: None

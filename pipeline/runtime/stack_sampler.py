@@ -31,7 +31,7 @@ class Stacks(msgspec.Struct, array_like=True, frozen=True):
     """Average CPU time between two samples: kernels count it in ticks of 1 to 10 ms."""
 
 
-class Sampler:
+class StackSampler:
     """Samples from `start` to `stop`. `start` raises UserError outside the main thread: only it receives signals."""
 
     def __init__(self) -> None:

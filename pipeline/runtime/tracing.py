@@ -17,7 +17,7 @@ MAX_WINDOW_S = 600.0
 Args = dict[str, int | float | str]
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class TraceEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A span, or where `end_s` is 0, a sample of counters. Times are by time.monotonic()."""
 
     name: str
@@ -33,7 +33,7 @@ class StageTrace(msgspec.Struct, array_like=True, frozen=True):
 
     stage: str
     pid: int
-    records: list[Record]
+    records: list[TraceEvent]
     num_lost: int
 
 
@@ -42,7 +42,7 @@ class Tracer:
 
     def __init__(self) -> None:
         self.on = False
-        self._ring: list[Record | None] = []
+        self._ring: list[TraceEvent | None] = []
         self._num_records = 0
         self._end_s = 0.0
 
@@ -60,19 +60,19 @@ class Tracer:
 
     def span(self, name: str, begin_s: float, end_s: float, args: Args, requests: Iterable[int] = ()) -> None:
         """Work that was done. To be called where `on` is set."""
-        self._keep(Record(name, begin_s, end_s, args, list(dict.fromkeys(requests))), end_s)
+        self._keep(TraceEvent(name, begin_s, end_s, args, list(dict.fromkeys(requests))), end_s)
 
     def counters(self, name: str, at_s: float, values: Args) -> None:
-        self._keep(Record(name, at_s, 0.0, values, []), at_s)
+        self._keep(TraceEvent(name, at_s, 0.0, values, []), at_s)
 
-    def _keep(self, record: Record, at_s: float) -> None:
+    def _keep(self, record: TraceEvent, at_s: float) -> None:
         if at_s > self._end_s:
             self.on = False
             return
         self._ring[self._num_records % CAPACITY] = record
         self._num_records += 1
 
-    def take(self) -> tuple[list[Record], int]:
+    def take(self) -> tuple[list[TraceEvent], int]:
         """End the window, and return its records, oldest first, and how many were lost. A second call has none."""
         self.on = False
         place = self._num_records % CAPACITY

@@ -4,21 +4,21 @@ import msgspec
 import psutil
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ProcessUsage(msgspec.Struct, frozen=True):
     rss_bytes: int
     cpu_s: float
     num_threads: int
 
 
-NOTHING = Usage(0, 0.0, 0)
+NOTHING = ProcessUsage(0, 0.0, 0)
 
 
-def usage_of(pid: int) -> Usage:
+def usage_of(pid: int) -> ProcessUsage:
     """The resources that a process uses; zeros if it has ended."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
             cpu = process.cpu_times()
-            return Usage(process.memory_info().rss, cpu.user + cpu.system, process.num_threads())
+            return ProcessUsage(process.memory_info().rss, cpu.user + cpu.system, process.num_threads())
     except psutil.NoSuchProcess:
         return NOTHING

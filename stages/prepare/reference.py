@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, Ids, Logits, Ours, Plan, Theirs
+from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits, Ours, Theirs
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
@@ -42,7 +42,7 @@ def checkpoint_folder(settings: Settings) -> Path:
     )
 
 
-def plan_of(folder: Path, num_tokens: int) -> Plan:
+def plan_of(folder: Path, num_tokens: int) -> CheckPlan:
     """Prompts for a prepared model: a text of so many ids, one that shares its beginning, ids at random, short ones.
 
     Raises ModelError where the model's context is too short for the longest.
@@ -62,7 +62,7 @@ def plan_of(folder: Path, num_tokens: int) -> Plan:
     text = (ids * (num_tokens // len(ids) + 1))[:num_tokens]
     random = np.random.default_rng(0).integers(0, config.vocab_size, num_tokens).tolist()
     sharing = text[:PREFIX] + random[: num_tokens // 4]
-    return Plan([text, sharing, random[num_tokens // 3 :], *(text[-length:] for length in SHORT)])
+    return CheckPlan([text, sharing, random[num_tokens // 3 :], *(text[-length:] for length in SHORT)])
 
 
 class Reference:
@@ -81,7 +81,7 @@ class Reference:
             raise ModelError(f"transformers can't load {folder}: {error}") from error
         self._model = model.eval()
 
-    def compute(self, plan: Plan, ours: Ours) -> Theirs:
+    def compute(self, plan: CheckPlan, ours: Ours) -> Theirs:
         """What it makes of the plan, and of all that we have logits for.
 
         What is not exact has its matrices in bfloat16, so they are rounded here too; a model can't be asked for exact

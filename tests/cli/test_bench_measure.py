@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cli.bench.client import Record
+from pipeline.cli.bench.client import RequestResult
 from pipeline.cli.bench.loop import Level
 from pipeline.cli.bench.measure import Spread, percentile, summarize
 from pipeline.cli.bench.words import Calibration, prompt
 
 
-def record(sent_s: float, arrivals: list[float], tokens: int | None = None, error: str | None = None) -> Record:
+def record(sent_s: float, arrivals: list[float], tokens: int | None = None, error: str | None = None) -> RequestResult:
     count = len(arrivals) if tokens is None else tokens
-    return Record(sent_s, arrivals[-1] if arrivals else sent_s, arrivals, 100, count, True, error)
+    return RequestResult(sent_s, arrivals[-1] if arrivals else sent_s, arrivals, 100, count, True, error)
 
 
 def test_only_the_part_inside_the_window_counts() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.cli.chat.connection import Answer
-from pipeline.cli.chat.conversation import Conversation
+from pipeline.cli.chat.connection import ChatAnswer
+from pipeline.cli.chat.conversation import ChatHistory
 from pipeline.cli.chat.screen import described
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError
@@ -300,7 +300,7 @@ def test_something_else_at_that_address_is_said(
 
 
 def test_a_failed_question_is_not_part_of_the_conversation() -> None:
-    conversation = Conversation("s")
+    conversation = ChatHistory("s")
     conversation.with_question("a")
     assert [turn.content for turn in conversation.turns] == ["s"]
     assert conversation.take_back() == "a"
@@ -313,7 +313,7 @@ def test_a_failed_question_is_not_part_of_the_conversation() -> None:
 
 
 def test_speed_is_told_as_far_as_it_is_known() -> None:
-    assert described(Answer(0.0)) == "about 0 tokens"
-    assert described(Answer(1.0, 1.5, 1.5, 1, 1)) == "1 token · first after 0.50 s"
-    assert described(Answer(1.0, 1.5, 2.5, 3, 11)) == "11 tokens · first after 0.50 s · 10.0 tokens/s"
-    assert described(Answer(1.0, 1.5, 2.5, 11)) == "about 11 tokens · first after 0.50 s · 10.0 tokens/s"
+    assert described(ChatAnswer(0.0)) == "about 0 tokens"
+    assert described(ChatAnswer(1.0, 1.5, 1.5, 1, 1)) == "1 token · first after 0.50 s"
+    assert described(ChatAnswer(1.0, 1.5, 2.5, 3, 11)) == "11 tokens · first after 0.50 s · 10.0 tokens/s"
+    assert described(ChatAnswer(1.0, 1.5, 2.5, 11)) == "about 11 tokens · first after 0.50 s · 10.0 tokens/s"

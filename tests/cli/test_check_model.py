@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from pipeline.__main__ import main
 from pipeline.cli.check import command
-from pipeline.cli.check.cases import Made, Ours, Plan, Theirs
+from pipeline.cli.check.cases import CheckPlan, ComputedCase, Ours, Theirs
 from pipeline.cli.check.judge import judge
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram
@@ -325,7 +325,7 @@ def test_a_shrunk_model_keeps_its_ratios_and_kinds() -> None:
 # --- what is allowed
 
 
-PLAN = Plan([[1, 2, 3]])
+PLAN = CheckPlan([[1, 2, 3]])
 
 
 def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[Ours, Theirs]:
@@ -335,7 +335,7 @@ def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[Ours,
     ours = logits.copy()
     ours[3] += change
     return (
-        Ours("any", exact, [Made("whole", (1, 2, 3), ours)], {"whole": [[text]]}),
+        Ours("any", exact, [ComputedCase("whole", (1, 2, 3), ours)], {"whole": [[text]]}),
         Theirs({(1, 2, 3): logits}, [[7]]),
     )
 
@@ -360,6 +360,6 @@ def test_a_text_may_differ_only_where_transformers_is_undecided() -> None:
 def test_a_text_that_parts_where_we_have_no_logits_of_theirs_fails() -> None:
     ours, theirs = sides(text=8)
     theirs = Theirs({(1, 2): theirs.logits[1, 2, 3]}, theirs.texts)
-    ours.made = [Made("whole", (1, 2), theirs.logits[1, 2])]
+    ours.made = [ComputedCase("whole", (1, 2), theirs.logits[1, 2])]
     (finding,) = judge(PLAN, ours, theirs)
     assert not finding.passed

@@ -17,7 +17,7 @@ from pipeline.cli.profile.alone.result import StageProfile, limit_of
 from pipeline.cli.profile.flame_graph import write
 from pipeline.config.settings import Schedule, Settings
 from pipeline.errors import UserError
-from pipeline.runtime.stack_sampler import Sampler, Stacks
+from pipeline.runtime.stack_sampler import Stacks, StackSampler
 
 STREAMS = 8
 
@@ -151,7 +151,7 @@ def test_a_sampler_sees_where_cpu_goes_and_leaves_nothing_behind() -> None:
         while time.process_time() < end:
             sum(range(100))
 
-    sampler = Sampler()
+    sampler = StackSampler()
     sampler.start()
     spin(0.3)
     stacks = sampler.stop()

@@ -13,13 +13,13 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.cli.profile.report import LEAST_WIDTH
-from pipeline.cli.profile.results import Case, Floor, OpTime, Plan, Profile, Rates, StepTime
+from pipeline.cli.profile.results import Case, Floor, OpTime, Profile, ProfilePlan, Rates, StepTime
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-Asked = list[tuple[Settings, Plan]]
+Asked = list[tuple[Settings, ProfilePlan]]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     return code, out, err
 
 
-def measured(settings: Settings, plan: Plan) -> Profile:
+def measured(settings: Settings, plan: ProfilePlan) -> Profile:
     """What the stage might answer."""
     is_native = settings.execute.kernels != "torch"
     rates = Rates(20e9, 100e9, 90e9, 300e9) if is_native else None
@@ -83,7 +83,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """What the stage is asked to measure."""
     asked: Asked = []
 
-    def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Profile:
+    def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
         asked.append((settings, plan))
         return measured(settings, plan)
 
@@ -110,7 +110,7 @@ def test_the_stage_is_asked_for_the_steps_and_settings_of_the_options(
     ((settings, plan),) = asked
     assert (settings.model, settings.quantization) == ("a b.gguf", "q8_0")
     assert (settings.execute.num_threads, settings.execute.kernels) == (1, "portable")
-    assert plan == Plan((2, 64), 99, (), 3, "torch", None)
+    assert plan == ProfilePlan((2, 64), 99, (), 3, "torch", None)
 
 
 def test_by_default_decode_and_prefill_are_measured(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_the_tables_hold_ops_steps_and_machine(asked: Asked, capsys: pytest.Capt
 
 
 def test_a_machine_that_drifts_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Profile:
+    def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
         after = Rates(18e9, 101e9, 90e9, 200e9)
         return msgspec.structs.replace(measured(settings, plan), after=after)
 
@@ -198,7 +198,7 @@ def test_a_report_that_could_not_be_written_is_noticed_before_measuring(
 def test_what_the_user_can_mend_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Profile:
+    def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
         raise UserError("this can't be: lower that")
 
     install(monkeypatch, profile)
@@ -211,7 +211,7 @@ def test_what_the_user_can_mend_is_one_line(
 def test_a_model_that_is_not_there_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Profile:
+    def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
         prepare()
         raise AssertionError("there is no such model")
 

@@ -8,14 +8,14 @@ import pytest
 
 from pipeline.client.client import ServerInfo
 from pipeline.client.prompts import prompt_of
-from pipeline.client.request_options import CallOptions, checked, options_for
+from pipeline.client.request_options import RequestOptions, checked, options_for
 from pipeline.errors import PromptError
 
 INFO = ServerInfo("tiny", 100, 8, 1000, 1, 1024, "", 4096)
 
 
 def test_what_may_be_said_is_taken() -> None:
-    assert checked() == CallOptions(0, None, None)
+    assert checked() == RequestOptions(0, None, None)
     for priority in (-(2**31), 2**31 - 1):
         assert checked(priority, "é" * 1024, 5).priority == priority
 
@@ -43,7 +43,7 @@ def test_what_may_not_is_named(said: dict[str, Any], words: str) -> None:
 
 
 def test_a_batch_has_one_priority_for_all_or_one_for_each() -> None:
-    assert list(islice(options_for(None, "a", 5, 3), 3)) == [CallOptions(0, "a", 5)] * 3
+    assert list(islice(options_for(None, "a", 5, 3), 3)) == [RequestOptions(0, "a", 5)] * 3
     assert [one.priority for one in islice(options_for(7, None, None, 2), 2)] == [7, 7]
     assert [one.priority for one in islice(options_for([1, -2], None, None, 2), 2)] == [1, -2]
 

@@ -54,7 +54,7 @@ def test_a_replay_says_what_was_given_and_sent_and_that_it_is_the_same(
 def test_a_replay_that_differs_says_where_and_exits_with_3(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with f.Reader(recording) as reader:
+    with f.RecordingReader(recording) as reader:
         header, entries = reader.header, list(reader)
     entries = [
         one if not isinstance(one, f.Sent) else f.Sent(one.peer, one.body.replace(b"hello", b"HELLO"), one.arrays)
@@ -105,7 +105,7 @@ def test_mistakes_are_told_in_words(recording: Path, tmp_path: Path, capsys: pyt
 def test_messages_of_another_version_are_told(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with f.Reader(recording) as reader:
+    with f.RecordingReader(recording) as reader:
         header = reader.header
     strange = f.Wake(1, ["schedule.0"], [1], [b"\x91\xa6dances"], [[]])
     outside = f.Wake(1, ["schedule.0"], [1], [_settled_beyond()], [[b"x" * 9]])

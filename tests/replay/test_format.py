@@ -42,7 +42,7 @@ def file_of(path: Path, *structs: Any) -> Path:
 
 
 def read(path: Path) -> tuple[list[f.Entry], str, f.End | None]:
-    with f.Reader(path) as reader:
+    with f.RecordingReader(path) as reader:
         entries = list(reader)
         return entries, reader.flaw, reader.end
 
@@ -71,27 +71,27 @@ def test_settings_of_an_older_version_are_read_by_their_old_names() -> None:
 def test_a_foreign_file_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "r").write_bytes(data)
     with pytest.raises(UserError, match="is not a recording: it does not begin as one"):
-        f.Reader(tmp_path / "r")
+        f.RecordingReader(tmp_path / "r")
 
 
 def test_no_file_a_folder_and_a_name_that_can_be_none_are_refused_in_words(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (Path("a\0b"), "null")):
         with pytest.raises(UserError, match=words):
-            f.Reader(path)
+            f.RecordingReader(path)
 
 
 def test_another_format_or_a_header_of_nonsense_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has format 2 of recordings; this version reads 1"):
-        f.Reader(file_of(tmp_path / "r", header(format=2)))
+        f.RecordingReader(file_of(tmp_path / "r", header(format=2)))
     data = f.frame(header())
     for nonsense in (b"\xc1", b"\x90", b"\x93\x01\x02\x03", msgspec.msgpack.encode([1, "x"])):
         framed = f._HEAD.pack(len(nonsense), __import__("zlib").crc32(nonsense)) + nonsense
         (tmp_path / "r").write_bytes(f.MAGIC + framed)
         with pytest.raises(UserError, match="its header can't be read"):
-            f.Reader(tmp_path / "r")
+            f.RecordingReader(tmp_path / "r")
     (tmp_path / "r").write_bytes(f.MAGIC + data[:-3])
     with pytest.raises(UserError, match="holds nothing: it was cut off"):
-        f.Reader(tmp_path / "r")
+        f.RecordingReader(tmp_path / "r")
 
 
 def test_a_cut_file_is_good_up_to_the_cut_wherever_that_is(tmp_path: Path) -> None:

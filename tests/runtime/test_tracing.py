@@ -14,7 +14,7 @@ from pipeline.metrics import chrome_trace
 from pipeline.metrics.request_timings import HOPS, RequestTimings, SequenceTimings, stamps
 from pipeline.runtime import messages as m
 from pipeline.runtime import tracing
-from pipeline.runtime.tracing import Record, StageTrace, Tracer
+from pipeline.runtime.tracing import StageTrace, TraceEvent, Tracer
 from tests.rig import Rig
 
 PHASES = {"M", "X", "s", "t", "f", "C", "i"}
@@ -67,7 +67,10 @@ def test_what_is_recorded_comes_back_once_in_order() -> None:
     now = time.monotonic()
     tracer.span("a", now, now + 1, {"x": 1}, [7, 7, 8])
     tracer.counters("c", now, {"y": 2})
-    assert tracer.take() == ([Record("a", now, now + 1, {"x": 1}, [7, 8]), Record("c", now, 0.0, {"y": 2}, [])], 0)
+    assert tracer.take() == (
+        [TraceEvent("a", now, now + 1, {"x": 1}, [7, 8]), TraceEvent("c", now, 0.0, {"y": 2}, [])],
+        0,
+    )
     assert not tracer.on
     assert tracer.take() == ([], 0)
 
@@ -99,7 +102,7 @@ def test_a_window_ends_by_itself_when_nobody_takes_it() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
 def test_slices_of_a_lane_never_overlap_whatever_a_stage_did(spans: list[tuple[int, int]]) -> None:
-    records = [Record("x", float(begin), float(begin + length) or 1.0, {}, []) for begin, length in spans]
+    records = [TraceEvent("x", float(begin), float(begin + length) or 1.0, {}, []) for begin, length in spans]
     check(chrome_trace.of_window([StageTrace("ingest.0", 5, records, 0)]))
 
 
@@ -107,10 +110,13 @@ def test_a_window_has_processes_in_flow_order_slices_counters_and_arrows() -> No
     big = 2**63 + 1
     stages = [
         StageTrace(
-            "schedule.0", 30, [Record("plan", 1.002, 1.003, {}, [big]), Record("q", 1.003, 0.0, {"n": 1}, [])], 5
+            "schedule.0",
+            30,
+            [TraceEvent("plan", 1.002, 1.003, {}, [big]), TraceEvent("q", 1.003, 0.0, {"n": 1}, [])],
+            5,
         ),
-        StageTrace("gateway.0", 10, [Record("submit", 1.0, 1.001, {"response_id": "c"}, [big])], 0),
-        StageTrace("execute.0", 40, [Record("step", 1.003, 1.009, {"tokens": 3}, [big, 9])], 0),
+        StageTrace("gateway.0", 10, [TraceEvent("submit", 1.0, 1.001, {"response_id": "c"}, [big])], 0),
+        StageTrace("execute.0", 40, [TraceEvent("step", 1.003, 1.009, {"tokens": 3}, [big, 9])], 0),
     ]
     data = chrome_trace.of_window(stages)
     events = check(data)
@@ -124,7 +130,7 @@ def test_a_window_has_processes_in_flow_order_slices_counters_and_arrows() -> No
 
 
 def test_stages_that_share_a_process_are_told_apart() -> None:
-    stages = [StageTrace(name, 7, [Record("x", 1.0, 2.0, {}, [])], 0) for name in ("gateway.0", "schedule.0")]
+    stages = [StageTrace(name, 7, [TraceEvent("x", 1.0, 2.0, {}, [])], 0) for name in ("gateway.0", "schedule.0")]
     events = check(chrome_trace.of_window(stages))
     assert len({e["pid"] for e in events if e["name"] == "process_name"}) == 2
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from pipeline.replay import format as f
-from pipeline.replay.compare import Comparison, compare
+from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.replaying import Replayed, replay
 from pipeline.runtime import messages as m
 
 
 def entries(path: Path) -> list[f.Entry]:
-    with f.Reader(path) as reader:
+    with f.RecordingReader(path) as reader:
         return list(reader)
 
 
@@ -17,7 +17,7 @@ def messages_in(path: Path) -> int:
     return sum(len(one.bodies) for one in entries(path) if isinstance(one, f.Wake))
 
 
-def replays_alike(stage: str, recording: Path, *, inline: bool = True) -> Comparison:
+def replays_alike(stage: str, recording: Path, *, inline: bool = True) -> ReplayComparison:
     """Replay twice: both write the same bytes, and what the recorded stage had sent. Returns the comparison."""
     outs = [recording.with_suffix(f".out{i}") for i in range(2)]
     for out in outs:

@@ -125,7 +125,7 @@ def test_ending_a_recording_does_not_wait_for_the_disk(
         assert end_record(rig, recording) == recording.stat().st_size
         rig.send(m.EndRecord(3, path))
         assert "not being recorded" in rig.receive("supervisor", m.Answer).error
-    with f.Reader(recording) as reader:
+    with f.RecordingReader(recording) as reader:
         assert f.Sent in set(map(type, reader))
         assert reader.end == f.End("who began it ended it")
 
@@ -497,7 +497,7 @@ def test_a_stage_that_does_something_else_is_told_where(text_dir: Path, tmp_path
     with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
         rig.start(TEXT_FACTS)
         talk(rig, 1)
-    with f.Reader(recording) as reader:
+    with f.RecordingReader(recording) as reader:
         frames = [f.frame(reader.header)]
         for one in reader:
             if isinstance(one, f.Wake) and any(b"\xa6settled" in body or b"\xa7settled" in body for body in one.bodies):
@@ -521,7 +521,7 @@ def test_a_send_that_was_refused_is_refused_again(text_dir: Path, tmp_path: Path
         rig.receive("gateway", m.Deltas)
         rig.send(settled([(1, 2, ids_of("cd"), m.Finish.LENGTH)]), "schedule.0")
         rig.receive("gateway", m.Deltas)
-    with f.Reader(recording) as reader:
+    with f.RecordingReader(recording) as reader:
         header, all_entries = reader.header, list(reader)
     place = next(i for i, one in enumerate(all_entries) if isinstance(one, f.Sent))
     all_entries[place] = f.Refused("gateway.0")

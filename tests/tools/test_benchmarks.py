@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.cli.bench.client import Record
+from pipeline.cli.bench.client import RequestResult
 from pipeline.cli.bench.words import Calibration
 from tools.benchmarks import long_prompt, memory, overload, pairs, report, watch
 from tools.benchmarks.loads import Load, Span, ask_of, span
@@ -24,8 +24,8 @@ def options(**given: Any) -> argparse.Namespace:
 
 def record(
     sent_s: float = 0.0, ended_s: float = 1.0, arrivals: tuple[float, ...] = (), error: str | None = None
-) -> Record:
-    return Record(sent_s, ended_s, list(arrivals), 10, len(arrivals), True, error)
+) -> RequestResult:
+    return RequestResult(sent_s, ended_s, list(arrivals), 10, len(arrivals), True, error)
 
 
 # ----------------------------------------------------------------------------------------------------------- loads

@@ -23,7 +23,7 @@ from tools.soak.__main__ import complaints_of
 from tools.soak.after import leftovers
 from tools.soak.clients import Outcome, known_extras, of_status, over_http
 from tools.soak.endings import Endings
-from tools.soak.requests import EXTRAS, Ask, draw
+from tools.soak.requests import EXTRAS, RandomRequest, draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ALL = frozenset(EXTRAS)
@@ -31,7 +31,7 @@ PATIENCE_S = 20.0
 SMOKE_MINUTES = "0.06"
 
 
-def ask(**given: Any) -> Ask:
+def ask(**given: Any) -> RandomRequest:
     fields: dict[str, Any] = {
         "door": "http",
         "streams": True,
@@ -41,7 +41,7 @@ def ask(**given: Any) -> Ask:
         "leave_after_s": None,
         "says_so": False,
     }
-    return Ask(**(fields | given))
+    return RandomRequest(**(fields | given))
 
 
 # ------------------------------------------------------------------------------------------------------------ asks
@@ -135,7 +135,7 @@ def chunk(**choice: Any) -> bytes:
 GOOD = [chunk(text="a"), chunk(finish_reason="length"), b"data: [DONE]"]
 
 
-async def said_of(answer: list[bytes] | web.Response | Callable[[], Any], one: Ask) -> Outcome:
+async def said_of(answer: list[bytes] | web.Response | Callable[[], Any], one: RandomRequest) -> Outcome:
     """What the client makes of an answer."""
 
     async def handle(request: web.Request) -> web.StreamResponse:

@@ -13,8 +13,8 @@ import msgspec
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench import words
-from pipeline.cli.bench.client import Client, Record, open_session
-from pipeline.cli.bench.loop import ClosedLoop, Level, Plan
+from pipeline.cli.bench.client import BenchClient, RequestResult, open_session
+from pipeline.cli.bench.loop import ClosedLoop, Level, LoadPlan
 from pipeline.cli.bench.measure import Summary, summarize
 
 ENDPOINT = "completions"
@@ -62,7 +62,7 @@ class Load(msgspec.Struct, frozen=True):
         return self.prompt.mean + self.output.mean
 
 
-class Ask(msgspec.Struct, frozen=True):
+class BenchmarkRequest(msgspec.Struct, frozen=True):
     """One request."""
 
     prompt: str
@@ -72,15 +72,15 @@ class Ask(msgspec.Struct, frozen=True):
         return {"temperature": 0, "ignore_eos": True, "max_tokens": self.max_tokens}
 
 
-def ask_of(load: Load, name: str, calibration: words.Calibration, part: float = 1.0) -> Ask:
+def ask_of(load: Load, name: str, calibration: words.Calibration, part: float = 1.0) -> BenchmarkRequest:
     """The request of this name: the same for the same load and name. `part` (0 to 1] shortens its output."""
     rng = random.Random(f"{load.seed}/{name}")
     num_words = calibration.words_for(load.prompt.draw(rng))
     num_output = load.output.draw(rng)
-    return Ask(words.text(f"{load.seed}/{name}/words", num_words), max(1, round(part * num_output)))
+    return BenchmarkRequest(words.text(f"{load.seed}/{name}/words", num_words), max(1, round(part * num_output)))
 
 
-async def calibrate(client: Client, seed: str) -> words.Calibration:
+async def calibrate(client: BenchClient, seed: str) -> words.Calibration:
     """How this server counts our words. Raises ServerError."""
     tokens = [
         await client.count_tokens(words.text(f"{seed}/calibration/{count}", count), {"temperature": 0})
@@ -98,13 +98,13 @@ async def closed_loop(url: str, load: Load, begun: Callable[[], None] = lambda: 
 async def closed_loop_level(url: str, load: Load, begun: Callable[[], None] = lambda: None) -> Level:
     """The same, before it is summed up."""
     async with open_session(None, TIMEOUT_S) as session:
-        client = Client(session, url, "auto", ENDPOINT)
+        client = BenchClient(session, url, "auto", ENDPOINT)
         await client.find_model()
         calibration = await calibrate(client, load.seed)
         begun()
 
-        async def generate(name: str, part: float) -> Record:
+        async def generate(name: str, part: float) -> RequestResult:
             ask = ask_of(load, name, calibration, part)
             return await client.generate(ask.prompt, ask.options() | load.options)
 
-        return await ClosedLoop(Plan(load.num_streams, load.seconds), generate, lambda loop: None).run()
+        return await ClosedLoop(LoadPlan(load.num_streams, load.seconds), generate, lambda loop: None).run()

@@ -29,7 +29,7 @@ import msgspec
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench import words
-from pipeline.cli.bench.client import Client, Record, open_session
+from pipeline.cli.bench.client import BenchClient, RequestResult, open_session
 from pipeline.cli.bench.tally import Tally
 from pipeline.errors import UserError
 from tools.benchmarks import loads, report
@@ -53,8 +53,8 @@ Window = tuple[float, float]
 class Run(msgspec.Struct, frozen=True):
     """What was seen of one server."""
 
-    streams: list[Record]
-    longs: list[Record]
+    streams: list[RequestResult]
+    longs: list[RequestResult]
     begun_s: float
     """When every stream had its first text."""
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _drive(url: str, args: argparse.Namespace, seed: str) -> Run:
     async with open_session(None, loads.TIMEOUT_S) as session:
-        client = Client(session, url, "auto", loads.ENDPOINT)
+        client = BenchClient(session, url, "auto", loads.ENDPOINT)
         await client.find_model()
         calibration = await loads.calibrate(client, seed)
         tallies = [Tally(loads.ENDPOINT) for _ in range(args.streams)]
@@ -134,7 +134,7 @@ async def _drive(url: str, args: argparse.Namespace, seed: str) -> Run:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _until_begun(tasks: Sequence["asyncio.Task[Record]"], tallies: Sequence[Tally]) -> None:
+async def _until_begun(tasks: Sequence["asyncio.Task[RequestResult]"], tallies: Sequence[Tally]) -> None:
     end = perf_counter() + START_S
     while not all(tally.arrivals for tally in tallies):
         if perf_counter() > end or any(task.done() for task in tasks):

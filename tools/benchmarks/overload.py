@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from pipeline.cli import option_types as types
-from pipeline.cli.bench.client import Client, Record, open_session
+from pipeline.cli.bench.client import BenchClient, RequestResult, open_session
 from tools.benchmarks import loads, report
 from tools.benchmarks.loads import Load, Span, ask_of, closed_loop
 from tools.benchmarks.pairs import Reading, spread
@@ -118,17 +118,17 @@ def run(args: argparse.Namespace) -> int:
     return found.finish()
 
 
-async def _flood(url: str, load: Load, rate: float) -> tuple[list[Record], list[float]]:
+async def _flood(url: str, load: Load, rate: float) -> tuple[list[RequestResult], list[float]]:
     """Send at this rate, whatever comes back. Returns the records, and how late each request was sent."""
     async with open_session(None, loads.TIMEOUT_S) as session:
-        client = Client(session, url, "auto", loads.ENDPOINT)
+        client = BenchClient(session, url, "auto", loads.ENDPOINT)
         await client.find_model()
         calibration = await loads.calibrate(client, load.seed)
         plan = [
             (at_s, ask_of(load, str(number), calibration))
             for number, at_s in enumerate(arrivals_of(load.seed, rate, load.seconds))
         ]
-        tasks: list[asyncio.Task[Record]] = []
+        tasks: list[asyncio.Task[RequestResult]] = []
         lates: list[float] = []
         begun_s = perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -150,11 +150,11 @@ def arrivals_of(seed: str, rate: float, seconds: float) -> list[float]:
     return moments
 
 
-def divide(records: Sequence[Record]) -> tuple[list[Record], list[Record], list[Record]]:
+def divide(records: Sequence[RequestResult]) -> tuple[list[RequestResult], list[RequestResult], list[RequestResult]]:
     """Those that were turned away with 503, those that were served, and all others."""
-    refused: list[Record] = []
-    admitted: list[Record] = []
-    failed: list[Record] = []
+    refused: list[RequestResult] = []
+    admitted: list[RequestResult] = []
+    failed: list[RequestResult] = []
     for record in records:
         if record.error is None and record.arrivals:
             admitted.append(record)

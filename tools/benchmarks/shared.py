@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from pipeline.cli.bench.measure import Summary
-from pipeline.cli.bench.report import Report as BenchReport
+from pipeline.cli.bench.report import BenchReport
 from pipeline.errors import UserError
 from tools.benchmarks import report
 from tools.benchmarks.pairs import Reading

@@ -44,7 +44,7 @@ from tools.benchmarks.watch import Watch, memory_of
 from tools.soak import probes
 from tools.soak.after import Idle, settle
 from tools.soak.clients import OVERLOADED, PATIENCE_S, Outcome, known_extras, over_http, over_zmq
-from tools.soak.requests import Ask, draw
+from tools.soak.requests import RandomRequest, draw
 
 SETTINGS = (
     "execute.kv_cache_bytes=60MiB",
@@ -113,7 +113,7 @@ class Soak:
         if tasks:
             await asyncio.gather(*tasks)
 
-    async def _one(self, session: aiohttp.ClientSession, client: AsyncClient, ask: Ask) -> None:
+    async def _one(self, session: aiohttp.ClientSession, client: AsyncClient, ask: RandomRequest) -> None:
         if ask.door == "http":
             outcome = await over_http(session, self._server.url, client.info.model, ask)
         else:

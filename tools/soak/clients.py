@@ -13,7 +13,7 @@ from pipeline.cli.bench.client import ServerError, message_of, reason_of
 from pipeline.client.client import AsyncClient, ConnectionLost, RequestError
 from pipeline.client.sampling_params import SamplingParams
 from tools.soak.endings import Endings
-from tools.soak.requests import EXTRAS, Ask
+from tools.soak.requests import EXTRAS, RandomRequest
 
 PATIENCE_S = 300.0
 """Every answer has ended by then."""
@@ -31,7 +31,7 @@ class Outcome(msgspec.Struct, frozen=True):
     words: str = ""
 
 
-async def over_http(session: aiohttp.ClientSession, url: str, model: str, ask: Ask) -> Outcome:
+async def over_http(session: aiohttp.ClientSession, url: str, model: str, ask: RandomRequest) -> Outcome:
     """Ask /v1/completions, and judge the answer."""
     body = {"model": model, "prompt": ask.prompt, "stream": ask.streams} | ask.params | ask.extras
 
@@ -75,7 +75,7 @@ async def _read_events(response: aiohttp.ClientResponse, endings: Endings) -> st
     return error
 
 
-async def over_zmq(client: AsyncClient, ask: Ask) -> Outcome:
+async def over_zmq(client: AsyncClient, ask: RandomRequest) -> Outcome:
     """Ask at the ZeroMQ door, and judge the answer."""
     params, options = _for_zmq(ask)
     endings = Endings(ask.n)
@@ -101,7 +101,7 @@ async def over_zmq(client: AsyncClient, ask: Ask) -> Outcome:
     return await _patiently(answered, ask, leaves=not ask.says_so)
 
 
-def _for_zmq(ask: Ask) -> tuple[SamplingParams, dict[str, Any]]:
+def _for_zmq(ask: RandomRequest) -> tuple[SamplingParams, dict[str, Any]]:
     """Parameters, and what goes beside them: an extra goes where the client has a place for it."""
     inside = {name: ask.extras[name] for name in ask.extras if name in SamplingParams.__struct_fields__}
     beside = {name: ask.extras[name] for name in ask.extras if name in _GENERATE}
@@ -111,7 +111,7 @@ def _for_zmq(ask: Ask) -> tuple[SamplingParams, dict[str, Any]]:
 _GENERATE = tuple(inspect.signature(AsyncClient.generate).parameters)
 
 
-async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: Ask, leaves: bool = True) -> Outcome:
+async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: RandomRequest, leaves: bool = True) -> Outcome:
     """Wait for an answer, for as long as this client does."""
     is_leaving = leaves and ask.leave_after_s is not None
     limit_s = ask.leave_after_s if is_leaving else PATIENCE_S
@@ -128,7 +128,7 @@ async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: Ask, leave
         return Outcome("wrong", f"an answer that can't be read: {error!r}")
 
 
-def of_status(status: int, message: str, ask: Ask) -> Outcome:
+def of_status(status: int, message: str, ask: RandomRequest) -> Outcome:
     """What an answer means that is none."""
     if status == OVERLOADED:
         return Outcome("refused")
@@ -137,7 +137,7 @@ def of_status(status: int, message: str, ask: Ask) -> Outcome:
     return Outcome("wrong", f"{status}: {message}")
 
 
-def _judged(error: str | None, endings: Endings, ask: Ask) -> Outcome:
+def _judged(error: str | None, endings: Endings, ask: RandomRequest) -> Outcome:
     has_deadline = "timeout_s" in ask.extras
     if error is not None:
         return Outcome("timed out") if has_deadline else Outcome("wrong", f"error in the stream: {error}")

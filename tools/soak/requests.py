@@ -17,7 +17,7 @@ EXTRAS = ("priority", "cache_salt", "timeout_s")
 """Fields that a server may not know."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class RandomRequest(msgspec.Struct, frozen=True):
     """One request of the soak."""
 
     door: Literal["http", "zmq"]
@@ -38,7 +38,7 @@ class Ask(msgspec.Struct, frozen=True):
         return n
 
 
-def draw(rng: random.Random, known: frozenset[str]) -> Ask:
+def draw(rng: random.Random, known: frozenset[str]) -> RandomRequest:
     """One request; `known` are the EXTRAS that the server takes."""
     params: dict[str, Any] = {
         "n": rng.choice((1, 1, 1, 1, 2, 3, 4)),
@@ -52,7 +52,7 @@ def draw(rng: random.Random, known: frozenset[str]) -> Ask:
     if rng.random() < 0.2:
         params["top_p"] = 0.9
     door: Literal["http", "zmq"] = rng.choice(("http", "http", "zmq"))
-    return Ask(
+    return RandomRequest(
         door=door,
         streams=door == "zmq" or rng.random() < 0.7,
         prompt=_prompt(rng),

@@ -12,7 +12,7 @@ from pipeline.cli.bench.tally import Tally, error_text
 MAX_SHOWN_BYTES = 300
 
 
-class Record(msgspec.Struct):
+class RequestResult(msgspec.Struct):
     """What became of one request. Times are in seconds of `perf_counter`."""
 
     sent_s: float
@@ -30,7 +30,7 @@ class ServerError(Exception):
     """The server can't be used, in words for the user."""
 
 
-class Client:
+class BenchClient:
     """Requests to one model of one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, endpoint: str) -> None:
@@ -57,7 +57,7 @@ class Client:
                 return num_tokens
         raise ServerError(f"{self._url} reports no usage, so that prompts can't be sized in tokens; give words")
 
-    async def generate(self, prompt: str, options: dict[str, Any], tally: Tally | None = None) -> Record:
+    async def generate(self, prompt: str, options: dict[str, Any], tally: Tally | None = None) -> RequestResult:
         """Stream one answer to its end. Errors of server and connection are in the record. Whoever gives the tally,
         which has to be a new one, sees what has come before the end."""
         data = self._body(prompt, options | {"stream": True, "stream_options": {"include_usage": True}})
@@ -73,7 +73,7 @@ class Client:
                     tally.error = f"{response.status}: {message_of(await response.read())}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             tally.error = reason_of(error)
-        return Record(
+        return RequestResult(
             sent_s,
             perf_counter(),
             tally.arrivals,

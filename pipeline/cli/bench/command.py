@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from pipeline.cli.bench import words
-from pipeline.cli.bench.client import Client, Record, ServerError, open_session
-from pipeline.cli.bench.loop import ClosedLoop, Level, Plan
+from pipeline.cli.bench.client import BenchClient, RequestResult, ServerError, open_session
+from pipeline.cli.bench.loop import ClosedLoop, Level, LoadPlan
 from pipeline.cli.bench.measure import Summary, summarize
 from pipeline.cli.bench.options import Length, Workload, workload_of
-from pipeline.cli.bench.report import Report, as_json, as_table, console
+from pipeline.cli.bench.report import BenchReport, as_json, as_table, console
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.config.load import ConfigError
 from pipeline.runtime.api_keys import keep_out_of_core_dumps, of_client
@@ -61,7 +61,7 @@ def _check(workload: Workload) -> None:
         )
 
 
-def _run_loop(work: Coroutine[Any, Any, Report]) -> Report:
+def _run_loop(work: Coroutine[Any, Any, BenchReport]) -> BenchReport:
     try:
         import uvloop
     except ImportError:  # not to be had on every platform that can measure
@@ -69,11 +69,11 @@ def _run_loop(work: Coroutine[Any, Any, Report]) -> Report:
     return uvloop.run(work)
 
 
-async def _measure(args: argparse.Namespace, workload: Workload) -> Report:
+async def _measure(args: argparse.Namespace, workload: Workload) -> BenchReport:
     if key := of_client(args.api_key):
         keep_out_of_core_dumps()
     async with open_session(key, args.timeout) as session:
-        client = Client(session, args.url, args.model, workload.endpoint)
+        client = BenchClient(session, args.url, args.model, workload.endpoint)
         if client.model == "auto":
             await client.find_model()
         calibration = await _calibrate(client, workload)
@@ -84,10 +84,10 @@ async def _measure(args: argparse.Namespace, workload: Workload) -> Report:
             for concurrency in workload.concurrencies:
                 level = await _level(client, workload, concurrency, (num_words, num_shared), bar)
                 levels.append(summarize(level))
-        return Report(args.url, client.model, VERSION, workload, levels)
+        return BenchReport(args.url, client.model, VERSION, workload, levels)
 
 
-async def _calibrate(client: Client, workload: Workload) -> words.Calibration | None:
+async def _calibrate(client: BenchClient, workload: Workload) -> words.Calibration | None:
     """How the server counts words; None where all lengths are in words anyway."""
     if all(length.unit == "words" or length.count == 0 for length in (workload.prompt, workload.shared_prefix)):
         return None
@@ -105,16 +105,18 @@ def _num_words(length: Length, calibration: words.Calibration | None) -> int:
     return calibration.words_for(length.count)
 
 
-async def _level(client: Client, workload: Workload, concurrency: int, lengths: tuple[int, int], bar: "_Bar") -> Level:
+async def _level(
+    client: BenchClient, workload: Workload, concurrency: int, lengths: tuple[int, int], bar: "_Bar"
+) -> Level:
     options: dict[str, Any] = {"temperature": workload.temperature}
     if workload.ignore_eos:
         options["ignore_eos"] = True
 
-    async def generate(name: str, part: float) -> Record:
+    async def generate(name: str, part: float) -> RequestResult:
         prompt = words.prompt(workload.seed, f"{concurrency}/{name}", *lengths)
         return await client.generate(prompt, options | {"max_tokens": max(1, round(part * workload.output_tokens))})
 
-    plan = Plan(concurrency, workload.duration_s, workload.num_requests, workload.num_warmups)
+    plan = LoadPlan(concurrency, workload.duration_s, workload.num_requests, workload.num_warmups)
     bar.next(f"{concurrency} streams")
     return await ClosedLoop(plan, generate, bar.update).run()
 

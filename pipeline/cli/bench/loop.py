@@ -6,13 +6,13 @@ from time import perf_counter
 
 import msgspec
 
-from pipeline.cli.bench.client import Record
+from pipeline.cli.bench.client import RequestResult
 
-Generate = Callable[[str, float], Awaitable[Record]]
+Generate = Callable[[str, float], Awaitable[RequestResult]]
 """(name of the request, part of the output to ask for) → its record"""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class LoadPlan(msgspec.Struct, frozen=True):
     """How long one level lasts: `duration_s` seconds, or `num_requests` requests where that is not None."""
 
     concurrency: int
@@ -28,17 +28,17 @@ class Level(msgspec.Struct):
     concurrency: int
     opened_s: float
     closed_s: float
-    records: list[Record]
+    records: list[RequestResult]
 
 
 class ClosedLoop:
     """One level. `run` may be awaited once."""
 
-    def __init__(self, plan: Plan, generate: Generate, progress: Callable[["ClosedLoop"], None]) -> None:
+    def __init__(self, plan: LoadPlan, generate: Generate, progress: Callable[["ClosedLoop"], None]) -> None:
         self._plan = plan
         self._generate = generate
         self._progress = progress
-        self._records: list[Record] = []
+        self._records: list[RequestResult] = []
         self._num_warming = plan.concurrency
         self._warm = asyncio.Event()
         self._opened_s = float("inf")

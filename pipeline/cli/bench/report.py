@@ -27,7 +27,7 @@ LEAST_WIDTH = 130
 """Of a table that goes into a file or a pipe, where there is no terminal to fit."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class BenchReport(msgspec.Struct, frozen=True):
     """One run of `pipeline bench`."""
 
     url: str
@@ -38,12 +38,12 @@ class Report(msgspec.Struct, frozen=True):
     levels: list[Summary]
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: BenchReport) -> bytes:
     """The report as indented JSON, with a final newline."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def as_table(report: Report) -> Table:
+def as_table(report: BenchReport) -> Table:
     """One row for each concurrency."""
     table = Table(title=_title(report), title_justify="left", caption=_caption(report), caption_justify="left")
     for heading in HEADINGS:
@@ -72,7 +72,7 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, width=LEAST_WIDTH)
 
 
-def _title(report: Report) -> str:
+def _title(report: BenchReport) -> str:
     workload = report.workload
     shared = workload.shared_prefix
     prefix = f" ({shared.count} {shared.unit} shared)" if shared.count else ""
@@ -82,7 +82,7 @@ def _title(report: Report) -> str:
     )
 
 
-def _caption(report: Report) -> str:
+def _caption(report: BenchReport) -> str:
     lines = ["Times in milliseconds."]
     if any(level.tokens_are_chunks for level in report.levels):
         lines.append("The server reports no usage: each chunk counts as one token, and prompts as none.")

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.cli.chat.connection import AnswerError, Connection
-from pipeline.cli.chat.conversation import Conversation
+from pipeline.cli.chat.connection import AnswerError, ChatConnection
+from pipeline.cli.chat.conversation import ChatHistory
 from pipeline.cli.chat.dialogue import FAILED, Dialogue
 from pipeline.cli.chat.options import DEFAULT_URL
-from pipeline.cli.chat.reader import Reader
+from pipeline.cli.chat.reader import LineReader
 from pipeline.cli.chat.screen import Screen
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.client.embedded.server_log import http_address
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     screen = Screen(is_live=sys.stdin.isatty() and sys.stdout.isatty())
     with asyncio.Runner() as runner:
         own: EmbeddedServer | None = None
-        connection: Connection | None = None
+        connection: ChatConnection | None = None
         try:
             connection, url = _running(args, runner)
             if connection is None:
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 connection = runner.run(_connect(args, url, None, key))
             screen.remark(f"{connection.model} at {url} · /help lists commands, Ctrl-D ends")
             dialogue = Dialogue(
-                runner, connection, Conversation(args.system), _options(args), screen, lambda: _why_gone(own)
+                runner, connection, ChatHistory(args.system), _options(args), screen, lambda: _why_gone(own)
             )
-            return dialogue.run(Reader(screen.is_live))
+            return dialogue.run(LineReader(screen.is_live))
         except (AnswerError, UserError) as error:
             print(f"pipeline chat: error: {error}", file=sys.stderr)
             return FAILED
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 own.close()
 
 
-def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[Connection | None, str]:
+def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[ChatConnection | None, str]:
     """The server that runs already, if that is what is wanted. Raises AnswerError where it can't be talked to."""
     model = getattr(args, "model", None)
     if args.url:
@@ -73,10 +73,10 @@ def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[Connecti
         raise AnswerError(f"{error}; give --url for another server, or --model for one of its own") from error
 
 
-async def _connect(args: argparse.Namespace, url: str, model: str | None, key: str | None = None) -> Connection:
+async def _connect(args: argparse.Namespace, url: str, model: str | None, key: str | None = None) -> ChatConnection:
     if key := key or of_client(args.api_key):
         keep_out_of_core_dumps()
-    connection = Connection(url, model, key, args.timeout)
+    connection = ChatConnection(url, model, key, args.timeout)
     try:
         if model is None:
             await connection.find_model()

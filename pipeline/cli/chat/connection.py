@@ -29,7 +29,7 @@ class AnswerError(Exception):
         """Whether the server could not be reached, broke off, or is going down."""
 
 
-class Answer(msgspec.Struct):
+class ChatAnswer(msgspec.Struct):
     """What is known of an answer, while it comes and afterwards. Times are in seconds of `perf_counter`."""
 
     asked_s: float
@@ -42,7 +42,7 @@ class Answer(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Connection:
+class ChatConnection:
     """A model of a server. To be made inside a running event loop, and closed in it."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, timeout_s: float) -> None:
@@ -76,7 +76,7 @@ class Connection:
                 return model
         raise AnswerError(f"{url} lists no model; name one with --model")
 
-    async def stream(self, turns: Sequence[Turn], options: dict[str, Any], answer: Answer) -> AsyncIterator[str]:
+    async def stream(self, turns: Sequence[Turn], options: dict[str, Any], answer: ChatAnswer) -> AsyncIterator[str]:
         """The text of an answer, piece by piece; `answer` is kept up to date. Raises AnswerError.
 
         Leaving it early closes the connection, which has the server stop.
@@ -120,7 +120,7 @@ class _Events:
                 yield line[5:].strip()
 
 
-def _take(data: bytes, answer: Answer) -> str:
+def _take(data: bytes, answer: ChatAnswer) -> str:
     """Read one event into the answer, and return its text."""
     if data == b"[DONE]" or not data:
         return ""

@@ -15,7 +15,7 @@ class Turn(msgspec.Struct, frozen=True):
     content: str
 
 
-class Conversation:
+class ChatHistory:
     """The turns so far. A question whose answer failed is not among them, and is remembered for another try."""
 
     def __init__(self, system: str | None = None) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.cli.chat.connection import Answer, AnswerError, Connection
-from pipeline.cli.chat.conversation import Conversation, Turn
-from pipeline.cli.chat.reader import Reader
+from pipeline.cli.chat.connection import AnswerError, ChatAnswer, ChatConnection
+from pipeline.cli.chat.conversation import ChatHistory, Turn
+from pipeline.cli.chat.reader import LineReader
 from pipeline.cli.chat.screen import Screen, described
 
 OK, FAILED = 0, 1
@@ -32,8 +32,8 @@ class Dialogue:
     def __init__(
         self,
         runner: asyncio.Runner,
-        connection: Connection,
-        conversation: Conversation,
+        connection: ChatConnection,
+        conversation: ChatHistory,
         options: dict[str, Any],
         screen: Screen,
         why_gone: Callable[[], str | None],
@@ -56,7 +56,7 @@ class Dialogue:
             "/exit": self._quit,
         }
 
-    def run(self, reader: Reader) -> int:
+    def run(self, reader: LineReader) -> int:
         """Until the end of what is read. Returns the exit code: 1 where a question had no answer, unless a person saw
         it."""
         while not self._is_over:
@@ -85,7 +85,7 @@ class Dialogue:
     # -------------------------------------------------------------------------------------------------- an answer
 
     def _ask(self, question: str) -> None:
-        answer = Answer(perf_counter())
+        answer = ChatAnswer(perf_counter())
         pieces: list[str] = []
         turns = self._conversation.with_question(question)
         try:
@@ -104,7 +104,7 @@ class Dialogue:
             self._screen.remark(described(answer))
             self._remark_end(answer)
 
-    async def _show(self, turns: list[Turn], answer: Answer, pieces: list[str]) -> None:
+    async def _show(self, turns: list[Turn], answer: ChatAnswer, pieces: list[str]) -> None:
         async for text in self._connection.stream(turns, self._options, answer):
             pieces.append(text)
             self._screen.text(text)
@@ -127,7 +127,7 @@ class Dialogue:
         else:
             self._screen.remark("/retry asks again")
 
-    def _remark_end(self, answer: Answer) -> None:
+    def _remark_end(self, answer: ChatAnswer) -> None:
         limit = self._options.get("max_tokens")
         if answer.finish_reason == "length":
             is_limit = limit is not None and (answer.num_tokens is None or answer.num_tokens >= limit)

@@ -6,7 +6,7 @@ PROMPT, MORE = "> ", "… "
 FENCE = '"""'
 
 
-class Reader:
+class LineReader:
     """Reads one question after the other. A person may write one on several lines; of a pipe each line is one."""
 
     def __init__(self, is_live: bool) -> None:

@@ -4,7 +4,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from pipeline.cli.chat.connection import Answer
+from pipeline.cli.chat.connection import ChatAnswer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,7 @@ class Screen:
         return self._console
 
 
-def described(answer: Answer) -> str:
+def described(answer: ChatAnswer) -> str:
     """How fast an answer came: `42 tokens · first after 0.05 s · 104.2 tokens/s`."""
     num_tokens = answer.num_chunks if answer.num_tokens is None else answer.num_tokens
     about = "about " if answer.num_tokens is None else ""

@@ -15,7 +15,7 @@ PREFIX = 48
 """Ids that rows behind a cached prefix have in common: three blocks."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class CheckPlan(msgspec.Struct, frozen=True):
     """What both sides compute."""
 
     prompts: list[list[int]]
@@ -23,7 +23,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ComputedCase:
     """The logits that one way of computing them has behind some ids."""
 
     way: str
@@ -40,7 +40,7 @@ class Ours:
     """As people know it."""
     exact: bool
     """Whether it computes in float32 all through; else with matrices, keys and values in bfloat16."""
-    made: list[Made] = field(default_factory=list)
+    made: list[ComputedCase] = field(default_factory=list)
     texts: dict[str, list[list[int]]] = field(default_factory=dict)
     """The greedy ids behind each prompt, by the way in which they were computed."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.cli.check.cases import Logits, Ours, Plan, Theirs
+from pipeline.cli.check.cases import CheckPlan, Logits, Ours, Theirs
 
 EXACT = 1e-4
 """Of a logit, in float32; times their standard deviation, where that is above 1."""
@@ -40,7 +40,7 @@ class Finding:
         return self.worst <= self.allowed and self.num_same + self.num_undecided == self.num_texts
 
 
-def judge(plan: Plan, ours: Ours, theirs: Theirs) -> list[Finding]:
+def judge(plan: CheckPlan, ours: Ours, theirs: Theirs) -> list[Finding]:
     """A finding for each way."""
     spread = float(np.mean([logits.std() for logits in theirs.logits.values()]))
     allowed = EXACT * max(1.0, spread) if ours.exact else ROUNDED

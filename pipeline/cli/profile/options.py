@@ -2,7 +2,7 @@
 
 import argparse
 
-from pipeline.cli.profile.results import Plan
+from pipeline.cli.profile.results import ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 
 MAX_SEQS = 4096
@@ -55,9 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace) -> ProfilePlan:
     """The plan that the options make."""
-    return Plan(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape)
+    return ProfilePlan(args.batch, args.context, args.prefill, args.rounds, args.against, args.shape)
 
 
 # argparse shows an ArgumentTypeError's words after the name of the option.

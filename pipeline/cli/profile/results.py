@@ -20,7 +20,7 @@ class Case(msgspec.Struct, frozen=True):
         return self.num_seqs * self.num_new
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ProfilePlan(msgspec.Struct, frozen=True):
     """What to measure."""
 
     batches: tuple[int, ...]
@@ -127,7 +127,7 @@ class Profile(msgspec.Struct, frozen=True):
     kernels: str
     cpu: str
     num_threads: int
-    plan: Plan
+    plan: ProfilePlan
     before: Rates | None
     """None where the kernels can't tell what an op must do, so that there are no floors."""
     after: Rates | None

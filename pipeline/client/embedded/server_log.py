@@ -14,7 +14,7 @@ _COMMAND = "pipeline: error: "
 """How the command line begins what it has to say."""
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One event."""
 
     level: str
@@ -32,16 +32,16 @@ class _JsonLine(msgspec.Struct):
 _json: msgspec.json.Decoder[_JsonLine] = msgspec.json.Decoder(_JsonLine)
 
 
-def parsed(line: str) -> Line | None:
+def parsed(line: str) -> LogLine | None:
     """A line as an event; None where it is none."""
     if match := _TEXT.match(line):
-        return Line(_LEVELS.get(match[1], match[1]), match[2], match[3])
+        return LogLine(_LEVELS.get(match[1], match[1]), match[2], match[3])
     if line.startswith("{"):
         try:
             event = _json.decode(line)
         except msgspec.DecodeError:
             return None
-        return Line(event.level, event.stage, event.message)
+        return LogLine(event.level, event.stage, event.message)
     return None
 
 

@@ -15,7 +15,7 @@ BARE_KEYS = ("name", "type", "function", "id", *ARGUMENTS)
 MAX_NAME_CHARS = 256
 
 
-class State(Enum):
+class ObjectState(Enum):
     OPEN = "more is to come"
     ENDED = "the object is whole"
     BROKEN = "it is no call, and nothing of it was given out"
@@ -32,7 +32,7 @@ class CallObject:
     """
 
     def __init__(self, index: int, bare_names: Collection[str] | None = None) -> None:
-        self.state = State.OPEN
+        self.state = ObjectState.OPEN
         self.has_begun = False
         self._index = index
         self._bare_names = bare_names
@@ -64,7 +64,7 @@ class CallObject:
 
     def push(self, text: str, at: int, out: list[Event]) -> int:
         """Read on at `text[at]`. Returns the place up to which the text is the call's."""
-        while self.state is State.OPEN and at < len(text):
+        while self.state is ObjectState.OPEN and at < len(text):
             begin, at = at, self._read(text, at, out)
             if not self.has_begun:
                 self._raw.append(text[begin:at])
@@ -204,7 +204,7 @@ class CallObject:
         if not self.has_begun and self._name is not None:  # a function may be called without any
             self._arguments = "{}"
             self._begin(out)
-        self.state = State.ENDED if self.has_begun else State.BROKEN
+        self.state = ObjectState.ENDED if self.has_begun else ObjectState.BROKEN
         if self.has_begun:
             out.append(CallEnded(self._index))
         return end
@@ -214,7 +214,7 @@ class CallObject:
         return self._end(at, out) if self.has_begun else self._give_up(at)
 
     def _give_up(self, at: int) -> int:
-        self.state = State.BROKEN
+        self.state = ObjectState.BROKEN
         return at
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
-from pipeline.text.formats.call_object import SPACE, CallObject, State
+from pipeline.text.formats.call_object import SPACE, CallObject, ObjectState
 from pipeline.text.formats.events import Content, Event
 from pipeline.text.formats.marks import Marks
 
@@ -90,11 +90,11 @@ class CallParser(ABC):
             self._num_calls += 1
             self._space.clear()
             self._candidate.clear()
-        if self._object.state is State.ENDED:
+        if self._object.state is ObjectState.ENDED:
             self._is_behind_call = True
             self._object = CallObject(self._num_calls)
             self._read = self._behind
-        elif self._object.state is State.BROKEN:
+        elif self._object.state is ObjectState.BROKEN:
             self._no_call(out)
         return at
 

@@ -13,9 +13,9 @@ from pipeline.text.formats.hermes import Hermes
 from pipeline.text.formats.llama3 import Llama3
 from pipeline.text.formats.mistral import Mistral
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
-from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningParser, Stage
+from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
 from pipeline.text.formats.specials import Specials
-from pipeline.text.formats.tool_format import AddedToken, Call, Lark, Tool, ToolFormat, Written
+from pipeline.text.formats.tool_format import AddedToken, CallRule, Lark, ToolFormat, ToolSpec, Written
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
 """The first that detects a template is its own."""
@@ -27,7 +27,7 @@ TAIL_CHARS = 64
 
 BLANK = r"/\n*/"
 
-_tools = msgspec.json.Decoder(list[Tool])
+_tools = msgspec.json.Decoder(list[ToolSpec])
 
 
 class _Tokenizer(msgspec.Struct):
@@ -138,11 +138,11 @@ class ChatFormats(msgspec.Struct, frozen=True):
     def behind_reasoning(self, grammar: str, tail: str) -> str:
         """The grammar of a whole reply whose answer is to match `grammar`: reasoning before it is free. `tail` is the
         end of the prompt's text, TAIL_CHARS of it or more."""
-        if self.reasoning is None or (stage := self.reasoning.stage_of(tail)) is Stage.OVER:
+        if self.reasoning is None or (stage := self.reasoning.stage_of(tail)) is ReasoningStage.OVER:
             return grammar
         lark = Lark(self.template, self.added)
         thought = f"{lark.until(self.reasoning.end)} {lark.rule(BLANK)}"
-        if stage is Stage.UNSAID:
+        if stage is ReasoningStage.UNSAID:
             thought = f"({lark.mark(self.reasoning.start)} {thought})?"
         return _joined(lark.grammar(f"{thought} @answer").lark(), answer=grammar)
 
@@ -150,7 +150,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
         functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
         if not functions:
             raise ValueError(f"there is no tool of the name {name!r}")
-        calls = [Call(one.name, lark.schema(one.schema)) for one in functions]
+        calls = [CallRule(one.name, lark.schema(one.schema)) for one in functions]
         return form.grammar(lark, calls, parallel=parallel and name is None)
 
     def _is_special(self, mark: str) -> bool:

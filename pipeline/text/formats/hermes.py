@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pipeline.text.formats.call_object import SPACE, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import Call, Lark, ToolFormat
+from pipeline.text.formats.tool_format import CallRule, Lark, ToolFormat
 
 START = "<tool_call>"
 END = "</tool_call>"
@@ -29,7 +29,7 @@ class Hermes(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "HermesParser":
         return HermesParser((START,), hidden, names)
 
-    def grammar(self, lark: Lark, calls: list[Call], *, parallel: bool) -> str:
+    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
         line = lark.text("\n")
         begin, end = f"{lark.mark(START)} {line}", f"{line} {lark.mark(END)}"
         one = lark.one_of([f"{begin} {lark.object_of(call, 'arguments')} {end}" for call in calls])

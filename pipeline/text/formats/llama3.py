@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pipeline.text.formats.call_object import SPACE, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import Call, Lark, ToolFormat
+from pipeline.text.formats.tool_format import CallRule, Lark, ToolFormat
 
 START = "<|python_tag|>"
 HEADS = ("<|start_header_id|>", "<|header_start|>")
@@ -30,7 +30,7 @@ class Llama3(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "Llama3Parser":
         return Llama3Parser((START,), hidden, names)
 
-    def grammar(self, lark: Lark, calls: list[Call], *, parallel: bool) -> str:
+    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
         one = lark.one_of([lark.object_of(call, "parameters") for call in calls])
         between = "" if HEADS[1] in lark.template else lark.text("; ")
         return f"{one} ({between} {one})*" if parallel else one

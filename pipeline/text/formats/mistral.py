@@ -13,7 +13,7 @@ from random import Random
 from pipeline.text.formats.call_object import MAX_NAME_CHARS, SPACE, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import Call, Lark, ToolFormat
+from pipeline.text.formats.tool_format import CallRule, Lark, ToolFormat
 
 START = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -33,7 +33,7 @@ class Mistral(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "MistralParser":
         return MistralParser((START,), hidden, names)
 
-    def grammar(self, lark: Lark, calls: list[Call], *, parallel: bool) -> str:
+    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
         if ARGS in lark.template:
             ways = [f"{lark.mark(START)} {lark.text(call.name)} {lark.mark(ARGS)} {call.arguments}" for call in calls]
             return f"{lark.one_of(ways)}{'+' if parallel else ''}"

@@ -21,7 +21,7 @@ LINE = "\n"
 SPACE = " \t\r\n"
 
 
-class Stage(Enum):
+class ReasoningStage(Enum):
     """Where a reply begins."""
 
     OPEN = "in the reasoning"
@@ -34,21 +34,21 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """As in `chat.reasoning_parser`."""
     start: str
     end: str
-    unsaid: Stage
+    unsaid: ReasoningStage
     """How a reply begins whose prompt has neither mark at its end."""
 
     def detects(self, template: str) -> bool:
         """Whether a chat template is of a model that reasons so."""
         return self.end in template
 
-    def stage_of(self, prompt_tail: str) -> Stage:
+    def stage_of(self, prompt_tail: str) -> ReasoningStage:
         """Where the reply to a prompt begins that ends so."""
         start, end = prompt_tail.rfind(self.start), prompt_tail.rfind(self.end)
         if start == end:  # neither
             return self.unsaid
-        return Stage.OPEN if start > end else Stage.OVER
+        return ReasoningStage.OPEN if start > end else ReasoningStage.OVER
 
-    def parser(self, stage: Stage) -> "ReasoningParser":
+    def parser(self, stage: ReasoningStage) -> "ReasoningParser":
         return ReasoningParser(self, stage)
 
 
@@ -58,9 +58,9 @@ class _DeepSeek(ReasoningFormat, frozen=True):
 
 
 FORMATS: tuple[ReasoningFormat, ...] = (
-    _DeepSeek("deepseek_r1", "<think>", "</think>", Stage.OPEN),
-    ReasoningFormat("qwen3", "<think>", "</think>", Stage.UNSAID),
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]", Stage.UNSAID),
+    _DeepSeek("deepseek_r1", "<think>", "</think>", ReasoningStage.OPEN),
+    ReasoningFormat("qwen3", "<think>", "</think>", ReasoningStage.UNSAID),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ReasoningStage.UNSAID),
 )
 """The first that detects a template is its own."""
 
@@ -69,7 +69,7 @@ class ReasoningParser:
     """Parts a reply, in pieces, into its reasoning and what follows. Empty lines around the reasoning belong to the
     marks: templates write them."""
 
-    def __init__(self, form: ReasoningFormat, stage: Stage) -> None:
+    def __init__(self, form: ReasoningFormat, stage: ReasoningStage) -> None:
         self._form = form
         self._stage = stage
         self._end = Marks.of(frozenset((form.end,)))
@@ -84,16 +84,16 @@ class ReasoningParser:
 
     def push(self, text: str, out: list[Event]) -> str:
         """Append the reasoning in a text to `out`; returns what of the text is not."""
-        if self._stage is Stage.OVER and not self._is_just_over:
+        if self._stage is ReasoningStage.OVER and not self._is_just_over:
             return text
         text, self._rest = self._rest + text, ""
-        if self._is_first and self._stage is not Stage.OVER:
+        if self._is_first and self._stage is not ReasoningStage.OVER:
             text = self._first(text)
             if self._is_first:
                 return ""
-        if self._stage is Stage.OPEN:
+        if self._stage is ReasoningStage.OPEN:
             text = self._reason(text, out)
-        if self._stage is Stage.OVER and self._is_just_over:
+        if self._stage is ReasoningStage.OVER and self._is_just_over:
             text = text.lstrip(LINE)
             self._is_just_over = not text
         return text
@@ -102,7 +102,7 @@ class ReasoningParser:
         """What is left at the reply's end; likewise."""
         rest = "".join(self._space) + self._rest
         self._space, self._rest = [], ""
-        if self._stage is not Stage.OPEN:
+        if self._stage is not ReasoningStage.OPEN:
             return rest
         if rest:
             out.append(Reasoning(rest))
@@ -116,14 +116,14 @@ class ReasoningParser:
             self._space.append(space)
             return ""
         if word.startswith(self._form.start):
-            self._stage, word = Stage.OPEN, word.removeprefix(self._form.start)
+            self._stage, word = ReasoningStage.OPEN, word.removeprefix(self._form.start)
             self._space.clear()
         elif self._form.start.startswith(word):
             self._space.append(space)
             self._rest = word
             return ""
         else:
-            self._stage = Stage.OPEN if self._stage is Stage.OPEN else Stage.OVER
+            self._stage = ReasoningStage.OPEN if self._stage is ReasoningStage.OPEN else ReasoningStage.OVER
             word = "".join(self._space) + space + word
             self._space.clear()
         self._is_first = False
@@ -138,7 +138,7 @@ class ReasoningParser:
             self._rest = text[held:]
             return ""
         self._space.clear()
-        self._stage = Stage.OVER
+        self._stage = ReasoningStage.OVER
         self._is_just_over = True
         return text[found.end() :]
 

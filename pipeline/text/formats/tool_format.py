@@ -12,7 +12,7 @@ NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": fa
 """The schema of a function that says none: it takes none."""
 
 
-class Function(msgspec.Struct, frozen=True):
+class ToolFunction(msgspec.Struct, frozen=True):
     name: str
     parameters: Raw = Raw()
     """A JSON schema"""
@@ -30,10 +30,10 @@ class Function(msgspec.Struct, frozen=True):
         return f'{{"type": "object"{", " if keys else ""}{text[1:].lstrip()}'
 
 
-class Tool(msgspec.Struct, frozen=True):
+class ToolSpec(msgspec.Struct, frozen=True):
     """A tool of a request, as far as a reply depends on it."""
 
-    function: Function
+    function: ToolFunction
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class AddedToken(msgspec.Struct, frozen=True):
         return self.special or (self.content.startswith("<") and self.content.endswith(">"))
 
 
-class Call(msgspec.Struct, frozen=True):
+class CallRule(msgspec.Struct, frozen=True):
     """A tool's call in a grammar."""
 
     name: str
@@ -98,7 +98,7 @@ class Lark:
     def one_of(self, ways: Sequence[str]) -> str:
         return self.rule(" | ".join(ways))
 
-    def object_of(self, call: Call, key: str) -> str:
+    def object_of(self, call: CallRule, key: str) -> str:
         """A call as an object, written as templates write it."""
         name = msgspec.json.encode(call.name).decode()
         begin = self.text(f'{{"name": {name}, "{key}": ')
@@ -140,7 +140,7 @@ class ToolFormat(ABC):
         marks that are special tokens."""
 
     @abstractmethod
-    def grammar(self, lark: Lark, calls: list[Call], *, parallel: bool) -> str:
+    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
         """Exactly one of these calls, or with `parallel` one or more of them."""
 
     def call_id(self, key: int) -> str:

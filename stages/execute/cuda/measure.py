@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.cli.profile.results import Case, Plan, Profile
+from pipeline.cli.profile.results import Case, Profile, ProfilePlan
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig
@@ -36,7 +36,9 @@ DECODE_STEPS = 8
 IN_FLIGHT = 2
 
 
-def measure(settings: Settings, folder: Path, plan: Plan, num_threads: int, weights: Weights | None = None) -> Profile:
+def measure(
+    settings: Settings, folder: Path, plan: ProfilePlan, num_threads: int, weights: Weights | None = None
+) -> Profile:
     """Measure the steps of a plan; with `weights` in place of those that the folder names. Raises UserError where the
     model can't be run so, or the plan does not fit it."""
     log = logging.getLogger("pipeline")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, Made, Ours, Plan
+from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, ComputedCase, Ours
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
@@ -33,7 +33,7 @@ def set_up(settings: Settings) -> None:
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def compute(settings: Settings, folder: Path, plan: Plan) -> Iterator[Ours]:
+def compute(settings: Settings, folder: Path, plan: CheckPlan) -> Iterator[Ours]:
     """The plan by torch in float32; then in bfloat16 by what a server would take, unless that is torch; on a GPU in
     float32 as well. Raises UserError where the model can't be run so."""
     import torch
@@ -47,7 +47,7 @@ def compute(settings: Settings, folder: Path, plan: Plan) -> Iterator[Ours]:
         yield _ours(_settings(settings, folder, plan, "bfloat16", kernels, device), folder, plan)
 
 
-def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels: str, device: str) -> Settings:
+def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, kernels: str, device: str) -> Settings:
     """With just the memory that the plan takes: every prompt and its text, once more for rows that share nothing."""
     import torch
 
@@ -74,7 +74,7 @@ def _settings(settings: Settings, folder: Path, plan: Plan, dtype: str, kernels:
     )
 
 
-def _ours(settings: Settings, folder: Path, plan: Plan) -> Ours:
+def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> Ours:
     runner: Any
     if settings.execute.device == "cuda":
         from pipeline.stages.execute.cuda.available import require
@@ -101,7 +101,7 @@ def _ours(settings: Settings, folder: Path, plan: Plan) -> Ours:
 class _Ways:
     """Computes a plan in each way, keeping the logits of every sampled row."""
 
-    def __init__(self, runner: Any, ours: Ours, plan: Plan) -> None:
+    def __init__(self, runner: Any, ours: Ours, plan: CheckPlan) -> None:
         self._runner = runner
         self._ours = ours
         self._prompts = plan.prompts
@@ -167,7 +167,7 @@ class _Ways:
                     computed[row] += count
                     left -= count
             for row, token, logits in self._step(adds, entries):
-                self._ours.made.append(Made(self._way, tuple(known[row]), logits))
+                self._ours.made.append(ComputedCase(self._way, tuple(known[row]), logits))
                 known[row].append(token)
             adds = []
         self._drop(list(range(len(prompts))))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.cli.profile.results import Case, Floor, OpTime, Plan, Profile, Rates, StepTime
+from pipeline.cli.profile.results import Case, Floor, OpTime, Profile, ProfilePlan, Rates, StepTime
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
@@ -59,7 +59,7 @@ class Samples:
     against_s: list[float] = field(default_factory=list)
 
 
-def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Plan, num_threads: int) -> Profile:
+def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: ProfilePlan, num_threads: int) -> Profile:
     """Measure the steps of a plan. Raises UserError where the model can't be run so, or the plan does not fit it."""
     log = logging.getLogger("pipeline")
     cases = plan.cases()

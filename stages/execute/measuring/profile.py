@@ -5,14 +5,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.cli.profile.results import Plan, Profile
+from pipeline.cli.profile.results import Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.stage import SPIN_COUNT
 
 
-def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Profile:
+def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
     """Measure what `plan` names, in this process, with the kernels and threads that the stage would take.
 
     `prepare` returns the model's folder; it is called unless the plan names a shape. Raises UserError, in the user's
@@ -45,7 +45,7 @@ def profile(settings: Settings, plan: Plan, prepare: Callable[[], Path]) -> Prof
     return measure(settings, config, weights, plan, num_threads)
 
 
-def _on_gpu(settings: Settings, plan: Plan, folder: Path | None, num_threads: int) -> Profile:
+def _on_gpu(settings: Settings, plan: ProfilePlan, folder: Path | None, num_threads: int) -> Profile:
     import torch
 
     from pipeline.stages.execute.cuda.available import require

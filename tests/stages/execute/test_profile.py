@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.cli.profile.report import as_json
-from pipeline.cli.profile.results import Case, Plan, Profile, Rates
+from pipeline.cli.profile.results import Case, Profile, ProfilePlan, Rates
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -30,7 +30,7 @@ from pipeline.stages.execute.weights import Weights
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
 
-PLAN = Plan(batches=(1, 3), context=40, prefills=(20,), rounds=2)
+PLAN = ProfilePlan(batches=(1, 3), context=40, prefills=(20,), rounds=2)
 BEFORE = Rates(read_bytes=20e9, float32_flops=100e9, bf16_flops=90e9, int8_ops=300e9)
 AFTER = Rates(read_bytes=30e9, float32_flops=80e9, bf16_flops=95e9, int8_ops=280e9)
 BEST = Rates(read_bytes=30e9, float32_flops=100e9, bf16_flops=95e9, int8_ops=300e9)
@@ -51,7 +51,7 @@ def given_rates() -> Iterator[None]:
         yield
 
 
-def tiny(folder: Path, plan: Plan = PLAN, config: Settings | None = None) -> Profile:
+def tiny(folder: Path, plan: ProfilePlan = PLAN, config: Settings | None = None) -> Profile:
     model = ModelConfig.load(folder)
     chosen = config or settings(dtype="bfloat16", kv_mib=1)
     dtype = getattr(torch, chosen.execute.dtype)

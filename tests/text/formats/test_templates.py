@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.settings import Chat
 from pipeline.text.formats.chat_formats import TAIL_CHARS, ChatFormats
-from pipeline.text.formats.reasoning import Stage
+from pipeline.text.formats.reasoning import ReasoningStage
 from tests.stages.ingest.templates.chats import TEMPLATES, by_transformers
 from tests.text.formats.replies import Reply, read
 
@@ -98,14 +98,16 @@ def test_reasoning_comes_back() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "stage"),
     [
-        ("qwen3", {}, Stage.UNSAID),
-        ("qwen3", {"enable_thinking": False}, Stage.OVER),
-        ("deepseek-r1-distill", {}, Stage.OPEN),
-        ("deepseek-v3.1", {}, Stage.OVER),
-        ("deepseek-v3.1", {"thinking": True}, Stage.OPEN),
+        ("qwen3", {}, ReasoningStage.UNSAID),
+        ("qwen3", {"enable_thinking": False}, ReasoningStage.OVER),
+        ("deepseek-r1-distill", {}, ReasoningStage.OPEN),
+        ("deepseek-v3.1", {}, ReasoningStage.OVER),
+        ("deepseek-v3.1", {"thinking": True}, ReasoningStage.OPEN),
     ],
 )
-def test_the_end_of_a_prompt_says_where_its_reply_begins(name: str, kwargs: dict[str, Any], stage: Stage) -> None:
+def test_the_end_of_a_prompt_says_where_its_reply_begins(
+    name: str, kwargs: dict[str, Any], stage: ReasoningStage
+) -> None:
     prompt = by_transformers(SOURCES[name], ASKED, add_generation_prompt=True, kwargs=kwargs)
     reasoning = formats(name).reasoning
     assert reasoning is not None

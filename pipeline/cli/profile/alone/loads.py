@@ -35,7 +35,7 @@ FIRST_ID = 1000
 NUM_IDS = 8000
 
 
-class Load(Protocol):
+class StageDriver(Protocol):
     """Counts since its start."""
 
     num_tokens: int
@@ -48,17 +48,17 @@ class Load(Protocol):
     def close(self) -> None: ...
 
 
-def load_of(harness: Harness, num_streams: int, model: str) -> Load:
+def load_of(harness: Harness, num_streams: int, model: str) -> StageDriver:
     """`model` is the name that clients have to give."""
     match harness.stage:
         case "ingest":
-            return IngestLoad(harness, num_streams)
+            return IngestDriver(harness, num_streams)
         case "schedule":
-            return ScheduleLoad(harness, num_streams)
+            return ScheduleDriver(harness, num_streams)
         case "detokenize":
-            return DetokenizeLoad(harness, num_streams)
+            return DetokenizeDriver(harness, num_streams)
         case "gateway":
-            return GatewayLoad(harness, num_streams, model)
+            return GatewayDriver(harness, num_streams, model)
     raise KeyError(harness.stage)
 
 
@@ -72,7 +72,7 @@ class _NothingToClose:
         pass
 
 
-class IngestLoad(_NothingToClose):
+class IngestDriver(_NothingToClose):
     """Chats of about `NUM_PROMPT` tokens, no two alike."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
@@ -120,7 +120,7 @@ class IngestLoad(_NothingToClose):
             self.latencies_s.append(time.monotonic() - self._sent.pop(number))
 
 
-class ScheduleLoad(_NothingToClose):
+class ScheduleDriver(_NothingToClose):
     """Requests whose prompts have nothing in common, and an executor that takes no time."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
@@ -203,7 +203,7 @@ class ScheduleLoad(_NothingToClose):
 class _Steps:
     """Which steps are on their way: each is over when all its tokens have come out."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: StageDriver) -> None:
         self._load = load
         self._waiting: deque[tuple[int, float]] = deque()
         self._num_given = 0
@@ -222,7 +222,7 @@ class _Steps:
             self._load.latencies_s.append(time.monotonic() - self._waiting.popleft()[1])
 
 
-class DetokenizeLoad(_NothingToClose):
+class DetokenizeDriver(_NothingToClose):
     """Every step settles one id of each stream."""
 
     def __init__(self, harness: Harness, num_streams: int) -> None:
@@ -283,7 +283,7 @@ class DetokenizeLoad(_NothingToClose):
             self._next_seq += 1
 
 
-class GatewayLoad:
+class GatewayDriver:
     """Clients that stream a chat each over HTTP and read and forget, and a chain behind that takes no time."""
 
     def __init__(self, harness: Harness, num_streams: int, model: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.cli.profile.alone.clock import memory_bytes, used
 from pipeline.cli.profile.alone.harness import Harness
-from pipeline.cli.profile.alone.loads import Load, load_of
+from pipeline.cli.profile.alone.loads import StageDriver, load_of
 from pipeline.cli.profile.alone.result import Latency, StageProfile, limit_of
 from pipeline.cli.profile.flame_graph import write
 from pipeline.config.settings import Settings
@@ -87,7 +87,7 @@ def measure(
             return result
 
 
-def _run(load: Load, seconds: float, progress: Callable[[float], None]) -> None:
+def _run(load: StageDriver, seconds: float, progress: Callable[[float], None]) -> None:
     begun = told = time.monotonic()
     while (now := time.monotonic()) - begun < seconds:
         load.turn()

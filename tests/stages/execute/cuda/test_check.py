@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.cli.check.cases import Plan
+from pipeline.cli.check.cases import CheckPlan
 from pipeline.config.settings import Execute, Settings
 from pipeline.errors import UserError
 from pipeline.stages.execute.measuring import check
@@ -43,7 +43,7 @@ def test_float32_on_the_device_is_what_torch_makes_of_it(tmp_path: Path) -> None
     write(tmp_path)
     chance = random.Random(0)
     longest = [chance.randrange(3, 64) for _ in range(17)]
-    sides = check.compute(SETTINGS, tmp_path, Plan([longest, [*longest[:16], 9]]))
+    sides = check.compute(SETTINGS, tmp_path, CheckPlan([longest, [*longest[:16], 9]]))
     expected, ours = next(sides), next(sides)
     sides.close()
     assert (expected.program, ours.program) == ("torch, float32", "triton, Triton's interpreter, float32")
@@ -60,4 +60,4 @@ def test_without_a_gpu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("pipeline.supervisor.gpu.is_interpreted", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(UserError, match=r"execute\.device is 'cuda', but the torch that is installed"):
-        list(check.compute(SETTINGS, tmp_path, Plan([[5, 6, 7]])))
+        list(check.compute(SETTINGS, tmp_path, CheckPlan([[5, 6, 7]])))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.cli.profile.report import as_json, as_tables, console
-from pipeline.cli.profile.results import Case, Plan, Profile
+from pipeline.cli.profile.results import Case, Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.errors import UserError
@@ -33,7 +33,7 @@ SLIGHT = checkpoints.config_of(
     weight_files=[],
     tie_embeddings=True,
 )
-PLAN = Plan(batches=(2,), context=18, prefills=(3,), rounds=1, shape="slight")
+PLAN = ProfilePlan(batches=(2,), context=18, prefills=(3,), rounds=1, shape="slight")
 
 
 def settings(kv_mib: int = 1, dtype: str = "bfloat16") -> Settings:

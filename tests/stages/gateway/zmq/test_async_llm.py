@@ -10,8 +10,8 @@ import pytest
 
 from pipeline import AsyncLLM, RequestOutput, SamplingParams
 from pipeline.client import protocol as p
-from pipeline.client.prompts import Ready
-from pipeline.client.request_options import CallOptions
+from pipeline.client.prompts import CheckedPrompt
+from pipeline.client.request_options import RequestOptions
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
@@ -60,8 +60,8 @@ async def test_a_name_that_is_none_is_said_before_anything_is_sent(llm: AsyncLLM
 
 async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: Gate, llm: AsyncLLM) -> None:
     news: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-    ready = Ready(p.TextPrompt("Hi"), "Hi")
-    complete = llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers), CallOptions())
+    ready = CheckedPrompt(p.TextPrompt("Hi"), "Hi")
+    complete = llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers), RequestOptions())
     whole = asyncio.create_task(complete)
     submit = await do(gate.begin)
     async with asyncio.timeout(PATIENCE_S):
