@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.client.async_llm import AsyncLLM
-    from pipeline.client.client import AsyncClient, Client, ConnectionLost, ForeignServer, RequestError
+    from pipeline.client.blocking_client import Client
+    from pipeline.client.client import AsyncClient
+    from pipeline.client.errors import ConnectionLost, ForeignServer, RequestError
     from pipeline.client.llm import LLM
     from pipeline.client.logprobs import Logprob
     from pipeline.client.outputs import CompletionOutput, RequestOutput
@@ -14,13 +16,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncClient": "pipeline.client.client",
     "AsyncLLM": "pipeline.client.async_llm",
-    "Client": "pipeline.client.client",
+    "Client": "pipeline.client.blocking_client",
     "CompletionOutput": "pipeline.client.outputs",
-    "ConnectionLost": "pipeline.client.client",
-    "ForeignServer": "pipeline.client.client",
+    "ConnectionLost": "pipeline.client.errors",
+    "ForeignServer": "pipeline.client.errors",
     "LLM": "pipeline.client.llm",
     "Logprob": "pipeline.client.logprobs",
-    "RequestError": "pipeline.client.client",
+    "RequestError": "pipeline.client.errors",
     "RequestOutput": "pipeline.client.outputs",
     "SamplingParams": "pipeline.client.sampling_params",
     "StructuredOutputsParams": "pipeline.client.structured_params",

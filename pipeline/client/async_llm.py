@@ -18,8 +18,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from pipeline.client.client import AsyncClient, ConnectionLost, RequestError, ServerInfo
+from pipeline.client.client import AsyncClient, ServerInfo
 from pipeline.client.embedded.server import EmbeddedServer, private_address, settings_of
+from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.open_request import OpenRequest
 from pipeline.client.outputs import OutputKind, RequestOutput
 from pipeline.client.prompts import CheckedPrompt, Conversation, Prompt, chat_of, chat_options_of, info_for, prompt_of

@@ -6,13 +6,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 
-from pipeline.client.client import AsyncClient, ConnectionLost, Output, RequestError, RequestTooLarge, Stream
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import ConnectionLost, RequestError, RequestTooLarge
 from pipeline.client.logprobs import Logprob
 from pipeline.client.outputs import CompletionOutput, OutputKind, RequestOutput
 from pipeline.client.prompts import CheckedPrompt
 from pipeline.client.request_options import RequestOptions
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.client.slots import Slots
+from pipeline.client.stream import Stream
+from pipeline.client.wire import Output
 from pipeline.errors import PromptError, ServerFailed, UserError
 
 BUSY_CODES = ("overloaded", "starting")

@@ -15,8 +15,9 @@ import numpy as np
 from pipeline.client import protocol as p
 from pipeline.client import request_options
 from pipeline.client.chat_inputs import ChatOptions, chat_options, reasoning_of, tool_calls_of, unknown_keys
-from pipeline.client.client import ServerInfo, packed
+from pipeline.client.client import ServerInfo
 from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.wire import packed
 from pipeline.errors import PromptError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

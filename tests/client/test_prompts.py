@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.client.chat_inputs import ChatOptions
-from pipeline.client.client import ServerInfo, packed
+from pipeline.client.client import ServerInfo
 from pipeline.client.prompts import (
     chat_of,
     chat_options_of,
@@ -20,6 +20,7 @@ from pipeline.client.prompts import (
     prompt_of,
 )
 from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.wire import packed
 from pipeline.errors import PromptError
 
 INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)

@@ -1,5 +1,6 @@
 """What `from pipeline import …` gives, and what it costs those who take nothing."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,10 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_a_name_that_is_none_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'pipeline' has no attribute 'LMM'"):
         _ = pipeline.LMM
+
+
+def test_the_blocking_client_shows_the_parameters_of_the_other() -> None:
+    ours, theirs = inspect.signature(pipeline.Client.generate), inspect.signature(pipeline.AsyncClient.generate)
+    assert ours.parameters == theirs.parameters
+    assert list(ours.parameters)[:3] == ["self", "prompt", "params"] and "timeout_s" in ours.parameters
+    assert ours.return_annotation == "BlockingStream"

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from pipeline import LLM, SamplingParams
-from pipeline.client.client import AsyncClient, RequestError
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import RequestError
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"

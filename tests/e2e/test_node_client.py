@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.client.client import Client, Output
+from pipeline.client.blocking_client import Client
 from pipeline.client.logprobs import Logprob
 from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.wire import Output
 from tests.e2e.packages import node_with, run
 from tests.e2e.server import Server
 

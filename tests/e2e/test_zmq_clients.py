@@ -11,8 +11,12 @@ import pytest
 from msgspec.structs import replace
 from openai import AsyncOpenAI
 
-from pipeline.client.client import AsyncClient, Client, ConnectionLost, Output, RequestError, Stream
+from pipeline.client.blocking_client import Client
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.stream import Stream
+from pipeline.client.wire import Output
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"

@@ -35,7 +35,8 @@ import psutil
 from pipeline.cli import option_types as types
 from pipeline.cli.bench.client import ServerError, open_session
 from pipeline.cli.out_file import require_writable, writing
-from pipeline.client.client import AsyncClient, ConnectionLost, RequestError
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from tools.benchmarks.report import with_seed

@@ -10,7 +10,8 @@ import msgspec
 import orjson
 
 from pipeline.cli.bench.client import ServerError, message_of, reason_of
-from pipeline.client.client import AsyncClient, ConnectionLost, RequestError
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.sampling_params import SamplingParams
 from tools.soak.endings import Endings
 from tools.soak.requests import EXTRAS, RandomRequest

@@ -13,7 +13,8 @@ import msgspec
 import zmq
 
 from pipeline.client import protocol as p
-from pipeline.client.client import Output, Stream
+from pipeline.client.stream import Stream
+from pipeline.client.wire import Output
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate

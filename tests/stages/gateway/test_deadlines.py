@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.client.client import AsyncClient, RequestError
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import RequestError
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from pipeline.client.client import Client, ConnectionLost, RequestError
+from pipeline.client.blocking_client import Client
+from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S

@@ -6,8 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.client.client import AsyncClient, Client, Output, RequestError
+from pipeline.client.blocking_client import Client
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import RequestError
 from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.wire import Output
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended

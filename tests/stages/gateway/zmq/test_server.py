@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.client.client import AsyncClient, ConnectionLost, Output, RequestError
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import ConnectionLost, RequestError
+from pipeline.client.wire import Output
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.client.client import AsyncClient, ConnectionLost, RequestError
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S

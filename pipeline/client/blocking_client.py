@@ -1,0 +1,167 @@
+"""`Client`: a client of a running server for blocking programs.
+
+with Client("tcp://127.0.0.1:8001") as client:
+    for output in client.generate([{"role": "user", "content": "Hi"}]):
+        print(output.text, end="")
+"""
+
+import inspect
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from pipeline.client.client import AsyncClient
+from pipeline.client.errors import ConnectionLost
+from pipeline.client.logprobs import Logprob
+from pipeline.client.loop_thread import LoopThread
+from pipeline.client.stream import Stream
+from pipeline.client.wire import Output
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _parameters_of(
+    method: Callable[Concatenate[AsyncClient, P], Stream],
+) -> Callable[[Callable[..., "BlockingStream"]], Callable[Concatenate["Client", P], "BlockingStream"]]:
+    """Give a method the parameters of `AsyncClient`'s, for type checkers and for `help`."""
+
+    def decorate(function: Callable[..., "BlockingStream"]) -> Callable[Concatenate["Client", P], "BlockingStream"]:
+        shown = inspect.signature(method).replace(return_annotation="BlockingStream")
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+class Client:
+    """`AsyncClient` for blocking programs: a thread holds the connection, and streams are plain iterators."""
+
+    def __init__(self, address: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> None:
+        """Connect. Raises as `AsyncClient.connect`."""
+        self._thread = LoopThread("pipeline-client")
+        try:
+            self._client = self._thread.run(AsyncClient.connect(address, timeout_s=timeout_s, api_key=api_key))
+        except BaseException:
+            self._thread.close()
+            raise
+        self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._client)
+        self.info = self._client.info
+
+    @classmethod
+    def connect(cls, address: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> "Client":
+        """The same as the constructor."""
+        return cls(address, timeout_s=timeout_s, api_key=api_key)
+
+    @_parameters_of(AsyncClient.generate)
+    def generate(self, *args: Any, **options: Any) -> "BlockingStream":
+        """As `AsyncClient.generate`."""
+
+        async def generate() -> Stream:
+            return self._client.generate(*args, **options)
+
+        return BlockingStream(self, self._do(generate()))
+
+    def close(self) -> None:
+        """Close the connection; the server aborts open requests. May be called again. Also called at exit, and when the
+        client and its streams are garbage."""
+        self._close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the client's thread and wait for it. An interrupt cancels it."""
+        if self._thread.is_closed:
+            work.close()
+            raise ConnectionLost("the client is closed")
+        return self._thread.run(work)
+
+
+def _close(owner_pid: int, thread: LoopThread, client: AsyncClient) -> None:
+    """End a `Client`'s connection and thread. A process that was forked from the owner has no such thread."""
+    if os.getpid() != owner_pid or thread.is_closed:
+        return
+    if thread.is_current:  # any thread may collect garbage, and this one can't wait for itself
+        threading.Thread(target=_close, args=(owner_pid, thread, client), name="pipeline-client-close").start()
+        return
+    try:
+        thread.run(client.close())
+    finally:
+        thread.close()
+
+
+class BlockingStream:
+    """A `Stream` as an iterator that blocks."""
+
+    def __init__(self, client: Client, stream: Stream) -> None:
+        self._client = client
+        self._stream = stream
+        self._outputs: deque[Output] = deque()
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """None until the request is accepted; set before the first output."""
+        return self._stream.prompt_token_ids
+
+    @property
+    def seed(self) -> int | None:
+        return self._stream.seed
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        return self._stream.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        return self._stream.num_output_tokens
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        return self._stream.num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """As `Stream.prompt_logprobs`."""
+        return self._stream.prompt_logprobs
+
+    @property
+    def id(self) -> str | None:
+        """As `Stream.id`."""
+        return self._stream.id
+
+    @property
+    def timings(self) -> dict[str, Any] | None:
+        """As `Stream.timings`."""
+        return self._stream.timings
+
+    def abort(self) -> None:
+        """Abort the request. Does nothing if it has ended."""
+
+        async def abort() -> None:
+            self._stream.abort()
+
+        self._client._do(abort())
+
+    def accepted(self) -> None:
+        """Wait until the server has accepted the request."""
+        self._client._do(self._stream.accepted())
+
+    def __iter__(self) -> Iterator[Output]:
+        return self
+
+    def __next__(self) -> Output:
+        if not self._outputs:
+            self._outputs.extend(self._client._do(self._stream.take()))
+        if not self._outputs:
+            raise StopIteration
+        return self._outputs.popleft()
