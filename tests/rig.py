@@ -113,7 +113,7 @@ class Rig:
     def _run(self) -> None:
         try:
             import_module(self.launch.entry).run(self.launch)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
             self._error = error
 
     def __enter__(self) -> "Rig":

@@ -131,7 +131,7 @@ def child(settings: Settings, log: Path, memory_mib: int) -> None:
             except ModelError as error:
                 print(error, file=sys.stderr)
                 code = REFUSED if len(str(error).splitlines()) == 1 else FAILED
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the parent sees the code
                 traceback.print_exc()
             sys.stderr.flush()
     finally:

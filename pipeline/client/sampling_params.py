@@ -84,6 +84,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.best_of or self.n
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_options()
+        self._keep_lists()
+
+    def _check_numbers(self) -> None:
         _integer("n", self.n, 1, MOST["n"])
         if self.best_of is not None:
             _integer("best_of", self.best_of, self.n, MOST["best_of"])
@@ -110,6 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _integer(name, value, 0, MOST["logprobs"])
+
+    def _check_options(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise TypeError(
                 f"structured_outputs must be StructuredOutputsParams, not {_shown(self.structured_outputs)}"
@@ -118,7 +125,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in flags:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {_shown(value)}")
-        # Frozen for everybody else: one form of each is kept.
+
+    def _keep_lists(self) -> None:
+        """Check the lists, and keep each in one form: the struct is frozen for all others."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         kept: dict[str, Any] = {
             "stop": _texts("stop", stop, MOST["stop_strings"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from pipeline.grammars.closed import closed
 from pipeline.grammars.format_names import with_known_formats
@@ -124,9 +124,7 @@ def _lark(source: str) -> str:
         return any_to_lark(source)
     except RecursionError:
         raise
-    except GbnfToLarkError as error:
-        raise Unusable(f"it is neither Lark, with a rule `start:`, nor GBNF: {error}") from None
-    except Exception as error:  # of rules that are missing or there twice, the library raises nothing more precise
+    except Exception as error:  # noqa: BLE001 - for missing and double rules the library raises a plain Exception
         raise Unusable(f"it is neither Lark, with a rule `start:`, nor GBNF: {error}") from None
 
 

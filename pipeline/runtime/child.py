@@ -38,7 +38,7 @@ def main(launch_fd: int) -> None:
     except BaseException as error:
         reason = str(error) or type(error).__name__
         if not isinstance(error, UserError):
-            log.error("failed", exc_info=True)
+            log.exception("failed")
             reason = f"{type(error).__name__}: {reason}"
         say_why(launch, reason)
         _exit(EXIT_FAILED)

@@ -51,7 +51,7 @@ class InlineChild(Child):
             self.error = error
             reason = str(error) or type(error).__name__
             if not isinstance(error, UserError):
-                logging.getLogger("pipeline").error("failed", exc_info=True)
+                logging.getLogger("pipeline").exception("failed")
                 reason = f"{type(error).__name__}: {reason}"
             say_why(launch, reason)
         finally:

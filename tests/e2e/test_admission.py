@@ -57,7 +57,9 @@ async def test_a_full_server_says_so_at_once_and_when_to_come_again(small: Serve
         for stream in streams:
             await stream.aclose()
     small.until_idle()
-    reply = httpx.post(f"{small.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60)
+    reply = await asyncio.to_thread(
+        httpx.post, f"{small.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60
+    )
     assert reply.status_code == 200
 
 
@@ -118,7 +120,9 @@ async def test_deadlines_everywhere_on_the_way_leave_nothing(server: Server) -> 
     health = server.until_idle()
     assert health["status"] == "ok"
     assert health["kv_blocks"]["free"] + health["kv_blocks"]["cached"] == health["kv_blocks"]["total"]
-    reply = httpx.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60)
+    reply = await asyncio.to_thread(
+        httpx.post, f"{server.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60
+    )
     assert reply.json()["choices"][0]["finish_reason"] == "length"
 
 

@@ -70,7 +70,7 @@ def test_a_traceback_is_one_field_of_one_line(capsys: pytest.CaptureFixture[str]
     try:
         raise ValueError("no")
     except ValueError:
-        log.error("failed", exc_info=True)
+        log.exception("failed")
     [line] = lines(capsys)
     assert line["level"] == "error"
     assert line["exception"].endswith("ValueError: no")

@@ -112,7 +112,7 @@ def _tried(run: Callable[[], None]) -> str:
     """The traceback of what went wrong; nothing where nothing did. What the error held is free then."""
     try:
         run()
-    except Exception:
+    except Exception:  # noqa: BLE001 - the report has the traceback
         return traceback.format_exc()
     return ""
 

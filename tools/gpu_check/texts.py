@@ -82,9 +82,8 @@ WAYS = (
 
 
 def items(context: Context) -> list[Item]:
-    made: list[Item] = []
-    for dtype in ("bfloat16", "float32") if not context.small else ("float32",):
-        made.append(Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 130))
+    dtypes = ("bfloat16", "float32") if not context.small else ("float32",)
+    made = [Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 130) for dtype in dtypes]
     if not context.small:
         made.append(Item("small model, early launches", partial(_small, dtype="bfloat16", early=True), 10, 100))
     if context.task.model:

@@ -448,9 +448,8 @@ class CudaRunner:
         parts: dict[int, ByteArray] = {}
         if launched_step.logprobs is not None:
             places = np.arange(len(ids)) if launched_step.pooled is None else np.flatnonzero(~launched_step.pooled)
-            for place, record in zip(places.tolist(), launched_step.logprobs.split(), strict=True):
-                if ids[place] >= 0:
-                    parts[place] = record
+            records = zip(places.tolist(), launched_step.logprobs.split(), strict=True)
+            parts = {place: record for place, record in records if ids[place] >= 0}
         for entry in launched_step.hidden_states:
             if not self.rows.taken[entry.row] or self.rows.generations[entry.row] != entry.generation:
                 # Dropped since, and what was summed of it too. Nobody reads its record, which is awaited all the same.

@@ -135,8 +135,10 @@ def test_logits_have_the_same_bits_in_every_company(library: ctypes.CDLL, format
         with recording(library, threads=threads) as r:
             head = Head(r, random_matrix(9, 333, DEPTH, format))
             results.append(head.all_logits(activations))
-            for num in range(1, 14):
-                results.append(np.concatenate([head.all_logits(activations[i : i + num]) for i in range(0, 50, num)]))
+            results += [
+                np.concatenate([head.all_logits(activations[i : i + num]) for i in range(0, 50, num)])
+                for num in range(1, 14)
+            ]
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 

@@ -119,8 +119,10 @@ def test_copies_are_made_one_after_the_other_whatever_they_overwrite(
     chain = [(few[i], few[i + 1]) for i in range(5)]
     lists = [chain, chain[::-1], [(few[0], few[3]), (few[1], few[0]), (few[3], few[1])], [(few[5], few[3])]]
     for length in (1, 2, 5, 13, 40, 40, 40, 200):
-        for pool in (few, list(range(num))):
-            lists.append([tuple(random.choice(pool, 2, replace=False).tolist()) for _ in range(length)])
+        lists += [
+            [tuple(random.choice(pool, 2, replace=False).tolist()) for _ in range(length)]
+            for pool in (few, list(range(num)))
+        ]
     before = random.integers(0, 256, memory.read().shape, np.uint8)
     memory.write(before)
     assert (memory.read() == before).all()
