@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 RENAMED = {
-    "gateway.max_open_sequences": "gateway.max_open_sequences",
-    "gateway.allow_unauthenticated": "gateway.allow_unauthenticated",
-    "schedule.max_steps_in_flight": "schedule.max_steps_in_flight",
-    "schedule.long_prompt_max_slowdown": "schedule.long_prompt_max_slowdown",
-    "execute.programmatic_dependent_launch": "execute.programmatic_dependent_launch",
-    "execute.gpu_memory_utilization": "execute.gpu_memory_utilization",
-    "execute.num_threads": "execute.num_threads",
-    "chat.tool_call_parser": "chat.tool_call_parser",
-    "chat.reasoning_parser": "chat.reasoning_parser",
+    "gateway.max_open_requests": "gateway.max_open_sequences",
+    "gateway.allow_open": "gateway.allow_unauthenticated",
+    "schedule.depth": "schedule.max_steps_in_flight",
+    "schedule.long_prompt_stretch": "schedule.long_prompt_max_slowdown",
+    "execute.early_launch": "execute.programmatic_dependent_launch",
+    "execute.gpu_memory_fraction": "execute.gpu_memory_utilization",
+    "execute.threads": "execute.num_threads",
+    "chat.tool_format": "chat.tool_call_parser",
+    "chat.reasoning_format": "chat.reasoning_parser",
 }
 """Old dotted key → new dotted key."""
 

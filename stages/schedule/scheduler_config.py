@@ -48,5 +48,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             preemption=settings.preemption,
             max_step_s=settings.max_step_ms / 1000 or UNLIMITED,
             long_prompt_tokens=settings.long_prompt_tokens or MAX_TOKENS,
-            long_prompt_max_slowdown=settings.long_prompt_stretch,
+            long_prompt_max_slowdown=settings.long_prompt_max_slowdown,
         )

@@ -276,7 +276,7 @@ def test_a_file_wins_over_a_preset_of_the_same_name(tmp_path: Path, monkeypatch:
 
 # ------------------------------------------------------------------------------------------------ old names of keys
 
-DEPTH_WARNING = "schedule.max_steps_in_flight is now schedule.max_steps_in_flight; the old name will be removed in the next release"
+DEPTH_WARNING = "schedule.depth is now schedule.max_steps_in_flight; the old name will be removed in the next release"
 
 
 def as_table(dotted: str, value: object) -> dict[str, dict[str, object]]:
@@ -285,15 +285,15 @@ def as_table(dotted: str, value: object) -> dict[str, dict[str, object]]:
 
 
 VALUES: dict[str, object] = {
-    "gateway.max_open_sequences": 5,
-    "gateway.allow_unauthenticated": True,
-    "schedule.max_steps_in_flight": 2,
-    "schedule.long_prompt_max_slowdown": 3.5,
-    "execute.programmatic_dependent_launch": True,
-    "execute.gpu_memory_utilization": 0.5,
-    "execute.num_threads": 1,
-    "chat.tool_call_parser": "hermes",
-    "chat.reasoning_parser": "qwen3",
+    "gateway.max_open_requests": 5,
+    "gateway.allow_open": True,
+    "schedule.depth": 2,
+    "schedule.long_prompt_stretch": 3.5,
+    "execute.early_launch": True,
+    "execute.gpu_memory_fraction": 0.5,
+    "execute.threads": 1,
+    "chat.tool_format": "hermes",
+    "chat.reasoning_format": "qwen3",
 }
 
 
@@ -314,12 +314,12 @@ def test_an_old_name_sets_the_new_key_and_warns_once(write, old: str) -> None:
 def test_an_old_name_warns_once_though_given_twice(write) -> None:
     path = write("[schedule]\ndepth = 2\n")
     warnings: list[str] = []
-    settings = load(path, ["schedule.max_steps_in_flight=3"], warn=warnings.append)
+    settings = load(path, ["schedule.depth=3"], warn=warnings.append)
     assert (settings.schedule.max_steps_in_flight, warnings) == (3, [DEPTH_WARNING])
 
 
 def test_a_later_source_wins_by_either_name(write) -> None:
-    new, old = write("[schedule]\nmax_steps_in_flight = 2\n"), ["schedule.max_steps_in_flight=1"]
+    new, old = write("[schedule]\nmax_steps_in_flight = 2\n"), ["schedule.depth=1"]
     assert load(new, old, warn=lambda _: None).schedule.max_steps_in_flight == 1
     old_file = write("[schedule]\ndepth = 2\n")
     settings = load(old_file, ["schedule.max_steps_in_flight=1"], warn=lambda _: None)
@@ -328,17 +328,17 @@ def test_a_later_source_wins_by_either_name(write) -> None:
 
 def test_both_names_in_one_source_are_an_error(write) -> None:
     path = write("[schedule]\nmax_steps_in_flight = 2\ndepth = 2\n")
-    problem = "schedule.max_steps_in_flight: is given twice, also by its old name schedule.max_steps_in_flight; remove schedule.max_steps_in_flight"
+    problem = "schedule.max_steps_in_flight: is given twice, also by its old name schedule.depth; remove schedule.depth"
     assert problems_of(path) == [f"{path}: {problem}"]
-    sets = ["schedule.max_steps_in_flight=1", "schedule.max_steps_in_flight=1"]
+    sets = ["schedule.depth=1", "schedule.max_steps_in_flight=1"]
     assert problems_of(sets=sets) == [f"--set schedule.max_steps_in_flight=1: {problem}"]
 
 
 def test_an_error_about_an_old_name_names_the_new_one() -> None:
-    (problem,) = problems_of(sets=["execute.num_threads=-1"])
+    (problem,) = problems_of(sets=["execute.threads=-1"])
     assert "execute.num_threads: needs a whole number from 0 to 4096" in problem
 
 
 def test_without_a_receiver_an_old_name_is_a_future_warning() -> None:
     with pytest.warns(FutureWarning, match=DEPTH_WARNING):
-        assert load(sets=["schedule.max_steps_in_flight=2"]).schedule.max_steps_in_flight == 2
+        assert load(sets=["schedule.depth=2"]).schedule.max_steps_in_flight == 2

@@ -51,7 +51,7 @@ class TestTheLimits:
         admission.check_room(0.0)
 
     def test_replicas_have_equal_shares(self) -> None:
-        settings = Settings(gateway=Gateway(replicas=3, max_open_requests=10, max_open_tokens=100))
+        settings = Settings(gateway=Gateway(replicas=3, max_open_sequences=10, max_open_tokens=100))
         assert topology.max_open_tokens_of_one(settings) == 33
         assert topology.max_open_tokens_of_one(Settings(gateway=Gateway(replicas=2, max_open_tokens=1))) == 1
 
@@ -195,7 +195,7 @@ class TestTheGateway:
             assert responses[0].result().status_code == 200
 
     def test_zmq_clients_get_retry_after_too(self, tmp_path: Path) -> None:
-        with Gate(tmp_path, max_open_requests=1) as gate, RawPeer(gate) as peer:
+        with Gate(tmp_path, max_open_sequences=1) as gate, RawPeer(gate) as peer:
             peer.generate(1)
             gate.begin()
             peer.hear(p.Accepted)
@@ -204,7 +204,7 @@ class TestTheGateway:
             assert (failure.status, failure.code, failure.retry_after_s) == (503, "overloaded", 1)
 
     def test_counts_those_it_turns_away_before_it_reads_their_bodies(self, tmp_path: Path) -> None:
-        with Gate(tmp_path, max_open_requests=1) as gate:
+        with Gate(tmp_path, max_open_sequences=1) as gate:
             response = gate.post(CHAT)
             submit = gate.begin()
             assert gate.client.post("/v1/chat/completions", content=b"not JSON").status_code == 503
@@ -214,7 +214,7 @@ class TestTheGateway:
             assert gate.client.post("/v1/chat/completions", content=b"not JSON").status_code == 400
 
     def test_answers_at_once_while_many_streams_run(self, tmp_path: Path) -> None:
-        with Gate(tmp_path, max_open_requests=64) as gate:
+        with Gate(tmp_path, max_open_sequences=64) as gate:
             streams = [gate.raw(CHAT | {"stream": True}) for _ in range(64)]
             try:
                 submits = [gate.begin() for _ in streams]

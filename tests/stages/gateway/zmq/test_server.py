@@ -9,8 +9,8 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
-from pipeline.client.wire import Output
 from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.wire import Output
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
@@ -122,7 +122,7 @@ async def test_what_ingest_refuses_is_raised_with_its_field(gate: Gate, client: 
 
 
 async def test_http_and_zmq_clients_share_the_credits(tmp_path: Path) -> None:
-    with Gate(tmp_path, max_open_requests=1) as gate:
+    with Gate(tmp_path, max_open_sequences=1) as gate:
         async with await AsyncClient.connect(address_of(gate)) as client:
             first = client.generate("Hi")
             submit = await do(gate.begin)
