@@ -167,7 +167,7 @@ class _Tree:
             self.old_names[name] = None
         if self._names.setdefault(dotted, name) != name:
             old = next(old for old, new in RENAMED.items() if new == dotted)
-            self.problems.append(f"{origin}: {dotted}: is given twice, also by its old name {old}; remove {old}")
+            self.problems.append(f"{origin}: {dotted}: is set twice, also by its old name {old}; remove {old}")
             return
         try:
             given[dotted] = (origin, _converted(value, key))

@@ -70,7 +70,7 @@ def remarks(settings: Settings) -> list[str]:
     if execute.swap_bytes and schedule.preemption == "recompute":
         found.append("execute.swap_bytes: schedule.preemption is 'recompute', so nothing is swapped")
     if schedule.max_step_ms and schedule.max_step_ms < 1:
-        found.append("schedule.max_step_ms: hardly any step takes less than a millisecond; the unit is milliseconds")
+        found.append("schedule.max_step_ms: the unit is milliseconds, and few steps take less than one")
     if execute.gpu_memory_utilization != Execute().gpu_memory_utilization:
         if execute.device == "cpu":
             found.append("execute.gpu_memory_utilization: has no effect, as execute.device is 'cpu'")

@@ -80,7 +80,7 @@ class AsyncLLM:
         self._slots: Slots | None = None
         if address is not None:
             if model is not None or config is not None or log_path is not None or settings:
-                raise UserError("address is a server that runs already: what it serves, and how, is settled")
+                raise UserError("`address` cannot be combined with model, config, log_path or settings")
             self._address = address
         else:
             given = settings if model is None else {"model": os.fspath(model), **settings}
@@ -275,7 +275,7 @@ class AsyncLLM:
             raise UserError(f"{message}, not {reprlib.repr(request_id)}")
         name = str(next(self._numbers)) if request_id is None else request_id
         if name in self._open:
-            raise UserError(f"request_id {name!r} is that of a request which is still open")
+            raise UserError(f"request_id {name!r} belongs to a request that is still open")
         request = self._open[name] = OpenRequest(
             name, client, self._slots, ready, params, self._lost, options, is_own_name=request_id is not None
         )
@@ -297,7 +297,7 @@ class AsyncLLM:
         if self._loop is None:
             self._loop = loop
         if self._loop is not loop:
-            raise UserError("an AsyncLLM is for one event loop: make one in each, or use LLM")
+            raise UserError("an AsyncLLM works in one event loop: create one for each loop, or use LLM")
         if self._client is not None and not self._client.is_lost:
             return self._client
         if self._connecting is None:

@@ -41,7 +41,7 @@ def chat_options(
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, not {_shown(flag)}")
     if add_generation_prompt and continue_final_message:
-        raise ValueError("continue_final_message takes add_generation_prompt=False: the output goes on with a message")
+        raise ValueError("continue_final_message needs add_generation_prompt=False: the output continues a message")
     if tools is not None and (
         not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)
     ):
@@ -91,7 +91,7 @@ def _json(name: str, value: Any) -> str:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} holds half a surrogate pair, which is no character") from None
+        raise ValueError(f"{name} holds an unpaired surrogate, which is not a valid character") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{name} is no JSON: {error}") from error
     return text

@@ -185,7 +185,7 @@ class AsyncClient:
         data = self._encoder.encode(message)
         if len(data) > self.info.max_message_bytes:
             raise RequestTooLarge(
-                f"the request takes {len(data)} bytes, and this server reads at most {self.info.max_message_bytes}"
+                f"the request has {len(data)} bytes; this server accepts at most {self.info.max_message_bytes}"
             )
         drop = partial(self._dropped.append, message.request_id)
         stream = Stream(self._send, message.request_id, message.params, drop)

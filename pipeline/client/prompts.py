@@ -175,9 +175,9 @@ def _check_text(text: str, where: str, info: ServerInfo) -> None:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
-        raise PromptError(f"{where} holds half a surrogate pair, which is no character") from None
+        raise PromptError(f"{where} holds an unpaired surrogate, which is not a valid character") from None
     if num_bytes > info.max_message_bytes:
-        raise PromptError(f"{where} takes {num_bytes} bytes, and this server reads at most {info.max_message_bytes}")
+        raise PromptError(f"{where} takes {num_bytes} bytes, and this server accepts at most {info.max_message_bytes}")
 
 
 def params_for(params: Any, num_prompts: int | None, default: SamplingParams) -> Iterator[SamplingParams]:

@@ -26,7 +26,7 @@ class Engine:
     def __init__(self, model_dir: Path) -> None:
         config = ModelConfig.load(model_dir)
         if not config.eos_ids:
-            raise NoEngine("this model has no id that ends a sequence, so no output could be said to be complete")
+            raise NoEngine("this model has no id that ends a sequence, so no output can be complete")
         source = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
         self.vocab_size = config.vocab_size
         self.eos_ids = list(config.eos_ids)

@@ -48,7 +48,7 @@ def check(schema: Any) -> None:
     """Raises Untrue."""
     if found := misspelt(schema):
         name, keyword = found
-        raise Untrue(f'it has "{name}", which is no keyword: did you mean "{keyword}"?')
+        raise Untrue(f'it has "{name}", which is not a keyword: did you mean "{keyword}"?')
     _check(schema)
 
 

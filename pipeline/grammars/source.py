@@ -51,7 +51,7 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
     except RecursionError:
         raise Unusable("it is nested too deeply") from None
     except UnicodeEncodeError:  # of a string in JSON, which can spell what no text can hold
-        raise Unusable("it holds half a surrogate pair, which is no character") from None
+        raise Unusable("it holds an unpaired surrogate, which is not a valid character") from None
     raise Unusable(f"there is no kind of grammar {kind!r}")
 
 
@@ -91,9 +91,9 @@ def _fit(text: str, schema: Any, options: Options, *, is_closed: bool = False) -
 
 def _check_schema(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
-        raise Unusable(f"a schema is an object, true or false, and not {_type(schema)}")
+        raise Unusable(f"a schema must be an object, true or false, not {_type(schema)}")
     if isinstance(schema, dict) and OWN_OPTIONS in schema:
-        raise Unusable(f"{OWN_OPTIONS!r} is not taken in a schema")
+        raise Unusable(f"{OWN_OPTIONS!r} is not supported in a schema")
     try:
         check(schema)
     except Untrue as error:
@@ -102,11 +102,11 @@ def _check_schema(schema: Any) -> None:
 
 def _choice(choices: Any) -> str:
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-        raise Unusable("the choices are to be an array of strings")
+        raise Unusable("the choices must be an array of strings")
     if not choices:
-        raise Unusable("there are no choices")
+        raise Unusable("the list of choices is empty")
     if len(choices) > MAX_CHOICES:
-        raise Unusable(f"there are {len(choices)} choices, and at most {MAX_CHOICES} are taken")
+        raise Unusable(f"there are {len(choices)} choices; the limit is {MAX_CHOICES} are taken")
     # One terminal, so that all of them are one automaton: as rules they would be tried one by one.
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_literal, choices)))
 
@@ -132,17 +132,17 @@ def _structural_tag(tag: Any, tokenizer: LLTokenizer, options: Options) -> str:
     """vLLM's: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. The text is free until a trigger, which
     a structure that begins with it follows."""
     if not isinstance(tag, dict):
-        raise Unusable(f"a structural tag is an object, and not {_type(tag)}")
+        raise Unusable(f"a structural tag must be an object, not {_type(tag)}")
     if "format" in tag:
-        raise Unusable("of structural tags, those with `structures` and `triggers` are understood, and not `format`")
+        raise Unusable("structural tags need `structures` and `triggers`; `format` is not supported")
     unknown = sorted(set(tag) - {"type", "structures", "triggers"})
     if unknown or tag.get("type", "structural_tag") != "structural_tag":
-        raise Unusable(f"a structural tag has `structures` and `triggers`, and not {unknown or tag['type']!r}")
+        raise Unusable(f"a structural tag has only `structures` and `triggers`, not {unknown or tag['type']!r}")
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
-        raise Unusable("`triggers` is to be an array of strings, with at least one")
+        raise Unusable("`triggers` must be an array of at least one string")
     if not isinstance(structures, list) or not structures:
-        raise Unusable("`structures` is to be an array of objects, with at least one")
+        raise Unusable("`structures` must be an array of at least one object")
     rules = [_structure(i, structure, triggers, tokenizer, options) for i, structure in enumerate(structures)]
     names = " | ".join(f"tag_{i}" for i in range(len(rules)))
     return LLMatcher.grammar_from_lark(
@@ -153,13 +153,13 @@ def _structural_tag(tag: Any, tokenizer: LLTokenizer, options: Options) -> str:
 def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokenizer, options: Options) -> str:
     where = f"structures[{i}]"
     if not isinstance(structure, dict) or set(structure) - {"begin", "schema", "end"}:
-        raise Unusable(f"{where} is to be an object of `begin`, `schema` and `end`")
+        raise Unusable(f"{where} must be an object with `begin`, `schema` and `end`")
     begin, end, schema = structure.get("begin"), structure.get("end", ""), structure.get("schema", {})
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise Unusable(f"`begin` and `end` of {where} are to be strings")
+        raise Unusable(f"`begin` and `end` of {where} must be strings")
     trigger = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
     if trigger is None:
-        raise Unusable(f"`begin` of {where} starts with none of the triggers")
+        raise Unusable(f"`begin` of {where} does not start with any of the triggers")
     try:
         text = json.dumps(schema, allow_nan=False)
     except ValueError:

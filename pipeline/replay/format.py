@@ -171,7 +171,7 @@ class RecordingReader:
         except OSError as error:  # a folder
             raise UserError(f"cannot read {self.path}: {error.strerror}") from error
         if magic != MAGIC:
-            raise UserError(f"{self.path} is not a recording: it does not begin as one that `pipeline record` made")
+            raise UserError(f"{self.path} is not a recording of `pipeline record`: its first bytes are wrong")
         data = self._frame()
         if data is None:
             raise UserError(f"{self.path} holds nothing: {self.flaw or 'it ends before its header'}")

@@ -9,14 +9,16 @@ MAX_SECONDS = 1_000_000.0
 
 
 def add_record_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("stage", metavar="STAGE", help="as ingest, or ingest.1 where there are several")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what is there is replaced")
-    parser.add_argument("--seconds", type=seconds, metavar="N", help="how long; without it, until Ctrl-C")
+    parser.add_argument("stage", metavar="STAGE", help="stage, such as ingest, or ingest.1 if there are several")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="an existing file is replaced")
+    parser.add_argument("--seconds", type=seconds, metavar="N", help="duration in seconds; by default until Ctrl-C")
     parser.add_argument(
-        "--max-bytes", type=_num_bytes, default=2**32, metavar="N", help="how large it may get; by default 4 GiB"
+        "--max-bytes", type=_num_bytes, default=2**32, metavar="N", help="maximum size of the file; by default 4 GiB"
     )
     parser.add_argument("--no-sent", action="store_true", help="leave out what the stage sends")
-    parser.add_argument("--pid", "--server", type=int, metavar="PID", help="of the server, where several run here")
+    parser.add_argument(
+        "--pid", "--server", type=int, metavar="PID", help="process id of the supervisor, if several servers run here"
+    )
 
 
 def add_replay_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,7 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         "began with the stage and holds what that sent",
     )
     parser.add_argument(
-        "--speed", choices=("max", "1x"), default="max", help="as fast as it can, or as it was recorded"
+        "--speed", choices=("max", "1x"), default="max", help="as fast as possible, or at the recorded times"
     )
     parser.add_argument("--inline", action="store_true", help="in this process, for a debugger or a profiler")
 

@@ -88,7 +88,7 @@ class Keys:
         """What `share` wrote. The descriptor stays the caller's, and may be read again."""
         data = os.pread(fd, DIGEST_BYTES * (MAX_KEYS + 1), 0)
         if len(data) < 2 * DIGEST_BYTES or len(data) % DIGEST_BYTES:
-            raise ValueError(f"{len(data)} bytes are no keys")  # never: better no server than one that is open
+            raise ValueError(f"{len(data)} bytes are not valid keys")  # never: better no server than one that is open
         starts = range(DIGEST_BYTES, len(data), DIGEST_BYTES)
         return cls(data[:DIGEST_BYTES], (data[start : start + DIGEST_BYTES] for start in starts))
 
@@ -119,7 +119,7 @@ def read(path: str, environ: Mapping[str, str]) -> tuple[Keys | None, list[str]]
         raise ConfigError([f"{FILE_KEY}: there are {len(keys)} keys, and at most {MAX_KEYS} are taken"])
     if short := sum(len(key) < SHORT_CHARS for key in keys):
         warnings.append(
-            f"{short} of {len(keys)} API keys have fewer than {SHORT_CHARS} characters, and can be guessed: "
+            f"{short} of {len(keys)} API keys are shorter than {SHORT_CHARS} characters, and can be guessed: "
             "`openssl rand -hex 32` makes a better one"
         )
     return Keys.of(keys), warnings

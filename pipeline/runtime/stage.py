@@ -43,7 +43,7 @@ class Stage(Generic[T]):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.trace = Tracer()
         self.control_requests = ControlRequests(self)
-        """Answers what any stage is asked beside its work; a stage with counts of its own sets `asides.own_counts`."""
+        """Answers control requests; a stage with counts of its own sets `control_requests.own_counts`."""
         self.replay_context = ReplayContext()
         """The clock and random numbers; see pipeline.replay."""
         self._recording: RecordingContext | None = None

@@ -51,7 +51,7 @@ def choose_server(pid: int | None = None) -> str:
     if len(servers) == 1:
         return servers[0]
     if not servers:
-        raise UserError("no server of yours is running here" if pid is None else f"no server has pid {pid}")
+        raise UserError("you have no running server on this machine" if pid is None else f"no server has pid {pid}")
     pids = ", ".join(name.partition("-")[0] for name in servers)
     raise UserError(f"{len(servers)} servers are running (pids {pids}): say which with --pid")
 

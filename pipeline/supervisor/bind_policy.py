@@ -36,9 +36,9 @@ def hint(settings: Settings, has_keys: bool) -> str | None:
 
 def _refusal(where: str) -> str:
     return (
-        f"{where} can be reached from beyond this machine, and the server has no API keys: give it some "
-        f"({FILE_KEY}, or {SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or say "
-        "gateway.allow_unauthenticated = true to serve whoever comes"
+        f"{where} can be reached from other machines, and the server has no API keys: set some "
+        f"({FILE_KEY}, or {SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or set "
+        "gateway.allow_unauthenticated = true to serve clients without keys"
     )
 
 

@@ -56,7 +56,7 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
         terminal.say("first again", "1: first again")
         terminal.say("/retry", "1: first again", times=2)
         terminal.say("/help", "/quit          end, as Ctrl-D does")
-        terminal.say("/nonsense", "there is no command /nonsense; /help lists them")
+        terminal.say("/nonsense", "unknown command: /nonsense; /help lists them")
         terminal.say("/etc/passwd is what?", "3: /etc/passwd is what?")
         terminal.type("/quit\r")
         assert terminal.end() == 0

@@ -168,7 +168,7 @@ def test_kernels_that_cannot_tell_ops_apart_say_so(asked: Asked, capsys: pytest.
     code, out, _ = run("execute", "--kernels=torch", "--batch=8", "--prefill=none", capsys=capsys)
     assert code == 0
     assert rows(out) == [["decode 8 at 256", "4.000", "2,000.0", *"––––––", "7"]]
-    assert "Ops are told apart, and floors known, of native kernels only; these are torch, bfloat16." in out
+    assert "Single ops and floors are available for native kernels only; these are torch, bfloat16." in out
 
 
 def test_json_goes_to_a_file_beside_the_tables_or_alone_to_standard_output(

@@ -328,7 +328,7 @@ def test_a_later_source_wins_by_either_name(write) -> None:
 
 def test_both_names_in_one_source_are_an_error(write) -> None:
     path = write("[schedule]\nmax_steps_in_flight = 2\ndepth = 2\n")
-    problem = "schedule.max_steps_in_flight: is given twice, also by its old name schedule.depth; remove schedule.depth"
+    problem = "schedule.max_steps_in_flight: is set twice, also by its old name schedule.depth; remove schedule.depth"
     assert problems_of(path) == [f"{path}: {problem}"]
     sets = ["schedule.depth=1", "schedule.max_steps_in_flight=1"]
     assert problems_of(sets=sets) == [f"--set schedule.max_steps_in_flight=1: {problem}"]

@@ -171,7 +171,7 @@ async def test_what_is_no_request_is_said(streams: AsyncLLM) -> None:
         await all_of(streams.generate("word " * 400))
     async with aclosing(streams.generate("Once", LONG, "same")) as stream:  # type: ignore[type-var]
         await anext(stream)
-        with pytest.raises(UserError, match="request_id 'same' is that of a request which is still open"):
+        with pytest.raises(UserError, match="request_id 'same' belongs to a request that is still open"):
             await all_of(streams.generate("Once", LONG, "same"))
 
 
@@ -187,7 +187,7 @@ async def test_one_may_be_made_before_there_is_a_loop_and_starts_at_once(tiny_mo
     assert len(family) == 7
 
     def elsewhere() -> None:
-        with pytest.raises(UserError, match="for one event loop"):
+        with pytest.raises(UserError, match="in one event loop"):
             asyncio.run(llm.ready())  # type: ignore[arg-type]
 
     await asyncio.to_thread(elsewhere)

@@ -148,7 +148,7 @@ def test_what_only_the_server_can_judge_is_said_with_the_prompts_place(llm: LLM)
 def test_a_conversation_that_is_too_large_as_a_whole_is_said_with_its_place(llm: LLM) -> None:
     small = [{"role": "user", "content": "a"}]
     large = [{"role": role, "content": "x" * 3_000_000} for role in ("user", "assistant")]
-    words = r"the request takes 60001\d\d bytes, and this server reads at most 4194304$"
+    words = r"the request has 60001\d\d bytes; this server accepts at most 4194304$"
     with pytest.raises(PromptError, match=rf"^messages\[1\]: {words}") as caught:
         llm.chat([small, large, small], GREEDY)
     assert (caught.value.place, caught.value.status, caught.value.code) == (1, 413, "body_too_large")
@@ -211,8 +211,8 @@ def test_it_works_inside_a_running_event_loop_as_in_a_notebook(llm: LLM) -> None
         ),
         ({"config": "no-such-preset"}, "no-such-preset: no such file, and no preset of that name"),
         ({"gateway": {"zmq": "off"}}, "gateway.zmq: can't be off"),
-        ({"address": "ipc://@x", "max_model_len": 8}, "address is a server that runs already"),
-        ({"address": "nonsense"}, "address: 'nonsense' is no address"),
+        ({"address": "ipc://@x", "max_model_len": 8}, "`address` cannot be combined with"),
+        ({"address": "nonsense"}, "address: 'nonsense' is not a valid address"),
     ],
 )
 def test_a_start_that_can_not_be_says_why(settings: dict[str, Any], words: str) -> None:

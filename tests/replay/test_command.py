@@ -93,7 +93,7 @@ def test_mistakes_are_told_in_words(recording: Path, tmp_path: Path, capsys: pyt
         (("serve", "--set", "ingest.replicas=2", "--record", f"ingest={tmp_path}/x"), "say which of ingest.0", 2),
         (("serve", "--record", f"ingest={tmp_path}/x", "--record", f"schedule={tmp_path}/x"), "into one file", 2),
         (("serve", "--break", "a:b"), "--break needs --foreground", 2),
-        (("serve", "--inline", "--foreground", "ingest"), "--inline has no stage", 2),
+        (("serve", "--inline", "--foreground", "ingest"), "--inline runs all stages", 2),
         (("serve", "--foreground", "kitchen"), "there is no stage 'kitchen'", 2),
     ):
         code, _, err = run(capsys, *argv)

@@ -70,7 +70,7 @@ def test_settings_of_an_older_version_are_read_by_their_old_names() -> None:
 @pytest.mark.parametrize("data", [b"", b"PL", b"\x7fELF" + bytes(100), b"GGUF" + bytes(100), b"PLRECORX" + bytes(100)])
 def test_a_foreign_file_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "r").write_bytes(data)
-    with pytest.raises(UserError, match="is not a recording: it does not begin as one"):
+    with pytest.raises(UserError, match="is not a recording of `pipeline record`: its first bytes are wrong"):
         f.RecordingReader(tmp_path / "r")
 
 

@@ -56,7 +56,7 @@ def test_what_is_no_list_of_keys_is_never_taken_for_an_empty_one() -> None:
     os.close(write_end)
     fd = os.memfd_create("empty")
     try:
-        with pytest.raises(ValueError, match="0 bytes are no keys"):
+        with pytest.raises(ValueError, match="0 bytes are not valid keys"):
             Keys.inherited(fd)
         with pytest.raises(OSError):
             Keys.inherited(read_end)

@@ -52,13 +52,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pipeline bench`."""
     server = parser.add_argument_group("server")
     server.add_argument(
-        "--url", type=types.http_url, default="http://127.0.0.1:8000", help="where it is; by default %(default)s"
+        "--url",
+        type=types.http_url,
+        default="http://127.0.0.1:8000",
+        help="base URL of the server; by default %(default)s",
     )
-    server.add_argument("--model", default="auto", help="name to ask for; by default the first that it lists")
+    server.add_argument("--model", default="auto", help="model name; by default the first in the server's list")
     server.add_argument(
         "--endpoint", choices=("chat", "completions"), default="chat", help="kind of request; by default %(default)s"
     )
-    server.add_argument("--api-key", type=types.api_key, help="sent as a bearer token; by default $PIPELINE_API_KEY")
+    server.add_argument(
+        "--api-key", type=types.api_key, help="API key, sent as a bearer token; by default $PIPELINE_API_KEY"
+    )
     server.add_argument(
         "--timeout", type=types.duration, default=600.0, metavar="TIME", help="deadline of each request; by default 10m"
     )
@@ -68,21 +73,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _preset(presets, "--decode", DECODE, "128 tokens in and 128 out at concurrency 1, 8 and 32")
     _preset(presets, "--prefill", PREFILL, "prompts of 800 words and one token out, one at a time")
     _preset(presets, "--shared", SHARED, "16 streams that share a prefix of 600 words, 50 words of their own, 64 out")
-    load.add_argument("--concurrency", type=_concurrencies, metavar="N,N…", help="streams at once, one level for each")
+    load.add_argument(
+        "--concurrency", type=_concurrencies, metavar="N,N…", help="concurrent streams; one level for each value"
+    )
     prompt = load.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt-tokens", type=_tokens, dest="prompt", metavar="N", help="length of a prompt, about")
+    prompt.add_argument(
+        "--prompt-tokens", type=_tokens, dest="prompt", metavar="N", help="approximate length of a prompt, in tokens"
+    )
     prompt.add_argument("--prompt-words", type=_words, dest="prompt", metavar="N", help="the same, in words")
     prefix = load.add_mutually_exclusive_group()
     prefix.add_argument(
-        "--shared-prefix-tokens", type=_tokens, dest="prefix", metavar="N", help="part of it that all prompts share"
+        "--shared-prefix-tokens",
+        type=_tokens,
+        dest="prefix",
+        metavar="N",
+        help="length of the prefix that all prompts share, in tokens",
     )
     prefix.add_argument("--shared-prefix-words", type=_words, dest="prefix", metavar="N", help="the same, in words")
-    load.add_argument("--output-tokens", type=types.positive, metavar="N", help="tokens to ask for")
+    load.add_argument("--output-tokens", type=types.positive, metavar="N", help="output tokens of a request")
     load.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="ask for exactly so many tokens; not every server knows this field, and --no-ignore-eos leaves it out",
+        help="generate exactly that many tokens; --no-ignore-eos omits this field, which not every server supports",
     )
     load.add_argument(
         "--temperature", type=types.temperature, default=0.0, help="of sampling; by default 0, which is greedy"
@@ -90,24 +103,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--seed",
         type=types.natural,
-        help="of the prompts; by default drawn anew each time, so that no cache knows them",
+        help="seed of the prompts; by default random, so that no cache has them",
     )
 
     extent = parser.add_argument_group("extent")
     lasting = extent.add_mutually_exclusive_group()
     lasting.add_argument(
-        "--duration", type=types.duration, default=20.0, metavar="TIME", help="of each level, as 2m; by default 20s"
+        "--duration",
+        type=types.duration,
+        default=20.0,
+        metavar="TIME",
+        help="duration of each level, such as 2m; by default 20s",
     )
-    lasting.add_argument("--num-requests", type=types.positive, metavar="N", help="requests of each level instead")
+    lasting.add_argument(
+        "--num-requests",
+        type=types.positive,
+        metavar="N",
+        help="number of requests of each level, instead of a duration",
+    )
     extent.add_argument(
         "--warmup",
         type=types.natural,
         default=1,
         metavar="N",
-        help="requests that each stream makes before it counts; by default %(default)s",
+        help="warm-up requests of each stream; by default %(default)s",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write all numbers there; - is standard output, without the table"
+        "--json", metavar="FILE", help="write the results as JSON to this file; - is standard output, without the table"
     )
 
 

@@ -87,8 +87,10 @@ def _caption(report: BenchReport) -> str:
     if any(level.tokens_are_chunks for level in report.levels):
         lines.append("The server reports no usage: each chunk counts as one token, and prompts as none.")
     if any(level.num_requests == 0 for level in report.levels):
-        lines.append("Some level ended no request in its time: a longer --duration says more.")
+        lines.append("A level completed no request in its time: use a longer --duration.")
     wanted = report.workload.output_tokens
     if report.workload.ignore_eos and any(0 < level.completion_tokens < 0.99 * wanted for level in report.levels):
-        lines.append(f"Answers were shorter than the {wanted} tokens asked for: the server does not know ignore_eos.")
+        lines.append(
+            f"Outputs were shorter than the {wanted} requested tokens: the server does not support ignore_eos."
+        )
     return "\n".join(lines)

@@ -78,7 +78,7 @@ class Dialogue:
         if word in self._commands:
             self._commands[word](rest.strip())
         elif self._screen.is_live and word.startswith("/") and "/" not in word[1:]:
-            self._screen.error(f"there is no command {word}; /help lists them")
+            self._screen.error(f"unknown command: {word}; /help lists them")
         else:
             self._ask(question)
 

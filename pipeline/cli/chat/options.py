@@ -15,17 +15,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"a server that speaks the OpenAI API; by default the one at {DEFAULT_URL}, or else one of its own",
     )
     parser.add_argument(
-        "--api-key", type=types.api_key, help="sent to it as a bearer token; by default $PIPELINE_API_KEY"
+        "--api-key", type=types.api_key, help="API key, API key, sent as a bearer token; by default $PIPELINE_API_KEY"
     )
     parser.add_argument(
         "--timeout",
         type=types.duration,
         default=600.0,
         metavar="TIME",
-        help="longest that it may say nothing; by default 10m",
+        help="maximum time without an answer; by default 10m",
     )
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before everything else")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temperature", type=types.temperature, help="of sampling; 0 is greedy")
     parser.add_argument("--top-p", type=types.share, help="of sampling")
-    parser.add_argument("--max-tokens", type=types.positive, metavar="N", help="longest answer, in tokens")
+    parser.add_argument("--max-tokens", type=types.positive, metavar="N", help="maximum length of an answer, in tokens")
     parser.add_argument("--seed", type=types.natural, help="of sampling")

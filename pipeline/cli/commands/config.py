@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
     show = actions.add_parser(
         "show",
         help="print all settings as a TOML file",
-        description="Print the settings as they would be used: a TOML file, every key explained, ready to be edited.",
+        description="Print the effective settings as a TOML file with a description of every key.",
         allow_abbrev=False,
     )
     add_settings(show)
@@ -24,8 +24,8 @@ def add(commands: Commands) -> None:
 
     check = actions.add_parser(
         "check",
-        help="say whether a TOML file is right",
-        description="Say whether a TOML file is right, or everything that is wrong in it. Exit code 0 or 2.",
+        help="check a TOML file",
+        description="Check a TOML file and print all problems in it. Exit code 0 or 2.",
         allow_abbrev=False,
     )
     check.add_argument("file", type=Path, metavar="FILE", help="a TOML file, or a preset's name")

@@ -49,11 +49,11 @@ def add_top(commands: Commands) -> None:
         description="Watch a running server: its stages, queues, sequences, KV blocks and tokens. q or Ctrl-C ends it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--pid", type=int, help="of the server's supervisor, where several run; see pipeline ps")
+    parser.add_argument("--pid", type=int, help="process id of the supervisor, if several servers run; see pipeline ps")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks, by default 1"
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="seconds between two updates; by default 1"
     )
-    parser.add_argument("--once", action="store_true", help="look once, over one interval, and end")
+    parser.add_argument("--once", action="store_true", help="print one interval and exit")
     parser.add_argument("--json", action="store_true", help="as JSON; with --once or into a pipe, one line")
     parser.set_defaults(run=_top)
 

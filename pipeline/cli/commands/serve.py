@@ -26,14 +26,14 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--instant",
         action="store_true",
-        help="no model: answer every step at once with made-up ids, to measure the other stages",
+        help="no model: answer every step at once with generated ids, to measure the other stages",
     )
     looking = parser.add_argument_group("debugging")
     looking.add_argument(
         "--foreground",
         default="",
         metavar="STAGE",
-        help="give this stage the terminal, so that breakpoint() in its code works; nothing is too late meanwhile",
+        help="give this stage the terminal, so that breakpoint() in its code works; startup timeouts are disabled",
     )
     looking.add_argument(
         "--break",
@@ -57,9 +57,9 @@ def _serve(args: argparse.Namespace) -> int:
     from pipeline.supervisor.serve import serve
 
     if args.break_at and not args.foreground:
-        raise ConfigError(["--break needs --foreground: the stage that has the function"])
+        raise ConfigError(["--break needs --foreground with the stage of the function"])
     if args.inline and args.foreground:
-        raise ConfigError(["--inline has no stage to put into the foreground: all are there"])
+        raise ConfigError(["--inline runs all stages in the foreground: leave out --foreground"])
     run_mode = RunMode(
         record=recordings(args.record, settings),
         instant=args.instant,

@@ -24,7 +24,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="one setting, as schedule.max_num_seqs=64; may be given often, and wins over the file. "
+        help="one setting, such as schedule.max_num_seqs=64; can be repeated, and overrides the file. "
         "`pipeline config show` lists all keys",
     )
 

@@ -47,11 +47,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_rounds,
         default=7,
         metavar="N",
-        help="how often each step has its turn; medians are told. By default %(default)s",
+        help="rounds of each step; the medians are shown. By default %(default)s",
     )
     steps.add_argument("--against", choices=("torch",), help="the same steps with these kernels, in turns; on a CPU")
     parser.add_argument(
-        "--json", metavar="FILE", help="write all numbers there; - is standard output, without the table"
+        "--json", metavar="FILE", help="write the results as JSON to this file; - is standard output, without the table"
     )
 
 

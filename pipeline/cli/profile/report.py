@@ -104,7 +104,7 @@ def _footnotes(profile: Profile) -> str:
         )
     if profile.before and profile.after:
         lines.append(
-            "Floors are told by `pipeline profile execute --help`."
+            "`pipeline profile execute --help` explains the floors."
             + ("" if profile.gpu else " Operations of integers are counted as FLOP.")
         )
         verb = "copies" if profile.gpu else "reads"
@@ -119,7 +119,7 @@ def _footnotes(profile: Profile) -> str:
                 "mean little unless the machine is quiet."
             )
     else:
-        lines.append(f"Ops are told apart, and floors known, of native kernels only; these are {profile.kernels}.")
+        lines.append(f"Single ops and floors are available for native kernels only; these are {profile.kernels}.")
     if profile.against:
         lines.append(f"Beside it: {profile.against}.")
     return "\n".join(lines)

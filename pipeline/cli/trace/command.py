@@ -40,9 +40,9 @@ def _window(server: Admin, seconds: float) -> bytes:
     names = [name for name, answer in started.items() if not answer.error]
     for name, answer in started.items():
         if answer.error:
-            print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
+            print(f"pipeline trace: warning: {name} is missing from the trace: {answer.error}", file=sys.stderr)
     if not names:
-        raise UserError("no stage can be recorded now")
+        raise UserError("no stage is ready to be recorded")
     try:
         threading.Event().wait(seconds)
     except KeyboardInterrupt:
@@ -51,7 +51,7 @@ def _window(server: Admin, seconds: float) -> bytes:
     stages = []
     for name, answer in server.send_command(m.TakeTrace(0), names, TAKE_S).items():
         if answer.error:
-            print(f"pipeline trace: warning: {name} is not in it: {answer.error}", file=sys.stderr)
+            print(f"pipeline trace: warning: {name} is missing from the trace: {answer.error}", file=sys.stderr)
             continue
         stage = decoder.decode(bytes(answer.body))
         if stage.num_lost:

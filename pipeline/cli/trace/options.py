@@ -13,4 +13,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--request", metavar="ID", help="a request that has just ended: the id of its reply, or one of the log's"
     )
     parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="by default trace.json")
-    parser.add_argument("--pid", type=int, help="of the server's supervisor, where several run; see pipeline ps")
+    parser.add_argument("--pid", type=int, help="process id of the supervisor, if several servers run; see pipeline ps")

@@ -1,4 +1,4 @@
-"""The first process of a server that belongs to another Python process. Run as a script by `own_server.py`, with the
+"""The first process of a server that belongs to another Python process. Run as a script by `server.py`, with the
 number of an inherited descriptor that holds an `EmbeddedLaunch`.
 
 From here on it is the supervisor that `pipeline serve` runs. Besides it watches its owner, and ends when that does:

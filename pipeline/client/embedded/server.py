@@ -3,7 +3,7 @@
     EmbeddedServer() ──► starting ──► whoever waits finds its door open ──► close(): SIGTERM, a while, SIGKILL
                         └──► it ends: `reason()` says why, in its own words
 
-It never outlives this process, however that ends (see own_entry.py). Started by exec it needs no main guard, and
+It never outlives this process, however that ends (see entry.py). Started by exec it needs no main guard, and
 nothing of this process, a notebook's running event loop for one, reaches it.
 """
 
@@ -66,7 +66,7 @@ def private_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return "", dict(given)  # wrong, which the settings will say
     address = gateway.get("zmq", "auto")
     if address == "off":
-        raise UserError("gateway.zmq: can't be off, as this is how Python talks to its server")
+        raise UserError("gateway.zmq: can't be off: the Python client needs it")
     if address == "auto":
         address = f"ipc://@pipeline/{os.getpid()}-{secrets.token_hex(8)}/door"
     return address, {**given, "gateway": {"port": 0, **gateway, "zmq": address}}

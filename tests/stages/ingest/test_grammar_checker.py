@@ -99,7 +99,7 @@ BAD = [
     ("regex", "(", "unclosed group"),
     ("regex", "a(?!b)", "look-around"),
     ("regex", "\ud800", "surrogate"),
-    ("choice", "[]", "no choices"),
+    ("choice", "[]", "list of choices is empty"),
     ("choice", '["a", 1]', "array of strings"),
     ("choice", '["\\ud800"]', "surrogate"),
     ("grammar", "", "empty"),

@@ -19,7 +19,7 @@ def add_alone_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=seconds, default=5.0, metavar="N", help="how long to measure; by default 5")
     parser.add_argument("--warmup", type=seconds, default=1.0, metavar="N", help="seconds before that; by default 1")
     parser.add_argument(
-        "--json", metavar="FILE", help="write all numbers there; - is standard output, without the table"
+        "--json", metavar="FILE", help="write the results as JSON to this file; - is standard output, without the table"
     )
 
 
