@@ -1,0 +1,217 @@
+"""Each key of [schedule] changes what the stage does: settings go in at the front, steps come out at the back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.runtime import messages as m
+from pipeline.stages.schedule.limits import Limits
+from tests.fakes import FakeExecutor
+from tests.rig import Rig, raw
+
+FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_size=997)
+
+
+class Around:
+    """A schedule stage, and the executor behind it. Every step takes one millisecond and one for each token."""
+
+    def __init__(self, rig: Rig, facts: m.ExecuteFacts) -> None:
+        self.rig = rig
+        self._executor = FakeExecutor(
+            facts.num_blocks,
+            take=lambda array, dtype: np.frombuffer(rig.bytes_of(array), dtype).copy(),
+            num_swap_blocks=facts.num_swap_blocks,
+        )
+        self.rows: dict[int, int] = {}
+        """Request ids by row."""
+        self.starts: dict[int, int] = {}
+        """For each request that has got a row, the first position that it computed."""
+        self.order: list[int] = []
+        """Requests as they got their rows, again where they got one again."""
+        self.num_copies = 0
+
+    def admit(self, request_id: int, prompt: range, max_tokens: int = 1, priority: int = 0) -> None:
+        ids = np.array(prompt, np.int32).tobytes()
+        text, sampling = raw(m.TextOptions()), raw(m.Sampling(temperature=0.0))
+        admit = m.Admit(request_id, 1, 0, float(request_id), ids, 1, max_tokens, sampling, text, priority=priority)
+        self.rig.send(admit, "ingest.0")
+
+    def step(self) -> dict[int, int]:
+        """Compute a step. Returns how many tokens it has of each request."""
+        step: m.Step = self.rig.receive("execute", m.Step)
+        self.rig.send(self._executor.run(step), "execute.0")
+        self.num_copies += len(self._array(step.copy_sources))
+        self.rows |= {add.row: add.request_id for add in step.adds}
+        self.order += [add.request_id for add in step.adds]
+        requests = [self.rows[row] for row in self._array(step.rows)]
+        for request_id, start in zip(requests, self._array(step.starts), strict=True):
+            self.starts.setdefault(request_id, start)
+        return dict(zip(requests, self._array(step.counts), strict=True))
+
+    def _array(self, array: m.Array) -> list[int]:
+        return [int(one) for one in np.frombuffer(self.rig.bytes_of(array), np.int32)]
+
+    def until_idle(self) -> None:
+        """Compute until nothing runs or waits."""
+        while (load := self.rig.load()).num_running or load.num_waiting:
+            self.step()
+
+    def learn(self) -> None:
+        """Compute prompts beside a sequence that goes on, so that what tokens cost is known. Returns while that one,
+        request 1, still runs."""
+        self.admit(1, range(1, 9), max_tokens=4000)
+        self.step()
+        for number in range(40):
+            self.admit(100 + number, range(number, number + 20 + number % 7 * 10))
+            for _ in range(3):
+                self.step()
+        while self.rig.load().num_running > 1:
+            self.step()
+
+    def largest_chunk(self, request_id: int, num_steps: int = 4) -> int:
+        return max(self.step().get(request_id, 0) for _ in range(num_steps))
+
+
+@contextmanager
+def around(facts: m.ExecuteFacts = FACTS, swap_bytes: int = 0, **schedule: Any) -> Iterator[Around]:
+    settings = Settings(schedule=Schedule(**schedule), execute=Execute(swap_bytes=swap_bytes))
+    with Rig("schedule", settings) as rig:
+        rig.start(facts)
+        yield Around(rig, facts)
+
+
+def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
+    settings = Schedule(
+        max_num_seqs=7,
+        max_num_batched_tokens=70,
+        prefix_caching=False,
+        policy="priority",
+        preemption="swap",
+        max_step_ms=125.0,
+        long_prompt_tokens=300,
+        long_prompt_stretch=3.5,
+    )
+    facts = m.ExecuteFacts(num_blocks=11, block_size=32, max_model_len=333, vocab_size=997, num_swap_blocks=5)
+    found = msgspec.structs.asdict(Limits.of(settings, facts))
+    assert found == {
+        "num_blocks": 11,
+        "max_model_len": 333,
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 70,
+        "block_size": 32,
+        "prefix_caching": False,
+        "num_swap_blocks": 5,
+        "policy": "priority",
+        "preemption": "swap",
+        "max_step_s": 0.125,
+        "long_tokens": 300,
+        "long_stretch": 3.5,
+    }
+    defaults = msgspec.structs.asdict(Limits.of(Schedule(), FACTS))
+    assert [name for name, value in found.items() if value == defaults[name]] == [], "each of them is another"
+
+
+def test_without_a_bound_zero_is_endless() -> None:
+    limits = Limits.of(Schedule(max_step_ms=0.0, long_prompt_tokens=0), FACTS)
+    assert limits.max_step_s == float("inf")
+    assert limits.long_tokens >= FACTS.max_model_len
+
+
+def test_max_num_seqs_bounds_what_runs_at_once() -> None:
+    with around(max_num_seqs=2) as stage:
+        for request_id in (1, 2, 3):
+            stage.admit(request_id, range(request_id, request_id + 8), max_tokens=100)
+        stage.rig.until(lambda load: load.num_running + load.num_waiting == 3)
+        for _ in range(3):
+            stage.step()
+        load = stage.rig.load()
+        assert (load.num_running, load.num_waiting) == (2, 1)
+
+
+def test_max_num_batched_tokens_bounds_a_step() -> None:
+    with around(max_num_batched_tokens=48) as stage:
+        stage.admit(1, range(100))
+        assert [stage.step()[1] for _ in range(3)] == [48, 48, 4]
+
+
+@pytest.mark.parametrize(("prefix_caching", "start"), [(True, 96), (False, 0)])
+def test_prefix_caching_finds_what_was_computed_or_is_off(prefix_caching: bool, start: int) -> None:
+    with around(prefix_caching=prefix_caching) as stage:
+        for request_id in (1, 2):
+            stage.admit(request_id, range(100))
+            stage.until_idle()
+        assert stage.starts == {1: 0, 2: start}
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("fcfs", [1, 2, 3, 4]), ("priority", [1, 3, 4, 2]), ("longest-prefix-match", [1, 4, 2, 3])],
+)
+def test_policy_says_who_goes_first(policy: str, order: list[int]) -> None:
+    """Request 3 has the better priority, and request 4 the prompt that is in the prefix cache."""
+    with around(policy=policy, max_num_seqs=1) as stage:
+        stage.admit(1, range(64), max_tokens=4)
+        stage.step()  # runs
+        stage.admit(2, range(200, 264), priority=9)
+        stage.admit(3, range(300, 364), priority=5)
+        stage.admit(4, range(64), priority=7)
+        stage.rig.until(lambda load: load.num_waiting == 3)
+        stage.until_idle()
+        assert stage.order == order
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preemption_copies_blocks_or_computes_them_again(preemption: str) -> None:
+    """Two sequences that do not fit into the blocks together: one of them makes way, and comes back."""
+    facts = msgspec.structs.replace(FACTS, num_blocks=10, max_model_len=128, num_swap_blocks=16)
+    with around(facts, 2**20, preemption=preemption, prefix_caching=False) as stage:
+        for request_id in (1, 2):
+            stage.admit(request_id, range(request_id * 100, request_id * 100 + 60), max_tokens=60)
+        stage.rig.until(lambda load: load.num_running + load.num_waiting == 2)
+        stage.until_idle()
+        assert len(stage.order) > 2, "one of them has come back"
+        assert (stage.num_copies > 0) == (preemption == "swap")
+
+
+def test_preemption_auto_takes_what_is_faster() -> None:
+    """What the executor says of its copies decides, which recompute does not even try."""
+    facts = msgspec.structs.replace(FACTS, num_blocks=10, max_model_len=128, num_swap_blocks=16)
+    with around(facts, 2**20, preemption="auto", prefix_caching=False) as stage:
+        for request_id in (1, 2):
+            stage.admit(request_id, range(request_id * 100, request_id * 100 + 60), max_tokens=60)
+        stage.rig.until(lambda load: load.num_running + load.num_waiting == 2)
+        stage.until_idle()
+        assert stage.num_copies > 0
+
+
+@pytest.mark.parametrize(("max_step_ms", "num_tokens"), [(0.0, 255), (40.0, 38), (80.0, 78)])
+def test_max_step_ms_bounds_chunks_beside_a_sequence_that_decodes(max_step_ms: float, num_tokens: int) -> None:
+    """Without the prompt a step takes 2 ms, and each of its tokens takes another; 0 leaves the bound in tokens alone."""
+    with around(max_step_ms=max_step_ms, max_num_batched_tokens=256, long_prompt_tokens=0) as stage:
+        stage.learn()
+        stage.admit(2, range(2000, 2600))
+        assert stage.largest_chunk(2) == pytest.approx(num_tokens, rel=0.25)
+
+
+@pytest.mark.parametrize(("long_prompt_tokens", "is_held_back"), [(0, False), (599, True), (600, False)])
+def test_long_prompt_tokens_says_which_prompts_are_long(long_prompt_tokens: int, is_held_back: bool) -> None:
+    with around(long_prompt_tokens=long_prompt_tokens, max_num_batched_tokens=256) as stage:
+        stage.learn()
+        stage.admit(2, range(2000, 2600))
+        assert (stage.largest_chunk(2) < 100) == is_held_back
+
+
+def test_long_prompt_stretch_says_how_much_a_long_prompt_may_slow_others_down() -> None:
+    """Without the prompt a step takes 2 ms: 60 times that is 118 more tokens, 20 times 38."""
+    chunks = []
+    for stretch in (20.0, 60.0):
+        with around(long_prompt_tokens=100, long_prompt_stretch=stretch, max_num_batched_tokens=256) as stage:
+            stage.learn()
+            stage.admit(2, range(2000, 2600))
+            chunks.append(stage.largest_chunk(2))
+    assert chunks == [pytest.approx(38, abs=12), pytest.approx(118, abs=30)]
