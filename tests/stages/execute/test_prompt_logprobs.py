@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
@@ -15,28 +16,45 @@ from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
+from tests.stages.execute.test_native import MAX_ERROR, max_error
 
 PROMPTS = [random_ids(num, num) for num in (1, 2, 17, 40, 70)]
 HIDDEN = 48
 
 
+class RoundedCache(DynamicCache):
+    """Keys and values of bfloat16."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        keys, values = (one.bfloat16().to(one.dtype) for one in (key_states, value_states))
+        return super().update(keys, values, *rest, **more)
+
+
 class Executor:
     """A driver and the model that transformers makes of the same weights."""
 
-    def __init__(self, driver: Driver, model: torch.nn.Module, tolerance: float) -> None:
+    def __init__(self, driver: Driver, model: torch.nn.Module, tolerance: float, rounds_kv: bool = False) -> None:
         self.driver = driver
+        self._rounds_kv = rounds_kv
+        """Whether the model that transformers makes has keys and values of bfloat16, as the CPU library."""
         self.tolerance = tolerance
         """Of log probabilities and hidden states: float32 throughout, or what bfloat16 leaves of them."""
         self._model = model
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
         """[len(ids), V]: at each position, those of the id behind it."""
-        return torch.log_softmax(checkpoints.reference_logits(self._model, ids).double(), dim=-1).numpy()
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([ids]), past_key_values=self._cache()).logits[0]
+        return torch.log_softmax(logits.double(), dim=-1).numpy()
+
+    def _cache(self) -> DynamicCache:
+        return RoundedCache() if self._rounds_kv else DynamicCache()
 
     def states(self, ids: list[int]) -> np.ndarray:
         """[len(ids), HIDDEN]: behind the last norm."""
         with torch.inference_mode():
-            return self._model.model(torch.tensor([ids])).last_hidden_state[0].double().numpy()
+            states = self._model.model(torch.tensor([ids]), past_key_values=self._cache()).last_hidden_state
+        return states[0].double().numpy()
 
     def prompts(self, samplings: list[m.Sampling], chunk: int = 128, index: int = 0) -> list[Any]:
         """Compute each of PROMPTS, with its wish, in chunks of at most so many tokens. Returns each step's result."""
@@ -77,7 +95,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             driver = Driver(folder, settings(dtype="bfloat16", kernels="torch"))
         else:
             driver = Native(folder, request.param, keep_logits=False, max_num_seqs=8)
-        made = Executor(driver, model, 0.1)
+        tolerance = MAX_ERROR["bf16"] if request.param == "torch, bfloat16" else max_error(request.param)
+        made = Executor(driver, model, tolerance, rounds_kv=request.param != "torch, bfloat16")
     yield made
     made.driver.runner.close()
 

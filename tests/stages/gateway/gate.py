@@ -9,7 +9,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from pipeline.config.settings import Chat, Gateway, Schedule, Settings
+from pipeline.config.settings import Chat, Gateway, Limits, Schedule, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from tests.rig import PATIENCE_S, Rig
@@ -38,6 +38,8 @@ class Gate:
         send_buffer_bytes: int = 0,
         policy: Literal["fcfs", "priority"] = "fcfs",
         chat: Chat = Chat(),  # noqa: B008 - frozen
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        served_model_name: str = "",
         **gateway: Any,
     ) -> None:
         ModelConfig(
@@ -65,7 +67,13 @@ class Gate:
         self._start = start
         self.rig = rig(
             "gateway",
-            Settings(gateway=Gateway(**gateway), schedule=Schedule(policy=policy), chat=chat),
+            Settings(
+                served_model_name=served_model_name,
+                gateway=Gateway(**gateway),
+                schedule=Schedule(policy=policy),
+                chat=chat,
+                limits=limits,
+            ),
             folder,
             listen_fd=listener.detach(),
             siblings=siblings,
