@@ -191,7 +191,7 @@ def test_preemption_auto_takes_what_is_faster() -> None:
 
 @pytest.mark.parametrize(("max_step_ms", "num_tokens"), [(0.0, 255), (40.0, 38), (80.0, 78)])
 def test_max_step_ms_bounds_chunks_beside_a_sequence_that_decodes(max_step_ms: float, num_tokens: int) -> None:
-    """Without the prompt a step takes 2 ms, and each of its tokens takes another; 0 leaves the bound in tokens alone."""
+    """Without the prompt a step takes 2 ms, and each of its tokens one more; 0 leaves the bound in tokens alone."""
     with around(max_step_ms=max_step_ms, max_num_batched_tokens=256, long_prompt_tokens=0) as stage:
         stage.learn()
         stage.admit(2, range(2000, 2600))

@@ -1,0 +1,94 @@
+"""A stage that does not do as the recorded one did: its replay says so, and where."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.replay import format as f
+from pipeline.replay.replaying import replay
+from tests.rig import Rig
+from tests.stages.schedule.test_stage import FACTS, Neighbours
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a schedule stage, which reads the clock once in each wake."""
+    path = tmp_path_factory.mktemp("recorded") / "schedule.rec"
+    with Rig("schedule", record=path) as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, [1, 2, 3], max_tokens=5)
+        around.until_finished(1)
+        rig.load()
+    return path
+
+
+def edited(path: Path, edit: Callable[[list[f.Entry]], None], folder: Path, *, from_start: bool = True) -> Path:
+    """A copy of a recording whose entries were changed."""
+    with f.Reader(path) as reader:
+        header = msgspec.structs.replace(reader.header, from_start=from_start)
+        entries: list[f.Entry] = [one for one in reader if not isinstance(one, f.End)]
+    edit(entries)
+    copy = folder / "edited.rec"
+    copy.write_bytes(f.MAGIC + b"".join(f.frame(one) for one in (header, *entries, f.End("it was stopped"))))
+    return copy
+
+
+def place_of(entries: list[f.Entry], kind: type, number: int = 2) -> int:
+    return [place for place, one in enumerate(entries) if isinstance(one, kind)][number]
+
+
+def as_it_was(entries: list[f.Entry]) -> None:
+    assert entries
+
+
+def without_a_value(entries: list[f.Entry]) -> None:
+    del entries[place_of(entries, f.Value)]
+
+
+def with_a_value_more(entries: list[f.Entry]) -> None:
+    entries.insert(place_of(entries, f.Wake), f.Value("random", 7))
+
+
+def with_a_message_refused(entries: list[f.Entry]) -> None:
+    """The recorded stage sent to a neighbour to which this one sends nothing."""
+    entries.insert(place_of(entries, f.Wake), f.Refused("gateway.0"))
+
+
+CASES = [
+    (without_a_value, "the stage asks for monotonic, which the recorded one did not do here"),
+    (with_a_value_more, "the stage did not ask for random, as the recorded one did"),
+    (with_a_message_refused, "the stage did not send to gateway.0, as the recorded one did"),
+]
+
+
+def test_the_recording_itself_is_followed(recording: Path, tmp_path: Path) -> None:
+    replay("schedule", edited(recording, as_it_was, tmp_path), tmp_path / "out", paced=False, inline=True)
+
+
+@pytest.mark.parametrize(("edit", "problem"), CASES)
+def test_from_the_start_on_every_difference_ends_the_replay(
+    recording: Path, tmp_path: Path, edit: Callable[[list[f.Entry]], None], problem: str
+) -> None:
+    copy = edited(recording, edit, tmp_path)
+    with pytest.raises(UserError, match=problem):
+        replay("schedule", copy, tmp_path / "out", paced=False, inline=True)
+
+
+@pytest.mark.parametrize(("edit", "problem"), CASES)
+def test_one_that_began_in_the_middle_is_followed_loosely(
+    recording: Path, tmp_path: Path, edit: Callable[[list[f.Entry]], None], problem: str
+) -> None:
+    """Nothing says what the stage knew before, so it may do otherwise."""
+    copy = edited(recording, edit, tmp_path, from_start=False)
+    replay("schedule", copy, tmp_path / "out", paced=False, inline=True)

@@ -1,0 +1,41 @@
+"""A gateway that has drained takes no connection more, and none waits for it in the kernel."""
+
+import logging
+import socket
+
+from pipeline.config.settings import Gateway, Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime.channels import Outbox
+from pipeline.supervisor.supervisor import Supervisor, listen
+from tests.stages.gateway.peers import until
+
+
+def is_refused(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=30).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_connections_are_refused_once_every_gateway_has_drained() -> None:
+    """The gateways' own sockets are closed by them; the supervisor has these still, for they are the same."""
+    listeners = listen("127.0.0.1", 0, 2)
+    address = listeners[0].getsockname()
+    supervisor = Supervisor(Settings(gateway=Gateway(port=0, replicas=2)), listeners, logging.getLogger("test"))
+    outboxes: list[Outbox[m.SupervisorInbox]] = [
+        Outbox(supervisor._context, supervisor._addresses["supervisor.0"], m.Envelope(name, 1), 1)
+        for name in ("gateway.0", "gateway.1")
+    ]
+    try:
+        for number, outbox in enumerate(outboxes):
+            assert not is_refused(address)
+            outbox.send(m.Drained())
+            until(lambda: (supervisor._drain_inbox(), listeners[number].fileno() < 0)[1], "it closes the socket")  # noqa: B023
+        assert is_refused(address)
+    finally:
+        for outbox in outboxes:
+            outbox.close()
+        supervisor.close()
+        for listener in listeners:
+            listener.close()
