@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import httpx
@@ -16,8 +17,8 @@ from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 4000, "ignore_eos": True}
-PROMPT_SOON_S = 1.0
-"""What a refusal may take in a test, on a machine that computes meanwhile; it is to take less than 0.05 s."""
+SOON_S = 0.05
+"""What a refusal may take: half of them, for a machine that computes meanwhile may delay any one."""
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
@@ -39,14 +40,15 @@ async def test_a_full_server_says_so_at_once_and_when_to_come_again(small: Serve
         readers = [stream.aiter_bytes() for stream in streams]  # an iterator that is dropped hangs up
         assert b"data: " in await anext(readers[0])
         took_s = []
-        for _ in range(3):
+        for _ in range(31):
             begin_s = time.monotonic()
-            answers = await asyncio.gather(*(client.post("/v1/completions", json=LONG) for _ in range(10)))
+            answer = await client.post("/v1/completions", json=LONG)
             took_s.append(time.monotonic() - begin_s)
-            for answer in answers:
-                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
-                assert 1 <= int(answer.headers["Retry-After"]) <= 60
-        assert min(took_s) < PROMPT_SOON_S
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+            assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        assert median(took_s) < SOON_S, took_s
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=LONG) for _ in range(10)))
+        assert [answer.status_code for answer in answers] == [503] * 10
         async with await AsyncClient.connect(small.zmq) as over_zmq:
             with pytest.raises(RequestError) as raised:
                 await anext(aiter(over_zmq.generate("Hi")))

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from pipeline.stages.gateway.errors import ApiError
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
 
-PROMPT_SOON_S = 1.0
-"""What a refusal may take in a test, on a machine that has other things to do; it is to take less than 0.05 s."""
+SOON_S = 0.05
+"""What a refusal may take: half of them, for a machine that has other things to do may delay any one."""
 
 
 def refusal(admission: Admission, num_sequences: int, num_tokens: int, now_s: float = 0.0) -> ApiError:
@@ -226,7 +227,7 @@ class TestTheGateway:
                     refused = gate.client.post("/v1/chat/completions", json=CHAT)
                     took_s.append(time.monotonic() - begin_s)
                     assert refused.status_code == 503
-                assert sorted(took_s)[len(took_s) // 2] < PROMPT_SOON_S
+                assert median(took_s) < SOON_S, took_s
             finally:
                 for stream in streams:
                     stream.close()

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.runtime import messages as m
+from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.limits import Limits
 from tests.fakes import FakeExecutor
 from tests.rig import Rig, raw
@@ -57,8 +58,8 @@ class Around:
         return [int(one) for one in np.frombuffer(self.rig.bytes_of(array), np.int32)]
 
     def until_idle(self) -> None:
-        """Compute until nothing runs or waits."""
-        while (load := self.rig.load()).num_running or load.num_waiting:
+        """Compute until nothing runs, waits or is swapped out."""
+        while (load := self.rig.load()).num_running or load.num_waiting or load.num_swapped:
             self.step()
 
     def learn(self) -> None:
@@ -215,3 +216,13 @@ def test_long_prompt_stretch_says_how_much_a_long_prompt_may_slow_others_down() 
             stage.admit(2, range(2000, 2600))
             chunks.append(stage.largest_chunk(2))
     assert chunks == [pytest.approx(38, abs=12), pytest.approx(118, abs=30)]
+
+
+@pytest.mark.parametrize(("arena_bytes", "goes_by_memory"), [(65536, False), (1024**2, True)])
+def test_arena_bytes_is_what_long_prompts_go_through(arena_bytes: int, goes_by_memory: bool) -> None:
+    """The ids of 20,000 tokens take 80,000 bytes: what does not fit travels in the message."""
+    facts = msgspec.structs.replace(FACTS, num_blocks=2048, max_model_len=30_000)
+    with around(facts, arena_bytes=arena_bytes) as stage:
+        stage.admit(1, range(20_000))
+        (add,) = stage.rig.receive("execute", m.Step).adds
+        assert isinstance(add.ids, ShmRef) == goes_by_memory

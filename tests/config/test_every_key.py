@@ -1,0 +1,160 @@
+"""Every settings key has a test that shows its effect: one with another value than the default, and what changes."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from msgspec import inspect
+
+from pipeline.config.keys import Key, sections
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GATEWAY = "tests/stages/gateway/test_settings.py"
+CAPPED = f"{GATEWAY}::test_a_request_may_have_so_much_and_no_more"
+SCHEDULE = "tests/stages/schedule/test_settings.py"
+SERVER = "tests/e2e/test_settings.py"
+AUTH = "tests/e2e/test_auth.py"
+LIFE = "tests/e2e/test_life_and_death.py"
+REPLICAS = "tests/e2e/test_replicas.py::test_replicas_give_the_texts_that_one_of_each_gives"
+JSON_LOGS = "tests/e2e/test_observability.py::test_json_logs_parse_and_a_request_can_be_followed_by_its_id"
+STREAMS = "tests/stages/gateway/http/test_streams.py"
+RUNNER = "tests/stages/execute/test_runner.py"
+BACKEND = "tests/stages/execute/test_backend.py"
+
+EFFECTS = {
+    "model": "tests/e2e/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_transformers_own_text",
+    "served_model_name": f"{GATEWAY}::test_served_model_name_is_the_name_that_requests_give",
+    "max_model_len": f"{RUNNER}::test_the_longest_sequence_is_the_least_of_the_limits",
+    "quantization": (
+        "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32"
+    ),
+    "cache_dir": "tests/stages/prepare/test_cache.py::test_the_root_is_the_setting_or_the_users_cache",
+    "log_level": JSON_LOGS,
+    "log_format": JSON_LOGS,
+    "gateway.replicas": REPLICAS,
+    "gateway.host": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
+    "gateway.port": f"{LIFE}::test_a_taken_port_is_said_before_anything_is_started",
+    "gateway.zmq": "tests/stages/gateway/http/test_guard.py::test_a_tcp_door_asks_for_a_key",
+    "gateway.max_open_requests": (f"{GATEWAY}::test_a_request_for_more_sequences_than_may_be_open_is_refused_for_good"),
+    "gateway.max_open_tokens": (
+        "tests/stages/gateway/test_admission.py::TestTheGateway::test_counts_what_ingest_has_made_of_a_prompt"
+    ),
+    "gateway.request_timeout_s": (
+        "tests/stages/gateway/test_deadlines.py::TestWhoseDeadline::"
+        "test_the_servers_holds_where_the_request_says_nothing"
+    ),
+    "gateway.max_body_bytes": "tests/stages/gateway/http/test_app.py::TestTooBigABody::test_is_413_before_it_is_read",
+    "gateway.slow_client_timeout_s": f"{STREAMS}::TestASlowReader::test_that_takes_nothing_is_cut_off",
+    "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_comes_in_with_a_key_alone",
+    "gateway.allow_open": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
+    "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_name_is_allowed"),
+    "gateway.allowed_origins": ("tests/stages/gateway/http/test_origins.py::TestOrigins::test_a_listed_one_is_allowed"),
+    "gateway.share_prefix_cache": "tests/stages/gateway/test_scopes.py::TestThePrefixCache::test_may_be_shared",
+    "gateway.admin_host": f"{SERVER}::test_admin_host_is_where_the_admin_listener_is",
+    "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
+    "ingest.replicas": REPLICAS,
+    "ingest.arena_bytes": "tests/stages/ingest/test_stage.py::test_a_full_arena_sends_ids_inline",
+    "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_bounds_what_runs_at_once",
+    "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_bounds_a_step",
+    "schedule.prefix_caching": f"{SCHEDULE}::test_prefix_caching_finds_what_was_computed_or_is_off",
+    "schedule.depth": (
+        "tests/stages/schedule/test_stage.py::"
+        "test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered"
+    ),
+    "schedule.policy": f"{SCHEDULE}::test_policy_says_who_goes_first",
+    "schedule.preemption": f"{SCHEDULE}::test_preemption_copies_blocks_or_computes_them_again",
+    "schedule.max_step_ms": f"{SCHEDULE}::test_max_step_ms_bounds_chunks_beside_a_sequence_that_decodes",
+    "schedule.long_prompt_tokens": f"{SCHEDULE}::test_long_prompt_tokens_says_which_prompts_are_long",
+    "schedule.long_prompt_stretch": (
+        f"{SCHEDULE}::test_long_prompt_stretch_says_how_much_a_long_prompt_may_slow_others_down"
+    ),
+    "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_is_what_long_prompts_go_through",
+    "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_depth_is_2_unless_it_is_said",
+    "execute.dtype": f"{BACKEND}::test_float32_is_computed_by_torch_in_silence",
+    "execute.kernels": f"{BACKEND}::test_a_level_that_this_cpu_lacks_is_refused",
+    "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key",
+    "execute.early_launch": "tests/stages/execute/cuda/test_settings.py::test_early_launch_comes_to_the_model",
+    "execute.gpu_memory_fraction": ("tests/stages/execute/cuda/test_kv.py::test_the_fraction_is_of_all_that_we_take"),
+    "execute.swap_bytes": (
+        "tests/supervisor/test_supervisor.py::test_swap_space_is_the_executors_alone_and_is_given_back"
+    ),
+    "execute.threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
+    "execute.arena_bytes": (
+        "tests/stages/execute/test_stage.py::test_large_results_go_by_reference_and_their_slabs_come_back"
+    ),
+    "detokenize.replicas": REPLICAS,
+    "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_bounds_the_start",
+    "supervisor.prepare_timeout_s": (
+        "tests/stages/prepare/test_wheel.py::test_fetching_has_a_deadline_and_leaves_no_process"
+    ),
+    "supervisor.drain_timeout_s": f"{LIFE}::test_streams_that_outlast_the_drain_get_a_clear_end",
+    "supervisor.stop_timeout_s": f"{SERVER}::test_stop_timeout_s_is_what_a_stage_that_hangs_has_until_it_is_killed",
+    "supervisor.health_timeout_s": f"{SERVER}::test_health_timeout_s_is_what_a_stage_has_to_answer",
+    "limits.max_n": CAPPED,
+    "limits.max_best_of": CAPPED,
+    "limits.max_logprobs": CAPPED,
+    "limits.max_stop_strings": CAPPED,
+    "limits.max_stop_token_ids": CAPPED,
+    "limits.max_logit_bias": CAPPED,
+    "limits.max_bad_words": CAPPED,
+    "limits.max_tools": CAPPED,
+    "limits.max_prompt_bytes": CAPPED,
+    "limits.max_grammar_bytes": f"{GATEWAY}::test_max_grammar_bytes_bounds_a_schema",
+    "limits.max_json_depth": f"{GATEWAY}::test_max_json_depth_bounds_a_body",
+    "limits.max_header_bytes": f"{GATEWAY}::test_max_header_bytes_bounds_headers_and_addresses",
+    "limits.template_timeout_s": (
+        "tests/stages/ingest/test_stage.py::test_a_template_that_does_not_end_is_ended_and_others_go_on_meanwhile"
+    ),
+    "limits.grammar_timeout_s": (
+        "tests/stages/ingest/test_grammar.py::test_a_check_that_had_no_processor_goes_on_when_its_time_is_up"
+    ),
+    "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_what_one_reply_tells",
+    "chat.tool_format": f"{GATEWAY}::test_tool_format_says_how_calls_are_read",
+    "chat.reasoning_format": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_told_beside_the_content",
+}
+"""Each key, and the test that fails if the key is not passed on to what it is about."""
+
+
+def has_a_choice(key: Key) -> bool:
+    """Whether there is another value than the default."""
+    return not (isinstance(key.type, inspect.LiteralType) and len(key.type.values) == 1)
+
+
+def keys_of(tree: type[msgspec.Struct] | None = None) -> set[str]:
+    tables = sections() if tree is None else sections(tree)
+    return {key.dotted for table in tables for key in table.keys if has_a_choice(key)}
+
+
+@cache
+def names_in(path: str) -> frozenset[str]:
+    """The tests of a file, those of classes as `Class::test`."""
+    found: set[str] = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
+        found |= {prefix + one.name for one in inner if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return frozenset(found)
+
+
+def test_every_key_has_a_test_of_its_effect_and_the_table_has_no_others() -> None:
+    keys = keys_of()
+    assert sorted(keys - EFFECTS.keys()) == [], "keys without a test: write one, and name it in EFFECTS"
+    assert sorted(EFFECTS.keys() - keys) == [], "entries of EFFECTS for keys that are not there"
+
+
+def test_every_test_that_the_table_names_is_there() -> None:
+    missing = []
+    for key, test in EFFECTS.items():
+        path, _, name = test.partition("::")
+        if not (ROOT / path).is_file() or name not in names_in(path):
+            missing.append(f"{key}: {test}")
+    assert missing == []
+
+
+def test_a_key_that_no_test_names_is_found() -> None:
+    class More(msgspec.Struct):
+        new_key: int = 0
+
+    assert keys_of(More) - EFFECTS.keys() == {"new_key"}

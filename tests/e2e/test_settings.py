@@ -1,0 +1,56 @@
+"""Settings that the supervisor reads change what a whole server does."""
+
+import re
+import signal
+import socket
+import threading
+import urllib.request
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server
+from tests.stages.gateway.peers import until
+
+pytestmark = pytest.mark.usefixtures("smollm2_dir")
+
+LATE_S = 5.0
+"""Longer than by default, with what the gateway adds to it."""
+
+
+def test_admin_host_is_where_the_admin_listener_is() -> None:
+    with Server("gateway.admin_port=0", "gateway.admin_host=127.0.0.2", options=("--instant",)) as server:
+        match = re.search(r"admin=http://(127\.0\.0\.2):(\d+)", server.wait_for_line("ready on", 1))
+        assert match
+        with urllib.request.urlopen(f"http://{match[1]}:{match[2]}/health", timeout=30) as health:
+            assert health.status == 200
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(match[2])), timeout=30)
+
+
+def test_start_timeout_s_bounds_the_start() -> None:
+    with Server("supervisor.start_timeout_s=0.001", until_ready=False, options=("--instant",)) as server:
+        server.wait_for_line(r"gave up waiting for stages to be ready after 0\.001 s", 60)
+        assert server.process.wait(30) == 1
+
+
+def test_stop_timeout_s_is_what_a_stage_that_hangs_has_until_it_is_killed() -> None:
+    with Server("supervisor.stop_timeout_s=0.4", options=("--instant",)) as server:
+        server.stage("detokenize").send_signal(signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_line(r"detokenize\.0 did not stop within 0\.4 s and is killed", 60)
+        assert server.process.wait(30) == 3
+
+
+def test_health_timeout_s_is_what_a_stage_has_to_answer() -> None:
+    """With ten minutes, one that answers later than it may by default is not late."""
+    answers: list[dict[str, Any]] = []
+    with Server("supervisor.health_timeout_s=600", "supervisor.start_timeout_s=600", options=("--instant",)) as server:
+        stage = server.stage("detokenize")
+        stage.send_signal(signal.SIGSTOP)
+        asking = threading.Thread(target=lambda: answers.append(server.health()), daemon=True)
+        asking.start()
+        asking.join(LATE_S)
+        stage.send_signal(signal.SIGCONT)
+        until(lambda: answers, "health is answered")
+        assert answers[0]["status"] == "ok"
