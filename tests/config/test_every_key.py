@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 GATEWAY = "tests/stages/gateway/test_settings.py"
 CAPPED = f"{GATEWAY}::test_a_request_may_have_so_much_and_no_more"
+INGEST = "tests/stages/ingest/test_settings.py"
 SCHEDULE = "tests/stages/schedule/test_settings.py"
 SERVER = "tests/e2e/test_settings.py"
 AUTH = "tests/e2e/test_auth.py"
@@ -81,9 +82,7 @@ EFFECTS = {
         "tests/supervisor/test_supervisor.py::test_swap_space_is_the_executors_alone_and_is_given_back"
     ),
     "execute.threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
-    "execute.arena_bytes": (
-        "tests/stages/execute/test_stage.py::test_large_results_go_by_reference_and_their_slabs_come_back"
-    ),
+    "execute.arena_bytes": f"{SERVER}::test_arenas_have_the_sizes_that_the_settings_say",
     "detokenize.replicas": REPLICAS,
     "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_bounds_the_start",
     "supervisor.prepare_timeout_s": (
@@ -104,12 +103,8 @@ EFFECTS = {
     "limits.max_grammar_bytes": f"{GATEWAY}::test_max_grammar_bytes_bounds_a_schema",
     "limits.max_json_depth": f"{GATEWAY}::test_max_json_depth_bounds_a_body",
     "limits.max_header_bytes": f"{GATEWAY}::test_max_header_bytes_bounds_headers_and_addresses",
-    "limits.template_timeout_s": (
-        "tests/stages/ingest/test_stage.py::test_a_template_that_does_not_end_is_ended_and_others_go_on_meanwhile"
-    ),
-    "limits.grammar_timeout_s": (
-        "tests/stages/ingest/test_grammar.py::test_a_check_that_had_no_processor_goes_on_when_its_time_is_up"
-    ),
+    "limits.template_timeout_s": f"{INGEST}::test_template_timeout_s_is_what_a_template_has",
+    "limits.grammar_timeout_s": f"{INGEST}::test_grammar_timeout_s_is_what_the_check_of_a_grammar_has",
     "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_what_one_reply_tells",
     "chat.tool_format": f"{GATEWAY}::test_tool_format_says_how_calls_are_read",
     "chat.reasoning_format": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_told_beside_the_content",

@@ -54,3 +54,13 @@ def test_health_timeout_s_is_what_a_stage_has_to_answer() -> None:
         stage.send_signal(signal.SIGCONT)
         until(lambda: answers, "health is answered")
         assert answers[0]["status"] == "ok"
+
+
+def test_arenas_have_the_sizes_that_the_settings_say() -> None:
+    sizes = {"ingest": 2**20, "schedule": 2**21, "execute": 2**22 + 2**20}
+    sets = [f"{stage}.arena_bytes={size}" for stage, size in sizes.items()]
+    with Server(*sets, options=("--instant",)) as server:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+            metrics = response.read().decode()
+        found = dict(re.findall(r'pipeline_stage_arena_bytes\{.*?stage="(\w+)\.0".*?\} ([\d.e+]+)', metrics))
+        assert {stage: float(size) for stage, size in found.items() if stage in sizes} == sizes
