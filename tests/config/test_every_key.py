@@ -37,8 +37,10 @@ EFFECTS = {
     "gateway.replicas": REPLICAS,
     "gateway.host": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
     "gateway.port": f"{LIFE}::test_a_taken_port_is_said_before_anything_is_started",
-    "gateway.zmq": "tests/stages/gateway/http/test_guard.py::test_a_tcp_door_asks_for_a_key",
-    "gateway.max_open_requests": (f"{GATEWAY}::test_a_request_for_more_sequences_than_may_be_open_is_refused_for_good"),
+    "gateway.zmq": "tests/stages/gateway/http/test_guard.py::test_zmq_over_tcp_requires_a_key",
+    "gateway.max_open_sequences": (
+        f"{GATEWAY}::test_a_request_for_more_sequences_than_may_be_open_is_refused_for_good"
+    ),
     "gateway.max_open_tokens": (
         "tests/stages/gateway/test_admission.py::TestTheGateway::test_counts_what_ingest_has_made_of_a_prompt"
     ),
@@ -49,7 +51,7 @@ EFFECTS = {
     "gateway.max_body_bytes": "tests/stages/gateway/http/test_app.py::TestTooBigABody::test_is_413_before_it_is_read",
     "gateway.slow_client_timeout_s": f"{STREAMS}::TestASlowReader::test_that_takes_nothing_is_cut_off",
     "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_comes_in_with_a_key_alone",
-    "gateway.allow_open": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
+    "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_where_it_has_keys_or_is_told_to",
     "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_name_is_allowed"),
     "gateway.allowed_origins": ("tests/stages/gateway/http/test_origins.py::TestOrigins::test_a_listed_one_is_allowed"),
     "gateway.share_prefix_cache": "tests/stages/gateway/test_scopes.py::TestThePrefixCache::test_may_be_shared",
@@ -60,7 +62,7 @@ EFFECTS = {
     "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_bounds_what_runs_at_once",
     "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_bounds_a_step",
     "schedule.prefix_caching": f"{SCHEDULE}::test_prefix_caching_finds_what_was_computed_or_is_off",
-    "schedule.depth": (
+    "schedule.max_steps_in_flight": (
         "tests/stages/schedule/test_stage.py::"
         "test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered"
     ),
@@ -68,20 +70,24 @@ EFFECTS = {
     "schedule.preemption": f"{SCHEDULE}::test_preemption_copies_blocks_or_computes_them_again",
     "schedule.max_step_ms": f"{SCHEDULE}::test_max_step_ms_bounds_chunks_beside_a_sequence_that_decodes",
     "schedule.long_prompt_tokens": f"{SCHEDULE}::test_long_prompt_tokens_says_which_prompts_are_long",
-    "schedule.long_prompt_stretch": (
-        f"{SCHEDULE}::test_long_prompt_stretch_says_how_much_a_long_prompt_may_slow_others_down"
+    "schedule.long_prompt_max_slowdown": (
+        f"{SCHEDULE}::test_long_prompt_max_slowdown_says_how_much_a_long_prompt_may_slow_others_down"
     ),
     "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_is_what_long_prompts_go_through",
     "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_depth_is_2_unless_it_is_said",
     "execute.dtype": f"{BACKEND}::test_float32_is_computed_by_torch_in_silence",
     "execute.kernels": f"{BACKEND}::test_a_level_that_this_cpu_lacks_is_refused",
     "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_too_little_names_the_key",
-    "execute.early_launch": "tests/stages/execute/cuda/test_settings.py::test_early_launch_comes_to_the_model",
-    "execute.gpu_memory_fraction": ("tests/stages/execute/cuda/test_kv.py::test_the_fraction_is_of_all_that_we_take"),
+    "execute.programmatic_dependent_launch": (
+        "tests/stages/execute/cuda/test_settings.py::test_early_launch_comes_to_the_model"
+    ),
+    "execute.gpu_memory_utilization": (
+        "tests/stages/execute/cuda/test_kv.py::test_the_fraction_is_of_all_that_we_take"
+    ),
     "execute.swap_bytes": (
         "tests/supervisor/test_supervisor.py::test_swap_space_is_the_executors_alone_and_is_given_back"
     ),
-    "execute.threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
+    "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
     "execute.arena_bytes": f"{SERVER}::test_arenas_have_the_sizes_that_the_settings_say",
     "detokenize.replicas": REPLICAS,
     "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_bounds_the_start",
@@ -106,8 +112,8 @@ EFFECTS = {
     "limits.template_timeout_s": f"{INGEST}::test_template_timeout_s_is_what_a_template_has",
     "limits.grammar_timeout_s": f"{INGEST}::test_grammar_timeout_s_is_what_the_check_of_a_grammar_has",
     "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_what_one_reply_tells",
-    "chat.tool_format": f"{GATEWAY}::test_tool_format_says_how_calls_are_read",
-    "chat.reasoning_format": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_told_beside_the_content",
+    "chat.tool_call_parser": f"{GATEWAY}::test_tool_format_says_how_calls_are_read",
+    "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_told_beside_the_content",
 }
 """Each key, and the test that fails if the key is not passed on to what it is about."""
 

@@ -35,7 +35,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def edited(path: Path, edit: Callable[[list[f.Entry]], None], folder: Path, *, from_start: bool = True) -> Path:
     """A copy of a recording whose entries were changed."""
-    with f.Reader(path) as reader:
+    with f.RecordingReader(path) as reader:
         header = msgspec.structs.replace(reader.header, from_start=from_start)
         entries: list[f.Entry] = [one for one in reader if not isinstance(one, f.End)]
     edit(entries)

@@ -6,7 +6,8 @@ import socket
 from pipeline.config.settings import Gateway, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
-from pipeline.supervisor.supervisor import Supervisor, listen
+from pipeline.supervisor.listeners import listen
+from pipeline.supervisor.supervisor import Supervisor
 from tests.stages.gateway.peers import until
 
 
@@ -24,7 +25,7 @@ def test_connections_are_refused_once_every_gateway_has_drained() -> None:
     address = listeners[0].getsockname()
     supervisor = Supervisor(Settings(gateway=Gateway(port=0, replicas=2)), listeners, logging.getLogger("test"))
     outboxes: list[Outbox[m.SupervisorInbox]] = [
-        Outbox(supervisor._context, supervisor._addresses["supervisor.0"], m.Envelope(name, 1), 1)
+        Outbox(supervisor._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(name, 1), 1)
         for name in ("gateway.0", "gateway.1")
     ]
     try:

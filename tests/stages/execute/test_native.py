@@ -43,9 +43,9 @@ a key or value rounds to its other neighbour in bfloat16 now and then, which is 
 within 1e-4. With activations in bfloat16 each of them is off by up to a 256th."""
 
 
-def max_error(level: str) -> float:
-    """How far logits may be off at a level: every one but these has activations in float32."""
-    return MAX_ERROR["bf16" if level in ("avx512_bf16", "emulated") else "wide"]
+def max_error(isa: str) -> float:
+    """How far logits may be off: every instruction set but these has activations in float32."""
+    return MAX_ERROR["bf16" if isa in ("avx512_bf16", "emulated") else "wide"]
 
 
 class Reference:

@@ -59,7 +59,7 @@ def test_a_request_may_have_so_much_and_no_more(
 ) -> None:
     limits = Limits(**{key: most})
     body = CHAT if path.startswith("chat") else COMPLETION
-    with Gate(tmp_path, limits=limits, chat=Chat(tool_format="hermes")) as gate:
+    with Gate(tmp_path, limits=limits, chat=Chat(tool_call_parser="hermes")) as gate:
         refused = gate.client.post(f"/v1/{path}", json=body | {param: over})
         assert error_of(refused) == (400, param)
         answer = gate.post(body | {param: fits}, f"/v1/{path}")
@@ -101,7 +101,7 @@ def test_max_json_depth_bounds_a_body(tmp_path: Path, max_json_depth: int, fits:
             body = '{"x": ' + nested(depth - 1) + "}"
             error = gate.client.post("/v1/chat/completions", content=body).json()["error"]
             assert (error["code"] == "invalid_json") == (code is not None), error
-        assert f"it may have {max_json_depth} levels" in error["message"]
+        assert f"the limit is {max_json_depth} levels" in error["message"]
 
 
 @pytest.mark.parametrize("max_json_depth", [16, 200])
@@ -115,7 +115,7 @@ def test_max_json_depth_bounds_what_comes_over_zeromq(tmp_path: Path, max_json_d
         submit = gate.submit()
         failed = peer.hear(p.Failed)
         assert (failed.request_id, failed.failure.status) == (1, 400)
-        assert f"it may have {max_json_depth} levels" in failed.failure.message
+        assert f"the limit is {max_json_depth} levels" in failed.failure.message
         gate.finish(submit)
         gate.rig.load()
 
@@ -160,7 +160,7 @@ def test_served_model_name_is_the_name_that_requests_give(tmp_path: Path) -> Non
 
 def test_a_request_for_more_sequences_than_may_be_open_is_refused_for_good(tmp_path: Path) -> None:
     """Not with 503, which would say that it may be sent again."""
-    with Gate(tmp_path, max_open_requests=3) as gate:
+    with Gate(tmp_path, max_open_sequences=3) as gate:
         status, param = error_of(completion_of(gate, n=4))
         assert (status, param) == (400, "n")
         with RawPeer(gate) as peer:
@@ -188,7 +188,7 @@ def test_tool_format_says_how_calls_are_read(tmp_path: Path) -> None:
         "mistral": '[TOOL_CALLS] [{"name": "find", "arguments": {}}]',
     }
     for name in ("hermes", "llama3", "mistral"):
-        with Gate(tmp_path, chat=Chat(tool_format=name)) as gate:
+        with Gate(tmp_path, chat=Chat(tool_call_parser=name)) as gate:
             for other, text in texts.items():
                 answer = gate.post(CHAT | {"tools": TOOLS})
                 gate.serve(text)

@@ -9,7 +9,7 @@ from pipeline.config.settings import Limits, Settings
 from pipeline.runtime import messages as m
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
-from tests.stages.ingest.test_grammar import ENDLESS
+from tests.stages.ingest.test_grammar_checker import ENDLESS
 
 LONG_TEMPLATE = "{% for i in range(1000) %}{% for j in range(300) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
 NUM_TRIES = 10

@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.settings import Execute, Schedule, Settings
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
-from pipeline.stages.schedule.limits import Limits
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor
 from tests.rig import Rig, raw
 
@@ -95,10 +95,10 @@ def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
         preemption="swap",
         max_step_ms=125.0,
         long_prompt_tokens=300,
-        long_prompt_stretch=3.5,
+        long_prompt_max_slowdown=3.5,
     )
     facts = m.ExecuteFacts(num_blocks=11, block_size=32, max_model_len=333, vocab_size=997, num_swap_blocks=5)
-    found = msgspec.structs.asdict(Limits.of(settings, facts))
+    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts))
     assert found == {
         "num_blocks": 11,
         "max_model_len": 333,
@@ -110,17 +110,17 @@ def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
         "policy": "priority",
         "preemption": "swap",
         "max_step_s": 0.125,
-        "long_tokens": 300,
-        "long_stretch": 3.5,
+        "long_prompt_tokens": 300,
+        "long_prompt_max_slowdown": 3.5,
     }
-    defaults = msgspec.structs.asdict(Limits.of(Schedule(), FACTS))
+    defaults = msgspec.structs.asdict(SchedulerConfig.of(Schedule(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "each of them is another"
 
 
 def test_without_a_bound_zero_is_endless() -> None:
-    limits = Limits.of(Schedule(max_step_ms=0.0, long_prompt_tokens=0), FACTS)
+    limits = SchedulerConfig.of(Schedule(max_step_ms=0.0, long_prompt_tokens=0), FACTS)
     assert limits.max_step_s == float("inf")
-    assert limits.long_tokens >= FACTS.max_model_len
+    assert limits.long_prompt_tokens >= FACTS.max_model_len
 
 
 def test_max_num_seqs_bounds_what_runs_at_once() -> None:
@@ -207,11 +207,11 @@ def test_long_prompt_tokens_says_which_prompts_are_long(long_prompt_tokens: int,
         assert (stage.largest_chunk(2) < 100) == is_held_back
 
 
-def test_long_prompt_stretch_says_how_much_a_long_prompt_may_slow_others_down() -> None:
+def test_long_prompt_max_slowdown_says_how_much_a_long_prompt_may_slow_others_down() -> None:
     """Without the prompt a step takes 2 ms: 60 times that is 118 more tokens, 20 times 38."""
     chunks = []
     for stretch in (20.0, 60.0):
-        with around(long_prompt_tokens=100, long_prompt_stretch=stretch, max_num_batched_tokens=256) as stage:
+        with around(long_prompt_tokens=100, long_prompt_max_slowdown=stretch, max_num_batched_tokens=256) as stage:
             stage.learn()
             stage.admit(2, range(2000, 2600))
             chunks.append(stage.largest_chunk(2))

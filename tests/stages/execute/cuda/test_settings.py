@@ -22,6 +22,6 @@ def test_early_launch_comes_to_the_model(slight_dir: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(runner, "DeviceModel", note)
     settings = on_device()
-    execute = msgspec.structs.replace(settings.execute, early_launch=early_launch)
+    execute = msgspec.structs.replace(settings.execute, programmatic_dependent_launch=early_launch)
     CudaDriver(slight_dir, msgspec.structs.replace(settings, execute=execute))
     assert made == [early_launch]
