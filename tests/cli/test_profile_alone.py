@@ -91,7 +91,7 @@ def test_a_flame_graph_and_a_trace_show_the_stage_at_work(smollm2_dir: Path, tmp
     result = profile("detokenize", smollm2_dir, flame=flame, trace=trace)
     lines = flame.read_text().splitlines()
     assert all(re.fullmatch(r".+ \d+", line) for line in lines)
-    assert any("Detokenize.turn (detokenize/stage.py:" in line for line in lines)
+    assert any("DetokenizeStage.turn (detokenize/stage.py:" in line for line in lines)
     events = json.loads(trace.read_text())["traceEvents"]
     wakes = [event for event in events if event["ph"] == "X" and event["name"] == "wake"]
     assert len(wakes) >= result.messages_out["Deltas"] // 2
