@@ -222,7 +222,7 @@ def test_a_server_open_to_others_says_by_which_names() -> None:
 
 CRASH = """
 import os, pathlib, resource, signal, sys
-from pipeline import api_keys
+from pipeline.runtime import api_keys
 hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
 if sys.argv[1] == "kept out":

@@ -197,7 +197,7 @@ def test_samples_that_fork_from_one_prompt(
         {"policy": "priority", "preemption": "swap"},
         {"policy": "priority", "preemption": "recompute"},
         {"policy": "longest-prefix-match", "preemption": "auto"},
-        {"preemption": "auto", "long_tokens": 50, "long_stretch": 1.5},
+        {"preemption": "auto", "long_prompt_tokens": 50, "long_prompt_max_slowdown": 1.5},
         {"preemption": "swap", "max_step_s": 1e-6},
     ],
     ids=lambda rules: ", ".join(map(str, rules.values())),

@@ -292,7 +292,7 @@ def test_a_supervisor_that_is_silent_is_said(tmp_path: Any, monkeypatch: pytest.
         for _ in range(2):
             response = gate.client.get("/metrics")
             assert response.status_code == 503
-            assert "did not answer in time" in response.json()["error"]["message"]
+            assert "Timed out waiting for the supervisor" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [COMPLETION | {"echo": True, "max_tokens": 0}, None])
