@@ -72,7 +72,9 @@ async def test_prompt_tokens_are_bounded_too(small: Server) -> None:
         stream = await client.send(request, stream=True)
         refused = await client.post("/v1/completions", json=LONG | {"prompt": ids})
         assert refused.status_code == 503
-        assert "400 are left, and this request has about 600" in refused.json()["error"]["message"]
+        assert (
+            "400 of 1000 prompt tokens are free, and this request has about 600" in refused.json()["error"]["message"]
+        )
         load = (await client.get("/load")).json()
         assert (load["open_tokens"], load["max_open_tokens"]) == (600, 1000)
         lines = (await client.get("/metrics")).text.splitlines()

@@ -148,7 +148,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
         assert main(last) == 1, "nobody knows yet that it was killed"
         assert "is being recorded already" in capsys.readouterr().err
         until(lambda: main(last) == 0, "the stage to end it")
-        with f.Reader(first) as reader:
+        with f.RecordingReader(first) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("who began it was not heard of for 6 s")
         process = begin_recording("schedule", second, pid)
@@ -156,7 +156,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
         process.terminate()
         process.communicate(timeout=20)
         assert process.returncode == 0
-        with f.Reader(second) as reader:
+        with f.RecordingReader(second) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("who began it ended it")
         process = begin_recording("schedule", third, pid)
@@ -165,7 +165,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
         _, said = process.communicate(timeout=30)
         assert process.returncode == 1
         assert "the server has ended" in said
-        with f.Reader(third) as reader:
+        with f.RecordingReader(third) as reader:
             assert len(list(reader)) > 3
             assert reader.end == f.End("the stage ended")
 

@@ -124,7 +124,7 @@ def test_a_prompt_that_the_tokenizer_panics_at_is_told(tmp_path: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     sets = (f"model={folder}", f"cache_dir={tmp_path / 'cache'}", "served_model_name=tiny", "gateway.zmq=off")
     small = ("execute.kv_cache_bytes=16MiB", "execute.num_threads=1", "execute.kernels=torch")
-    text: dict[str, Any] = {"model": "tiny", "prompt": PANICS, "max_tokens": 2}
+    text: dict[str, Any] = {"model": "tiny", "prompt": PANICS, "max_tokens": 2, "ignore_eos": True}
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("/tokenize", text, "prompt"),
         ("/v1/completions", text, "prompt"),

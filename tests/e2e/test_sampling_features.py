@@ -102,7 +102,7 @@ def test_where_nothing_may_follow_the_request_fails_and_others_go_on(tiny: Tiny)
     """At once, which ingest sees, or later, which the executor finds."""
     (letter,) = tiny.ask("/tokenize", prompt="q")["tokens"]
     for wishes, words in (
-        ({"allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 2}, "no token to begin with"),
+        ({"allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 2}, "leaves no first token"),
         ({"allowed_token_ids": [letter], "bad_words": ["qq"]}, "No token can be sampled"),
     ):
         with pytest.raises(urllib.error.HTTPError) as failed:

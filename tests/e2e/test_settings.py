@@ -30,7 +30,7 @@ def test_admin_host_is_where_the_admin_listener_is() -> None:
 
 def test_start_timeout_s_bounds_the_start() -> None:
     with Server("supervisor.start_timeout_s=0.001", until_ready=False, options=("--instant",)) as server:
-        server.wait_for_line(r"gave up waiting for stages to be ready after 0\.001 s", 60)
+        server.wait_for_line(r"timed out after 0\.001 s waiting for stages to be ready", 60)
         assert server.process.wait(30) == 1
 
 
@@ -38,7 +38,7 @@ def test_stop_timeout_s_is_what_a_stage_that_hangs_has_until_it_is_killed() -> N
     with Server("supervisor.stop_timeout_s=0.4", options=("--instant",)) as server:
         server.stage("detokenize").send_signal(signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for_line(r"detokenize\.0 did not stop within 0\.4 s and is killed", 60)
+        server.wait_for_line(r"detokenize\.0 did not stop within 0\.4 s; killing it", 60)
         assert server.process.wait(30) == 3
 
 

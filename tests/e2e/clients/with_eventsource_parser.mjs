@@ -8,7 +8,9 @@ import { EventSourceParserStream } from "eventsource-parser/stream";
 const { PIPELINE_URL: url, PIPELINE_MODEL: model } = process.env;
 
 function post(path, body) {
-  return fetch(`${url}${path}`, { method: "POST", body: JSON.stringify({ model, temperature: 0, stream: true, ...body }) });
+  const headers = { "Content-Type": "application/json" }; // without it fetch declares a string as text/plain
+  const content = JSON.stringify({ model, temperature: 0, stream: true, ...body });
+  return fetch(`${url}${path}`, { method: "POST", headers, body: content });
 }
 
 /** The events of a whole stream, fed to the parser in pieces of so many bytes. */
