@@ -1,6 +1,6 @@
 """A server that belongs to this Python process: an ordinary supervisor with its stages, started by exec.
 
-    EmbeddedServer() ──► starting ──► whoever waits finds its door open ──► close(): SIGTERM, a while, SIGKILL
+    EmbeddedServer() ──► starting ──► its ZeroMQ address accepts clients ──► close(): SIGTERM, a while, SIGKILL
                         └──► it ends: `reason()` says why, in its own words
 
 It never outlives this process, however that ends (see entry.py). Started by exec it needs no main guard, and
