@@ -279,6 +279,19 @@ def test_a_result_of_another_incarnation_is_dropped() -> None:
         assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 2)[0]
 
 
+def test_a_result_that_arrives_before_start_is_dropped() -> None:
+    """A restarted stage may find results of its predecessor's steps in the socket before the supervisor's Start."""
+    with Rig("schedule") as rig:
+        stale = m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0)
+        rig.send(stale, "execute.0")
+        assert rig.load() == m.PlainLoad()
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        around.admit(1, [1, 2, 3], max_tokens=2)
+        around.until_finished(1)
+        assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 2)[0]
+
+
 def test_a_stage_that_was_never_started_stops() -> None:
     with Rig("schedule") as rig:
         rig.receive("supervisor", m.Ready)
