@@ -3,7 +3,7 @@
 import os
 
 from pipeline.config import browsers, zmq_setting
-from pipeline.config.settings import Execute, Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 
 BYTES_PER_ID = 4
 
@@ -71,7 +71,7 @@ def remarks(settings: Settings) -> list[str]:
         found.append("execute.swap_bytes: schedule.preemption is 'recompute', so nothing is swapped")
     if schedule.max_step_ms and schedule.max_step_ms < 1:
         found.append("schedule.max_step_ms: the unit is milliseconds, and few steps take less than one")
-    if execute.gpu_memory_utilization != Execute().gpu_memory_utilization:
+    if execute.gpu_memory_utilization != ExecuteSettings().gpu_memory_utilization:
         if execute.device == "cpu":
             found.append("execute.gpu_memory_utilization: has no effect, as execute.device is 'cpu'")
         elif execute.kv_cache_bytes:

@@ -25,7 +25,7 @@ class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 Replicas = Annotated[int, Meta(ge=1, le=64, description="Number of processes of this stage, which share its work.")]
 
 
-class Gateway(Frozen, frozen=True):
+class GatewaySettings(Frozen, frozen=True):
     """The process that holds client connections."""
 
     replicas: Replicas = 1
@@ -129,7 +129,7 @@ class Gateway(Frozen, frozen=True):
     ] = -1
 
 
-class Ingest(Frozen, frozen=True):
+class IngestSettings(Frozen, frozen=True):
     """The process that validates, applies the chat template and tokenizes."""
 
     replicas: Replicas = 1
@@ -141,7 +141,7 @@ class Ingest(Frozen, frozen=True):
     ] = 16 * 1024**2
 
 
-class Schedule(Frozen, frozen=True):
+class ScheduleSettings(Frozen, frozen=True):
     """The process that decides what the next step computes."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of running sequences.")] = 64
@@ -210,7 +210,7 @@ class Schedule(Frozen, frozen=True):
     ] = 16 * 1024**2
 
 
-class Execute(Frozen, frozen=True):
+class ExecuteSettings(Frozen, frozen=True):
     """The process that computes a step: forward pass and sampling."""
 
     device: Annotated[
@@ -268,13 +268,13 @@ class Execute(Frozen, frozen=True):
     ] = 4 * 1024**2
 
 
-class Detokenize(Frozen, frozen=True):
+class DetokenizeSettings(Frozen, frozen=True):
     """The process that turns ids into text and finds stop strings."""
 
     replicas: Replicas = 1
 
 
-class Limits(Frozen, frozen=True):
+class LimitSettings(Frozen, frozen=True):
     """Limits of one request; a request beyond them gets 400."""
 
     max_n: Annotated[int, Meta(ge=1, le=65536, description="Maximum of n, the sequences of a prompt.")] = 128
@@ -328,7 +328,7 @@ class Limits(Frozen, frozen=True):
     ] = 2**20
 
 
-class Chat(Frozen, frozen=True):
+class ChatSettings(Frozen, frozen=True):
     """How the model writes tool calls and reasoning."""
 
     tool_call_parser: Annotated[
@@ -350,7 +350,7 @@ class Chat(Frozen, frozen=True):
     ] = "auto"
 
 
-class Supervisor(Frozen, frozen=True):
+class SupervisorSettings(Frozen, frozen=True):
     """The process that starts, watches and stops the others."""
 
     start_timeout_s: Annotated[Seconds, Meta(description="Maximum time until a stage is ready.")] = 120.0
@@ -401,11 +401,11 @@ class Settings(Frozen, frozen=True):
         Literal["text", "json"],
         Meta(description='Format of log lines: "text" is for people, "json" is one JSON object per line.'),
     ] = "text"
-    gateway: Gateway = Gateway()
-    ingest: Ingest = Ingest()
-    schedule: Schedule = Schedule()
-    execute: Execute = Execute()
-    detokenize: Detokenize = Detokenize()
-    supervisor: Supervisor = Supervisor()
-    limits: Limits = Limits()
-    chat: Chat = Chat()
+    gateway: GatewaySettings = GatewaySettings()
+    ingest: IngestSettings = IngestSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    execute: ExecuteSettings = ExecuteSettings()
+    detokenize: DetokenizeSettings = DetokenizeSettings()
+    supervisor: SupervisorSettings = SupervisorSettings()
+    limits: LimitSettings = LimitSettings()
+    chat: ChatSettings = ChatSettings()

@@ -63,7 +63,7 @@ class Rig:
         addresses = {name: address_of(self._server, name, 1) for name in names}
         peers = topology.peers_of(row, addresses, self.settings)
         for replica in range(1, siblings + 1):  # the stage's other replicas
-            peers.append(m.Peer(f"{stage}.{replica}", address_of(self._server, f"{stage}.{replica}", 1), 64))
+            peers.append(m.PeerInbox(f"{stage}.{replica}", address_of(self._server, f"{stage}.{replica}", 1), 64))
         # The first of a neighbour's replicas goes by its stage's name.
         self._inboxes = {
             peer.name.removesuffix(".0"): Inbox[Any](self._context, peer.address, INBOXES[peer.name.split(".")[0]])

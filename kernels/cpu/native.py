@@ -48,7 +48,7 @@ READ_BY = {"bf16": Form.PLAIN, "q8_0": Form.WORDS, "q4_0": Form.BYTES, "q4_1": F
 """What a product with weights of a format reads."""
 
 
-class StepArrays(Structure):
+class NativeStepArrays(Structure):
     """`Step` in step.h: addresses of the arrays of `StepInputs`."""
 
     _fields_ = (
@@ -79,20 +79,20 @@ class PackedMatrix(Structure):
     )
 
 
-class Rows(Structure):
-    """`Rows` in gemm.h."""
+class NativeRows(Structure):
+    """`NativeRows` in gemm.h."""
 
     _fields_ = (("data", c_void_p), ("stride", c_size_t))
 
 
-class LayerMemory(Structure):
+class NativeLayerMemory(Structure):
     """`KV` in linear.h."""
 
     _fields_ = (("data", c_void_p), ("heads", c_int), ("head_dim", c_int))
 
 
-class Blocks(Structure):
-    """`Blocks` in copy.h."""
+class NativeBlocks(Structure):
+    """`NativeBlocks` in copy.h."""
 
     _fields_ = (
         ("layers", c_void_p),
@@ -103,8 +103,8 @@ class Blocks(Structure):
     )
 
 
-class HeadNorms(Structure):
-    """`HeadNorms` in linear.h."""
+class NativeHeadNorms(Structure):
+    """`NativeHeadNorms` in linear.h."""
 
     _fields_ = (("query", c_void_p), ("key", c_void_p), ("eps", c_float))
 
@@ -129,7 +129,7 @@ SAMPLING_ARRAYS = (
 )
 
 
-class SamplingArrays(Structure):
+class NativeSamplingArrays(Structure):
     """`SamplingInputs` in sampler.h: addresses of the arrays of the Python `SamplingInputs`."""
 
     _fields_ = tuple((name, c_void_p) for name in (*SAMPLING_ARRAYS, "num_top", "logprobs"))
@@ -140,7 +140,7 @@ class SamplingArrays(Structure):
         return cls(*(getattr(sampling_inputs, name).ctypes.data for name in SAMPLING_ARRAYS), *logprobs)
 
 
-class ScoreArrays(Structure):
+class NativeScoreArrays(Structure):
     """`Scores` in sampler.h: addresses of the arrays of `ScoreInputs`."""
 
     _fields_ = (("ids", c_void_p), ("num_top", c_void_p), ("logprobs", c_void_p))
@@ -158,32 +158,50 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "panel_bytes": (c_size_t, [POINTER(PackedMatrix)]),
     "pack": (None, [c_void_p, POINTER(PackedMatrix), c_void_p, c_void_p]),
     "clear": (None, [c_void_p, c_void_p, c_size_t]),
-    "copy_blocks": (None, [c_void_p, POINTER(Blocks), c_void_p, c_void_p, c_int]),
+    "copy_blocks": (None, [c_void_p, POINTER(NativeBlocks), c_void_p, c_void_p, c_int]),
     "act_bytes": (c_int, []),
     "activation_bytes": (c_size_t, [c_int, c_int]),
-    "program_new": (c_void_p, [c_void_p, POINTER(StepArrays)]),
+    "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),
     "program_delete": (None, [c_void_p]),
     "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix)]),
-    "program_norm": (None, [c_void_p, Rows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
-    "program_quantize": (None, [c_void_p, Rows, c_int, c_void_p, c_int]),
+    "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
+    "program_quantize": (None, [c_void_p, NativeRows, c_int, c_void_p, c_int]),
     "program_qkv": (
         None,
         [
-            *(c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int, POINTER(LayerMemory), c_void_p, c_void_p),
-            POINTER(HeadNorms),
+            *(
+                c_void_p,
+                c_void_p,
+                NativeRows,
+                POINTER(PackedMatrix),
+                c_int,
+                POINTER(NativeLayerMemory),
+                c_void_p,
+                c_void_p,
+            ),
+            POINTER(NativeHeadNorms),
         ],
     ),
     "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
-    "program_attention": (None, [c_void_p, Rows, c_int, c_void_p, POINTER(LayerMemory), c_void_p]),
-    "program_linear_add": (None, [c_void_p, c_void_p, Rows, POINTER(PackedMatrix), c_int]),
-    "program_swiglu": (None, [c_void_p, Rows, c_int, Rows, POINTER(PackedMatrix)]),
+    "program_attention": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeLayerMemory), c_void_p]),
+    "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
+    "program_swiglu": (None, [c_void_p, NativeRows, c_int, NativeRows, POINTER(PackedMatrix)]),
     "program_sample": (
         None,
-        [c_void_p, Rows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(MaskTicket), POINTER(SamplingArrays)],
+        [
+            c_void_p,
+            NativeRows,
+            POINTER(PackedMatrix),
+            c_int,
+            c_void_p,
+            c_int,
+            POINTER(MaskTicket),
+            POINTER(NativeSamplingArrays),
+        ],
     ),
     "program_score": (
         None,
-        [c_void_p, Rows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(ScoreArrays)],
+        [c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_void_p, c_int, POINTER(NativeScoreArrays)],
     ),
     "program_run": (c_int, [c_void_p, c_int, c_int, c_int]),
     "program_profile": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p]),

@@ -50,7 +50,7 @@ def apply_logits_processors(
     masked: Tensor | None,
     scratch: LogitsProcessorScratch,
 ) -> None:
-    """Change logits [S, V] float32 by the rows' wishes and known ids. params and ids [R, L] as in `Rows`, their lists
+    """Change logits [S, V] float32 by the rows' wishes and known ids. params and ids [R, L] as in `RowState`, their lists
     in `list_memory` (int32); sample_rows [S] int32. masks [S, W] int32 are what grammars allow, and masked [S] int32 is
     1 where there is one; both are None in a step without."""
     num, vocab_size = len(sample_rows), scratch.counts.shape[1]

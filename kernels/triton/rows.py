@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Field(IntEnum):
-    """Columns of `Rows.params`. Those that are called float or u64 hold its bits."""
+    """Columns of `RowState.params`. Those that are called float or u64 hold its bits."""
 
     NUM_IDS = 0
     """Ids known: the prompt's and those drawn. Changed by the GPU."""
@@ -22,7 +22,7 @@ class Field(IntEnum):
     """1: a step computes nothing for the row. Changed by the GPU."""
     NUM_PROMPT = 2
     NUM_STOPS = 3
-    """Ids in `Rows.stops` that end the row."""
+    """Ids in `RowState.stops` that end the row."""
     TEMPERATURE = 4
     """float32; below GREEDY_BELOW (kernels/sampling_inputs.py) is greedy"""
     TOP_P = 5
@@ -59,11 +59,11 @@ class Field(IntEnum):
 
 
 NUM_FIELDS = 24
-"""Columns of `Rows.params`: a whole number of 32 bytes."""
+"""Columns of `RowState.params`: a whole number of 32 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowState:
     """Views of one piece of memory, all int32."""
 
     state: Tensor
@@ -80,7 +80,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """One step as the model's kernels read it, filled on the GPU from `Rows` and from what the host has sent.
+    """One step as the model's kernels read it, filled on the GPU from `RowState` and from what the host has sent.
 
     Entry i computes tokens `offsets[i] .. offsets[i] + counts[i]` of the batch, which are positions `starts[i] ..
     starts[i] + counts[i]` of row `rows[i]`. Entries whose row has ended, and padding, have a count of 0.
@@ -103,7 +103,7 @@ class StepArrays:
     sample_rows: Tensor
     """[S] int32; its row, the last for padding"""
     blocks: Tensor
-    """`Rows.blocks`"""
+    """`RowState.blocks`"""
 
     @property
     def num_entries(self) -> int:

@@ -63,7 +63,7 @@ def sample(
     ids: Tensor, logits: Tensor, params: Tensor, sample_rows: Tensor, scratch: SamplingScratch, *, filtered: bool
 ) -> None:
     """Leave the next id of each row in ids [S] int32; NO_ID where nothing is possible, and what was there where the row
-    has ended. logits [S, V] float32, which stay as they are; params as in `Rows`, sample_rows [S] int32. Without
+    has ended. logits [S, V] float32, which stay as they are; params as in `RowState`, sample_rows [S] int32. Without
     `filtered`, no row has top_k, top_p or min_p."""
     num = len(sample_rows)
     assert logits.shape[1] == scratch.vocab_size and num <= len(scratch.scores) and logits.stride(1) == 1

@@ -9,7 +9,7 @@ The host sends one array of int32 words a step. Its beginning has fixed places, 
     samples     entries that are sampled [N]
     then        runs [num_runs, 3] · numbers that runs copy · entries of tokens [num_tokens]
 
-A run is (place in `Rows.state`, length, place in the words): every change of rows is a few of them.
+A run is (place in `RowState.state`, length, place in the words): every change of rows is a few of them.
 
 Shapes: as in kernels/triton/rows.py.
 """
@@ -24,7 +24,7 @@ from triton.language.extra.cuda import globaltimer
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.launch import INTERPRETED
-from pipeline.kernels.triton.rows import Field, Rows, StepArrays
+from pipeline.kernels.triton.rows import Field, RowState, StepArrays
 
 HEADER = 16
 """Words before the entries."""
@@ -68,12 +68,12 @@ def words_of(max_num_rows: int) -> int:
     return HEADER + 5 * max_num_rows
 
 
-def apply(rows: Rows, words: Tensor) -> None:
+def apply(rows: RowState, words: Tensor) -> None:
     """Write what the host's words [any length] say of rows."""
     _apply[(RUN_PROGRAMS,)](rows.state, words, RUN_PROGRAMS, RUN_BLOCK, num_warps=4)
 
 
-def prepare(step: StepArrays, rows: Rows, words: Tensor, stamps: Tensor, max_num_rows: int, one_each: bool) -> None:
+def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max_num_rows: int, one_each: bool) -> None:
     """Fill `step`, padding and all, from the host's words. `stamps` [4] int32 gets the time of the beginning. With
     `one_each` every entry has one token, as in a step that only decodes."""
     num_tokens, num_entries, num_samples = step.num_tokens, step.num_entries, step.num_samples
@@ -93,7 +93,7 @@ def prepare(step: StepArrays, rows: Rows, words: Tensor, stamps: Tensor, max_num
     )
 
 
-def finish(result: Tensor, drawn: Tensor, step: StepArrays, rows: Rows, words: Tensor, stamps: Tensor) -> None:
+def finish(result: Tensor, drawn: Tensor, step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor) -> None:
     """Append what was drawn, [S] int32, to its rows, and end the rows that stop by it or for which there was no id.
     `result` [STAMP_WORDS + 2S] int32 gets the stamps, the ids (`DEAD` where the row had ended before, NO_ID where there
     is none) and whether each of them stops its row."""

@@ -19,7 +19,7 @@ from pipeline.client.errors import ConnectionLost
 from pipeline.client.logprobs import Logprob
 from pipeline.client.loop_thread import LoopThread
 from pipeline.client.stream import Stream
-from pipeline.client.wire import Output
+from pipeline.client.wire import OutputDelta
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class BlockingStream:
     def __init__(self, client: Client, stream: Stream) -> None:
         self._client = client
         self._stream = stream
-        self._outputs: deque[Output] = deque()
+        self._outputs: deque[OutputDelta] = deque()
 
     @property
     def prompt_token_ids(self) -> list[int] | None:
@@ -156,10 +156,10 @@ class BlockingStream:
         """Wait until the server has accepted the request."""
         self._client._do(self._stream.accepted())
 
-    def __iter__(self) -> Iterator[Output]:
+    def __iter__(self) -> Iterator[OutputDelta]:
         return self
 
-    def __next__(self) -> Output:
+    def __next__(self) -> OutputDelta:
         if not self._outputs:
             self._outputs.extend(self._client._do(self._stream.take()))
         if not self._outputs:

@@ -15,7 +15,7 @@ from pipeline.client.request_options import RequestOptions
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.client.slots import Slots
 from pipeline.client.stream import Stream
-from pipeline.client.wire import Output
+from pipeline.client.wire import OutputDelta
 from pipeline.errors import PromptError, ServerFailed, UserError
 
 BUSY_CODES = ("overloaded", "starting")
@@ -230,7 +230,7 @@ class OpenRequest:
             return CompletionOutput(index, "", [])
         return CompletionOutput(index, "", [], logprobs=[], cumulative_logprob=0.0)
 
-    def _take_in(self, outputs: list[Output]) -> None:
+    def _take_in(self, outputs: list[OutputDelta]) -> None:
         news: dict[int, CompletionOutput] = {}
         for output in outputs:
             for one in (

@@ -91,11 +91,11 @@ class BatchBar:
 
         rates = self.rates
 
-        class Rates(ProgressColumn):
+        class RatesColumn(ProgressColumn):
             def render(self, task: Any) -> Text:
                 return Text(rates())
 
-        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), Rates())
+        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), RatesColumn())
         with RichProgress(*columns, console=Console(stderr=True), refresh_per_second=REFRESH_PER_S) as self._bar:
             self._task = self._bar.add_task("", total=num_items)
             try:

@@ -39,7 +39,7 @@ PackedIds = Annotated[bytes, Meta(description="Token ids, each 4 bytes: int32, l
 JsonText = Annotated[str | None, Meta(description="JSON text.")]
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
+class WireMessage(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
     """Base of all messages. Subclasses define the tag."""
 
 
@@ -234,7 +234,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 # ------------------------------------------------------------------------------------------------------- to the server
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Hello(WireMessage, frozen=True, tag="hello"):
     """The first message of a connection: the protocol versions that the client supports. The server answers with
     `welcome`, or with `error` if it supports none of them."""
 
@@ -254,7 +254,7 @@ class Hello(Message, frozen=True, tag="hello"):
         return f"Hello({self.min_version}, {self.max_version}, {self.client!r})"  # no key in a traceback
 
 
-class Generate(Message, frozen=True, tag="generate"):
+class Generate(WireMessage, frozen=True, tag="generate"):
     """Generate from a prompt. The server answers with `accepted`, `delta` … and one closing message: `finished` or
     `failed`.
 
@@ -302,20 +302,20 @@ class Generate(Message, frozen=True, tag="generate"):
     ] = None
 
 
-class Abort(Message, frozen=True, tag="abort"):
+class Abort(WireMessage, frozen=True, tag="abort"):
     """End a request now. The answer is its closing message. A closed or unknown request gets no answer."""
 
     request_id: RequestId
 
 
-class Credit(Message, frozen=True, tag="credit"):
+class Credit(WireMessage, frozen=True, tag="credit"):
     """Grant a request more deltas. No effect on a closed or unknown request."""
 
     request_id: RequestId
     num_deltas: Annotated[int, Meta(ge=0, description="How many more deltas.")]
 
 
-class Ping(Message, frozen=True, tag="ping"):
+class Ping(WireMessage, frozen=True, tag="ping"):
     """A heartbeat. The server answers with `pong`. It disconnects a client that sends nothing for `silence_s`."""
 
     nonce: Annotated[
@@ -323,7 +323,7 @@ class Ping(Message, frozen=True, tag="ping"):
     ] = 0
 
 
-class Bye(Message, frozen=True, tag="bye"):
+class Bye(WireMessage, frozen=True, tag="bye"):
     """The client disconnects. The server aborts its open requests without an answer."""
 
 
@@ -333,7 +333,7 @@ ClientMessage = Hello | Generate | Abort | Credit | Ping | Bye
 # ------------------------------------------------------------------------------------------------------- to the client
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(WireMessage, frozen=True, tag="welcome"):
     """The answer to `hello`."""
 
     version: Annotated[int, Meta(description="The protocol version of this connection.")]
@@ -353,7 +353,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     silence_s: Annotated[float, Meta(description="A peer that sends nothing for this long counts as gone.")]
 
 
-class Accepted(Message, frozen=True, tag="accepted"):
+class Accepted(WireMessage, frozen=True, tag="accepted"):
     """The request is valid and waits to run. Comes before its first `delta`."""
 
     request_id: RequestId
@@ -376,7 +376,7 @@ class Accepted(Message, frozen=True, tag="accepted"):
     ] = []
 
 
-class Delta(Message, frozen=True, tag="delta"):
+class Delta(WireMessage, frozen=True, tag="delta"):
     """New output of a request. Uses one credit. Each sequence gets exactly one output with a finish_reason."""
 
     request_id: RequestId
@@ -397,7 +397,7 @@ class Delta(Message, frozen=True, tag="delta"):
     ] = []
 
 
-class Finished(Message, frozen=True, tag="finished"):
+class Finished(WireMessage, frozen=True, tag="finished"):
     """Closes a request: everything has been sent. Uses no credit."""
 
     request_id: RequestId
@@ -426,14 +426,14 @@ class Finished(Message, frozen=True, tag="finished"):
     ] = []
 
 
-class Failed(Message, frozen=True, tag="failed"):
+class Failed(WireMessage, frozen=True, tag="failed"):
     """Closes a request with an error, before or after `accepted`. Uses no credit."""
 
     request_id: RequestId
     failure: Failure
 
 
-class Pong(Message, frozen=True, tag="pong"):
+class Pong(WireMessage, frozen=True, tag="pong"):
     """The answer to `ping`."""
 
     nonce: Annotated[
@@ -441,7 +441,7 @@ class Pong(Message, frozen=True, tag="pong"):
     ] = 0
 
 
-class Error(Message, frozen=True, tag="error"):
+class Error(WireMessage, frozen=True, tag="error"):
     """Ends the connection. The server aborts its open requests and closes it after this message."""
 
     failure: Failure

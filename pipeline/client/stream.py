@@ -14,14 +14,14 @@ import msgspec
 
 from pipeline.client import protocol as p
 from pipeline.client.logprobs import Logprob, logprobs_of
-from pipeline.client.wire import Output, error_of, output_of, unpacked
+from pipeline.client.wire import OutputDelta, error_of, output_of, unpacked
 
 WINDOW = 32
 """Maximum number of unread deltas of a stream; more are granted when half of them have been read."""
 
 
 class Stream:
-    """One request: an async iterator of `Output`s. Raises RequestError if the server refuses it or fails, and
+    """One request: an async iterator of `OutputDelta`s. Raises RequestError if the server refuses it or fails, and
     ConnectionLost if the server is gone. Created by `AsyncClient.generate`."""
 
     def __init__(
@@ -43,13 +43,13 @@ class Stream:
         self.timings: dict[str, Any] | None = None
         """How long each hop took, as in the field `timings` of an HTTP reply; set at the end, if requested."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        """For each of the prompt's ids, as `Output.logprobs`, and None for the first. Grows as deltas are read, if
+        """For each of the prompt's ids, as `OutputDelta.logprobs`, and None for the first. Grows as deltas are read, if
         requested; complete at the end."""
         self._num_top, self._prompt_num_top = params.logprobs, params.prompt_logprobs
         self._prompt_pieces: list[bytes] = []
         self._send = send
         self._deltas: deque[p.Delta] = deque()
-        self._outputs: deque[Output] = deque()
+        self._outputs: deque[OutputDelta] = deque()
         self._num_read = 0
         """Deltas read since the last credits were sent."""
         self._changed = asyncio.Event()
@@ -83,16 +83,16 @@ class Stream:
         if self._error is not None:
             raise self._error
 
-    def __aiter__(self) -> AsyncIterator[Output]:
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self
 
-    async def __anext__(self) -> Output:
+    async def __anext__(self) -> OutputDelta:
         while not self._outputs:
             if not await self._read():
                 raise StopAsyncIteration
         return self._outputs.popleft()
 
-    async def take(self) -> list[Output]:
+    async def take(self) -> list[OutputDelta]:
         """Wait for at least one output and return all that are there; an empty list at the end."""
         while not self._outputs and await self._read():
             pass

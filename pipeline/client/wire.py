@@ -19,7 +19,7 @@ Received = Sequence[int] | Sequence[Sequence[int]] | None
 """Output ids that the caller has already: of the only sequence, or of each of n."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class OutputDelta(msgspec.Struct, frozen=True):
     """New text and ids of one sequence."""
 
     index: int
@@ -53,9 +53,9 @@ def unpacked(data: bytes) -> list[int]:
     return list(struct.unpack_from(f"<{len(data) // 4}i", data))
 
 
-def output_of(output: p.Output, num_top: int | None) -> Output:
+def output_of(output: p.Output, num_top: int | None) -> OutputDelta:
     ids = unpacked(output.token_ids)
-    return Output(
+    return OutputDelta(
         output.index,
         output.text,
         ids,

@@ -82,7 +82,7 @@ class Value(msgspec.Struct, array_like=True, frozen=True, tag="value"):
     number: float | int
 
 
-class Event(msgspec.Struct, array_like=True, frozen=True, tag="event"):
+class ObservedEvent(msgspec.Struct, array_like=True, frozen=True, tag="event"):
     """Something that the stage did and no message asked for, see `ReplayContext.event` and `ReplayContext.moment`."""
 
     name: str
@@ -114,7 +114,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
     """Of a replay: what was left out."""
 
 
-Entry = Wake | Value | Event | Refused | Sent | End
+Entry = Wake | Value | ObservedEvent | Refused | Sent | End
 
 _encoder = msgspec.msgpack.Encoder()
 _headers: MessageDecoder[Header] = MessageDecoder(Header)

@@ -33,7 +33,7 @@ class Partial(Protocol):
     def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
         """The message as the stage is to get it, or None."""
 
-    def knows(self, event: f.Event) -> bool:
+    def knows(self, event: f.ObservedEvent) -> bool:
         """Whether an event is about something that began in this recording."""
 
     def sent(self, message: Any) -> None:
@@ -60,7 +60,7 @@ class _Counting:
     def keep(self, message: Any, bytes_of: BytesOf) -> Any | None:
         return message
 
-    def knows(self, event: f.Event) -> bool:
+    def knows(self, event: f.ObservedEvent) -> bool:
         return True
 
     def sent(self, message: Any) -> None:
@@ -99,7 +99,7 @@ class GatewayPartial(_Counting):
         if isinstance(message, m.Submit):
             self._requests.add(message.request_id)
 
-    def knows(self, event: f.Event) -> bool:
+    def knows(self, event: f.ObservedEvent) -> bool:
         if event.name == "open":
             self._calls.add(event.key)
         if event.name in ("open", "fail all", "abort"):  # of no one call, or of one that begins
@@ -142,7 +142,7 @@ class IngestPartial(_Counting):
             self._requests.add(message.request_id)
         return message
 
-    def knows(self, event: f.Event) -> bool:
+    def knows(self, event: f.ObservedEvent) -> bool:
         if event.name != "encoded" or event.key in self._requests:
             return True
         self._left_out["texts of before"] += 1

@@ -104,10 +104,15 @@ class PlaybackContext(ReplayContext):
         return recorded or data
 
     def observe(self, name: str, key: int, data: bytes) -> bytes:
-        while not self._is_strict and isinstance(head := self._head, f.Event) and head.name == name and head.key < key:
+        while (
+            not self._is_strict
+            and isinstance(head := self._head, f.ObservedEvent)
+            and head.name == name
+            and head.key < key
+        ):
             self._advance()  # of before the recording, or of what was left out
         match self._head:
-            case f.Event() as event if (event.name, event.key) == (name, key):
+            case f.ObservedEvent() as event if (event.name, event.key) == (name, key):
                 self._advance()
                 return event.data
             case _ if self._is_strict and not self._is_over and self._head is not None:
@@ -116,7 +121,7 @@ class PlaybackContext(ReplayContext):
                 return data
 
     def catch_up(self) -> None:
-        while isinstance(event := self._head, f.Event) and event.name in self._acts and not self._first:
+        while isinstance(event := self._head, f.ObservedEvent) and event.name in self._acts and not self._first:
             self._acts[event.name](event.key, event.data)
             if self._head is event:  # it is of before the recording, and nothing is there to be done
                 self._advance()
@@ -147,9 +152,9 @@ class PlaybackContext(ReplayContext):
                     if self._is_paced:
                         time.sleep(max(0.0, self._begun + wake.time_ns / 1e9 - time.monotonic()))
                     return self._give(wake)
-                case f.Event() as event if event.name in self._acts:
+                case f.ObservedEvent() as event if event.name in self._acts:
                     self.catch_up()
-                case f.Event() as event:
+                case f.ObservedEvent() as event:
                     raise Divergence(f"event {event.name} came where the stage waits for messages")
                 case None:
                     return self._stop()
@@ -162,16 +167,16 @@ class PlaybackContext(ReplayContext):
                     if self._is_paced:
                         await asyncio.sleep(max(0.0, self._begun + wake.time_ns / 1e9 - time.monotonic()))
                     return self._give(wake)
-                case f.Event() as event if event.name in self._acts:
+                case f.ObservedEvent() as event if event.name in self._acts:
                     self._advance()
                     if self._partial is None or self._partial.knows(event):
                         self._acts[event.name](event.key, event.data)
-                case f.Event() as event:
+                case f.ObservedEvent() as event:
                     await self._wait_for(event)
                 case None:
                     return self._stop()
 
-    async def _wait_for(self, event: f.Event) -> None:
+    async def _wait_for(self, event: f.ObservedEvent) -> None:
         """Let whoever waits for this moment go on, and wait until it has."""
         if self._partial is not None and not self._partial.knows(event):
             self._advance()
@@ -185,13 +190,13 @@ class PlaybackContext(ReplayContext):
         except TimeoutError:
             raise Divergence(f"{event.name} of {event.key:x} was not done within {MOMENT_S:g} s") from None
 
-    def _look(self) -> "f.Wake | f.Event | None":
+    def _look(self) -> "f.Wake | f.ObservedEvent | None":
         """The next thing that makes the stage do something."""
         if self._first:
             return self._first[0]
         while True:
             match self._head:
-                case f.Wake() | f.Event() | None:
+                case f.Wake() | f.ObservedEvent() | None:
                     return self._head
                 case f.Value() | f.Refused() if not self._is_strict:
                     self._advance()

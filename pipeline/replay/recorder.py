@@ -134,14 +134,14 @@ class RecordingContext(ReplayContext):
         return number
 
     def event(self, name: str, key: int = 0, data: bytes = b"") -> None:
-        self._put(f.Event(name, key, data))
+        self._put(f.ObservedEvent(name, key, data))
 
     async def await_external(self, name: str, key: int, data: bytes = b"") -> bytes:
-        self._put(f.Event(name, key, data))
+        self._put(f.ObservedEvent(name, key, data))
         return data
 
     def observe(self, name: str, key: int, data: bytes) -> bytes:
-        self._put(f.Event(name, key, data))
+        self._put(f.ObservedEvent(name, key, data))
         return data
 
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:

@@ -59,7 +59,7 @@ def replay(stage: str, path: Path, out: Path, *, paced: bool, inline: bool) -> R
             settings=settings,
             model_dir=header.model_dir,
             address=address_of(server, header.name, 1),
-            peers=[m.Peer(name, supervisor if name == SUPERVISOR else "", 16) for name in header.peers],
+            peers=[m.PeerInbox(name, supervisor if name == SUPERVISOR else "", 16) for name in header.peers],
             segments=[],
             death_fd=death_read,
             replay=m.Replay(str(path.absolute()), str(out.absolute()), paced),
@@ -92,7 +92,7 @@ def _run_child(launch: m.Launch, supervisor: str) -> None:
             if child.exit_code:
                 reason = child.describe_end()
                 while inbox.wait(LAST_WORDS_S) and (message := inbox.receive()) is not None:
-                    if isinstance(message, m.Failed):
+                    if isinstance(message, m.StageFailed):
                         reason = message.reason
                         break
                 raise UserError(reason)

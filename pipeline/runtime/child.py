@@ -1,4 +1,4 @@
-"""A child's first and last acts: title, logs, signals, death of the parent, `Failed`, exit code."""
+"""A child's first and last acts: title, logs, signals, death of the parent, `StageFailed`, exit code."""
 
 import ctypes
 import importlib
@@ -14,7 +14,7 @@ import zmq
 from pipeline.errors import UserError
 from pipeline.runtime.channels import Outbox
 from pipeline.runtime.logs import open_log
-from pipeline.runtime.messages import Envelope, Failed, Launch, SupervisorInbox
+from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.stage import SUPERVISOR
 
 EXIT_FAILED = 1
@@ -69,6 +69,6 @@ def say_why(launch: Launch, reason: str) -> None:
     address = next(peer.address for peer in launch.peers if peer.name == SUPERVISOR)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     outbox: Outbox[SupervisorInbox] = Outbox(context, address, Envelope(launch.name, launch.incarnation), bound=1)
-    outbox.send(Failed(reason))
+    outbox.send(StageFailed(reason))
     outbox.flush(LAST_WORDS_S)
     context.term()

@@ -12,7 +12,7 @@ sends an Abort needs no table.
 import msgspec
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.messages import Peer
+from pipeline.runtime.messages import PeerInbox
 
 
 class StageRow(msgspec.Struct, frozen=True):
@@ -119,9 +119,9 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
     return {SWAP: settings.execute.swap_bytes} if name == "execute" and settings.execute.swap_bytes else {}
 
 
-def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[Peer]:
+def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[PeerInbox]:
     """The inboxes that a replica of a stage may send to, with the supervisor's. A stage that sends to itself sends to
     its other replicas."""
     names = ["supervisor.0", *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
     names = [name for name in names if name != f"{stage.name}.{replica}"]
-    return [Peer(name, addresses[name], bound_of(settings)) for name in names]
+    return [PeerInbox(name, addresses[name], bound_of(settings)) for name in names]

@@ -92,7 +92,7 @@ Answers = dict[str, m.Answer]
 # ----------------------------------------------------------------------------------------------------------- questions
 
 
-class _Question(msgspec.Struct, eq=False):
+class _AdminQuestion(msgspec.Struct, eq=False):
     awaited: set[str]
     deadline: float
     then: Callable[[Answers], None]
@@ -105,7 +105,7 @@ class Questions:
 
     def __init__(self, send: Callable[[str, m.ControlRequest], bool]) -> None:
         self._send = send
-        self._open: dict[int, _Question] = {}
+        self._open: dict[int, _AdminQuestion] = {}
         self._next_nonce = 1
 
     @property
@@ -127,7 +127,7 @@ class Questions:
         nonce, self._next_nonce = self._next_nonce, self._next_nonce + 1
         numbered = msgspec.structs.replace(request, nonce=nonce)
         awaited = {name for name in stages if self._send(name, numbered)}
-        self._open[nonce] = _Question(awaited, time.monotonic() + timeout_s, then, {})
+        self._open[nonce] = _AdminQuestion(awaited, time.monotonic() + timeout_s, then, {})
         self._end_if_answered(nonce)
 
     def answered(self, stage: str, answer: m.Answer) -> None:

@@ -61,7 +61,9 @@ class SharedResources:
                     size = topology.arena_bytes(self._settings, row.name)
                     self.segments[name] = m.Segment(name, segment.create(name, size), size, False)
 
-    def launch(self, stage: str, entry: str, peers: list[m.Peer], model_dir: str = "", replica: int = 0) -> m.Launch:
+    def launch(
+        self, stage: str, entry: str, peers: list[m.PeerInbox], model_dir: str = "", replica: int = 0
+    ) -> m.Launch:
         """The parameters of a stage's process."""
         name = f"{stage}.{replica}"
         return m.Launch(

@@ -148,7 +148,7 @@ class Supervisor:
     def _prepare(self) -> None:
         """Run prepare, which resolves the model and exits."""
         self._log_event("starting", version=VERSION, model=self._settings.model)
-        peers = [m.Peer(SUPERVISOR, self._resources.addresses[SUPERVISOR], 16)]
+        peers = [m.PeerInbox(SUPERVISOR, self._resources.addresses[SUPERVISOR], 16)]
         child = self._spawn(self._resources.launch("prepare", topology.PREPARE, peers))
         timeout_s = self._settings.supervisor.prepare_timeout_s
         self._run_until(lambda: self._prepared is not None, timeout_s, "the model to be prepared")
@@ -369,7 +369,7 @@ class Supervisor:
                 child.state = "ready"
                 self._facts = facts or self._facts
                 self._log.debug("ready", extra={"fields": {"stage": sender}})
-            case m.Failed(reason):
+            case m.StageFailed(reason):
                 self._reasons[sender] = reason
             case m.Prepared():
                 self._prepared = message

@@ -23,7 +23,7 @@ from pipeline.text.formats.chat_formats import ChatFormats
 ID_BYTES = 4
 
 
-class Sequence(msgspec.Struct, eq=False):
+class SequenceOutput(msgspec.Struct, eq=False):
     """One sample of a prompt: what the stages have sent, and which text the client has not been given yet."""
 
     pending: list[str] = []
@@ -99,7 +99,7 @@ class PromptRequest(msgspec.Struct, eq=False):
     submit: m.Submit
     """As it was sent: to run the request again, use its prompt, seed and arrival."""
     request: "Request"
-    sequences: list[Sequence]
+    sequences: list[SequenceOutput]
     num_counted: int
     """Prompt tokens that admission counts: an estimate until ingest has sent the ids."""
     prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
@@ -200,7 +200,7 @@ class Request:
         self.salt = 0 if parsed.reply is None else replay.randbits(64)
         """Seeds the ids of its tool calls."""
         self.prompt_requests: list[PromptRequest] = []
-        self.sequences: list[Sequence] = []
+        self.sequences: list[SequenceOutput] = []
         """Of all prompts; the position is the choice's index."""
         self.num_open = 0
         """Prompt requests that are not closed."""
@@ -239,7 +239,7 @@ class Request:
         return sum(one.num_cached for one in self.prompt_requests)
 
     @property
-    def choices(self) -> list[Sequence]:
+    def choices(self) -> list[SequenceOutput]:
         """The sequences to return: all of them, or with best_of the n best of each prompt."""
         if self.parsed.best_of is None:
             return self.sequences

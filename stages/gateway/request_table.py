@@ -27,7 +27,7 @@ from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
-from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, Sequence
+from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.request_errors import timeout_error
 from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -330,10 +330,12 @@ class RequestTable:
             self._unsent.append((outbox, message))
 
 
-def _sequences(parsed: ParsedRequest) -> list[Sequence]:
+def _sequences(parsed: ParsedRequest) -> list[SequenceOutput]:
     if not parsed.outputs:
-        return [Sequence() for _ in range(parsed.num_sequences)]
-    return [Sequence(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in parsed.outputs]
+        return [SequenceOutput() for _ in range(parsed.num_sequences)]
+    return [
+        SequenceOutput(ids=bytearray(ids), num_received=len(ids) // ID_BYTES, is_resumed=True) for ids in parsed.outputs
+    ]
 
 
 def log_fields(prompt_request: PromptRequest, **fields: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.token_detail_options import too_many
-from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, Sequence
+from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.request_errors import rejection_error, sampling_param, sequence_error
 from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
@@ -161,7 +161,7 @@ class ResultHandler:
     def _finish(
         self,
         prompt_request: PromptRequest,
-        sequence: Sequence,
+        sequence: SequenceOutput,
         finish: int,
         stop_reason: str | int | None,
         error: str = "",
@@ -180,7 +180,7 @@ class ResultHandler:
             self._count(prompt_request, sequence, finish)
         self._table.close_if_finished(prompt_request)
 
-    def _count(self, prompt_request: PromptRequest, sequence: Sequence, finish: int) -> None:
+    def _count(self, prompt_request: PromptRequest, sequence: SequenceOutput, finish: int) -> None:
         """Update the metrics with a sequence that has ended."""
         if prompt_request.is_released:
             self._metrics.ended(m.Finish.ABORT)

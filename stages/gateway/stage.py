@@ -57,10 +57,10 @@ def run(launch: m.Launch) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         descriptors.raise_limit(topology.max_open_of_one(launch.settings), stage.log)
-        runner.run(Gateway(stage).serve())
+        runner.run(GatewayStage(stage).serve())
 
 
-class Gateway:
+class GatewayStage:
     """The loop, and the supervisor's messages."""
 
     def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:

@@ -13,7 +13,7 @@ import msgspec
 from pipeline.metrics.request_timings import HOPS, RequestTimings, SequenceTimings, stamps
 
 if TYPE_CHECKING:
-    from pipeline.stages.gateway.request import PromptRequest, Request, Sequence
+    from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 
 NUM_KEPT = 512
 """Requests whose timings are kept."""
@@ -65,7 +65,7 @@ def times_of(request: "Request", now_s: float = 0.0) -> RequestTimings:
 
 
 def _sequence_times(
-    request: "Request", prompt_request: "PromptRequest", sequence: "Sequence", now_s: float
+    request: "Request", prompt_request: "PromptRequest", sequence: "SequenceOutput", now_s: float
 ) -> SequenceTimings:
     first = sequence.first
     return SequenceTimings(

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config.settings import Limits
+from pipeline.config.settings import LimitSettings
 from pipeline.grammars.checks import Check, Checked
 from pipeline.grammars.worker import LENGTH, Worker
 from pipeline.runtime.messages import Failure, Grammar
-from pipeline.stages.ingest.prompt_processor import Refusal
+from pipeline.stages.ingest.prompt_processor import RequestRefused
 
 MAX_KNOWN = 256
 """Outcomes in the cache."""
@@ -57,7 +57,7 @@ class CheckOutcome:
 class GrammarChecker:
     """Owns the process and the cache. `model_dir` is a prepared folder."""
 
-    def __init__(self, model_dir: Path, limits: Limits, title: str = "pipeline: grammars") -> None:
+    def __init__(self, model_dir: Path, limits: LimitSettings, title: str = "pipeline: grammars") -> None:
         self._model_dir, self._limits, self._title = model_dir, limits, title
         self._known: OrderedDict[bytes, CheckOutcome] = OrderedDict()
         self._known_bytes = 0
@@ -194,19 +194,19 @@ class GrammarChecker:
             raise refusal(grammar, f"it has at least {num_bytes} bytes, the limit is {limit}")
 
 
-def refusal(grammar: Grammar, why: str, place: int = -1) -> Refusal:
+def refusal(grammar: Grammar, why: str, place: int = -1) -> RequestRefused:
     """A Refusal for the client. `place` is the index of the tool whose schema failed."""
     what, param = NAMES.get(grammar.kind.removeprefix("compact_"), "the grammar"), grammar.param
     if place >= 0 and param == "tools":
         param = f"tools[{place}].function.parameters"
     if param.startswith("tools["):
         what = f"the schema of {param.partition('.')[0]}"
-    return Refusal(Failure(400, f"{what} can't be used: {why}", param or None, "invalid_grammar"))
+    return RequestRefused(Failure(400, f"{what} can't be used: {why}", param or None, "invalid_grammar"))
 
 
-def _busy(grammar: Grammar) -> Refusal:
+def _busy(grammar: Grammar) -> RequestRefused:
     message = f"{NAMES.get(grammar.kind, 'the grammar')} could not be checked in time: try again"
-    return Refusal(Failure(503, message, grammar.param or None, "overloaded"))
+    return RequestRefused(Failure(503, message, grammar.param or None, "overloaded"))
 
 
 def _key(grammar: Grammar) -> bytes:
@@ -222,11 +222,11 @@ def _size(outcome: CheckOutcome) -> int:
 _outcomes = msgspec.msgpack.Decoder(str | Failure)
 
 
-def encode_outcome(outcome: str | Refusal) -> bytes:
+def encode_outcome(outcome: str | RequestRefused) -> bytes:
     """Encode the outcome of a check for a recording."""
-    return msgspec.msgpack.encode(outcome.failure if isinstance(outcome, Refusal) else outcome)
+    return msgspec.msgpack.encode(outcome.failure if isinstance(outcome, RequestRefused) else outcome)
 
 
-def decode_outcome(data: bytes) -> str | Refusal:
+def decode_outcome(data: bytes) -> str | RequestRefused:
     outcome = _outcomes.decode(data)
-    return Refusal(outcome) if isinstance(outcome, Failure) else outcome
+    return RequestRefused(outcome) if isinstance(outcome, Failure) else outcome

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.config.settings import Limits
+from pipeline.config.settings import LimitSettings
 from pipeline.runtime.messages import (
     MAX_SHOWN_IDS,
     ChatPrompt,
@@ -41,7 +41,7 @@ from pipeline.stages.ingest.templates.template import TemplateFailure, TextTooLo
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 PLAIN = PromptOptions()
-LIMITS = Limits()
+LIMITS = LimitSettings()
 
 UNBOUNDED_CHARS_PER_ID = 256
 """Characters that a template may write per token of the model's length, if the tokenizer gives no bound."""
@@ -53,7 +53,7 @@ WORD_CHARS = 40
 """The cost of tokenizing a short word, in characters of a long text."""
 
 
-class Refusal(Exception):
+class RequestRefused(Exception):
     """The request can't be served. Carries the failure for the client."""
 
     def __init__(self, failure: Failure) -> None:
@@ -69,7 +69,7 @@ class PromptProcessor:
         tokenizer: Tokenizer,
         facts: ExecuteFacts,
         templates: ChatTemplates,
-        limits: Limits,
+        limits: LimitSettings,
         eos_ids: Collection[int] = (),
     ) -> None:
         # Threads share the tokenizer, so these must not change later.
@@ -122,7 +122,7 @@ class PromptProcessor:
                 f"'truncate_prompt_tokens' can't be {keep}: use 1 to {self._max_model_len}, the model's maximum "
                 "context length, or -1 to leave room for the output"
             )
-            raise Refusal(Failure(400, message, "truncate_prompt_tokens"))
+            raise RequestRefused(Failure(400, message, "truncate_prompt_tokens"))
         if keep == -1:
             following = 0 if options.any_length else 1 if submit.max_tokens is None else submit.max_tokens
             keep = max(self._max_model_len - following, 1)
@@ -138,7 +138,7 @@ class PromptProcessor:
             try:
                 runs = bad_words.as_ids(self._tokenizer, submit.bad_words, self._vocab_size)
             except BadWord as error:
-                raise Refusal(Failure(400, str(error), "bad_words")) from error
+                raise RequestRefused(Failure(400, str(error), "bad_words")) from error
             sampling = msgspec.structs.replace(sampling, bad_words=runs)
         self._check_some_left(sampling)
         return sampling
@@ -155,7 +155,7 @@ class PromptProcessor:
                 "'allowed_token_ids' leaves no first token: 'bad_words', or 'min_tokens' with the stop tokens, "
                 "excludes all of them"
             )
-            raise Refusal(Failure(400, message, "allowed_token_ids", "nothing_left"))
+            raise RequestRefused(Failure(400, message, "allowed_token_ids", "nothing_left"))
 
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
         """Check everything that needs the ids. Returns the most tokens that may be generated. Raises Refusal."""
@@ -164,7 +164,7 @@ class PromptProcessor:
         if submit.prompt_options.any_length:
             if len(ids) > MAX_SHOWN_IDS:
                 message = f"the prompt has {len(ids)} tokens, the limit is {MAX_SHOWN_IDS}"
-                raise Refusal(Failure(400, message, param, "too_many_tokens"))
+                raise RequestRefused(Failure(400, message, param, "too_many_tokens"))
             return 0
         if len(ids) == 0:
             raise _refusal("the prompt is empty", submit.prompt)
@@ -174,13 +174,13 @@ class PromptProcessor:
         if submit.max_tokens is None:
             return room
         if submit.max_tokens < 0:
-            raise Refusal(Failure(400, f"max_tokens can't be {submit.max_tokens}", "max_tokens"))
+            raise RequestRefused(Failure(400, f"max_tokens can't be {submit.max_tokens}", "max_tokens"))
         if submit.max_tokens > room:
             message = (
                 f"this model's maximum context length is {self._max_model_len} tokens; you asked for "
                 f"{len(ids) + submit.max_tokens}: {len(ids)} in the prompt and {submit.max_tokens} to generate"
             )
-            raise Refusal(Failure(400, message, "max_tokens", "context_length_exceeded"))
+            raise RequestRefused(Failure(400, message, "max_tokens", "context_length_exceeded"))
         return submit.max_tokens
 
     def check_outputs(self, outputs: Sequence[Ids], submit: Submit, max_tokens: int) -> bytes:
@@ -210,7 +210,7 @@ class PromptProcessor:
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
                 message = f"'{param}' has token id {token_id}, not one of the model's 0..{self._vocab_size - 1}"
-                raise Refusal(Failure(400, message, param))
+                raise RequestRefused(Failure(400, message, param))
 
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
         """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""
@@ -219,7 +219,7 @@ class PromptProcessor:
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
         message = f"token id {ids[place]} of the prompt is not one of the model's 0..{self._vocab_size - 1}"
         param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else _param(prompt)
-        raise Refusal(Failure(400, message, param))
+        raise RequestRefused(Failure(400, message, param))
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
         """Refuse invalid text, and text that can't fit whatever its ids are."""
@@ -235,35 +235,35 @@ class PromptProcessor:
         if num_bytes > (most := self._limits.max_prompt_bytes):
             # The gateway has checked the size of the messages, but not of what the template makes of them.
             message = f"the prompt has {num_bytes} bytes of text, the limit is {most} (limits.max_prompt_bytes)"
-            raise Refusal(Failure(400, message, _param(prompt), "prompt_too_large"))
+            raise RequestRefused(Failure(400, message, _param(prompt), "prompt_too_large"))
 
     def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool) -> str:
         if not prompt.messages:
-            raise Refusal(Failure(400, "messages is empty: at least one message is needed", "messages"))
+            raise RequestRefused(Failure(400, "messages is empty: at least one message is needed", "messages"))
         max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
             return self._chat_templates.text(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short)
         except BadChat as error:
-            raise Refusal(Failure(400, str(error), error.param)) from error
+            raise RequestRefused(Failure(400, str(error), error.param)) from error
         except TemplateFailure as failure:
-            raise Refusal(Failure(400, str(failure), "messages")) from failure
+            raise RequestRefused(Failure(400, str(failure), "messages")) from failure
         except TextTooLong:
             raise self._too_long(f"more than {self._max_model_len}", "messages") from None
         except OutOfTime:
             message = f"the chat template took longer than {self._limits.template_timeout_s:g} s with these messages"
-            raise Refusal(Failure(400, message, "messages", "template_timeout")) from None
+            raise RequestRefused(Failure(400, message, "messages", "template_timeout")) from None
 
-    def _too_long(self, num_tokens: str, param: str) -> Refusal:
+    def _too_long(self, num_tokens: str, param: str) -> RequestRefused:
         message = (
             f"this model's maximum context length is {self._max_model_len} tokens, and the prompt has {num_tokens}: "
             "there must be room for at least one more"
         )
-        return Refusal(Failure(400, message, param, "context_length_exceeded"))
+        return RequestRefused(Failure(400, message, param, "context_length_exceeded"))
 
 
-def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: Limits = LIMITS) -> PromptProcessor:
+def load(folder: Path, facts: ExecuteFacts, tokenizer: Tokenizer, limits: LimitSettings = LIMITS) -> PromptProcessor:
     """Create the processor for the model in a prepared folder."""
     config = ModelConfig.load(folder)
     bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
@@ -288,9 +288,9 @@ def _param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
 
 
-def _refusal(message: str, prompt: Prompt) -> Refusal:
-    return Refusal(Failure(400, message, _param(prompt)))
+def _refusal(message: str, prompt: Prompt) -> RequestRefused:
+    return RequestRefused(Failure(400, message, _param(prompt)))
 
 
-def _received_refusal(index: int, problem: str) -> Refusal:
-    return Refusal(Failure(400, f"received[{index}] {problem}", "received"))
+def _received_refusal(index: int, problem: str) -> RequestRefused:
+    return RequestRefused(Failure(400, f"received[{index}] {problem}", "received"))

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from pipeline.runtime.messages import ChatPrompt, Failure, Grammar, Sampling, Submit
 from pipeline.runtime.rust_panics import panics_as_errors
-from pipeline.stages.ingest.prompt_processor import Refusal
+from pipeline.stages.ingest.prompt_processor import RequestRefused
 from pipeline.text.formats.chat_formats import ChatFormats
 
 TAIL_IDS = 48
@@ -36,7 +36,7 @@ def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", toke
             return str(tokenizer.decode(ids[-TAIL_IDS:].tolist(), skip_special_tokens=False))
     except Exception as error:  # the library raises nothing more precise
         message = f"the prompt's token ids cannot be decoded: {error}"
-        raise Refusal(Failure(400, message, "messages")) from error
+        raise RequestRefused(Failure(400, message, "messages")) from error
 
 
 def behind_reasoning(sampling: Sampling, tail: str | None, formats: ChatFormats) -> Sampling:

@@ -29,7 +29,7 @@ from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_gram
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.prompt_echo import PromptEcho
-from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, Refusal, cost_chars
+from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, RequestRefused, cost_chars
 from pipeline.stages.ingest.retry_queue import RetryQueue
 from pipeline.stages.ingest.templates.chat_templates import NeedsTime
 from pipeline.text.formats.chat_formats import ChatFormats, either
@@ -163,7 +163,7 @@ class IngestStage:
                 return
         except NeedsTime:
             pass  # a short chat with a slow template
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             self._reject(submit, refusal.failure)
             return
         self._encoding[key] = submit, self._tasks.create_task(self._admit_from_thread(key, submit, began_s, ids))
@@ -171,11 +171,11 @@ class IngestStage:
     async def _begin_checked(self, key: Key, submit: Submit, grammar: m.Grammar) -> None:
         """Check the grammar, then begin."""
         try:
-            outcome: str | Refusal
+            outcome: str | RequestRefused
             outcome = await self._grammar_checker.check(grammar)
             if (calls := reply_grammar.calls_beside(submit, self._formats)) is not None:
                 outcome = either(outcome, await self._grammar_checker.check(calls))
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             outcome = refusal
         # The time that a check takes varies, and with it the outcome: a replay uses the recorded one.
         recorded = await self._stage.replay_context.await_external(
@@ -183,7 +183,7 @@ class IngestStage:
         )
         outcome = grammar_checker.decode_outcome(recorded)
         self._encoding.pop(key, None)
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, RequestRefused):
             self._reject(submit, outcome.failure)
             return
         sampling = msgspec.structs.replace(submit.sampling, grammar=outcome)
@@ -193,15 +193,15 @@ class IngestStage:
         loop = asyncio.get_running_loop()
         try:
             try:
-                outcome: PreparedPrompt | Refusal
+                outcome: PreparedPrompt | RequestRefused
                 outcome = await loop.run_in_executor(self._encoder, self._prepare, submit, ids)
-            except Refusal as refusal:
+            except RequestRefused as refusal:
                 outcome = refusal
             await self._stage.replay_context.await_external("encoded", submit.request_id)
-            if isinstance(outcome, Refusal):
+            if isinstance(outcome, RequestRefused):
                 raise outcome
             self._admit(submit, began_s, outcome)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             self._reject(submit, refusal.failure)
         finally:
             self._encoding.pop(key, None)
@@ -230,7 +230,7 @@ class IngestStage:
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
-            raise Refusal(Failure(400, "the prompt's ids are not packed int32", "prompt"))
+            raise RequestRefused(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
     def _admit(self, submit: Submit, began_s: float, prepared: PreparedPrompt) -> None:

@@ -29,7 +29,7 @@ from pipeline.stages.prepare.gguf_tokenizer import (
     MAX_TOKEN_BYTES,
     MAX_TOKENS,
     MAX_VOCABULARY_BYTES,
-    Vocabulary,
+    GgufVocabulary,
 )
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
@@ -272,7 +272,7 @@ def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, A
     return divisors
 
 
-def _vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
+def _vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
     """Raises ModelError where the lists don't fit each other or the embedding's rows."""
     tokens = metadata.list_of("tokenizer.ggml.tokens", str)
     if tokens is None:
@@ -297,7 +297,7 @@ def _vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
         raise ModelError(
             f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} may be"
         )
-    return Vocabulary(
+    return GgufVocabulary(
         model=metadata.need("tokenizer.ggml.model", str),
         pre=metadata.get("tokenizer.ggml.pre", str, "default"),
         tokens=tokens,

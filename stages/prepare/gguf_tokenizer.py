@@ -55,7 +55,7 @@ MAX_VOCABULARY_BYTES = 16 * 1024**2
 MAX_MERGES = 2**21
 
 
-class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """The `tokenizer.ggml.*` keys of a GGUF file."""
 
     model: str
@@ -72,7 +72,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     add_space_prefix: bool
 
 
-def build(vocabulary: Vocabulary, where: str) -> Tokenizer:
+def build(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
     """The tokenizer. Raises ModelError for kinds that aren't known; `where` names the file."""
     match vocabulary.model:
         case "gpt2":
@@ -90,7 +90,7 @@ def build(vocabulary: Vocabulary, where: str) -> Tokenizer:
     return tokenizer
 
 
-def _byte_level(vocabulary: Vocabulary, where: str) -> Tokenizer:
+def _byte_level(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
     pairs = (merge.partition(" ") for merge in vocabulary.merges)
     try:
         with panics_as_errors():
@@ -129,7 +129,7 @@ def _split(pre: str, where: str) -> Any:
     )
 
 
-def _sentencepiece(vocabulary: Vocabulary, where: str) -> Tokenizer:
+def _sentencepiece(vocabulary: GgufVocabulary, where: str) -> Tokenizer:
     tokens = vocabulary.tokens
     unknown = tokens[vocabulary.unknown_id] if vocabulary.unknown_id is not None else None
     tokenizer = Tokenizer(
@@ -152,7 +152,7 @@ def _sentencepiece(vocabulary: Vocabulary, where: str) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GgufVocabulary, where: str) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best; as merges: every split of a token into two, the best
     token first."""
     ids = {
@@ -170,7 +170,7 @@ def _merges_by_score(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]
     return [(a, b) for *_, a, b in sorted(merges)]
 
 
-def _add_marked(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+def _add_marked(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
     """Tokens that are found whole in any text: control tokens, which decoding may leave out, and the user's own."""
     marked = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     control = [AddedToken(t, normalized=False, special=True) for t, kind in marked if kind in (CONTROL, UNKNOWN)]
@@ -179,7 +179,7 @@ def _add_marked(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     tokenizer.add_tokens(own)
 
 
-def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+def _add_ends(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
     """What encoding with special tokens puts before and behind the text."""
     before = [vocabulary.bos_id] if vocabulary.add_bos and vocabulary.bos_id is not None else []
     behind = [vocabulary.eos_id] if vocabulary.add_eos and vocabulary.eos_id is not None else []

@@ -259,7 +259,7 @@ class _Nowhere:
 def _bar(report: Report, num_bytes: int) -> type["tqdm[Any]"]:
     nowhere = _Nowhere()
 
-    class Bar(tqdm):  # type: ignore[misc]  # it has no types
+    class HubProgressBar(tqdm):  # type: ignore[misc]  # it has no types
         monitor_interval = 0  # no thread that wakes up for a bar
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -272,4 +272,4 @@ def _bar(report: Report, num_bytes: int) -> type["tqdm[Any]"]:
                 report(min(int(self.n), num_bytes), num_bytes)
             return shown
 
-    return Bar
+    return HubProgressBar

@@ -59,7 +59,7 @@ class Lines:
         self.say(f"{what}: done, {_mb(last)} in {time.monotonic() - begun:.1f} s")
 
 
-class Bar:
+class ProgressBar:
     """A bar on a terminal."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -90,7 +90,7 @@ class Bar:
 def for_stream(stream: IO[str] | None = None) -> Progress:
     """What fits a stream; standard error where none is given."""
     stream = stream or sys.stderr
-    return Bar(stream) if stream.isatty() else Lines(stream)
+    return ProgressBar(stream) if stream.isatty() else Lines(stream)
 
 
 def _mb(num_bytes: int) -> str:

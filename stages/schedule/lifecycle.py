@@ -20,8 +20,8 @@ from pipeline.stages.schedule.policies.policy import Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
 from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
-from pipeline.stages.schedule.request import PromptRequest, Sequence
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.request import RequestState, Sequence
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import UNLIMITED, SchedulerConfig
 from pipeline.stages.schedule.step_entries import InFlightSteps
 
@@ -33,7 +33,7 @@ class SequenceLifecycle:
         self,
         config: SchedulerConfig,
         policy: Policy,
-        rows: Rows,
+        rows: RowTracker,
         kv_cache_manager: KVCacheManager,
         costs: PreemptionCosts,
         output_buffer: OutputBuffer,
@@ -152,7 +152,7 @@ class SequenceLifecycle:
         self._kv_cache_manager.release(blocks, self._in_flight.last_in_flight)
         return sequence
 
-    def check(self, requests: list[PromptRequest]) -> None:
+    def check(self, requests: list[RequestState]) -> None:
         """Assert every invariant; for tests."""
         for request in requests:
             for sequence in request.open_sequences.values():

@@ -9,11 +9,11 @@ import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.output_buffer import OutputBuffer
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.step_entries import ExpectedLogprobs, ExpectedPromptLogprobs, StepEntries
 
 
-def expect_logprobs(rows: Rows, entries: StepEntries) -> ExpectedLogprobs | None:
+def expect_logprobs(rows: RowTracker, entries: StepEntries) -> ExpectedLogprobs | None:
     """The records that a step with these entries will return; None if no running request asks for any."""
     if not rows.num_recorded:
         return None
@@ -31,7 +31,7 @@ def expect_logprobs(rows: Rows, entries: StepEntries) -> ExpectedLogprobs | None
 
 
 def take_records(
-    rows: Rows, expected: ExpectedLogprobs, sampled: Int64s, ids: Ids, current: Bools, records: bytes
+    rows: RowTracker, expected: ExpectedLogprobs, sampled: Int64s, ids: Ids, current: Bools, records: bytes
 ) -> None:
     """Give the records of a step's samples to the sequences that still run in their rows. An id of -1 has no record."""
     ends = np.cumsum(np.where(ids >= 0, expected.widths, 0))
@@ -42,7 +42,9 @@ def take_records(
         sequence.records += records[int(ends[place] - expected.widths[place]) : int(ends[place])]
 
 
-def take_prompt_records(rows: Rows, expected: ExpectedLogprobs, records: bytes, output_buffer: OutputBuffer) -> None:
+def take_prompt_records(
+    rows: RowTracker, expected: ExpectedLogprobs, records: bytes, output_buffer: OutputBuffer
+) -> None:
     """Pass on records that are new. A prompt that is computed again after a preemption returns its records again."""
     begin = 0
     for part in expected.prompts:

@@ -14,7 +14,7 @@ from pipeline.runtime.topology import shard
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Ids, Int64s, Put
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 
 
 class ClosingOutput(msgspec.Struct, frozen=True):
@@ -34,10 +34,10 @@ class ClosingOutput(msgspec.Struct, frozen=True):
 
 
 class OutputBuffer:
-    """Owns how many ids of each row were sent (`Rows.sent`), and the closing outputs that were not. The `seq` of a
-    sequence determines its replica of detokenize."""
+    """Owns how many ids of each row were sent (`RowTracker.sent`), and the closing outputs that were not sent yet. The
+    `seq` of a sequence determines its replica of detokenize."""
 
-    def __init__(self, rows: Rows, put: Put, num_replicas: int = 1) -> None:
+    def __init__(self, rows: RowTracker, put: Put, num_replicas: int = 1) -> None:
         self._rows = rows
         self._put = put
         self._num_replicas = num_replicas

@@ -8,8 +8,8 @@ the first sequence ends before that               the next one joins the waiting
 
 from collections.abc import Iterator
 
-from pipeline.stages.schedule.request import PromptRequest, Sequence
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.request import RequestState, Sequence
+from pipeline.stages.schedule.rows import RowTracker
 
 
 class ParallelSamples:
@@ -18,7 +18,7 @@ class ParallelSamples:
     def __init__(self) -> None:
         self._parked: dict[int, dict[int, Sequence]] = {}
         """By request id and index."""
-        self._running: dict[int, PromptRequest] = {}
+        self._running: dict[int, RequestState] = {}
         """Requests with parked sequences of which another has started. Only these are checked in each plan."""
         self._num = 0
 
@@ -55,7 +55,7 @@ class ParallelSamples:
     def any_running(self) -> bool:
         return bool(self._running)
 
-    def take_ready(self, rows: Rows) -> list[Sequence]:
+    def take_ready(self, rows: RowTracker) -> list[Sequence]:
         """Remove and return the sequences whose prompt is computed by an earlier step, or by one in flight."""
         ready: list[Sequence] = []
         for request_id, request in list(self._running.items()):
@@ -68,7 +68,7 @@ class ParallelSamples:
             self.remove(sequence)
         return ready
 
-    def take_next(self, request: PromptRequest, has_computed: bool) -> list[Sequence]:
+    def take_next(self, request: RequestState, has_computed: bool) -> list[Sequence]:
         """Call when a sequence has ended. If only parked sequences are left, remove and return those that now wait: the
         next one, or all of them if the last `has_computed` the prompt, since its blocks may be cached."""
         parked = self._parked.get(request.request_id)

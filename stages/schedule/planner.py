@@ -14,7 +14,7 @@ from pipeline.stages.schedule.policies.budget import StepBudget
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.step_builder import StepBuilder
 from pipeline.stages.schedule.step_entries import InFlightSteps, StepEntries
@@ -22,13 +22,13 @@ from pipeline.stages.schedule.token_grants import NO_ROWS, TokenGrants
 
 
 class Planner:
-    """Makes plans. The state that they change belongs to `Rows`, `KVCacheManager` and `SequenceLifecycle`."""
+    """Makes plans. The state that they change belongs to `RowTracker`, `KVCacheManager` and `SequenceLifecycle`."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         policy: Policy,
-        rows: Rows,
+        rows: RowTracker,
         kv_cache_manager: KVCacheManager,
         lifecycle: SequenceLifecycle,
         costs: PreemptionCosts,

@@ -14,7 +14,7 @@ Order = tuple[int, float, int]
 NO_ROW = -1
 
 
-class PromptRequest(msgspec.Struct, eq=False):
+class RequestState(msgspec.Struct, eq=False):
     """One prompt, for which `n` sequences are generated."""
 
     request_id: int
@@ -49,7 +49,7 @@ class Sequence(msgspec.Struct, eq=False):
     """One sample of a request. While it runs, its ids are in its row and `ids` is empty."""
 
     seq: int
-    request: PromptRequest
+    request: RequestState
     index: int
     ids: Ids
     """int32: the settled ids, prompt and output."""

@@ -12,7 +12,7 @@ from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.policies.policy import Policy
-from pipeline.stages.schedule.request import PromptRequest, Sequence
+from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 MAX_TOMBSTONES = 65536
@@ -24,7 +24,7 @@ PROMPT_TAIL = 8
 NO_IDS: Ids = np.zeros(0, np.int32)
 
 
-class RequestTable:
+class RequestStates:
     """Owns the requests, and the aborts that came before their request."""
 
     def __init__(
@@ -37,7 +37,7 @@ class RequestTable:
         put: Put,
         take: Take,
     ) -> None:
-        self.by_id: dict[int, PromptRequest] = {}
+        self.by_id: dict[int, RequestState] = {}
         self._config = config
         self._policy = policy
         self._lifecycle = lifecycle
@@ -57,7 +57,7 @@ class RequestTable:
         if failure is not None:
             return [m.Refuse(message.request_id, message.attempt, message.gateway, failure)]
         assert message.request_id not in self.by_id, f"request {message.request_id:x} was admitted twice"
-        request = PromptRequest(
+        request = RequestState(
             message.request_id,
             message.attempt,
             message.gateway,
@@ -99,7 +99,7 @@ class RequestTable:
             return m.Failure(400, f"the prompt has {num_prompt} tokens, which leaves no room for output")
         return None
 
-    def _open(self, request: PromptRequest, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
+    def _open(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
         """Create a sequence behind output that the client has, or finish it at once if that is complete."""
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} has {len(ids)} ids, at most {limit} are allowed"

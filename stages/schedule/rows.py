@@ -14,7 +14,7 @@ from pipeline.stages.schedule.arrays import Int32s, Int64s
 from pipeline.stages.schedule.request import NO_ROW, Order, Sequence
 
 
-class Rows:
+class RowTracker:
     """A table of `max_num_seqs` rows; row r is row r of the executor."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:

@@ -1,6 +1,6 @@
 """The scheduler as a whole: requests in, steps out, results in, output out.
 
-    requests      `RequestTable`        admit, abort, close
+    requests      `RequestStates`        admit, abort, close
     sequences     `SequenceLifecycle`   waiting, running, swapped, finished
     plan          `Planner`             the next step; `TokenGrants` divides the budget, `StepBuilder` makes the message
     settle        `Settlement`          results of steps
@@ -27,9 +27,9 @@ from pipeline.stages.schedule.planner import Planner
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
-from pipeline.stages.schedule.request import PromptRequest
-from pipeline.stages.schedule.request_table import RequestTable
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.request import RequestState
+from pipeline.stages.schedule.request_table import RequestStates
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.settlement import Settlement
 from pipeline.stages.schedule.step_builder import StepBuilder
@@ -62,7 +62,7 @@ class Scheduler:
         self.config = config
         self.metrics = ScheduleMetrics()
         self.cost_model = StepCostModel()
-        self.rows = rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.rows = rows = RowTracker(config.max_num_seqs, config.max_model_len, config.block_size)
         self.kv_cache_manager = manager = KVCacheManager(config, rows)
         self.output_buffer = output_buffer = OutputBuffer(rows, put, num_detokenize)
         costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
@@ -72,7 +72,7 @@ class Scheduler:
         grants = TokenGrants(config, policy, rows, lifecycle, self.cost_model)
         builder = StepBuilder(rows, manager.copies, in_flight, self.metrics, put, incarnation)
         self._in_flight = in_flight
-        self._request_table = RequestTable(config, policy, lifecycle, manager, output_buffer, put, take)
+        self._request_table = RequestStates(config, policy, lifecycle, manager, output_buffer, put, take)
         self._planner = Planner(config, policy, rows, manager, lifecycle, costs, grants, builder, in_flight, put)
         self._settlement = Settlement(rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, take)
 
@@ -95,7 +95,7 @@ class Scheduler:
         return self._request_table.reset_prefix_cache()
 
     @property
-    def requests(self) -> dict[int, PromptRequest]:
+    def requests(self) -> dict[int, RequestState]:
         """By request id."""
         return self._request_table.by_id
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.config.settings import Schedule
+from pipeline.config.settings import ScheduleSettings
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.stages.schedule.policies.policy import PolicyName
 
@@ -34,7 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Bound of a step with a part of a long prompt, relative to the step without it."""
 
     @classmethod
-    def of(cls, settings: Schedule, facts: ExecuteFacts) -> "SchedulerConfig":
+    def of(cls, settings: ScheduleSettings, facts: ExecuteFacts) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         return cls(
             num_blocks=facts.num_blocks,

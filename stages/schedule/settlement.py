@@ -13,7 +13,7 @@ from pipeline.stages.schedule.logprob_records import take_prompt_records, take_r
 from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
 
 
@@ -22,7 +22,7 @@ class Settlement:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowTracker,
         kv_cache_manager: KVCacheManager,
         lifecycle: SequenceLifecycle,
         in_flight: InFlightSteps,

@@ -8,8 +8,8 @@ from pipeline.stages.schedule.arrays import Put
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies
 from pipeline.stages.schedule.logprob_records import expect_logprobs
 from pipeline.stages.schedule.metrics import ScheduleMetrics
-from pipeline.stages.schedule.policies.budget import StepShape
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.policies.budget import StepCostInputs
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps, StepEntries, joined
 
 LEARN_EVERY = 8
@@ -21,7 +21,7 @@ class StepBuilder:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowTracker,
         copies: BlockCopies,
         in_flight: InFlightSteps,
         metrics: ScheduleMetrics,
@@ -41,7 +41,7 @@ class StepBuilder:
         return has_chunks or self._num_decode_steps % LEARN_EVERY == 0
 
     def build(
-        self, entries: list[StepEntries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: StepShape
+        self, entries: list[StepEntries], appended: list[tuple[int, int]], adds: list[m.RowAdd], shape: StepCostInputs
     ) -> m.Step:
         """Build the message, decoding rows first. `appended` are (row, block) pairs, `shape` is what was granted."""
         computed = joined(entries)
@@ -66,7 +66,7 @@ class StepBuilder:
             copy_targets=self._put_list(targets),
         )
 
-    def _note(self, computed: StepEntries, shape: StepShape) -> int:
+    def _note(self, computed: StepEntries, shape: StepCostInputs) -> int:
         """Note a step as in flight. Returns its id."""
         num_tokens = int(computed.counts.sum())
         self._metrics.step_tokens.observe(num_tokens)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Int64s
-from pipeline.stages.schedule.policies.budget import StepShape
+from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.request import Sequence
 
 
@@ -59,7 +59,7 @@ class InFlightStep(msgspec.Struct, frozen=True):
     num_tokens: int
     num_copies: int
     """Copies to and from swap space; 0 if the step makes other copies too."""
-    shape: StepShape | None
+    shape: StepCostInputs | None
     """None if the cost model does not learn from the step."""
     expected_logprobs: ExpectedLogprobs | None = None
 

@@ -13,7 +13,7 @@ from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.policies.budget import BudgetLimits, StepBudget, grant_chunks, grant_decodes
 from pipeline.stages.schedule.policies.policy import Policy
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 NO_ROWS: Int64s = np.zeros(0, np.int64)
@@ -26,7 +26,7 @@ class TokenGrants:
         self,
         config: SchedulerConfig,
         policy: Policy,
-        rows: Rows,
+        rows: RowTracker,
         lifecycle: SequenceLifecycle,
         cost_model: StepCostModel,
     ) -> None:

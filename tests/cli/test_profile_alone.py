@@ -15,7 +15,7 @@ from pipeline.cli.profile.alone.loads import AHEAD
 from pipeline.cli.profile.alone.measure import measure
 from pipeline.cli.profile.alone.result import StageProfile, limit_of
 from pipeline.cli.profile.flame_graph import write
-from pipeline.config.settings import Schedule, Settings
+from pipeline.config.settings import ScheduleSettings, Settings
 from pipeline.errors import UserError
 from pipeline.runtime.stack_sampler import Stacks, StackSampler
 
@@ -64,7 +64,7 @@ def test_ingest_answers_every_submit_to_both_neighbours(smollm2_dir: Path) -> No
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_schedule_plans_a_step_for_every_result(smollm2_dir: Path, depth: int) -> None:
-    sets = Settings(log_level="warning", schedule=Schedule(max_steps_in_flight=depth))  # type: ignore[arg-type]
+    sets = Settings(log_level="warning", schedule=ScheduleSettings(max_steps_in_flight=depth))  # type: ignore[arg-type]
     result = profile("schedule", smollm2_dir, sets)
     assert result.messages_in["StepResult"] > 10
     assert abs(result.messages_out["Step"] - result.messages_in["StepResult"]) <= depth

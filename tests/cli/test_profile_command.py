@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.cli.profile.report import LEAST_WIDTH
-from pipeline.cli.profile.results import Case, Floor, OpTime, Profile, ProfilePlan, Rates, StepTime
+from pipeline.cli.profile.results import Case, Floor, MachineRates, OpTime, Profile, ProfilePlan, StepTime
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 
@@ -45,7 +45,7 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 def measured(settings: Settings, plan: ProfilePlan) -> Profile:
     """What the stage might answer."""
     is_native = settings.execute.kernels != "torch"
-    rates = Rates(20e9, 100e9, 90e9, 300e9) if is_native else None
+    rates = MachineRates(20e9, 100e9, 90e9, 300e9) if is_native else None
     qkv = OpTime("qkv", True, 30, 2.5, 1e8, 3e8, 40.0, 120.0, Floor(2.0, 0.8))
     pick = OpTime("sample", False, 1, 0.5, 0.0, 0.0, 0.0, 0.0, None)
     steps = [
@@ -156,7 +156,7 @@ def test_the_tables_hold_ops_steps_and_machine(asked: Asked, capsys: pytest.Capt
 
 def test_a_machine_that_drifts_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) -> Profile:
-        after = Rates(18e9, 101e9, 90e9, 200e9)
+        after = MachineRates(18e9, 101e9, 90e9, 200e9)
         return msgspec.structs.replace(measured(settings, plan), after=after)
 
     install(monkeypatch, profile)

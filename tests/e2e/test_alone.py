@@ -25,7 +25,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.cli.profile.alone.chain import ChainProfile
-from pipeline.config.settings import Gateway, Settings
+from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.replay import format as f
 from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
@@ -294,7 +294,7 @@ def serve_inline(then: Any) -> int:
     thread = threading.Thread(target=client)
     thread.start()
     try:
-        return serve(Settings(gateway=Gateway(port=0), log_level="warning"), RunMode(inline=True, instant=True))
+        return serve(Settings(gateway=GatewaySettings(port=0), log_level="warning"), RunMode(inline=True, instant=True))
     finally:
         has_ended.set()
         thread.join(PATIENCE_S)

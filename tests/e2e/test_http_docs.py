@@ -14,7 +14,7 @@ from pipeline.config.settings import Settings
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.parsing.tokens_only import PARAMS_NEUTRAL, SamplingParams
+from pipeline.stages.gateway.parsing.tokens_only import PARAMS_NEUTRAL, GenerateSamplingParams
 from pipeline.stages.gateway.readiness import Readiness
 from tests.e2e.server import Server
 
@@ -113,7 +113,7 @@ def test_an_example_is_what_the_server_answers(server: Server, command: str, kin
 
 
 def test_every_field_is_told_or_refused_by_name() -> None:
-    bodies = [*(route.body for route in ROUTES if route.body is not None), SamplingParams]
+    bodies = [*(route.body for route in ROUTES if route.body is not None), GenerateSamplingParams]
     names = {name for body in bodies for name in body.__struct_fields__}
     for name in names.union(PARAMS_NEUTRAL, *(route.neutral for route in ROUTES)):
         assert f"`{name}`" in TEXT, f"docs/http.md does not tell of {name}"

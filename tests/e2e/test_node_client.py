@@ -9,7 +9,7 @@ import pytest
 from pipeline.client.blocking_client import Client
 from pipeline.client.logprobs import Logprob
 from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.wire import Output
+from pipeline.client.wire import OutputDelta
 from tests.e2e.packages import node_with, run
 from tests.e2e.server import Server
 
@@ -18,7 +18,7 @@ SOURCE = ROOT / "tools" / "node_client"
 RUN_S = 120.0
 
 
-def zip_told(output: Output) -> list[tuple[int, dict[int, Logprob]]]:
+def zip_told(output: OutputDelta) -> list[tuple[int, dict[int, Logprob]]]:
     return list(zip(output.token_ids, output.logprobs or [], strict=True))
 
 

@@ -16,7 +16,7 @@ from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.sampling_params import SamplingParams
 from pipeline.client.stream import Stream
-from pipeline.client.wire import Output
+from pipeline.client.wire import OutputDelta
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -27,7 +27,7 @@ STORY = "Once upon a time"
 QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Name three colours, with an emoji each."}]
 
 
-async def all_of(stream: Stream) -> list[Output]:
+async def all_of(stream: Stream) -> list[OutputDelta]:
     async with asyncio.timeout(PATIENCE_S):
         return [output async for output in stream]
 

@@ -66,12 +66,12 @@ def test_the_page_has_a_section_for_every_message_and_part() -> None:
 
 
 def test_the_page_names_the_limits_that_are() -> None:
-    from pipeline.config.settings import Limits
+    from pipeline.config.settings import LimitSettings
     from pipeline.stages.gateway.parsing import sampling_fields
     from pipeline.stages.gateway.zmq import listener, server, stream
 
     page = " ".join(PAGE.read_text().split())
-    caps = Limits()
+    caps = LimitSettings()
     for words in (
         f"within {server.HELLO_S:g} s of connecting",
         f"takes nothing for {stream.STALL_S:g} s",
@@ -92,14 +92,16 @@ def test_the_page_names_the_limits_that_are() -> None:
 
 def test_sampling_params_have_the_limits_of_http() -> None:
     from pipeline.client import sampling_params, structured_params
-    from pipeline.config.settings import Limits
+    from pipeline.config.settings import LimitSettings
     from pipeline.stages.gateway.parsing import sampling_fields, structured_outputs
 
     for name in ("MAX_STOP_CHARS", "MAX_BIAS", "MIN_REPETITION_PENALTY", "MAX_REPETITION_PENALTY"):
         assert getattr(sampling_params, name) == getattr(sampling_fields, name)
-    assert {f"max_{name}" for name in sampling_params.MOST} <= set(Limits.__struct_fields__)
+    assert {f"max_{name}" for name in sampling_params.MOST} <= set(LimitSettings.__struct_fields__)
     for name, most in sampling_params.MOST.items():
-        (meta,) = [one for one in get_type_hints(Limits, include_extras=True)[f"max_{name}"].__metadata__ if one.le]
+        (meta,) = [
+            one for one in get_type_hints(LimitSettings, include_extras=True)[f"max_{name}"].__metadata__ if one.le
+        ]
         assert most == meta.le, f"{name}: what no server takes"
     fields = set(sampling_params.SamplingParams.__struct_fields__)
     assert set(p.Params.__struct_fields__) == fields - {"spaces_between_special_tokens"}

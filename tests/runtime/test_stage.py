@@ -132,7 +132,10 @@ def test_a_release_that_finds_no_room_goes_with_the_next(tmp_path):
             settings=Settings(),
             model_dir=str(tmp_path),
             address=address["detokenize.0"],
-            peers=[m.Peer("supervisor.0", address["supervisor.0"], 1), m.Peer("schedule.0", address["schedule.0"], 1)],
+            peers=[
+                m.PeerInbox("supervisor.0", address["supervisor.0"], 1),
+                m.PeerInbox("schedule.0", address["schedule.0"], 1),
+            ],
             segments=[m.Segment("schedule.0", fd, NUM_BYTES, writable=False)],
             death_fd=-1,
         ),

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pipeline.config.settings import Ingest, Schedule, Settings
+from pipeline.config.settings import IngestSettings, ScheduleSettings, Settings
 from pipeline.errors import UserError
 from pipeline.replay import format as f
 from pipeline.replay.compare import compare
@@ -184,7 +184,7 @@ def test_a_recording_that_begins_in_the_middle_leaves_out_what_began_before(text
 @pytest.mark.parametrize("depth", [1, 2])
 def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: Literal[1, 2]) -> None:
     recording = tmp_path / "schedule.rec"
-    limits = Schedule(max_steps_in_flight=depth, max_num_batched_tokens=64)
+    limits = ScheduleSettings(max_steps_in_flight=depth, max_num_batched_tokens=64)
     with Rig("schedule", Settings(schedule=limits), record=recording) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -207,7 +207,7 @@ def test_schedule_plans_the_same_steps_again(tmp_path: Path, depth: Literal[1, 2
 
 def test_schedule_tries_the_same_depths_again(tmp_path: Path) -> None:
     recording = tmp_path / "auto.rec"
-    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight="auto")), record=recording) as rig:
+    with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight="auto")), record=recording) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         for request_id in (1, 2, 3, 4):
@@ -251,7 +251,7 @@ def test_a_scheduler_recorded_from_the_middle_is_answered_by_a_stand_in(tmp_path
 
 def test_ingest_makes_the_same_prompts_again_whatever_a_thread_took(tmp_path: Path, smollm2_dir: Path) -> None:
     recording = tmp_path / "ingest.rec"
-    sets = Settings(ingest=Ingest(arena_bytes=65536))
+    sets = Settings(ingest=IngestSettings(arena_bytes=65536))
     with Rig("ingest", sets, model_dir=smollm2_dir, record=recording) as rig:
         rig.start(tiny.facts(max_model_len=100_000, vocab_size=49152))
         long = "a story of the sea. " * 3000
@@ -268,7 +268,7 @@ def test_ingest_makes_the_same_prompts_again_whatever_a_thread_took(tmp_path: Pa
                 release = m.Release([message.prompt_ids.offset] * 2, [message.prompt_ids.generation] * 2)
                 rig.send(release, "schedule.0")
         rig.load()
-    assert any(isinstance(one, f.Event) and one.name == "encoded" for one in entries(recording))
+    assert any(isinstance(one, f.ObservedEvent) and one.name == "encoded" for one in entries(recording))
     comparison = replays_alike("ingest", recording)
     assert set(comparison.sent) == {"gateway.0", "schedule.0"}
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.config.settings import Chat
+from pipeline.config.settings import ChatSettings
 from pipeline.replay import format as f
 from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import CHAT, Gate
@@ -14,7 +14,7 @@ TEXT = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\
 
 def test_the_gateway_tells_calls_and_reasoning_as_it_did(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
-    chat = Chat(tool_call_parser="hermes", reasoning_parser="qwen3")
+    chat = ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3")
     with Gate(tmp_path, record=recording, chat=chat) as gate:
         for is_stream in (False, True):
             future = gate.post(BODY | {"stream": is_stream})

@@ -3,7 +3,7 @@
 import logging
 import socket
 
-from pipeline.config.settings import Gateway, Settings
+from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Outbox
 from pipeline.supervisor.listeners import listen
@@ -23,7 +23,7 @@ def test_connections_are_refused_once_every_gateway_has_drained() -> None:
     """The gateways' own sockets are closed by them; the supervisor has these still, for they are the same."""
     listeners = listen("127.0.0.1", 0, 2)
     address = listeners[0].getsockname()
-    supervisor = Supervisor(Settings(gateway=Gateway(port=0, replicas=2)), listeners, logging.getLogger("test"))
+    supervisor = Supervisor(Settings(gateway=GatewaySettings(port=0, replicas=2)), listeners, logging.getLogger("test"))
     outboxes: list[Outbox[m.SupervisorInbox]] = [
         Outbox(supervisor._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(name, 1), 1)
         for name in ("gateway.0", "gateway.1")

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from pipeline.config.settings import Execute, Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor import gpu
 from pipeline.supervisor.supervisor import Supervisor
 
-CUDA = Settings(execute=Execute(device="cuda"))
+CUDA = Settings(execute=ExecuteSettings(device="cuda"))
 
 
 def missing(name: str) -> object:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.config.by_device import CPU_KV_BYTES
-from pipeline.config.settings import Detokenize, Execute, Gateway, Settings
+from pipeline.config.settings import DetokenizeSettings, ExecuteSettings, GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Outbox
@@ -77,7 +77,9 @@ def test_several_gateways_listen_at_one_port_which_no_other_server_may_share() -
 
 
 def test_replicas_have_names_peers_and_a_share_of_the_credits() -> None:
-    settings = Settings(gateway=Gateway(replicas=3, max_open_sequences=10), detokenize=Detokenize(replicas=2))
+    settings = Settings(
+        gateway=GatewaySettings(replicas=3, max_open_sequences=10), detokenize=DetokenizeSettings(replicas=2)
+    )
     assert topology.replicas_of(settings, "gateway") == ["gateway.0", "gateway.1", "gateway.2"]
     assert topology.replicas_of(settings, "execute") == ["execute.0"]
     assert topology.max_open_of_one(settings) == 3
@@ -141,8 +143,8 @@ class Ended:
     ("stage", "exit_code", "words", "logged"),
     [
         ("prepare", 0, m.Prepared("/folder", "name"), ""),
-        ("prepare", 1, m.Failed("no such model"), "cannot start: prepare: no such model"),
-        ("execute", 1, m.Failed("no such memory"), "cannot start: execute: no such memory"),
+        ("prepare", 1, m.StageFailed("no such model"), "cannot start: prepare: no such model"),
+        ("execute", 1, m.StageFailed("no such memory"), "cannot start: execute: no such memory"),
     ],
 )
 def test_last_words_are_waited_for_though_their_speaker_has_ended(
@@ -183,7 +185,9 @@ SWAP_BYTES = 2 * segment.PART_BYTES + 4096
 
 
 def supervisor_with(swap_bytes: int, listener: socket.socket, run_mode: RunMode | None = None) -> Supervisor:
-    return Supervisor(Settings(execute=Execute(swap_bytes=swap_bytes)), [listener], logging.getLogger("test"), run_mode)
+    return Supervisor(
+        Settings(execute=ExecuteSettings(swap_bytes=swap_bytes)), [listener], logging.getLogger("test"), run_mode
+    )
 
 
 @pytest.fixture

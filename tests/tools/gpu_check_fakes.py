@@ -52,7 +52,7 @@ def install() -> None:
         module: Any = ModuleType(f"tools.gpu_check.fake_{name}")
         module.items = lambda context, items=items: items
         sys.modules[module.__name__] = module
-        options.ALL[name] = options.Section(f"fake_{name}", 30.0, "a fake")
+        options.ALL[name] = options.CheckSection(f"fake_{name}", 30.0, "a fake")
 
 
 def command_of(task: Task) -> list[str]:

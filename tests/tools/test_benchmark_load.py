@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from tests.cli.fake_server import FakeServer
 from tools import scheduling_benchmarks
 from tools.benchmarks import long_prompt, no_hits, overload
-from tools.benchmarks.loads import Load, Span, closed_loop
+from tools.benchmarks.loads import BenchmarkLoad, Span, closed_loop
 from tools.benchmarks.served import Served
 from tools.soak.__main__ import main as soak_main
 
@@ -21,7 +21,7 @@ NO_SUCH = "no.such=1"
 
 def test_a_closed_loop_asks_for_what_the_load_says() -> None:
     with FakeServer() as server:
-        load = Load(4, Span(60, 80), Span(5, 9), 0.3, "seed")
+        load = BenchmarkLoad(4, Span(60, 80), Span(5, 9), 0.3, "seed")
         summary = asyncio.run(closed_loop(server.url, load))
         streamed = [body for body in server.bodies if body.get("stream")]
     assert summary.num_errors == 0 and summary.num_requests > 4
@@ -35,7 +35,7 @@ def test_a_closed_loop_asks_for_what_the_load_says() -> None:
 
 def test_errors_of_a_closed_loop_are_counted() -> None:
     with FakeServer(lambda body, number: "cut" if body.get("stream") and number % 3 == 0 else None) as server:
-        summary = asyncio.run(closed_loop(server.url, Load(2, Span(60, 60), Span(5, 5), 0.3, "seed")))
+        summary = asyncio.run(closed_loop(server.url, BenchmarkLoad(2, Span(60, 60), Span(5, 5), 0.3, "seed")))
     assert summary.errors["the stream ended early"] == summary.num_errors > 0
 
 
@@ -64,7 +64,7 @@ def test_streams_that_end_too_soon_are_no_measurement() -> None:
 def test_a_flood_waits_for_nobody() -> None:
     rng = random.Random(1)
     with FakeServer(lambda body, number: "refuse" if body.get("stream") and rng.random() < 0.8 else None) as server:
-        load = Load(1, Span(60, 60), Span(300, 300), 0.5, "seed")  # each takes 0.3 s at least
+        load = BenchmarkLoad(1, Span(60, 60), Span(300, 300), 0.5, "seed")  # each takes 0.3 s at least
         records, lates = asyncio.run(overload._flood(server.url, load, 100.0))
     refused, admitted, failed = overload.divide(records)
     assert len(records) == len(lates) == len(overload.arrivals_of("seed", 100.0, 0.5)) > 30

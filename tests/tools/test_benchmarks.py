@@ -10,12 +10,12 @@ import pytest
 from pipeline.cli.bench.client import RequestResult
 from pipeline.cli.bench.words import Calibration
 from tools.benchmarks import long_prompt, memory, overload, pairs, report, watch
-from tools.benchmarks.loads import Load, Span, ask_of, span
+from tools.benchmarks.loads import BenchmarkLoad, Span, ask_of, span
 from tools.benchmarks.pairs import Comparison, Ratio, compare, num_outside, order_of
-from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.report import BenchmarkReport, Verdict
 from tools.benchmarks.scheduler_alone import request_cost
 
-LOAD = Load(16, Span(700, 1200), Span(128, 256), 10.0, "seed")
+LOAD = BenchmarkLoad(16, Span(700, 1200), Span(128, 256), 10.0, "seed")
 
 
 def options(**given: Any) -> argparse.Namespace:
@@ -204,14 +204,14 @@ def test_a_verdict_knows_its_bound(relation: str, below: bool, at: bool, above: 
 
 def test_only_a_check_makes_a_missed_bound_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     for check, value, code in ((False, 3.0, 0), (True, 3.0, 1), (True, 1.0, 0)):
-        found = Report("x", options(check=check))
+        found = BenchmarkReport("x", options(check=check))
         found.verdicts.append(Verdict("speed", value, "<", 2.0))
         assert found.finish() == code
     assert "MISSED: speed" in capsys.readouterr().out
 
 
 def test_requests_that_failed_are_shown_and_fail_a_check(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Report("x", options(check=True))
+    found = BenchmarkReport("x", options(check=True))
     found.errors["500: oh [no]"] += 3
     assert found.finish() == 1
     assert "3 × 500: oh [no]" in capsys.readouterr().out
@@ -219,7 +219,7 @@ def test_requests_that_failed_are_shown_and_fail_a_check(capsys: pytest.CaptureF
 
 def test_the_json_has_every_reading_and_the_ratios(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
-    found = Report("x", options(json=str(path)))
+    found = BenchmarkReport("x", options(json=str(path)))
     found.comparison("a title", Comparison(("a", "b"), ([{"tok/s": 10.0}], [{"tok/s": 12.0}])))
     found.verdicts.append(Verdict("speed", 1.2, ">", 1.0))
     assert found.finish() == 0

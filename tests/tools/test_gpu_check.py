@@ -16,7 +16,7 @@ from tools.gpu_check import breakdown, child, gpu, kernels_ends, machine, parent
 from tools.gpu_check.child import Context, Task
 from tools.gpu_check.kernels_dense import items as dense_items
 from tools.gpu_check.models import WeightsOnDevice, made_up_tokenizer
-from tools.gpu_check.readings import Failed, Line, Reading, check, read, write
+from tools.gpu_check.readings import FailedItem, Line, Reading, check, read, write
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY, bits_in_groups, step_bytes
 
 
@@ -35,7 +35,7 @@ def _cases(lines: list[Line]) -> list[str]:
 
 
 def _failures(lines: list[Line]) -> list[str]:
-    return [line.traceback for line in lines if isinstance(line, Failed)]
+    return [line.traceback for line in lines if isinstance(line, FailedItem)]
 
 
 class TestSections:
@@ -161,10 +161,10 @@ class TestReadings:
         missed = Reading("a", 80, "tok/s", 160, must=90)
         assert not report.Found([missed], [], False).is_wrong
         assert report.Found([missed, check("b", 2.0, 1.0)], [], False).is_wrong
-        assert report.Found([missed], [Failed("c", "Traceback\nValueError: so it is\n")], False).is_wrong
+        assert report.Found([missed], [FailedItem("c", "Traceback\nValueError: so it is\n")], False).is_wrong
         assert "50%" in report.as_text(report.Found([missed], [], False))
         assert "FAILED c: ValueError: so it is" in report.as_text(
-            report.Found([], [Failed("c", "x\nValueError: so it is")], False)
+            report.Found([], [FailedItem("c", "x\nValueError: so it is")], False)
         )
 
     def test_json_has_no_numbers_that_json_has_not(self) -> None:

@@ -45,7 +45,7 @@ def span(text: str) -> Span:
     return found
 
 
-class Load(msgspec.Struct, frozen=True):
+class BenchmarkLoad(msgspec.Struct, frozen=True):
     """What each request of a closed loop looks like, in tokens. No two prompts begin alike."""
 
     num_streams: int
@@ -72,7 +72,7 @@ class BenchmarkRequest(msgspec.Struct, frozen=True):
         return {"temperature": 0, "ignore_eos": True, "max_tokens": self.max_tokens}
 
 
-def ask_of(load: Load, name: str, calibration: words.Calibration, part: float = 1.0) -> BenchmarkRequest:
+def ask_of(load: BenchmarkLoad, name: str, calibration: words.Calibration, part: float = 1.0) -> BenchmarkRequest:
     """The request of this name: the same for the same load and name. `part` (0 to 1] shortens its output."""
     rng = random.Random(f"{load.seed}/{name}")
     num_words = calibration.words_for(load.prompt.draw(rng))
@@ -89,13 +89,13 @@ async def calibrate(client: BenchClient, seed: str) -> words.Calibration:
     return words.Calibration.between(CALIBRATION_WORDS, (tokens[0], tokens[1]))
 
 
-async def closed_loop(url: str, load: Load, begun: Callable[[], None] = lambda: None) -> Summary:
+async def closed_loop(url: str, load: BenchmarkLoad, begun: Callable[[], None] = lambda: None) -> Summary:
     """Run a load, and measure it as `pipeline bench` does; see pipeline.cli.bench for how its window is cut. `begun` is
     called when the sizing requests are over. Raises ServerError."""
     return summarize(await closed_loop_level(url, load, begun))
 
 
-async def closed_loop_level(url: str, load: Load, begun: Callable[[], None] = lambda: None) -> Level:
+async def closed_loop_level(url: str, load: BenchmarkLoad, begun: Callable[[], None] = lambda: None) -> Level:
     """The same, before it is summed up."""
     async with open_session(None, TIMEOUT_S) as session:
         client = BenchClient(session, url, "auto", ENDPOINT)

@@ -34,7 +34,7 @@ from pipeline.cli.bench.tally import Tally
 from pipeline.errors import UserError
 from tools.benchmarks import loads, report
 from tools.benchmarks.pairs import Reading, compare, spread
-from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.report import BenchmarkReport, Verdict
 from tools.benchmarks.served import Served
 
 ARMS = ("no threshold", "threshold")
@@ -73,7 +73,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """--seconds is how long the streams are left alone before each long prompt."""
-    found = Report("long-prompt", args)
+    found = BenchmarkReport("long-prompt", args)
 
     def measure(arm: int, number: int) -> Reading:
         sets = [*args.set, f"execute.kv_cache_bytes={KV_BYTES}"]

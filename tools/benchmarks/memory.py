@@ -21,9 +21,9 @@ from collections import Counter
 from pipeline.cli import option_types as types
 from pipeline.cli.bench.measure import Summary
 from tools.benchmarks import report
-from tools.benchmarks.loads import Load, Span, closed_loop, span
+from tools.benchmarks.loads import BenchmarkLoad, Span, closed_loop, span
 from tools.benchmarks.pairs import Reading, compare
-from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.report import BenchmarkReport, Verdict
 from tools.benchmarks.served import Served
 
 ARMS = ("recompute", "auto")
@@ -48,9 +48,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = Report("memory", args)
+    found = BenchmarkReport("memory", args)
     block_bytes, block_size = block_of(args.set)
-    load = Load(args.streams, args.prompt, args.output, args.seconds, str(args.seed))
+    load = BenchmarkLoad(args.streams, args.prompt, args.output, args.seconds, str(args.seed))
     kv_bytes, swap_bytes = sizes(load, args.share, block_bytes, block_size)
     found.note(
         "kv_cache_bytes",
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         sets = [*args.set, f"execute.kv_cache_bytes={kv_bytes}", f"schedule.preemption={ARMS[arm]}"]
         sets.append(f"execute.swap_bytes={swap_bytes if ARMS[arm] == 'auto' else 0}")
         with Served(*sets) as server:
-            mine = Load(load.num_streams, load.prompt, load.output, load.seconds, f"{load.seed}/{number}")
+            mine = BenchmarkLoad(load.num_streams, load.prompt, load.output, load.seconds, f"{load.seed}/{number}")
             summary = asyncio.run(closed_loop(server.url, mine))
             found.errors += Counter(summary.errors)
             return reading_of(summary, server)
@@ -96,7 +96,7 @@ def reading_of(summary: Summary, server: Served) -> Reading:
     }
 
 
-def sizes(load: Load, share: float, block_bytes: float, block_size: int) -> tuple[int, int]:
+def sizes(load: BenchmarkLoad, share: float, block_bytes: float, block_size: int) -> tuple[int, int]:
     """Bytes of KV memory for a share of the load, with room for its longest request at least, and of swap space."""
     blocks_of_all = load.num_streams * load.mean_tokens / block_size
     blocks_of_longest = (load.prompt.most + load.output.most) / block_size + 2

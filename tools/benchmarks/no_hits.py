@@ -21,9 +21,9 @@ from statistics import median
 
 from pipeline.cli import option_types as types
 from tools.benchmarks import report
-from tools.benchmarks.loads import Load, Span, closed_loop
+from tools.benchmarks.loads import BenchmarkLoad, Span, closed_loop
 from tools.benchmarks.pairs import Reading, compare
-from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.report import BenchmarkReport, Verdict
 from tools.benchmarks.scheduler_alone import request_cost
 from tools.benchmarks.served import Served
 
@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = Report("no-hits", args)
+    found = BenchmarkReport("no-hits", args)
 
     def alone(arm: int, number: int) -> Reading:
         cost_s = request_cost(arm == 1, args.requests, NUM_STREAMS, TOKENS.most, TOKENS.most, NUM_BLOCKS, args.seed)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     def measure(arm: int, number: int) -> Reading:
         options = ("--instant",) if args.instant else ()
         with Served(*args.set, f"schedule.prefix_caching={str(arm == 1).lower()}", options=options) as server:
-            load = Load(NUM_STREAMS, TOKENS, TOKENS, args.seconds, f"{args.seed}/{number}")
+            load = BenchmarkLoad(NUM_STREAMS, TOKENS, TOKENS, args.seconds, f"{args.seed}/{number}")
             summary = asyncio.run(closed_loop(server.url, load))
             schedule = server.schedule()
         found.errors += Counter(summary.errors)

@@ -33,9 +33,9 @@ from time import perf_counter
 from pipeline.cli import option_types as types
 from pipeline.cli.bench.client import BenchClient, RequestResult, open_session
 from tools.benchmarks import loads, report
-from tools.benchmarks.loads import Load, Span, ask_of, closed_loop
+from tools.benchmarks.loads import BenchmarkLoad, Span, ask_of, closed_loop
 from tools.benchmarks.pairs import Reading, spread
-from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.report import BenchmarkReport, Verdict
 from tools.benchmarks.served import Served
 from tools.benchmarks.watch import Watch, memory_of
 
@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = Report("overload", args)
+    found = BenchmarkReport("overload", args)
     sets = [
         *args.set,
         f"gateway.max_open_sequences={args.open}",
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     with Served(*sets) as server:
         found.tell(f"the sustainable rate: {args.rows} streams")
         calm = asyncio.run(
-            closed_loop(server.url, Load(args.rows, PROMPT, OUTPUT, args.seconds / 2, f"{args.seed}/calm"))
+            closed_loop(server.url, BenchmarkLoad(args.rows, PROMPT, OUTPUT, args.seconds / 2, f"{args.seed}/calm"))
         )
         found.errors.update(calm.errors)
         rate = args.times * calm.requests_per_s
         found.tell(f"{rate:.1f} requests a second for {args.seconds:g} s")
-        load = Load(1, PROMPT, OUTPUT, args.seconds, f"{args.seed}/flood")
+        load = BenchmarkLoad(1, PROMPT, OUTPUT, args.seconds, f"{args.seed}/flood")
         begun_s, own_s = perf_counter(), time.process_time()
         with Watch(server.pids, WATCH_EVERY_S) as watch:
             records, lates = asyncio.run(_flood(server.url, load, rate))
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     return found.finish()
 
 
-async def _flood(url: str, load: Load, rate: float) -> tuple[list[RequestResult], list[float]]:
+async def _flood(url: str, load: BenchmarkLoad, rate: float) -> tuple[list[RequestResult], list[float]]:
     """Send at this rate, whatever comes back. Returns the records, and how late each request was sent."""
     async with open_session(None, loads.TIMEOUT_S) as session:
         client = BenchClient(session, url, "auto", loads.ENDPOINT)

@@ -45,7 +45,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return f"{met}: {self.words}: {self.value:.4g}, which should be {self.relation} {self.bound:g}"
 
 
-class Report:
+class BenchmarkReport:
     """Collects what one run of a subject found, prints it as it comes, and ends with the exit code."""
 
     def __init__(self, subject: str, args: argparse.Namespace) -> None:

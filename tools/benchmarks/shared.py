@@ -17,7 +17,7 @@ from pipeline.cli.bench.report import BenchReport
 from pipeline.errors import UserError
 from tools.benchmarks import report
 from tools.benchmarks.pairs import Reading
-from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.report import BenchmarkReport, Verdict
 from tools.benchmarks.served import ROOT, Served
 
 LEAST = 6000.0
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = Report("shared", args)
+    found = BenchmarkReport("shared", args)
     rows: list[Reading] = []
     for number in range(args.rounds):
         found.tell(f"round {number + 1} of {args.rounds}")

@@ -14,9 +14,9 @@ from typing import Any
 
 from pipeline.cli import option_types as types
 from tools.benchmarks import report
-from tools.benchmarks.loads import Load, Span, closed_loop
+from tools.benchmarks.loads import BenchmarkLoad, Span, closed_loop
 from tools.benchmarks.pairs import Reading, compare
-from tools.benchmarks.report import Report, Verdict
+from tools.benchmarks.report import BenchmarkReport, Verdict
 from tools.benchmarks.served import Served
 
 ARMS = ("unstructured", "structured")
@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = Report("structured", args)
+    found = BenchmarkReport("structured", args)
     with Served(*args.set) as server:
         for num_streams in args.streams:
             for name, item in SCHEMAS.items():
@@ -68,13 +68,15 @@ def run(args: argparse.Namespace) -> int:
     return found.finish()
 
 
-def _measure(found: Report, url: str, args: argparse.Namespace, num_streams: int, item: dict[str, Any]) -> Any:
+def _measure(found: BenchmarkReport, url: str, args: argparse.Namespace, num_streams: int, item: dict[str, Any]) -> Any:
     schema = {"type": "array", "items": item, "minItems": 1000}
     structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}}
 
     def measure(arm: int, number: int) -> Reading:
         options = structured if arm == 1 else {}
-        load = Load(num_streams, TOKENS, TOKENS, args.seconds, f"{args.seed}/{num_streams}/{number}/{arm}", options)
+        load = BenchmarkLoad(
+            num_streams, TOKENS, TOKENS, args.seconds, f"{args.seed}/{num_streams}/{number}/{arm}", options
+        )
         summary = asyncio.run(closed_loop(url, load))
         found.errors += Counter(summary.errors)
         return {

@@ -9,7 +9,7 @@ from functools import partial
 from pipeline.stages.execute.cuda.launches import Launches, traced
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.readings import Reading
-from tools.gpu_check.speed import MODELS, Model, Rows, stand_in, started
+from tools.gpu_check.speed import MODELS, Model, SpeedRows, stand_in, started
 
 NUM_STEPS = 6
 NUM_TOLD = 8
@@ -25,14 +25,14 @@ def _model(context: Context, model: Model) -> Iterator[Reading]:
     num_steps = 4 * NUM_STEPS
     with started(model, num_steps, model.context + num_steps + 2) as runner:
         for target in model.targets:
-            rows = Rows(runner, model.config, target.batch, model.context, num_steps)
+            rows = SpeedRows(runner, model.config, target.batch, model.context, num_steps)
             rows.prefill()
             rows.decode(NUM_STEPS, 2)
             yield _reading(f"{model.name}, batch {target.batch}: kernels of a step", _profile(rows))
             rows.drop()
 
 
-def _profile(rows: Rows) -> list[Launches]:
+def _profile(rows: SpeedRows) -> list[Launches]:
     """Of a step, the longest first."""
     return traced(lambda: rows.decode(NUM_STEPS, 2), NUM_STEPS)
 

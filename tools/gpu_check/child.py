@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu_check.options import ALL
-from tools.gpu_check.readings import Begun, Ended, Failed, Reading, write
+from tools.gpu_check.readings import Begun, Ended, FailedItem, Reading, write
 
 BROKEN = 3
 """Exit code of a process whose GPU can't be used any more; what is left may go on in another."""
@@ -95,7 +95,7 @@ def run(task: Task) -> int:
             problem = problem or _tried(_settle)
         if problem:
             print(problem, flush=True)
-            write(path, Failed(item.name, problem))
+            write(path, FailedItem(item.name, problem))
             if not _works():
                 return BROKEN
         write(path, Ended(item.name, time.monotonic() - began_s))

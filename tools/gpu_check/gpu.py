@@ -32,7 +32,7 @@ class Times:
     num: int
 
 
-class Event:
+class TimedEvent:
     """Records when the GPU gets there."""
 
     def __init__(self, *, blocking: bool = False) -> None:
@@ -50,7 +50,7 @@ class Event:
         if self._real is not None:
             self._real.synchronize()
 
-    def ms_until(self, later: "Event") -> float:
+    def ms_until(self, later: "TimedEvent") -> float:
         """Both have been waited for."""
         if self._real is None:
             return (later._at_s - self._at_s) * 1e3
@@ -134,7 +134,7 @@ def time_graphed(runs: Sequence[Run], total_ms: float = 200.0) -> Times:
 
 
 def _timed(runs: Sequence[Run]) -> list[float]:
-    events = [(Event(), Event()) for _ in runs]
+    events = [(TimedEvent(), TimedEvent()) for _ in runs]
     for run, (begin, end) in zip(runs, events, strict=True):
         begin.record()
         run()

@@ -14,7 +14,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.copy import fork, gather, scatter
 from pipeline.kernels.triton.launch import INTERPRETED
-from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows, StepArrays
+from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState, StepArrays
 from tools.gpu_check import gpu
 from tools.gpu_check.checking import exactly
 from tools.gpu_check.child import Context, Item
@@ -50,7 +50,7 @@ class Machine:
         for array in arrays:
             views.append(self.state[begin : begin + array.size].view(array.shape))
             begin += array.size
-        self.rows = Rows(self.state, *views)
+        self.rows = RowState(self.state, *views)
 
     def words(self, starts: Ints, counts: Ints, rows: Ints, sampled: Ints) -> Tensor:
         """As `Staging` writes them, behind what nobody may believe."""

@@ -26,7 +26,7 @@ VOCABS = {"8B": 128256, "135M": 49152}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SampledRow:
     """How one row draws."""
 
     temperature: float = 0.0
@@ -35,17 +35,17 @@ class Row:
     min_p: float = 0.0
 
 
-PLAIN = (Row(), Row(0.7), Row(1.0), Row(3.0))
+PLAIN = (SampledRow(), SampledRow(0.7), SampledRow(1.0), SampledRow(3.0))
 FILTERED = (
     *PLAIN,
-    Row(1.0, top_k=1),
-    Row(1.0, top_k=50),
-    Row(1.0, top_p=0.9),
-    Row(1.0, top_p=0.05),
-    Row(0.8, min_p=0.05),
-    Row(1.3, top_k=200, top_p=0.95, min_p=0.01),
-    Row(2.5, top_p=0.999),
-    Row(1.0, top_k=5000, top_p=0.5),
+    SampledRow(1.0, top_k=1),
+    SampledRow(1.0, top_k=50),
+    SampledRow(1.0, top_p=0.9),
+    SampledRow(1.0, top_p=0.05),
+    SampledRow(0.8, min_p=0.05),
+    SampledRow(1.3, top_k=200, top_p=0.95, min_p=0.01),
+    SampledRow(2.5, top_p=0.999),
+    SampledRow(1.0, top_k=5000, top_p=0.5),
 )
 
 
@@ -66,7 +66,7 @@ def _filtered(context: Context) -> Iterator[Reading]:
     yield from _cases(context, FILTERED, filtered=True)
 
 
-def _cases(context: Context, kinds: Sequence[Row], *, filtered: bool) -> Iterator[Reading]:
+def _cases(context: Context, kinds: Sequence[SampledRow], *, filtered: bool) -> Iterator[Reading]:
     for name, vocab_size in {"tiny": 500}.items() if context.interpreted else VOCABS.items():
         for num in (len(kinds),) if context.interpreted else (1, len(kinds), 256):
             for what, scale in (("peaked", 3.0), ("flat", 0.05)):
@@ -77,7 +77,7 @@ def _cases(context: Context, kinds: Sequence[Row], *, filtered: bool) -> Iterato
                 yield _check(case, rows, vocab_size, scale, filtered)
 
 
-def _check(case: str, rows: Sequence[Row], vocab_size: int, scale: float, filtered: bool) -> Reading:
+def _check(case: str, rows: Sequence[SampledRow], vocab_size: int, scale: float, filtered: bool) -> Reading:
     from pipeline.kernels.triton.sample import SamplingScratch, sample
 
     num = len(rows)
@@ -114,8 +114,8 @@ def _check(case: str, rows: Sequence[Row], vocab_size: int, scale: float, filter
     return exactly(case, not wrong, f"{wrong} of {num} are wrong" if wrong else f"{unlike} of {num} differ by rounding")
 
 
-def _params(rows: Sequence[Row], order: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[Tensor, Tensor]:
-    """`Rows.params` for rows that lie in this order, and the key of each sample's draw, [S, 2]."""
+def _params(rows: Sequence[SampledRow], order: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[Tensor, Tensor]:
+    """`RowState.params` for rows that lie in this order, and the key of each sample's draw, [S, 2]."""
     params = np.zeros((len(rows) + 1, NUM_FIELDS), np.int32)
     floats = params.view(np.float32)
     params[-1, Field.ENDED] = 1
@@ -131,7 +131,7 @@ def _params(rows: Sequence[Row], order: "np.ndarray[tuple[int], np.dtype[np.int6
     return torch.from_numpy(params).to(gpu.device()), halves(noise_keys(sequence_keys, num_ids))
 
 
-def _race(logits: Tensor, row: Row, key: Tensor) -> tuple[Tensor, float, Tensor]:
+def _race(logits: Tensor, row: SampledRow, key: Tensor) -> tuple[Tensor, float, Tensor]:
     """Each id's score, -inf where filters leave it out; the filters' floor; and what that is compared with."""
     if row.temperature == 0:
         return logits, -torch.inf, logits
@@ -156,7 +156,7 @@ def _shaped(context: Context) -> Iterator[Reading]:
     from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
     from pipeline.kernels.logits_processors import bits_of, mask, num_words, pack_runs
     from pipeline.kernels.triton.logits_processors import LogitsProcessorScratch, apply_logits_processors
-    from tests.kernels.triton.params import Row as ProcessedRow
+    from tests.kernels.triton.params import SampledRow as ProcessedRow
     from tests.kernels.triton.params import list_memory_of, params_of
 
     for name, vocab_size in {"tiny": 300}.items() if context.interpreted else VOCABS.items():

@@ -257,7 +257,7 @@ def _results(context: Context) -> Iterator[Reading]:
     ]
     for way, run, result, how in ways:
         replay = gpu.graph(run)
-        event = gpu.Event(blocking=how == "asleep")
+        event = gpu.TimedEvent(blocking=how == "asleep")
         times_us, late = [], 0
         for i in range(200 if not context.interpreted else 2):
             gpu.synchronize()
@@ -294,7 +294,7 @@ def _wakes(context: Context, word: Tensor) -> Iterator[Reading]:
         return
     offset_ns = min(time.perf_counter_ns() - seen for seen in (_seen(word) for _ in range(300)))
     for how in ("asleep", "spinning"):
-        event = gpu.Event(blocking=how == "asleep")
+        event = gpu.TimedEvent(blocking=how == "asleep")
         late_us = []
         for _ in range(50):
             torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]

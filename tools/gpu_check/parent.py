@@ -17,7 +17,7 @@ from pathlib import Path
 from tools.gpu_check import child, report
 from tools.gpu_check.child import BROKEN, Task
 from tools.gpu_check.options import ALL, SECTIONS, TOTAL_S, parser
-from tools.gpu_check.readings import Begun, Ended, Failed, Line, Reading, read, write
+from tools.gpu_check.readings import Begun, Ended, FailedItem, Line, Reading, read, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 0.1
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: STOPPED.set()) if not args.inline else None
     try:
         for lines in _run_all(args, names):
-            failed = [line for line in lines if isinstance(line, Failed)]
+            failed = [line for line in lines if isinstance(line, FailedItem)]
             found = report.Found([line for line in lines if isinstance(line, Reading)], failed, args.interpret)
             if args.out is not None:
                 # After each turn: whoever ends this program has what there is.
@@ -142,16 +142,16 @@ def _run_section(task: Task, inline: bool) -> list[Line]:
         code = child.run(task) if inline else _run_process(task, end_s)
         lines = read(path)
         begun = [line.item for line in lines if isinstance(line, Begun)]
-        closed = {line.item for line in lines if isinstance(line, Ended | Failed)}
+        closed = {line.item for line in lines if isinstance(line, Ended | FailedItem)}
         opened = [item for item in begun if item not in closed]
         for item in opened:
-            write(path, Failed(item, f"the process ended by {_reason(code)} in {item!r}"))
+            write(path, FailedItem(item, f"the process ended by {_reason(code)} in {item!r}"))
         if code == 0:
             return read(path)
         if len(begun) == len(done):
             # It did not come so far as to begin anything: the next would not either.
             if code != BROKEN:
-                write(path, Failed(task.section, f"the process ended by {_reason(code)} before its first item"))
+                write(path, FailedItem(task.section, f"the process ended by {_reason(code)} before its first item"))
             return read(path)
         print(f"    {task.section} goes on in a new process after {_reason(code)}", flush=True)
 
@@ -175,12 +175,12 @@ def _run_process(task: Task, end_s: float) -> int:
                     item, item_end_s = line.item, time.monotonic() + line.limit_s
             seen = len(lines)
             if STOPPED.is_set():
-                write(path, Failed(item, f"{item!r} was ended with this program"))
+                write(path, FailedItem(item, f"{item!r} was ended with this program"))
                 return -signal.SIGKILL
             now_s = time.monotonic()
             if now_s > min(end_s, item_end_s) and not task.interpreted:
                 why = "its time" if now_s > item_end_s else "the section's time"
-                write(path, Failed(item, f"{item!r} was ended: {why} was over"))
+                write(path, FailedItem(item, f"{item!r} was ended: {why} was over"))
                 return -signal.SIGKILL
             time.sleep(POLL_S)
         return code

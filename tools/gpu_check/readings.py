@@ -66,7 +66,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedItem:
     """An item has ended by an error."""
 
     item: str
@@ -81,8 +81,8 @@ class Ended:
     took_s: float
 
 
-Line = Begun | Reading | Failed | Ended
-KINDS: dict[str, type[Line]] = {kind.__name__: kind for kind in (Begun, Reading, Failed, Ended)}
+Line = Begun | Reading | FailedItem | Ended
+KINDS: dict[str, type[Line]] = {kind.__name__: kind for kind in (Begun, Reading, FailedItem, Ended)}
 
 
 def write(path: Path, line: Line) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tools.gpu_check.child import number
-from tools.gpu_check.readings import Failed, Reading
+from tools.gpu_check.readings import FailedItem, Reading
 
 HEADINGS = ("case", "measured", "bound", "share", "must", "goal", "result", "note")
 LEFT = (0, 6, 7)
@@ -22,7 +22,7 @@ class Found:
     """All of a run."""
 
     readings: list[Reading]
-    failed: list[Failed]
+    failed: list[FailedItem]
     interpreted: bool
 
     @property

@@ -197,7 +197,7 @@ def _recorded(model: Model, runner: Any, made_s: float, made_bytes: int) -> Read
 def _decode(context: Context, model: Model, target: Target, runner: Any, num_steps: int) -> Iterator[Reading]:
     batch, config = target.batch, model.config
     name = f"{model.name}, batch {batch}"
-    rows = Rows(runner, config, batch, model.context, num_steps * len(model.depths))
+    rows = SpeedRows(runner, config, batch, model.context, num_steps * len(model.depths))
     prefill_s = rows.prefill()
     if batch == model.max_batch and prefill_s:
         yield _prefill(context, model, rows, prefill_s)
@@ -244,7 +244,7 @@ def _rate(context: Context, target: Target, made: "Decoded", least_ms: float, na
     return Reading(name, per_s, "tok/s", target.batch / least_ms * 1e3, must, goal, numbers=numbers)
 
 
-def _prefill(context: Context, model: Model, rows: "Rows", took_s: float) -> Reading:
+def _prefill(context: Context, model: Model, rows: "SpeedRows", took_s: float) -> Reading:
     """Prompts a second; the bound is that of their products alone."""
     flops = context.task.rates.get(machine.MATMUL)
     return Reading(
@@ -272,7 +272,7 @@ class Decoded:
     launched_steps: list[Any] = field(default_factory=list)
 
 
-class Rows:
+class SpeedRows:
     """Sequences of equal lengths, and the steps that compute them."""
 
     def __init__(self, runner: Any, config: ModelConfig, num: int, context: int, num_steps: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from pipeline.cli.check.judge import Finding, judge
+from pipeline.cli.check.judge import CheckResult, judge
 from pipeline.cli.check.options import MAX_TOKENS, MIN_TOKENS
 from pipeline.cli.profile.report import console
 from pipeline.config.load import ConfigError
@@ -82,7 +82,7 @@ def _checkpoint(args: argparse.Namespace, settings: Settings) -> Iterator[tuple[
         yield msgspec.structs.replace(settings, cache_dir=str(Path(folder) / "cache")), settings
 
 
-def _check(for_prepare: Settings, for_execute: Settings, num_tokens: int) -> tuple[str, list[str], list[Finding]]:
+def _check(for_prepare: Settings, for_execute: Settings, num_tokens: int) -> tuple[str, list[str], list[CheckResult]]:
     """What the model is, what this check can't see, and the findings. Raises UserError."""
     prepare: Any = importlib.import_module(topology.PREPARE)
     reference_module: Any = importlib.import_module(REFERENCE)
@@ -115,7 +115,7 @@ def _unseen(config: ModelConfig, num_tokens: int) -> list[str]:
     ]
 
 
-def _table(findings: list[Finding]) -> Table:
+def _table(findings: list[CheckResult]) -> Table:
     table = Table()
     for heading in ("program", "computed", "logits of", "worst difference", "allowed", "same text", "result"):
         table.add_column(heading, justify="left" if heading in ("program", "computed", "result") else "right")
@@ -133,5 +133,5 @@ def _table(findings: list[Finding]) -> Table:
     return table
 
 
-def _amount(value: float, finding: Finding) -> str:
+def _amount(value: float, finding: CheckResult) -> str:
     return f"{value:.2%} of spread" if finding.is_share else f"{value:.1e}"

@@ -19,7 +19,7 @@ ROUNDED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """What was found of one way of computing."""
 
     program: str
@@ -40,7 +40,7 @@ class Finding:
         return self.worst <= self.allowed and self.num_same + self.num_undecided == self.num_texts
 
 
-def judge(plan: CheckPlan, ours: Ours, theirs: Theirs) -> list[Finding]:
+def judge(plan: CheckPlan, ours: Ours, theirs: Theirs) -> list[CheckResult]:
     """A finding for each way."""
     spread = float(np.mean([logits.std() for logits in theirs.logits.values()]))
     allowed = EXACT * max(1.0, spread) if ours.exact else ROUNDED
@@ -55,7 +55,7 @@ def judge(plan: CheckPlan, ours: Ours, theirs: Theirs) -> list[Finding]:
             for prompt, text, expected in zip(plan.prompts, texts, theirs.texts, strict=True)
         ]
         findings.append(
-            Finding(
+            CheckResult(
                 program=ours.program,
                 way=way,
                 num_rows=len(rows),

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.cli.profile.results import Case, Floor, Profile, Rates, StepTime
+from pipeline.cli.profile.results import Case, Floor, MachineRates, Profile, StepTime
 
 LEAST_WIDTH = 130
 """Of a table that goes into a file or a pipe, where there is no terminal to fit."""
@@ -139,14 +139,14 @@ def _step_rates(step: StepTime) -> tuple[str, ...]:
     return (_rate(num_bytes / step.ms / 1e6), _rate(operations / step.ms / 1e6), *_floor(step.in_turn))
 
 
-def _drift(before: Rates, after: Rates) -> float:
+def _drift(before: MachineRates, after: MachineRates) -> float:
     """By how much the better reading is above the other, at most."""
     pairs: Iterable[tuple[float, float]]
     pairs = zip(msgspec.structs.astuple(before), msgspec.structs.astuple(after), strict=True)
     return max(max(pair) / min(pair) for pair in pairs if None not in pair) - 1
 
 
-def _rates(rates: Rates) -> str:
+def _rates(rates: MachineRates) -> str:
     int8 = "" if rates.int8_ops is None else f", {rates.int8_ops / 1e9:,.0f} int8"
     return (
         f"{rates.read_bytes / 1e9:.1f} GB/s; GFLOP/s: {rates.float32_flops / 1e9:,.0f} float32, "

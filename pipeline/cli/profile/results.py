@@ -40,7 +40,7 @@ class ProfilePlan(msgspec.Struct, frozen=True):
         return decodes + [Case("prefill", 1, num_tokens, num_tokens) for num_tokens in self.prefills]
 
 
-class Rates(msgspec.Struct, frozen=True):
+class MachineRates(msgspec.Struct, frozen=True):
     """What the threads of a step reach together on this machine, a second; or what a GPU does."""
 
     read_bytes: float
@@ -50,10 +50,10 @@ class Rates(msgspec.Struct, frozen=True):
     int8_ops: float | None
     """None of a GPU, whose products are all of floats."""
 
-    def best(self, other: "Rates") -> "Rates":
+    def best(self, other: "MachineRates") -> "MachineRates":
         """The better of the two for each."""
         int8_ops = None if self.int8_ops is None or other.int8_ops is None else max(self.int8_ops, other.int8_ops)
-        return Rates(
+        return MachineRates(
             max(self.read_bytes, other.read_bytes),
             max(self.float32_flops, other.float32_flops),
             max(self.bf16_flops, other.bf16_flops),
@@ -128,9 +128,9 @@ class Profile(msgspec.Struct, frozen=True):
     cpu: str
     num_threads: int
     plan: ProfilePlan
-    before: Rates | None
+    before: MachineRates | None
     """None where the kernels can't tell what an op must do, so that there are no floors."""
-    after: Rates | None
+    after: MachineRates | None
     steps: list[StepTime]
     against: str | None = None
     """Name of the other kernels."""

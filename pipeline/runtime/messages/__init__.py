@@ -68,7 +68,7 @@ from pipeline.runtime.messages.ingest import (
 )
 from pipeline.runtime.messages.lifecycle import (
     Launch,
-    Peer,
+    PeerInbox,
     Replay,
     Segment,
 )
@@ -98,7 +98,6 @@ from pipeline.runtime.messages.supervisor import (
     AskHealth,
     AskServerStats,
     Drained,
-    Failed,
     GatewayLoad,
     Load,
     PlainLoad,
@@ -106,6 +105,7 @@ from pipeline.runtime.messages.supervisor import (
     Prepared,
     Ready,
     ScheduleLoad,
+    StageFailed,
     SupervisorInbox,
 )
 from pipeline.shm.arrays import Array
@@ -136,7 +136,6 @@ __all__ = [
     "Envelope",
     "ExecuteFacts",
     "ExecuteInbox",
-    "Failed",
     "Failure",
     "FindRequest",
     "Finish",
@@ -153,7 +152,7 @@ __all__ = [
     "Load",
     "Message",
     "Open",
-    "Peer",
+    "PeerInbox",
     "Ping",
     "PlainLoad",
     "Pong",
@@ -177,6 +176,7 @@ __all__ = [
     "Segment",
     "Settled",
     "StageDied",
+    "StageFailed",
     "StageHealth",
     "Start",
     "StatsAnswer",

@@ -15,7 +15,7 @@ class Segment(msgspec.Struct, array_like=True, frozen=True):
     writable: bool
 
 
-class Peer(msgspec.Struct, array_like=True, frozen=True):
+class PeerInbox(msgspec.Struct, array_like=True, frozen=True):
     """An inbox that a child may send to."""
 
     name: str
@@ -48,7 +48,7 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """The folder of the prepared model; empty for prepare itself."""
     address: str
     """Of its own inbox."""
-    peers: list[Peer]
+    peers: list[PeerInbox]
     segments: list[Segment]
     death_fd: int
     """Reads end-of-file when the supervisor is gone."""

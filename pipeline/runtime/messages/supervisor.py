@@ -54,7 +54,7 @@ class Ready(Message, frozen=True, tag="ready"):
     facts: ExecuteFacts | None = None
 
 
-class Failed(Message, frozen=True, tag="failed"):
+class StageFailed(Message, frozen=True, tag="failed"):
     """The stage will exit with a non-zero code for this reason, in a line or two."""
 
     reason: str
@@ -98,4 +98,4 @@ class Answer(Message, frozen=True, tag="answer"):
     """Why the request failed, in the user's words; empty on success."""
 
 
-SupervisorInbox = Prepared | Ready | Failed | Pong | AskHealth | Drained | Answer | AskServerStats
+SupervisorInbox = Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats

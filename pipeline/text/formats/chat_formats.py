@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.settings import Chat
+from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.calls import CallParser, NoCalls
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.hermes import Hermes
@@ -77,7 +77,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
     """Its tokenizer's added tokens, by their text"""
 
     @classmethod
-    def load(cls, model_dir: str | Path, chat: Chat) -> "ChatFormats":
+    def load(cls, model_dir: str | Path, chat: ChatSettings) -> "ChatFormats":
         """Those of a prepared model, as far as the settings leave it to its chat template."""
         template, tokenizer = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer.json"
         added: list[AddedToken] = []
@@ -86,7 +86,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
         return cls.of(template.read_text(encoding="utf-8") if template.exists() else "", chat, added)
 
     @classmethod
-    def of(cls, template: str, chat: Chat, added: Iterable[AddedToken] = ()) -> "ChatFormats":
+    def of(cls, template: str, chat: ChatSettings, added: Iterable[AddedToken] = ()) -> "ChatFormats":
         """Those of a model with this template and these added tokens."""
         tools = _chosen(TOOL_FORMATS, chat.tool_call_parser, template)
         reasoning = _chosen(REASONING_FORMATS, chat.reasoning_parser, template)

@@ -87,7 +87,9 @@ class NativeProgram(Program):
         self._logits = self._floats(inputs.max_num_rows, config.vocab_size)
         self._cos, self._sin = self._angles(max_model_len)
         self._kv = [
-            native.LayerMemory(self._memory(layer_bytes(config, num_blocks)), config.num_kv_heads, config.head_dim)
+            native.NativeLayerMemory(
+                self._memory(layer_bytes(config, num_blocks)), config.num_kv_heads, config.head_dim
+            )
             for _ in range(config.num_layers)
         ]
         self._swap = swap
@@ -135,14 +137,14 @@ class NativeProgram(Program):
             self._normed,
             *places,
             ctypes.byref(self._ticket),
-            ctypes.byref(native.SamplingArrays.of(self._sampling_inputs)),
+            ctypes.byref(native.NativeSamplingArrays.of(self._sampling_inputs)),
         )
         # Another program, of the same residual and head, for tokens that are not sampled.
         arrays = self._step_arrays()
         arrays.sampled = self._scores.places.ctypes.data
         self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
         self._add_norm(self._scoring, form, weight, sampled=True)
-        scores = native.ScoreArrays.of(self._scores)
+        scores = native.NativeScoreArrays.of(self._scores)
         self._library.program_score(self._scoring, self._normed, *places, ctypes.byref(scores))
 
     def run(self) -> IntArray:
@@ -214,7 +216,7 @@ class NativeProgram(Program):
 
     # What follows lays out memory. Addresses are plain numbers; `_kept` keeps what they point to.
 
-    def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.Rows:
+    def _norm(self, weight: Tensor, matrices: tuple[Matrix, ...]) -> native.NativeRows:
         """Record the norm before a product with `matrices`. Returns where it leaves its rows."""
         self._add_norm(self._handle, _form(matrices), self._vector(weight))
         return self._normed
@@ -229,7 +231,7 @@ class NativeProgram(Program):
             return None
         order = torch.from_numpy(_turning_order(1, 1, self._config.head_dim)).long()
         query, key = self._vector(norms.query[order]), self._vector(norms.key[order])
-        return ctypes.byref(native.HeadNorms(query, key, self._config.rms_norm_eps))
+        return ctypes.byref(native.NativeHeadNorms(query, key, self._config.rms_norm_eps))
 
     def _plan(self, window: int) -> int:
         """That of all layers with this window, 0 for none. It is an op where the first of them stands."""
@@ -240,13 +242,15 @@ class NativeProgram(Program):
             )
         return self._plans[window]
 
-    def _written(self, rows: native.Rows, width: int, matrices: tuple[Matrix, ...]) -> tuple[native.Rows, bool]:
+    def _written(
+        self, rows: native.NativeRows, width: int, matrices: tuple[Matrix, ...]
+    ) -> tuple[native.NativeRows, bool]:
         """Where an op in front of a product leaves its rows, and whether as floats that become codes then."""
         if _form(matrices) is Form.PLAIN:
             return rows, False
-        return native.Rows(self._wide, width * 4), True
+        return native.NativeRows(self._wide, width * 4), True
 
-    def _add(self, rows: native.Rows, width: int, linear: Linear) -> None:
+    def _add(self, rows: native.NativeRows, width: int, linear: Linear) -> None:
         form = _form(linear.matrices)
         if form is not Form.PLAIN:
             self._library.program_quantize(self._handle, rows, form, self._wide, width)
@@ -254,21 +258,21 @@ class NativeProgram(Program):
             self._handle, self._residual, rows, self._pack(linear.matrices, bias=linear.bias), self._config.hidden_size
         )
 
-    def _step_arrays(self) -> native.StepArrays:
+    def _step_arrays(self) -> native.NativeStepArrays:
         inputs = self._inputs
         names = ("starts", "counts", "offsets", "block_tables")
         tensors = ("ids", "positions", "slots", "sampled")
-        return native.StepArrays(
+        return native.NativeStepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in names},
             **{name: getattr(inputs, name).data_ptr() for name in tensors},
             max_blocks=inputs.block_tables.shape[1],
         )
 
-    def _block_places(self, num_blocks: int) -> native.Blocks:
+    def _block_places(self, num_blocks: int) -> native.NativeBlocks:
         """Where the blocks of all layers lie, and those of swap space."""
         layers = np.array([layer.data for layer in self._kv], np.uint64)
         self._kept.append(layers)
-        return native.Blocks(
+        return native.NativeBlocks(
             layers=layers.ctypes.data,
             swap=None if self._swap is None else self._swap.ctypes.data,
             num_layers=len(layers),
@@ -284,10 +288,10 @@ class NativeProgram(Program):
     def _floats(self, rows: int, width: int) -> int:
         return self._memory(rows * width * 4)
 
-    def _rows(self, rows: int, width: int) -> native.Rows:
+    def _rows(self, rows: int, width: int) -> native.NativeRows:
         """Rows of activations, of either form."""
         stride = max(self._library.activation_bytes(form, width) for form in Form)
-        return native.Rows(self._memory(rows * stride), stride)
+        return native.NativeRows(self._memory(rows * stride), stride)
 
     def _vector(self, values: Tensor) -> int:
         kept = values.to(torch.float32).contiguous()

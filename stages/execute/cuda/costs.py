@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from pipeline.cli.profile.results import Case, KernelTime, OpTime, Rates, StepTime
+from pipeline.cli.profile.results import Case, KernelTime, MachineRates, OpTime, StepTime
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.launches import Launches
 from pipeline.stages.execute.cuda.model import DeviceModel
@@ -24,7 +24,7 @@ LIBRARIES = ("gemm", "nvjet", "cutlass", "cublas")
 
 
 @dataclass(slots=True)
-class Samples:
+class GpuSamples:
     """What was measured of one case."""
 
     steps_ms: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Cost:
     num_bytes: float = 0.0
     operations: float = 0.0
 
-    def floor_s(self, rates: Rates, dtype: torch.dtype) -> float:
+    def floor_s(self, rates: MachineRates, dtype: torch.dtype) -> float:
         """Seconds, of its bytes or of its operations, whichever takes longer."""
         flops = rates.float32_flops if dtype == torch.float32 else rates.bf16_flops
         return max(self.num_bytes / rates.read_bytes, self.operations / flops)
@@ -81,7 +81,9 @@ def op_of(kernel: str) -> str:
     return OPS_OF_KERNELS.get(kernel, REST)
 
 
-def summarize(case: Case, samples: Samples, costs: dict[str, Cost], rates: Rates, dtype: torch.dtype) -> StepTime:
+def summarize(
+    case: Case, samples: GpuSamples, costs: dict[str, Cost], rates: MachineRates, dtype: torch.dtype
+) -> StepTime:
     """Medians of a case's samples, what its kernels took, and its floors."""
     step_s = median(samples.steps_ms) / 1e3
     kernels = _kernel_times(samples.launched)

@@ -26,7 +26,7 @@ CONTEXT_BYTES = 512 * 1024**2
 Calls = Callable[[], None]
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A place in the order of a stream's work, as torch.cuda.Event."""
 
     def record(self) -> None:
@@ -67,7 +67,7 @@ class Device(ABC):
         """A copy in new memory of the host, good when an event behind this has happened."""
 
     @abstractmethod
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> StreamEvent:
         """A new one, before nothing."""
 
     @abstractmethod
@@ -122,9 +122,9 @@ class Gpu(Device):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> StreamEvent:
         # A blocking one sleeps while it is waited for: a spinning thread would hold a core, and the driver's lock.
-        event: Event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+        event: StreamEvent = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
         return event
 
     def graph(self, calls: Calls) -> Calls:
@@ -221,7 +221,7 @@ class Interpreted(Device):
     def fetch(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> StreamEvent:
         return self._Done()
 
     def graph(self, calls: Calls) -> Calls:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pipeline.kernels.triton import sample
 from pipeline.kernels.triton import step as ends
-from pipeline.kernels.triton.rows import Rows, StepArrays
+from pipeline.kernels.triton.rows import RowState, StepArrays
 from pipeline.stages.execute.cuda.device import Calls, Device
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
-from pipeline.stages.execute.cuda.step_shapes import StepShape
+from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape
 
 
-class StepKind(Enum):
+class CapturedStepKind(Enum):
     """What a captured step does after the forward pass."""
 
     SAMPLE = "sample"
@@ -35,7 +35,7 @@ class CapturedStep:
 
     launch: Calls
     step: StepArrays
-    shape: StepShape
+    shape: PaddedStepShape
     result: Tensor
     """Where `finish` writes the result."""
 
@@ -44,7 +44,7 @@ class StepGraphs:
     """Owned by the runner. Makes the launches of a shape when they are asked for the first time, and keeps them."""
 
     def __init__(
-        self, device: Device, model: DeviceModel, rows: Rows, words: Tensor, max_num_rows: int, max_num_tokens: int
+        self, device: Device, model: DeviceModel, rows: RowState, words: Tensor, max_num_rows: int, max_num_tokens: int
     ) -> None:
         self._device, self._model, self._rows, self._words = device, model, rows, words
         self._max_num_rows = max_num_rows
@@ -60,16 +60,16 @@ class StepGraphs:
         self.sampled_ids = ints(max_num_rows)
         self._result = ints(ends.STAMP_WORDS + 2 * max_num_rows)
         self.scratch = sample.SamplingScratch(max_num_rows, model.logits.shape[1], where)
-        self._captured: dict[tuple[StepShape, StepKind], CapturedStep] = {}
+        self._captured: dict[tuple[PaddedStepShape, CapturedStepKind], CapturedStep] = {}
 
     @property
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def has(self, shape: StepShape, kind: StepKind) -> bool:
+    def has(self, shape: PaddedStepShape, kind: CapturedStepKind) -> bool:
         return (shape, kind) in self._captured
 
-    def get(self, shape: StepShape, kind: StepKind) -> CapturedStep:
+    def get(self, shape: PaddedStepShape, kind: CapturedStepKind) -> CapturedStep:
         """The launches of a shape. Those that are new are made once, for padding alone; words that no step has read are
         lost by that."""
         captured = self._captured.get((shape, kind))
@@ -84,7 +84,7 @@ class StepGraphs:
         self._captured[shape, kind] = captured
         return captured
 
-    def hidden_states(self, shape: StepShape) -> HiddenStates:
+    def hidden_states(self, shape: PaddedStepShape) -> HiddenStates:
         """Where a step of this shape, which is the last that was launched, leaves what its tokens came to."""
         return self._model.hidden_states(shape.num_tokens, decodes=shape.one_each)
 
@@ -110,18 +110,20 @@ class StepGraphs:
         """Make the changes of rows that the words hold, and nothing else."""
         ends.apply(self._rows, self._words)
 
-    def _calls(self, step: StepArrays, shape: StepShape, kind: StepKind) -> Calls:
+    def _calls(self, step: StepArrays, shape: PaddedStepShape, kind: CapturedStepKind) -> Calls:
         def calls() -> None:
             self.apply()
             ends.prepare(step, self._rows, self._words, self._stamps, self._max_num_rows, shape.one_each)
             self._model.forward(step, decodes=shape.one_each)
-            if kind is not StepKind.FORWARD_ONLY:
-                self.sample(self._model.logits[: step.num_samples], step, filtered=kind is StepKind.SAMPLE_FILTERED)
+            if kind is not CapturedStepKind.FORWARD_ONLY:
+                self.sample(
+                    self._model.logits[: step.num_samples], step, filtered=kind is CapturedStepKind.SAMPLE_FILTERED
+                )
                 self.finish(step)
 
         return calls
 
-    def _step(self, shape: StepShape) -> StepArrays:
+    def _step(self, shape: PaddedStepShape) -> StepArrays:
         rows, starts, counts, offsets = (each[: shape.num_entries] for each in self._entries)
         ids, positions, slots = (each[: shape.num_tokens] for each in self._tokens)
         sampled, sample_rows = (each[: shape.num_samples] for each in self._samples)

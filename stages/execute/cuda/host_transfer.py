@@ -24,7 +24,7 @@ from torch import Tensor
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton import copy
 from pipeline.stages.execute.cpu.program import SwapArray
-from pipeline.stages.execute.cuda.device import Device, Event
+from pipeline.stages.execute.cuda.device import Device, StreamEvent
 
 PACKED_BYTES = 32 * 1024**2
 """Of each of the two rooms between, at least one block."""
@@ -35,8 +35,8 @@ NUM_STAGING_BUFFERS = 2
 class HostTransfer:
     """Copies of a step over the bus."""
 
-    began: Event
-    ended: Event
+    began: StreamEvent
+    ended: StreamEvent
 
     @property
     def seconds(self) -> float:

@@ -20,7 +20,7 @@ from pipeline.cli.profile.results import Case, Profile, ProfilePlan
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cuda.costs import Samples, costs_of, summarize, weight_bytes
+from pipeline.stages.execute.cuda.costs import GpuSamples, costs_of, summarize, weight_bytes
 from pipeline.stages.execute.cuda.device import make_device
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.launches import Launches, traced
@@ -52,7 +52,7 @@ def measure(
         probe = Probe(device)
         log.info("loading %s for %s", config.name, device.name)
         runner = stack.enter_context(closing(CudaRunner(_room(settings, cases), folder, None, device, weights)))
-        turns = Turns(runner, config, cases)
+        turns = InterleavedCases(runner, config, cases)
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
@@ -99,7 +99,7 @@ def _room(settings: Settings, cases: Sequence[Case]) -> Settings:
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-class Turns:
+class InterleavedCases:
     """Computes the steps of cases."""
 
     def __init__(self, runner: CudaRunner, config: ModelConfig, cases: Sequence[Case]) -> None:
@@ -158,10 +158,10 @@ def _num_steps(case: Case) -> int:
     return 1 if case.phase == "prefill" else min(1 + DECODE_STEPS, case.context)
 
 
-def _run_rounds(turns: Turns, cases: Sequence[Case], rounds: range, log: logging.Logger) -> list[Samples]:
+def _run_rounds(turns: InterleavedCases, cases: Sequence[Case], rounds: range, log: logging.Logger) -> list[GpuSamples]:
     """Each case's samples. All cases have their turn in each round; round 0, in which kernels are compiled and graphs
     recorded, counts for nothing."""
-    samples = [Samples() for _ in cases]
+    samples = [GpuSamples() for _ in cases]
     for number in rounds:
         begun_s = time.perf_counter()
         for i, case in enumerate(cases):

@@ -6,7 +6,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeline.cli.profile.results import Rates
+from pipeline.cli.profile.results import MachineRates
 from pipeline.stages.execute.cuda.device import Device
 
 COPY_BYTES = 256 * 1024**2
@@ -33,12 +33,12 @@ class Probe:
             for num, dtype in ((size // 2, torch.float32), (size, torch.bfloat16))
         )
 
-    def measure(self) -> Rates:
+    def measure(self) -> MachineRates:
         """Copies of more than caches hold, and products of the size that libraries are best at. Takes a tenth of a
         second, and waits for it."""
         a, b = self._copied
         copy_s = self._median_s([lambda: a.copy_(b), lambda: b.copy_(a)])
-        return Rates(2 * a.numel() / copy_s, self._flops(self._wide), self._flops(self._narrow), None)
+        return MachineRates(2 * a.numel() / copy_s, self._flops(self._wide), self._flops(self._narrow), None)
 
     def _flops(self, sides: Sequence[Tensor]) -> float:
         """Of products of square matrices."""

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.kernels.logits_processors import LogitsProcessors, num_words
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows
+from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
 from pipeline.stages.execute.cuda.staging import Run
@@ -46,7 +46,7 @@ class DeviceRows:
         ]
         self._params, self._ids, self._blocks, self._stops, self._list_memory = begins
         self._max_num_stops = max_num_stops
-        self.on_device = Rows(state, *views[:4])
+        self.on_device = RowState(state, *views[:4])
         self.list_memory = views[4]
         self._list_allocator = DeviceAllocator(LIST_MEMORY_WORDS)
         self._nothing = self._list_allocator.allocate(num_words(table.vocab_size)) or 0

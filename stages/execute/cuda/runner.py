@@ -28,14 +28,14 @@ from pipeline.runtime.messages import ExecuteFacts, Finish, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.cuda.device import Device, make_device
-from pipeline.stages.execute.cuda.graphs import CapturedStep, StepGraphs, StepKind
+from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES, BlockCopier, HostTransfer
 from pipeline.stages.execute.cuda.launched_step import BoolArray, LaunchedStep, PooledHiddenStates
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates, allocate_kv
 from pipeline.stages.execute.cuda.rows import LIST_MEMORY_WORDS, DeviceRows
 from pipeline.stages.execute.cuda.sampling_extras import DeviceMasks, SamplingExtras
 from pipeline.stages.execute.cuda.staging import EMPTY, Batch, Run, Staging, num_words, split_runs
-from pipeline.stages.execute.cuda.step_shapes import StepShape, StepShapes
+from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.kv import divide_swap, plan_device_kv
 from pipeline.stages.execute.models.registry import build_program
@@ -114,9 +114,9 @@ class CudaRunner:
         first, others = self.shapes.first(), self.shapes.others()
         mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
         self._to_capture = [
-            *((shape, StepKind.SAMPLE) for shape in (*first, *others, *mixed)),
-            *((shape, StepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
-            *((shape, StepKind.FORWARD_ONLY) for shape in first),
+            *((shape, CapturedStepKind.SAMPLE) for shape in (*first, *others, *mixed)),
+            *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
+            *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
         ]
         self._warming: Iterator[None] | None = None
         """The compilation of sampling extras, once started."""
@@ -143,7 +143,7 @@ class CudaRunner:
         smallest and the largest, between which hardly a kernel is compiled for one and not for the others."""
         prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
         for shape in (*self.shapes.first(), *prompts):
-            self.step_graphs.get(shape, StepKind.SAMPLE)
+            self.step_graphs.get(shape, CapturedStepKind.SAMPLE)
         _ = (
             self.sampling_extras
         )  # whose memory would else be missed in the middle of a request, if somebody has taken it
@@ -160,7 +160,7 @@ class CudaRunner:
                 return True
         if self._warming is None:
             self._warming = self.sampling_extras.warm(
-                self.step_graphs.get(self.shapes.decode(1), StepKind.FORWARD_ONLY).step
+                self.step_graphs.get(self.shapes.decode(1), CapturedStepKind.FORWARD_ONLY).step
             )
         return next(self._warming, self) is None
 
@@ -263,7 +263,7 @@ class CudaRunner:
         elif requested_features & SEPARATE_SAMPLING:
             self._launch_separate_sampling(launched_step, batch, runs, pooled)
         else:
-            kind = StepKind.SAMPLE_FILTERED if self._device_rows.filtered else StepKind.SAMPLE
+            kind = CapturedStepKind.SAMPLE_FILTERED if self._device_rows.filtered else CapturedStepKind.SAMPLE
             shape = self._shape(batch)
             captured = self.step_graphs.get(shape, kind)
             self._staging.fill(slot, batch, runs, one_each=shape.one_each)
@@ -272,7 +272,7 @@ class CudaRunner:
         slot.done.record()
         return launched_step
 
-    def _shape(self, batch: Batch) -> StepShape:
+    def _shape(self, batch: Batch) -> PaddedStepShape:
         if batch.num_tokens == len(batch.rows) == len(batch.sampled):
             return self.shapes.decode(len(batch.rows))
         return self.shapes.mix(batch.num_tokens, len(batch.rows), len(batch.sampled))
@@ -302,7 +302,7 @@ class CudaRunner:
     ) -> None:
         """A step in which somebody wants more than an id."""
         shape = self._shape(batch)
-        captured = self.step_graphs.get(shape, StepKind.FORWARD_ONLY)
+        captured = self.step_graphs.get(shape, CapturedStepKind.FORWARD_ONLY)
         self._staging.fill(launched_step.slot, batch, runs, one_each=shape.one_each)
         captured.launch()
         sampled_ids, requested_features = batch.rows[batch.sampled], self.rows.requested_features

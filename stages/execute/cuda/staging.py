@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.step import HEADER, RUN_WORDS, STAMP_WORDS, Head, words_of
-from pipeline.stages.execute.cuda.device import Device, Event
+from pipeline.stages.execute.cuda.device import Device, StreamEvent
 
 NUM_SLOTS = 8
 """More than steps can be in flight."""
@@ -27,7 +27,7 @@ Run = tuple[int, "np.ndarray[Any, np.dtype[np.int32]]"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as the host knows it, one value for each entry; see `StepArrays`."""
+    """A step as the host knows it, one value for each entry; see `pipeline.kernels.triton.rows.StepArrays`."""
 
     rows: IntArray
     starts: IntArray
@@ -55,7 +55,7 @@ class Slot:
     result_array: IntArray
     times: "np.ndarray[Any, np.dtype[np.int64]]"
     """When the step of the result began and ended, by the GPU's clock; 0 where kernels are interpreted."""
-    done: Event
+    done: StreamEvent
     fixed: Tensor
     """The words that a step has in any case."""
     _results: dict[int, Tensor] = field(default_factory=dict)

@@ -18,7 +18,7 @@ FIRST_DECODES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
+class PaddedStepShape:
     """Sizes of a step with padding."""
 
     num_tokens: int
@@ -36,30 +36,30 @@ class StepShapes:
         self._max_num_rows = max_num_rows
         most = min(max_num_rows, max_num_tokens)
         self.decodes = decode_sizes(most)
-        self._decodes = [StepShape(size, size, size, one_each=True) for size in self.decodes]
+        self._decodes = [PaddedStepShape(size, size, size, one_each=True) for size in self.decodes]
         self.mixed = mixed_sizes(min(max_num_tokens, MAX_TOKENS))
 
-    def decode(self, num_rows: int) -> StepShape:
+    def decode(self, num_rows: int) -> PaddedStepShape:
         """Of a step in which `num_rows` rows decode."""
         return self._decodes[bisect_left(self.decodes, num_rows)]
 
-    def mix(self, num_tokens: int, num_entries: int, num_samples: int) -> StepShape:
+    def mix(self, num_tokens: int, num_entries: int, num_samples: int) -> PaddedStepShape:
         """Of any other step."""
         entries, samples = self._most_of(num_entries), self._most_of(num_samples)
         if num_tokens > self.mixed[-1]:
-            return StepShape(num_tokens, entries, samples, one_each=False, is_captured=False)
+            return PaddedStepShape(num_tokens, entries, samples, one_each=False, is_captured=False)
         size = self.mixed[bisect_left(self.mixed, num_tokens)]
-        return StepShape(size, entries, samples, one_each=False)
+        return PaddedStepShape(size, entries, samples, one_each=False)
 
     def _most_of(self, num: int) -> int:
         return min(FEW, self._max_num_rows) if num <= FEW else self._max_num_rows
 
-    def first(self) -> list[StepShape]:
+    def first(self) -> list[PaddedStepShape]:
         """Those to be recorded before the server is ready, largest first, as their memory is shared."""
         sizes = {self.decode(size).num_tokens for size in FIRST_DECODES if size <= self.decodes[-1]}
         return [self.decode(size) for size in sorted(sizes | {self.decodes[-1]}, reverse=True)]
 
-    def others(self) -> list[StepShape]:
+    def others(self) -> list[PaddedStepShape]:
         """The other shapes of decoding, in the order in which they are worth it."""
         first = self.first()
         return [shape for shape in map(self.decode, self.decodes) if shape not in first]

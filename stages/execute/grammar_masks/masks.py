@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import Sampling
-from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, Order, Report, State
+from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.supervisor.process_usage import usage_of
 
 START_S = 30.0
@@ -207,9 +207,9 @@ class Masks:
         assert self._worker is not None
         send(self._worker.socket, msgspec.msgpack.encode(order))
 
-    def _receive(self) -> Report:
+    def _receive(self) -> MaskReport:
         assert self._worker is not None
-        return msgspec.msgpack.decode(receive(self._worker.socket), type=Report)
+        return msgspec.msgpack.decode(receive(self._worker.socket), type=MaskReport)
 
     def _cpu_s(self) -> float:
         return 0.0 if self._worker is None else usage_of(self._worker.pid).cpu_s

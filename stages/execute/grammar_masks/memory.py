@@ -65,7 +65,7 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     fills: list[Fill]
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True):
+class MaskReport(msgspec.Struct, array_like=True, frozen=True):
     """From the process: it has begun (ticket 0), or what failed of an order, before the order is done."""
 
     ticket: int

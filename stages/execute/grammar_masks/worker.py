@@ -22,7 +22,7 @@ from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
 from pipeline.grammars.worker import receive, send
 from pipeline.runtime.messages import NOTHING_LEFT
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
-from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, Order, Report, State, WordArray
+from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State, WordArray
 
 MAX_GRAMMARS = 64
 """Prepared grammars that are kept; each takes some hundred kilobytes, seldom more."""
@@ -38,12 +38,12 @@ CPUS_PER_THREAD = 4
 """Processors for each thread that computes masks: they take them from the forward pass."""
 
 
-class Failed(Exception):
+class MaskError(Exception):
     """A row has no mask; says why, in words for the client."""
 
 
 @dataclass(slots=True)
-class Row:
+class MatcherRow:
     matcher: LLMatcher
     stop_ids: "np.ndarray[tuple[int], np.dtype[np.int64]]"
     ignores_eos: bool
@@ -71,7 +71,7 @@ class Grammars:
         """A row's own. Raises Failed."""
         matcher = self.prepare(grammar).result()
         if matcher.is_error():
-            raise Failed(f"the grammar can't be used: {words_of(matcher.get_error())}")
+            raise MaskError(f"the grammar can't be used: {words_of(matcher.get_error())}")
         return matcher.deep_copy()
 
     def _make(self, grammar: str) -> LLMatcher:
@@ -87,7 +87,7 @@ class MaskWorker:
     def __init__(self, of: socket.socket, engine: Engine, memory: MaskMemory, num_threads: int) -> None:
         self._socket, self._engine, self._memory = of, engine, memory
         self._grammars = Grammars(engine)
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, MatcherRow] = {}
         self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
         self._fence = threading.Lock()
         self._eos_ids = np.array(engine.eos_ids, np.int64)
@@ -118,7 +118,7 @@ class MaskWorker:
         run = map if self._threads is None else self._threads.map
         failed = [(fill.place, error) for fill, error in zip(fills, run(self._fill, fills), strict=True) if error]
         if failed:
-            report = Report(order.ticket, [place for place, _ in failed], [error for _, error in failed])
+            report = MaskReport(order.ticket, [place for place, _ in failed], [error for _, error in failed])
             send(self._socket, msgspec.msgpack.encode(report))
         # Masks before the word, on processors that keep no order of their own, too: a lock is let go, then taken.
         with self._fence:
@@ -133,10 +133,10 @@ class MaskWorker:
         try:
             with panics_as_errors():
                 self._write(fill)
-        except (Failed, RustPanic) as error:
+        except (MaskError, RustPanic) as error:
             self._rows.pop(fill.row, None)
             states[fill.place] = State.FAILED
-            return str(error) if isinstance(error, Failed) else f"the grammar can't be used: {words_of(str(error))}"
+            return str(error) if isinstance(error, MaskError) else f"the grammar can't be used: {words_of(str(error))}"
         states[fill.place] = State.DONE
         return ""
 
@@ -146,7 +146,7 @@ class MaskWorker:
         row = self._rows[fill.row]
         ids = np.frombuffer(fill.ids, np.int32).tolist()
         if ids and not row.matcher.consume_tokens(ids):
-            raise Failed(_why(row.matcher, "the output does not match the grammar"))
+            raise MaskError(_why(row.matcher, "the output does not match the grammar"))
         words = self._memory.words[fill.place]
         if self._wide:
             wide = np.frombuffer(row.matcher.compute_bitmask(), np.uint32)
@@ -155,13 +155,13 @@ class MaskWorker:
         else:
             row.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if row.matcher.is_error():
-            raise Failed(_why(row.matcher, "the grammar's next ids could not be computed"))
+            raise MaskError(_why(row.matcher, "the grammar's next ids could not be computed"))
         if not (words & self._texts).any():
             self._spell(row.matcher, words)
         if row.ignores_eos or len(row.stop_ids):
             self._end_by(row, words)
         if not words.any():
-            raise Failed(f"{NOTHING_LEFT}: the grammar allows none of the model's tokens")
+            raise MaskError(f"{NOTHING_LEFT}: the grammar allows none of the model's tokens")
 
     def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
         """Only ids that are no text are allowed. Where one text alone can follow, the library allows what its tokenizer
@@ -174,11 +174,11 @@ class MaskWorker:
             if parts[0] < self._engine.vocab_size:
                 words[parts[0] // 32] = np.uint32(1) << np.uint32(parts[0] % 32)
 
-    def _row(self, begin: Begin) -> Row:
+    def _row(self, begin: Begin) -> MatcherRow:
         stop_ids = np.setdiff1d(np.array(begin.stop_ids, np.int64), self._eos_ids)
-        return Row(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
+        return MatcherRow(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
 
-    def _end_by(self, row: Row, words: WordArray) -> None:
+    def _end_by(self, row: MatcherRow, words: WordArray) -> None:
         """Which ids may end the output here. The library allows the model's own just where it may end."""
         may_end = has(words, int(self._eos_ids[0]))
         if may_end and row.ignores_eos:
@@ -226,12 +226,12 @@ def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size
     try:
         engine = Engine(Path(model_dir))
     except NoEngine as error:
-        send(of, msgspec.msgpack.encode(Report(0, errors=[str(error)])))
+        send(of, msgspec.msgpack.encode(MaskReport(0, errors=[str(error)])))
         return
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // CPUS_PER_THREAD)
     worker = MaskWorker(of, engine, memory, num_threads)
     bound_memory(MAX_BYTES)
     gc.collect()
     gc.freeze()
-    send(of, msgspec.msgpack.encode(Report(0)))
+    send(of, msgspec.msgpack.encode(MaskReport(0)))
     worker.loop()

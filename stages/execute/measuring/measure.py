@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.cli.profile.results import Case, Floor, OpTime, Profile, ProfilePlan, Rates, StepTime
+from pipeline.cli.profile.results import Case, Floor, MachineRates, OpTime, Profile, ProfilePlan, StepTime
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
@@ -48,7 +48,7 @@ OpCost = tuple[float, float, bool]
 
 
 @dataclass(slots=True)
-class Samples:
+class CpuSamples:
     """What was measured of one case."""
 
     op_names: list[str] = field(default_factory=list)
@@ -121,10 +121,10 @@ def run_rounds(
     num_rounds: int,
     vocab_size: int,
     log: logging.Logger,
-) -> list[Samples]:
+) -> list[CpuSamples]:
     """Each case's samples. All cases have their turn in each round, with one program after the other; the first round,
     one step of each, counts for nothing."""
-    samples = [Samples() for _ in cases]
+    samples = [CpuSamples() for _ in cases]
     random = np.random.default_rng(0)
     # Blocks of a sequence lie anywhere, as they do in a server that has run for a while.
     blocks: IntArray = random.permutation(kv.num_blocks).astype(np.int32)
@@ -154,7 +154,7 @@ def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray) -> Non
     inputs.fill(ids[: case.num_tokens], starts, counts, tables, np.ones(case.num_seqs, np.bool_))
 
 
-def _visit(program: Program, samples: Samples) -> None:
+def _visit(program: Program, samples: CpuSamples) -> None:
     """One turn of a case: whole steps, and between them steps that are timed op by op where the program can do that."""
     for _ in _visit_steps():
         samples.steps_s.append(_timed(program.run))
@@ -180,7 +180,7 @@ def _timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
-def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> Rates:
+def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> MachineRates:
     """Measure the machine. Raises UserError where that can't be done."""
     wanted = settings.execute.kernels
     assert wanted != "torch"
@@ -191,13 +191,13 @@ def _rates(settings: Settings, num_threads: int, log: logging.Logger) -> Rates:
         found = peaks.measure(isa, num_threads, PEAK_S, log.info, cache_root=root)
     except (BuildError, OSError) as error:
         raise UserError(f"this machine can't be measured: {error}") from error
-    return Rates(found.read_bytes_per_s, found.float32_flop_per_s, found.bf16_flop_per_s, found.int8_op_per_s)
+    return MachineRates(found.read_bytes_per_s, found.float32_flop_per_s, found.bf16_flop_per_s, found.int8_op_per_s)
 
 
 # ------------------------------------------------------------------------------------------------------- summarizing
 
 
-def summarize(case: Case, samples: Samples, rates: Rates | None) -> StepTime:
+def summarize(case: Case, samples: CpuSamples, rates: MachineRates | None) -> StepTime:
     """Medians of a case's samples, and its floors where the machine's rates are known."""
     step_s = median(samples.steps_s)
     ops: list[OpTime] = []
@@ -221,7 +221,7 @@ def summarize(case: Case, samples: Samples, rates: Rates | None) -> StepTime:
     )
 
 
-def floor_s(cost: OpCost, rates: Rates) -> float:
+def floor_s(cost: OpCost, rates: MachineRates) -> float:
     """The least seconds of one op: of its bytes or of its operations, whichever takes longer."""
     num_bytes, operations, is_integer = cost
     rate = rates.int8_ops if is_integer else rates.bf16_flops
@@ -229,13 +229,13 @@ def floor_s(cost: OpCost, rates: Rates) -> float:
     return max(num_bytes / rates.read_bytes, operations / rate)
 
 
-def overlapped_s(costs: Sequence[OpCost], rates: Rates) -> float:
+def overlapped_s(costs: Sequence[OpCost], rates: MachineRates) -> float:
     """The least seconds of all ops, were all that is moved moved while all that is computed is computed."""
     bytes_s = sum(num_bytes for num_bytes, _, _ in costs) / rates.read_bytes
     return max(bytes_s, sum(floor_s((0.0, operations, is_integer), rates) for _, operations, is_integer in costs))
 
 
-def _op_times(samples: Samples, floors_s: Sequence[float]) -> list[OpTime]:
+def _op_times(samples: CpuSamples, floors_s: Sequence[float]) -> list[OpTime]:
     """Ops of one name and kind together, in the order in which they first come."""
     groups: dict[tuple[str, bool], list[int]] = {}
     for i, (name, (_, _, is_integer)) in enumerate(zip(samples.op_names, samples.op_costs, strict=True)):

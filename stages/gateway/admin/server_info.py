@@ -19,7 +19,7 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
-class Load(msgspec.Struct):
+class ServerLoad(msgspec.Struct):
     """Load of the gateway process that replies."""
 
     server_load: Annotated[int, Meta(description="Requests for output whose responses are not complete.")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.apidocs import openapi, page
 
 _PLACE = "http://%SERVER%"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.errors import ErrorBody

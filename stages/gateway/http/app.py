@@ -13,13 +13,13 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from pipeline.config.settings import Gateway as GatewaySettings
+from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.metrics import exposition
 from pipeline.stages.gateway.admin import health
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
-from pipeline.stages.gateway.admin.server_info import Load, ModelCard, ModelList, Version
+from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
@@ -279,7 +279,7 @@ class Api:
     async def load(self, http_request: web.Request) -> web.StreamResponse:
         admission = self._requests.admission
         return _json(
-            Load(
+            ServerLoad(
                 server_load=self._requests.num_requests,
                 open_sequences=admission.num_sequences,
                 max_open_sequences=admission.max_sequences,

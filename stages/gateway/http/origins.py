@@ -26,7 +26,7 @@ from pipeline.config.browsers import (
     parse_authority,
     parse_origin,
 )
-from pipeline.config.settings import Gateway as GatewaySettings
+from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.stages.gateway.errors import ApiError, shown
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")

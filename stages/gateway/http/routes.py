@@ -11,7 +11,7 @@ import msgspec
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
 from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
-from pipeline.stages.gateway.admin.server_info import Load, ModelCard, ModelList, Version
+from pipeline.stages.gateway.admin.server_info import ModelCard, ModelList, ServerLoad, Version
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -141,7 +141,7 @@ ROUTES = (
     Route(
         "POST", "/reset_prefix_cache", "reset_prefix_cache", "Drops all cached blocks of the prefix cache.", reply=Reset
     ),
-    Route("GET", "/load", "load", "How much is open, and the limits.", reply=Load),
+    Route("GET", "/load", "load", "How much is open, and the limits.", reply=ServerLoad),
     Route("GET", "/health", "health", "The state of each process.", reply=HealthBody, is_admin=True),
     Route("GET", "/metrics", "metrics", "Counts and times for Prometheus.", is_admin=True),
     Route("GET", "/version", "version", "The version of the package.", reply=Version),

@@ -16,7 +16,7 @@ from pipeline.runtime.messages import MAX_SHOWN_IDS
 from pipeline.stages.gateway.parsing.conversation import (
     Documents,
     Kwargs,
-    Message,
+    MessageParam,
     Messages,
     ReasoningEffort,
     ToolChoice,
@@ -121,7 +121,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_SHOWN_IDS)] | None = None
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_SHOWN_IDS)] | None = None
     continue_final_message: bool | None = None
     tools: Tools = Raw()
     tool_choice: ToolChoice = Raw()

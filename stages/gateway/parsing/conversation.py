@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -38,17 +38,17 @@ class FunctionCall(msgspec.Struct):
     arguments: Annotated[str, Meta(description="JSON text")]
 
 
-class ToolCall(msgspec.Struct):
+class ToolCallParam(msgspec.Struct):
     id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
     function: FunctionCall
     type: str = "function"
 
 
-class Message(msgspec.Struct):
+class MessageParam(msgspec.Struct):
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallParam] | None = None
     tool_call_id: Annotated[str, Meta(description="Of a tool's message: the call that it answers.")] | None = None
     reasoning_content: Annotated[str, Meta(description="Of an assistant's message: what it thought before.")] | None = (
         None
@@ -97,7 +97,7 @@ class _Choice(msgspec.Struct):
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Messages = Annotated[list[Message], Meta(min_length=1)]
+Messages = Annotated[list[MessageParam], Meta(min_length=1)]
 OBJECTS: dict[str, Any] = {"type": ["array", "null"], "items": {"type": "object"}}
 NAMED_CHOICE: dict[str, Any] = {
     "type": "object",
@@ -150,7 +150,7 @@ class ReplyForm(msgspec.Struct, frozen=True):
     """The reply has the reasoning."""
 
 
-def chat_prompt(body: Conversation, messages: Sequence[Message], caps: Caps) -> m.ChatPrompt:
+def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps) -> m.ChatPrompt:
     """The prompt of a chat. Raises ApiError."""
     if body.chat_template is not None:
         raise unsupported("chat_template", "only the model's own template is run")
@@ -182,7 +182,7 @@ def given_of_chat(body: Conversation) -> str | None:
     return None
 
 
-def num_parts(messages: Sequence[Message]) -> int:
+def num_parts(messages: Sequence[MessageParam]) -> int:
     """Number of messages and tool calls: templates write at least one token for each."""
     return len(messages) + sum(len(message.tool_calls or ()) for message in messages)
 
@@ -223,7 +223,7 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-def chat_message(place: int, message: Message) -> m.ChatMessage:
+def chat_message(place: int, message: MessageParam) -> m.ChatMessage:
     """One message of a chat. Raises ApiError."""
     at, role = f"messages[{place}]", message.role
     if role == "function":
@@ -251,7 +251,7 @@ def chat_message(place: int, message: Message) -> m.ChatMessage:
     )
 
 
-def _content(at: str, message: Message) -> tuple[str | None, list[str] | None]:
+def _content(at: str, message: MessageParam) -> tuple[str | None, list[str] | None]:
     """The content as one text, and as a list if it has parts."""
     match message.content:
         case None:
@@ -273,7 +273,7 @@ def _part(at: str, part: ContentPart, role: str) -> str:
     return text
 
 
-def _calls(at: str, message: Message) -> list[m.ToolCall]:
+def _calls(at: str, message: MessageParam) -> list[m.ToolCall]:
     if not message.tool_calls:
         return []
     if message.role != "assistant":

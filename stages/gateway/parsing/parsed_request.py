@@ -2,7 +2,7 @@
 
 import msgspec
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, shown
 from pipeline.stages.gateway.parsing.structured_outputs import StructuredFields

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 
@@ -57,7 +57,7 @@ class ResponseFormat(msgspec.Struct, omit_defaults=True):
     format: Annotated[Raw, Meta(description="Of structural_tag, the newer form.", extra_json_schema=OBJECT)] = Raw()
 
 
-class StructuredOutputs(msgspec.Struct, omit_defaults=True):
+class StructuredOutputsParam(msgspec.Struct, omit_defaults=True):
     """vLLM's. One of the first six is given."""
 
     json: Annotated[
@@ -82,7 +82,7 @@ class StructuredFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The fields of a body."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParam | None = None
     guided_json: Annotated[Raw, Meta(description="As structured_outputs.json.", extra_json_schema=OBJECT_OR_TEXT)] = (
         Raw()
     )
@@ -141,7 +141,7 @@ def _of_response_format(response: ResponseFormat) -> m.Grammar:
     raise invalid(f"{param}.type", f"'{param}.type' must be one of {', '.join(RESPONSE_FORMATS)}", "invalid_value")
 
 
-def _of_structured_outputs(outputs: StructuredOutputs) -> m.Grammar:
+def _of_structured_outputs(outputs: StructuredOutputsParam) -> m.Grammar:
     if outputs.whitespace_pattern:
         raise unsupported("structured_outputs.whitespace_pattern")
     given = [name for name in KINDS if _is_asked_for(getattr(outputs, name))]

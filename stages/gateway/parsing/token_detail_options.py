@@ -2,7 +2,7 @@
 
 import msgspec
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import logprob_records
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid

@@ -17,7 +17,7 @@ from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
 
-class SamplingParams(SamplingFields, kw_only=True, omit_defaults=True):
+class GenerateSamplingParams(SamplingFields, kw_only=True, omit_defaults=True):
     """Sampling parameters."""
 
     max_tokens: Annotated[MaxTokens, Meta(description="By default 16.")] | None = None
@@ -31,7 +31,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """POST /inference/v1/generate"""
 
     token_ids: Annotated[list[Id], Meta(min_length=1, description="The prompt.")]
-    sampling_params: SamplingParams
+    sampling_params: GenerateSamplingParams
     model: Annotated[str, Meta(description="By default the one that is served.")] | None = None
     request_id: Annotated[str, Meta(description="The client's own name for it, which the reply repeats.")] | None = None
     stream: bool | None = None
@@ -60,7 +60,7 @@ PARAMS_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _Body: type[GenerateBody] = msgspec.defstruct(  # type: ignore[assignment]
     "GenerateBody",
-    [("sampling_params", with_unsupported(SamplingParams, PARAMS_NEUTRAL))],
+    [("sampling_params", with_unsupported(GenerateSamplingParams, PARAMS_NEUTRAL))],
     bases=(GenerateBody,),
     kw_only=True,
 )
@@ -121,7 +121,7 @@ def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:
 def _in_params(error: ApiError) -> ApiError:
     """Prefix the param of an error with `sampling_params`, if it is one of its fields."""
     param = error.param or ""
-    if param.split(".")[0].split("[")[0] not in SamplingParams.__struct_fields__:
+    if param.split(".")[0].split("[")[0] not in GenerateSamplingParams.__struct_fields__:
         return error
     message = error.message.replace(f"'{param}'", f"'sampling_params.{param}'", 1)
     return invalid(f"sampling_params.{param}", message, error.code)

@@ -9,19 +9,19 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.client import protocol as p
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.conversation import (
     ContentPart,
     FunctionCall,
-    Message,
+    MessageParam,
     ReasoningEffort,
-    ToolCall,
+    ToolCallParam,
     chat_prompt,
 )
 from pipeline.stages.gateway.parsing.json_depth import check_depth
-from pipeline.stages.gateway.parsing.structured_outputs import KINDS, StructuredOutputs
+from pipeline.stages.gateway.parsing.structured_outputs import KINDS, StructuredOutputsParam
 
 NULL = Raw(b"null")
 
@@ -40,23 +40,23 @@ class _Chat(msgspec.Struct):
     chat_template: Any = None
 
 
-def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputs | None:
+def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputsParam | None:
     """The `structured_outputs` of a body. Raises ApiError."""
     if given is None:
         return None
     match given.kind:
         case "json":
-            return StructuredOutputs(json=Raw(msgspec.json.encode(given.source)))
+            return StructuredOutputsParam(json=Raw(msgspec.json.encode(given.source)))
         case "structural_tag":
-            return StructuredOutputs(structural_tag=Raw(msgspec.json.encode(given.source)))
+            return StructuredOutputsParam(structural_tag=Raw(msgspec.json.encode(given.source)))
         case "json_object":
-            return StructuredOutputs(json_object=True)
+            return StructuredOutputsParam(json_object=True)
         case "regex":
-            return StructuredOutputs(regex=given.source)
+            return StructuredOutputsParam(regex=given.source)
         case "grammar":
-            return StructuredOutputs(grammar=given.source)
+            return StructuredOutputsParam(grammar=given.source)
         case "choice":
-            return StructuredOutputs(choice=_decoded(given.source, list[str], "structured_outputs.choice"))
+            return StructuredOutputsParam(choice=_decoded(given.source, list[str], "structured_outputs.choice"))
     param = "structured_outputs.kind"
     raise invalid(param, f"'{param}' must be one of {', '.join(KINDS)}", "invalid_value")
 
@@ -78,10 +78,10 @@ def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
     return chat_prompt(body, [_message(one) for one in chat.messages], caps)
 
 
-def _message(one: p.ChatMessage) -> Message:
-    calls = [ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in one.tool_calls]
+def _message(one: p.ChatMessage) -> MessageParam:
+    calls = [ToolCallParam(call.id, FunctionCall(call.name, call.arguments)) for call in one.tool_calls]
     content = one.content
-    return Message(
+    return MessageParam(
         one.role,
         [ContentPart("text", text) for text in content] if isinstance(content, list) else content,
         one.name,

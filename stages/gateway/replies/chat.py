@@ -13,7 +13,7 @@ from typing import assert_never
 from msgspec import UNSET
 
 from pipeline.stages.gateway.replies.types import (
-    Delta,
+    ChatDelta,
     FunctionDelta,
     ReplyFunction,
     ReplyMessage,
@@ -44,11 +44,11 @@ class ReplyReader:
         needs_tail = self._request.parsed.prompt_options.with_tail and not self._request.is_finished
         return needs_tail and self._prompt_request.prompt_ids is None
 
-    def deltas(self, text: str) -> list[Delta]:
+    def deltas(self, text: str) -> list[ChatDelta]:
         """The deltas for new text of a stream."""
         return list(self._deltas(self._parser.push(text)))
 
-    def rest(self) -> list[Delta]:
+    def rest(self) -> list[ChatDelta]:
         """The remaining deltas at the end of a stream."""
         return list(self._deltas(self._parser.finish()))
 
@@ -115,18 +115,18 @@ class ReplyReader:
             kept.append(event)
         return kept
 
-    def _deltas(self, events: Sequence[Event]) -> Iterable[Delta]:
+    def _deltas(self, events: Sequence[Event]) -> Iterable[ChatDelta]:
         for event in _merged(self._kept(events)):
             match event:
                 case Content(text):
-                    yield Delta(content=text)
+                    yield ChatDelta(content=text)
                 case Reasoning(text):
-                    yield Delta(reasoning_content=text, reasoning=text)
+                    yield ChatDelta(reasoning_content=text, reasoning=text)
                 case CallBegun(index, name):
                     function = FunctionDelta(name=name, arguments="")
-                    yield Delta(tool_calls=[ToolDelta(index, self._id_of(index), "function", function)])
+                    yield ChatDelta(tool_calls=[ToolDelta(index, self._id_of(index), "function", function)])
                 case Arguments(index, text):
-                    yield Delta(tool_calls=[ToolDelta(index, UNSET, UNSET, FunctionDelta(arguments=text))])
+                    yield ChatDelta(tool_calls=[ToolDelta(index, UNSET, UNSET, FunctionDelta(arguments=text))])
                 case CallEnded():
                     pass
                 case _:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions
-from pipeline.stages.gateway.request import Request, Sequence
+from pipeline.stages.gateway.request import Request, SequenceOutput
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
@@ -54,7 +54,7 @@ def embedded(request: Request) -> bytes:
     return _encoder.encode(reply)
 
 
-def _vector(sequence: Sequence, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+def _vector(sequence: SequenceOutput, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
     """float32 [dimensions], of length 1, or all zeros."""
     if not sequence.records:
         message = "the request was aborted before all embeddings were computed"

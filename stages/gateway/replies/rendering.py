@@ -14,7 +14,7 @@ from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing.bodies import Body, StreamOptions
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
-from pipeline.stages.gateway.parsing.tokens_only import SamplingParams
+from pipeline.stages.gateway.parsing.tokens_only import GenerateSamplingParams
 from pipeline.stages.gateway.request import PromptRequest, Request
 
 Parse = Callable[[bytes, RequestLimits], ParsedRequest]
@@ -25,7 +25,7 @@ class Rendered(msgspec.Struct):
 
     request_id: Annotated[str, Meta(description="The client's own name for it, or one that is drawn.")]
     token_ids: Annotated[list[int], Meta(description="The prompt.")]
-    sampling_params: SamplingParams
+    sampling_params: GenerateSamplingParams
     model: str
     stream: bool
     stream_options: StreamOptions | None
@@ -93,10 +93,10 @@ class Rendering:
             prompt=prompt_request.prompt_text or "",
         )
 
-    def _params(self, body: Body, num_ids: int) -> SamplingParams:
+    def _params(self, body: Body, num_ids: int) -> GenerateSamplingParams:
         """The client's parameters, with max_tokens filled in."""
         fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
         max_tokens = self._parsed.max_tokens
         if max_tokens is None and self._max_model_len is not None:
             max_tokens = max(1, self._max_model_len - num_ids)
-        return SamplingParams(**fields, max_tokens=max_tokens, logprobs=self._parsed.details.num_top)
+        return GenerateSamplingParams(**fields, max_tokens=max_tokens, logprobs=self._parsed.details.num_top)

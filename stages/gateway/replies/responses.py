@@ -18,16 +18,16 @@ from pipeline.stages.gateway.replies.token_details import (
 from pipeline.stages.gateway.replies.types import (
     ChatChoice,
     ChatChunk,
+    ChatDelta,
     ChatDeltaChoice,
     ChatReply,
-    Delta,
     PromptTokensDetails,
     ReplyMessage,
     TextChoice,
     TextReply,
     Usage,
 )
-from pipeline.stages.gateway.request import PromptRequest, Request, Sequence
+from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.timings import times_of, timings_of
 
 FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
@@ -47,7 +47,7 @@ def usage_of(request: Request) -> Usage:
     return Usage(prompt, output, prompt + output, PromptTokensDetails(request.num_cached_tokens))
 
 
-def usage_so_far(prompt_request: PromptRequest, sequence: Sequence) -> Usage:
+def usage_so_far(prompt_request: PromptRequest, sequence: SequenceOutput) -> Usage:
     """Usage of one choice of a stream so far."""
     prompt, output = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids), sequence.num_ids
     return Usage(prompt, output, prompt + output, PromptTokensDetails(prompt_request.num_cached))
@@ -185,7 +185,7 @@ class Events:
         """The first events, before any text."""
         if not self._request.parsed.is_chat:
             return b""
-        role = Delta("assistant", "")
+        role = ChatDelta("assistant", "")
         ids = self._requests[0].prompt_ids
         if self._request.parsed.details.with_ids and ids is not None and isinstance(self._chunk, ChatChunk):
             self._chunk.prompt_token_ids = ids.tolist()
@@ -225,7 +225,7 @@ class Events:
             if text := sequence.take_text():
                 details = formatter.take(text)
                 yield self._event(
-                    ChatDeltaChoice(i, Delta(content=text), None, UNSET, details.chat_logprobs, details.token_ids)
+                    ChatDeltaChoice(i, ChatDelta(content=text), None, UNSET, details.chat_logprobs, details.token_ids)
                     if is_chat
                     else _text_choice(i, text, details)
                 )
@@ -234,7 +234,7 @@ class Events:
                 reason, stop = finish_reason(sequence), sequence.stop_reason
                 choice: ChatDeltaChoice | TextChoice
                 if is_chat:
-                    choice = ChatDeltaChoice(i, Delta(), reason, stop, details.chat_logprobs, details.token_ids)
+                    choice = ChatDeltaChoice(i, ChatDelta(), reason, stop, details.chat_logprobs, details.token_ids)
                 else:
                     choice = _text_choice(i, "", details)
                     choice.finish_reason, choice.stop_reason = reason, stop
@@ -244,7 +244,7 @@ class Events:
             del self._unfinished[i]
 
     def _read(
-        self, i: int, sequence: Sequence, reader: ReplyReader, formatter: TokenDetailFormatter, *, is_over: bool
+        self, i: int, sequence: SequenceOutput, reader: ReplyReader, formatter: TokenDetailFormatter, *, is_over: bool
     ) -> Iterator[bytes]:
         """Events of a choice with tool calls or reasoning."""
         text = sequence.take_text()
@@ -259,7 +259,7 @@ class Events:
             details = formatter.take(text)
             reason = reader.finish_reason(finish_reason(sequence))
             yield self._event(
-                ChatDeltaChoice(i, Delta(), reason, sequence.stop_reason, details.chat_logprobs, details.token_ids)
+                ChatDeltaChoice(i, ChatDelta(), reason, sequence.stop_reason, details.chat_logprobs, details.token_ids)
             )
 
     def last(self) -> bytes:
@@ -291,5 +291,5 @@ def framed(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def finish_reason(sequence: Sequence) -> str:
+def finish_reason(sequence: SequenceOutput) -> str:
     return FINISH_REASONS[m.Finish(sequence.finish)]

@@ -15,7 +15,7 @@ from pipeline.stages.gateway.admission import ID_BYTES
 from pipeline.stages.gateway.replies import logprobs
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
-from pipeline.stages.gateway.request import PromptRequest, Request, Sequence
+from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 
 
 class TokenDetails(NamedTuple):
@@ -34,7 +34,7 @@ NO_DETAILS = TokenDetails()
 class TokenDetailFormatter:
     """Formats the token details of one sequence."""
 
-    def __init__(self, request: Request, prompt_request: PromptRequest, sequence: Sequence) -> None:
+    def __init__(self, request: Request, prompt_request: PromptRequest, sequence: SequenceOutput) -> None:
         self._parsed = request.parsed
         self._options = request.parsed.details
         self._prompt_request = prompt_request

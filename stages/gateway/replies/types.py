@@ -88,7 +88,7 @@ class ToolDelta(msgspec.Struct):
     function: FunctionDelta
 
 
-class Delta(msgspec.Struct):
+class ChatDelta(msgspec.Struct):
     role: Assistant | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolDelta] | UnsetType = UNSET
@@ -98,7 +98,7 @@ class Delta(msgspec.Struct):
 
 class ChatDeltaChoice(msgspec.Struct):
     index: int
-    delta: Delta
+    delta: ChatDelta
     finish_reason: FinishReason | None
     stop_reason: StopReason | UnsetType | None = UNSET
     logprobs: ChatLogprobs | None = None

@@ -94,7 +94,7 @@ class ZmtpListener:
         *,
         on_open: Callable[[Connection], None],
         on_message: Callable[[Connection, bytes | bytearray], None],
-        on_refusal: Callable[[Connection, zmtp.Refusal], None],
+        on_refusal: Callable[[Connection, zmtp.UnreadableMessage], None],
         on_end: Callable[[Connection], None],
     ) -> None:
         """Bind; `start` accepts. `max_first_bytes` bounds a connection's messages until `welcome`. Raises UserError if
@@ -178,12 +178,12 @@ class ZmtpListener:
         self._pause(connection)
         self._turn_queue.append(connection)
 
-    def _handle(self, connection: Connection, event: zmtp.Message | zmtp.Command | zmtp.Refusal) -> None:
+    def _handle(self, connection: Connection, event: zmtp.ZmtpMessage | zmtp.Command | zmtp.UnreadableMessage) -> None:
         connection.begun_s = None
         match event:
-            case zmtp.Message(data):
+            case zmtp.ZmtpMessage(data):
                 self._on_message(connection, data)
-            case zmtp.Refusal():
+            case zmtp.UnreadableMessage():
                 self._on_refusal(connection, event)
             case zmtp.Command(b"greeting"):
                 self._write(connection, zmtp.ready(b"ROUTER"))

@@ -50,7 +50,7 @@ LINGER_S = 0.5
 """Time to send buffered output when the stage stops."""
 
 
-class Peer:
+class ClientPeer:
     """A client."""
 
     def __init__(self, connection: Connection, now_s: float) -> None:
@@ -75,7 +75,7 @@ class Peer:
 class PeerChannel:
     """The ClientChannel of one peer."""
 
-    def __init__(self, server: "ZmqServer", peer: Peer) -> None:
+    def __init__(self, server: "ZmqServer", peer: ClientPeer) -> None:
         self._zmq_server = server
         self._peer = peer
 
@@ -117,7 +117,7 @@ class ZmqServer:
         self._log = logging.getLogger("pipeline")
         self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
-        self._peers: dict[Connection, Peer] = {}
+        self._peers: dict[Connection, ClientPeer] = {}
         self._is_closed = False
         self._socket = ZmtpListener(
             address,
@@ -138,7 +138,7 @@ class ZmqServer:
     # ----------------------------------------------------------------------------------------------------- receive
 
     def _opened(self, connection: Connection) -> None:
-        self._peers[connection] = Peer(connection, self._loop.time())
+        self._peers[connection] = ClientPeer(connection, self._loop.time())
         self._sweep_soon()
 
     def _receive(self, connection: Connection, data: bytes | bytearray) -> None:
@@ -155,7 +155,7 @@ class ZmqServer:
         except msgspec.DecodeError as error:
             raise errors.of_malformed(data, error) from error
 
-    def _refuse(self, connection: Connection, refusal: zmtp.Refusal) -> None:
+    def _refuse(self, connection: Connection, refusal: zmtp.UnreadableMessage) -> None:
         """A message has more than one frame, or is too large."""
         peer = self._peers[connection]
         if refusal.reason == "more frames":
@@ -166,7 +166,7 @@ class ZmqServer:
         else:
             self._disconnect(peer)
 
-    def _handle(self, peer: Peer, message: p.ClientMessage) -> None:
+    def _handle(self, peer: ClientPeer, message: p.ClientMessage) -> None:
         """Raises ApiError if the client violates the protocol."""
         if not peer.is_welcome and not isinstance(message, p.Hello):
             raise errors.of_peer("the first message of a connection must be hello", "no_hello")
@@ -189,7 +189,7 @@ class ZmqServer:
             case _:
                 assert_never(message)
 
-    def _welcome(self, peer: Peer, hello: p.Hello) -> None:
+    def _welcome(self, peer: ClientPeer, hello: p.Hello) -> None:
         if peer.is_welcome:
             raise errors.of_peer("hello was already sent on this connection", "malformed")
         if not hello.min_version <= p.PROTOCOL_VERSION <= hello.max_version:
@@ -224,7 +224,7 @@ class ZmqServer:
             ),
         )
 
-    def _generate(self, peer: Peer, message: p.Generate) -> None:
+    def _generate(self, peer: ClientPeer, message: p.Generate) -> None:
         request_id = message.request_id
         if request_id in peer.streams:
             raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
@@ -239,7 +239,7 @@ class ZmqServer:
         task = self._tasks.create_task(self._run(peer, stream))
         peer.streams[request_id] = stream, task
 
-    async def _run(self, peer: Peer, stream: ZmqStream) -> None:
+    async def _run(self, peer: ClientPeer, stream: ZmqStream) -> None:
         try:
             await stream.run(PeerChannel(self, peer))
         finally:
@@ -247,7 +247,7 @@ class ZmqServer:
 
     # -------------------------------------------------------------------------------------------------------- send
 
-    def send_delta(self, peer: Peer, delta: p.Delta) -> bool:
+    def send_delta(self, peer: ClientPeer, delta: p.Delta) -> bool:
         """Send now, or return False; the peer's streams are woken when it may take more."""
         if peer.full_s is not None:
             return False
@@ -257,7 +257,7 @@ class ZmqServer:
         peer.sent()
         return True  # or it is gone, and `_ended` follows
 
-    def post(self, peer: Peer, message: p.ServerMessage) -> None:
+    def post(self, peer: ClientPeer, message: p.ServerMessage) -> None:
         """Send now or as soon as the connection takes it, in order."""
         data = self._encoder.encode(message)
         if peer.full_s is None and self._socket.send(peer.connection, data) != "full":
@@ -268,14 +268,14 @@ class ZmqServer:
         if len(peer.pending) > MAX_PENDING_MESSAGES:
             self._disconnect(peer)
 
-    def _is_full(self, peer: Peer) -> None:
+    def _is_full(self, peer: ClientPeer) -> None:
         if peer.full_s is None:
             peer.full_s = self._loop.time()
         if peer.retry is None:
             peer.retry = self._loop.call_later(peer.retry_s, self._retry, peer)
             peer.retry_s = min(2 * peer.retry_s, MAX_RETRY_S)
 
-    def _retry(self, peer: Peer) -> None:
+    def _retry(self, peer: ClientPeer) -> None:
         peer.retry = None
         if not self._send_pending(peer):
             self._is_full(peer)
@@ -283,7 +283,7 @@ class ZmqServer:
         for stream, _ in peer.streams.values():
             stream.wake()
 
-    def _send_pending(self, peer: Peer) -> bool:
+    def _send_pending(self, peer: ClientPeer) -> bool:
         """Send a peer's pending messages. Returns whether all were sent."""
         while peer.pending:
             if self._socket.send(peer.connection, peer.pending[0]) == "full":
@@ -295,18 +295,18 @@ class ZmqServer:
 
     # -------------------------------------------------------------------------------------------------- disconnect
 
-    def _drop(self, peer: Peer, error: ApiError) -> None:
+    def _drop(self, peer: ClientPeer, error: ApiError) -> None:
         """Send an error and end the connection."""
         if not peer.pending:
             self._socket.send(peer.connection, self._encoder.encode(p.Error(errors.on_the_wire(error))))
         self._disconnect(peer)
 
-    def _disconnect(self, peer: Peer) -> None:
+    def _disconnect(self, peer: ClientPeer) -> None:
         """Abort a client's requests and end its connection."""
         self._release(peer)
         self._socket.end(peer.connection)
 
-    def _release(self, peer: Peer) -> None:
+    def _release(self, peer: ClientPeer) -> None:
         self._peers.pop(peer.connection, None)
         peer.pending.clear()
         if peer.retry is not None:
@@ -335,7 +335,7 @@ class ZmqServer:
                 self._check_peer(peer, now_s)
         self._sweep_soon()
 
-    def _check_peer(self, peer: Peer, now_s: float) -> None:
+    def _check_peer(self, peer: ClientPeer, now_s: float) -> None:
         connection = peer.connection
         if not peer.is_welcome:
             if now_s - connection.opened_s > HELLO_S:

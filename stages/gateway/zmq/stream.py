@@ -14,7 +14,7 @@ from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.admission import ID_BYTES
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.replies.responses import FINISH_REASONS
-from pipeline.stages.gateway.request import Request, Sequence
+from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.timings import json_of
 from pipeline.stages.gateway.zmq.errors import on_the_wire
@@ -57,7 +57,7 @@ class ZmqStream:
         self._stalled_s: float | None = None
         """Since when output waits for the client."""
 
-    def _take(self, sequences: list[Sequence]) -> None:
+    def _take(self, sequences: list[SequenceOutput]) -> None:
         """Send these sequences."""
         has_records = self._request.parsed.details.num_top is not None
         self._unfinished = [UnsentOutput(index, sequence, has_records) for index, sequence in enumerate(sequences)]
@@ -201,7 +201,7 @@ class UnsentOutput:
 
     __slots__ = ("_has_records", "_index", "_num_ids", "_sequence", "_text", "is_over")
 
-    def __init__(self, index: int, sequence: Sequence, has_records: bool) -> None:
+    def __init__(self, index: int, sequence: SequenceOutput, has_records: bool) -> None:
         """With `has_records` deltas include the logprob records, and the sequence keeps the unsent ones."""
         self._index = index
         self._sequence = sequence

@@ -30,7 +30,7 @@ class ProtocolError(Exception):
     """The bytes are not ZMTP 3 with mechanism NULL, or the peer's socket type is not compatible."""
 
 
-class Message(NamedTuple):
+class ZmtpMessage(NamedTuple):
     data: bytes | bytearray
 
 
@@ -45,13 +45,13 @@ class Large(NamedTuple):
     num_bytes: int
 
 
-class Refusal(NamedTuple):
+class UnreadableMessage(NamedTuple):
     """A message that is not read. Nothing after it can be read either."""
 
     reason: Literal["more frames", "too large"]
 
 
-Event = Message | Command | Large | Refusal
+Event = ZmtpMessage | Command | Large | UnreadableMessage
 
 
 class Decoder:
@@ -139,7 +139,7 @@ class Decoder:
             if self._filled < len(self._large):
                 return None
             whole, self._large = self._large, None
-            return Message(whole)
+            return ZmtpMessage(whole)
         if (header := self._header()) is None:
             return None
         flags, begin, size = header
@@ -149,9 +149,9 @@ class Decoder:
             if size > MAX_COMMAND_BYTES:
                 raise ProtocolError(f"a command has {size} bytes")
         elif flags & _MORE:
-            return Refusal("more frames")
+            return UnreadableMessage("more frames")
         elif size > self.max_frame_bytes:
-            return Refusal("too large")
+            return UnreadableMessage("too large")
         elif size > READ_BYTES:
             return Large(size)
         end = begin + size
@@ -160,7 +160,7 @@ class Decoder:
         with memoryview(self._bytes) as view:
             body = bytes(view[begin:end])
         del self._bytes[:end]
-        return _command(body) if flags & _COMMAND else Message(body)
+        return _command(body) if flags & _COMMAND else ZmtpMessage(body)
 
 
 def message(data: bytes) -> bytes:

@@ -35,14 +35,14 @@ class OutOfTime(Exception):
     """The steps or the seconds are used up."""
 
 
-class TooLarge(Exception):
+class ValueTooLarge(Exception):
     """A value would exceed a limit; the message is for the client."""
 
 
 class Budget:
     """The budget of one rendering: a number of steps, and `timeout_s` by `clock` if one is given.
 
-    Each method raises OutOfTime or TooLarge.
+    Each method raises OutOfTime or ValueTooLarge.
     """
 
     def __init__(self, num_steps: int, timeout_s: float = 0.0, clock: Callable[[], float] | None = None) -> None:
@@ -59,7 +59,7 @@ class Budget:
     def make(self, num_chars: int) -> None:
         """Call before making a text of this length."""
         if num_chars > MAX_VALUE_CHARS:
-            raise TooLarge(f"it makes a text of {num_chars} characters, the limit is {MAX_VALUE_CHARS}")
+            raise ValueTooLarge(f"it makes a text of {num_chars} characters, the limit is {MAX_VALUE_CHARS}")
         self._left -= 1 + num_chars // CHARS_PER_STEP
         if self._left < 0:
             self._take_slice()
@@ -67,7 +67,7 @@ class Budget:
     def make_list(self, num_items: int) -> None:
         """Call before making a list of this length."""
         if num_items > MAX_ITEMS:
-            raise TooLarge(f"it makes a list of {num_items} items, the limit is {MAX_ITEMS}")
+            raise ValueTooLarge(f"it makes a list of {num_items} items, the limit is {MAX_ITEMS}")
         self.spend(1 + num_items // ITEMS_PER_STEP)
 
     def read(self, value: Any) -> int:
@@ -99,7 +99,7 @@ class Budget:
         if (weight := known.get(id(value))) is not None:
             return weight
         if level == MAX_LEVELS:
-            raise TooLarge(f"it nests lists {MAX_LEVELS} levels deep")
+            raise ValueTooLarge(f"it nests lists {MAX_LEVELS} levels deep")
         self.spend(1 + len(value) // 4)
         weight = 8
         if isinstance(value, PAIRS):
@@ -109,7 +109,7 @@ class Budget:
             for item in value:
                 weight += self._weight(item, known, level + 1) + 2
         if weight > MAX_VALUE_CHARS:
-            raise TooLarge(f"it makes a value of more than {MAX_VALUE_CHARS} characters")
+            raise ValueTooLarge(f"it makes a value of more than {MAX_VALUE_CHARS} characters")
         known[id(value)] = weight
         return weight
 

@@ -15,7 +15,7 @@ from jinja2.filters import do_indent, do_join, do_replace, do_round, sync_do_sli
 from jinja2.tests import TESTS as JINJAS_TESTS
 
 from pipeline.stages.ingest.templates import methods
-from pipeline.stages.ingest.templates.budget import CHARS_PER_STEP, MAX_INT_BITS, MAX_VALUE_CHARS, TooLarge, active
+from pipeline.stages.ingest.templates.budget import CHARS_PER_STEP, MAX_INT_BITS, MAX_VALUE_CHARS, ValueTooLarge, active
 
 Function = Callable[..., Any]
 
@@ -41,7 +41,7 @@ def made(value: Any) -> Any:
         return metered(value)
     elif isinstance(value, int):
         if value.bit_length() > MAX_INT_BITS:
-            raise TooLarge(f"it makes a number of {value.bit_length()} bits, the limit is {MAX_INT_BITS}")
+            raise ValueTooLarge(f"it makes a number of {value.bit_length()} bits, the limit is {MAX_INT_BITS}")
     elif isinstance(value, dict):
         budget.make_list(len(value) * 8)
     return value
@@ -128,7 +128,7 @@ def _compares(function: Function) -> Function:
 def _check_attribute(value: Any) -> None:
     """Bound an attribute path such as `a.b.c`, which is looked up part by part in each item."""
     if isinstance(value, str) and len(value) > MAX_ATTRIBUTE_CHARS:
-        raise TooLarge(f"it uses an attribute name of {len(value)} characters, the limit is {MAX_ATTRIBUTE_CHARS}")
+        raise ValueTooLarge(f"it uses an attribute name of {len(value)} characters, the limit is {MAX_ATTRIBUTE_CHARS}")
 
 
 def _picks(function: Function) -> Function:
@@ -195,7 +195,7 @@ def _join(eval_ctx: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
 
 def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
     if abs(precision) > MAX_DIGITS:
-        raise TooLarge(f"it rounds to {str(precision)[:20]} digits, the limit is {MAX_DIGITS}")
+        raise ValueTooLarge(f"it rounds to {str(precision)[:20]} digits, the limit is {MAX_DIGITS}")
     return made(do_round(value, precision, method))
 
 
@@ -227,11 +227,11 @@ def to_json(
     budget.make(budget.read(value))
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
     if separators is not None and sum(map(len, separators)) > MAX_INDENT:
-        raise TooLarge(f"it separates JSON by more than {MAX_INDENT} characters")
+        raise ValueTooLarge(f"it separates JSON by more than {MAX_INDENT} characters")
     if indent is None:
         return str(made(json.dumps(value, **options)))
     if (len(indent) if isinstance(indent, str) else indent) > MAX_INDENT:
-        raise TooLarge(f"it indents JSON by more than {MAX_INDENT} characters")
+        raise ValueTooLarge(f"it indents JSON by more than {MAX_INDENT} characters")
     # The size of the indents depends on the levels, so each piece is counted.
     pieces = []
     num_chars = 0
@@ -239,7 +239,7 @@ def to_json(
         num_chars += len(piece)
         budget.spend(1 + len(piece) // CHARS_PER_STEP)
         if num_chars > MAX_VALUE_CHARS:
-            raise TooLarge(f"it makes JSON of more than {MAX_VALUE_CHARS} characters")
+            raise ValueTooLarge(f"it makes JSON of more than {MAX_VALUE_CHARS} characters")
         pieces.append(piece)
     return "".join(pieces)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
 
-from pipeline.stages.ingest.templates.budget import TooLarge, active
+from pipeline.stages.ingest.templates.budget import ValueTooLarge, active
 
 MAX_STRIPPED_CHARS = 256
 """`strip` searches its argument for each character of the text."""
@@ -28,7 +28,7 @@ Bound = Callable[[str, Sequence[Any], Mapping[str, Any]], int]
 
 def check(method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Take the cost of calling a builtin method from the budget. Raises SecurityError if it is not listed, OutOfTime or
-    TooLarge."""
+    ValueTooLarge."""
     owner, name = method.__self__, method.__name__
     if name not in METHODS.get(type(owner), ()):
         raise jinja2.exceptions.SecurityError(f"a chat template can't call {name!r} of {type(owner).__name__!r}")
@@ -72,7 +72,7 @@ def percent(text: str, args: Any) -> str:
         active.budget.spend(1)
         width, precision = conversion["width"], conversion["precision"]
         if "*" in (width, precision):
-            raise TooLarge("it takes a format width from its arguments")
+            raise ValueTooLarge("it takes a format width from its arguments")
         size += _width(width) + _width(precision) + (weight if conversion["key"] else 0)
     active.budget.make(size + weight)
     return str(text % args)
@@ -82,13 +82,13 @@ def _width(digits: str | None) -> int:
     if not digits:
         return 0
     if len(digits) > 6 or int(digits) > MAX_WIDTH:
-        raise TooLarge(f"it formats with a width of {digits[:20]}, the limit is {MAX_WIDTH}")
+        raise ValueTooLarge(f"it formats with a width of {digits[:20]}, the limit is {MAX_WIDTH}")
     return int(digits)
 
 
 def stripped(text: str, args: Sequence[Any], _: Mapping[str, Any] = {}) -> int:
     if args and isinstance(args[0], str) and len(args[0]) > MAX_STRIPPED_CHARS:
-        raise TooLarge(f"it strips {len(args[0])} different characters, the limit is {MAX_STRIPPED_CHARS}")
+        raise ValueTooLarge(f"it strips {len(args[0])} different characters, the limit is {MAX_STRIPPED_CHARS}")
     return len(text)
 
 
@@ -110,7 +110,7 @@ def joined(text: str, args: Sequence[Any], _: Mapping[str, Any]) -> int:
             return joined(text, [list(parts)], {})
         case [str() as parts]:
             return len(parts) * (len(text) + 1)
-    raise TooLarge("it joins a value that is not a list: convert it to a list first")
+    raise ValueTooLarge("it joins a value that is not a list: convert it to a list first")
 
 
 def padded(text: str, args: Sequence[Any], _: Mapping[str, Any]) -> int:

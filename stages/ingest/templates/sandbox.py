@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from pipeline.stages.ingest.templates import filters, methods
-from pipeline.stages.ingest.templates.budget import MAX_INT_BITS, TooLarge, active
+from pipeline.stages.ingest.templates.budget import MAX_INT_BITS, ValueTooLarge, active
 
 SPEND = " spend"
 """A filter whose name no template can spell."""
@@ -248,7 +248,7 @@ def _modulo(left: Any, right: Any) -> Any:
 
 def _check_bits(num_bits: int) -> None:
     if num_bits > MAX_INT_BITS:
-        raise TooLarge(f"it makes a number of {num_bits} bits, the limit is {MAX_INT_BITS}")
+        raise ValueTooLarge(f"it makes a number of {num_bits} bits, the limit is {MAX_INT_BITS}")
 
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": _add, "*": _multiply, "**": _power, "%": _modulo}

@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from pipeline.stages.ingest.templates.budget import Budget, OutOfTime, TooLarge, active
+from pipeline.stages.ingest.templates.budget import Budget, OutOfTime, ValueTooLarge, active
 from pipeline.stages.ingest.templates.sandbox import TemplateEnvironment
 from pipeline.stages.ingest.templates.template_inspection import inspect_template
 
@@ -67,7 +67,7 @@ class ChatTemplate:
                     raise TextTooLong
         except (TextTooLong, OutOfTime):
             raise
-        except TooLarge as error:
+        except ValueTooLarge as error:
             raise TemplateFailure(f"the chat template exceeds its limits: {error}") from error
         except Exception as error:  # a template may raise anything
             raise TemplateFailure(f"the chat template refused the messages: {_words(error)}") from error

@@ -20,7 +20,7 @@ from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped, SwapSpace
 from pipeline.stages.schedule.policies.policy import may_start
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 NEVER_REGISTERED = np.iinfo(np.int64).max
@@ -43,7 +43,7 @@ class ComputedPrefix(msgspec.Struct):
 class KVCacheManager:
     """Owns the block pool, swap space and the copies of the next step."""
 
-    def __init__(self, config: SchedulerConfig, rows: Rows) -> None:
+    def __init__(self, config: SchedulerConfig, rows: RowTracker) -> None:
         self.pool = BlockPool(config.num_blocks)
         self.swap = SwapSpace(config.num_swap_blocks, config.num_blocks)
         self.copies = BlockCopies()

@@ -21,7 +21,7 @@ MIN_CHUNK = 16
 UNLIMITED = float("inf")
 
 
-class StepShape(msgspec.Struct):
+class StepCostInputs(msgspec.Struct):
     """The numbers that a step's time depends on."""
 
     num_decodes: int = 0
@@ -48,7 +48,7 @@ class StepBudget:
     """What is left of one step's budget. `shape` is what was granted."""
 
     def __init__(self, limits: BudgetLimits, cost_model: StepCostModel, num_decodes: int, context: int) -> None:
-        self.shape = StepShape(num_decodes, context)
+        self.shape = StepCostInputs(num_decodes, context)
         self.tokens = limits.tokens - num_decodes
         self._cost_model = cost_model
         self._held = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Literal, Protocol
 
-from pipeline.stages.schedule.request import PromptRequest, Sequence
+from pipeline.stages.schedule.request import RequestState, Sequence
 
 PolicyName = Literal["fcfs", "priority", "longest-prefix-match"]
 
@@ -25,7 +25,7 @@ class Policy(Protocol):
     preempts: bool
     """Whether a waiting sequence may take the place of a running one of a higher rank."""
 
-    def rank(self, request: PromptRequest) -> int:
+    def rank(self, request: RequestState) -> int:
         """Lower goes first."""
         ...
 
@@ -44,7 +44,7 @@ class Fcfs:
     preempts = False
     window = 1
 
-    def rank(self, request: PromptRequest) -> int:
+    def rank(self, request: RequestState) -> int:
         return 0
 
     def choose(self, waiting: Items[Sequence], num_cached_blocks: Callable[[Sequence], int]) -> int:
@@ -56,7 +56,7 @@ class Priority(Fcfs):
 
     preempts = True
 
-    def rank(self, request: PromptRequest) -> int:
+    def rank(self, request: RequestState) -> int:
         return request.priority
 
 

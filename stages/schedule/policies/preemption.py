@@ -6,7 +6,7 @@ import numpy as np
 from pipeline.stages.schedule.arrays import Bools, Float64s, Int64s
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import PreemptionMode
 
 
@@ -16,7 +16,7 @@ class PreemptionCosts:
     def __init__(
         self,
         mode: PreemptionMode,
-        rows: Rows,
+        rows: RowTracker,
         cost_model: StepCostModel,
         kv_cache_manager: KVCacheManager,
         block_size: int,
@@ -57,7 +57,7 @@ class PreemptionCosts:
 class Victims:
     """Rows that one plan may preempt, by order."""
 
-    def __init__(self, costs: PreemptionCosts, rows: Rows, candidates: Int64s) -> None:
+    def __init__(self, costs: PreemptionCosts, rows: RowTracker, candidates: Int64s) -> None:
         self._candidates = candidates
         self._costs_s, _ = costs.costs_s(candidates)
         self._ranks = rows.rank[candidates]

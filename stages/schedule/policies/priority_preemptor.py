@@ -15,7 +15,7 @@ from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache.manager import BlockDemand, KVCacheManager
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
 from pipeline.stages.schedule.request import Sequence
-from pipeline.stages.schedule.rows import Rows
+from pipeline.stages.schedule.rows import RowTracker
 
 RETRY_STEPS = 16
 """Steps after which a search that found no victims is repeated."""
@@ -24,14 +24,14 @@ RETRY_STEPS = 16
 class PriorityPreemptor:
     """Owns the sequences that rows were preempted for. Chooses victims; the planner preempts them."""
 
-    def __init__(self, rows: Rows, kv_cache_manager: KVCacheManager, costs: PreemptionCosts) -> None:
+    def __init__(self, rows: RowTracker, kv_cache_manager: KVCacheManager, costs: PreemptionCosts) -> None:
         self._rows = rows
         self._kv_cache_manager = kv_cache_manager
         self._costs = costs
         self.preempted_for: list[Sequence] = []
         """By order; each until it starts."""
         self._last_failure = (0, 0, 0)
-        """The last search without victims: for which `seq`, at which `Rows.num_changes`, and about which step."""
+        """The last search without victims: for which `seq`, at which `RowTracker.num_changes`, and about which step."""
 
     def is_next(self, sequence: Sequence) -> bool:
         """Whether a sequence is the first of those that rows were preempted for."""

@@ -56,7 +56,7 @@ Moments = list[float]
 """For features u of (a, b, c, d, e) and a target t: the 15 products u·u of the upper triangle by rows, then 5 u·t."""
 
 
-class StepKind:
+class StepKindMean:
     """The mean step of one kind."""
 
     __slots__ = ("mean", "noted", "num")
@@ -88,7 +88,7 @@ class StepCostModel:
         self._deviations = [0.1, 0.1]
         """The usual relative error of steps without chunks and with them."""
         self._last: Moments = [0.0] * 20
-        self._kinds: dict[tuple[int, int, int], StepKind] = {}
+        self._kinds: dict[tuple[int, int, int], StepKindMean] = {}
         self._sum: Moments = [0.0] * 20
 
     @property
@@ -153,7 +153,7 @@ class StepCostModel:
         if self._num <= NUM_EVERY_SWEPT or self._num % 4 == 0:
             self._sweep()
 
-    def _kind(self, num_decodes: float, context: float, num_chunk_tokens: float, pairs: float) -> StepKind:
+    def _kind(self, num_decodes: float, context: float, num_chunk_tokens: float, pairs: float) -> StepKindMean:
         """The kind of such a step."""
         decodes, tokens = int(num_decodes), int(num_chunk_tokens)
         if tokens > 0:
@@ -162,10 +162,10 @@ class StepCostModel:
             key = (decodes.bit_length(), -1, int(context / decodes).bit_length() + 1 >> 1 if decodes else 0)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = StepKind()
+            kind = self._kinds[key] = StepKindMean()
         return kind
 
-    def _clipped(self, expected_s: float, seconds: float, kind: StepKind, has_chunks: bool) -> float:
+    def _clipped(self, expected_s: float, seconds: float, kind: StepKindMean, has_chunks: bool) -> float:
         """A step's time, clipped by the usual time of its kind."""
         num_decodes, context, num_chunk_tokens, pairs, mean_s = kind.mean
         mean_expected_s = self.predict(num_decodes, context, num_chunk_tokens, pairs)
@@ -206,7 +206,7 @@ class StepCostModel:
             kind.mean[4] *= factor
             kind.noted = _scaled(kind.noted, factor)
 
-    def _keep(self, kind: StepKind, features: tuple[float, float, float, float], seconds: float) -> None:
+    def _keep(self, kind: StepKindMean, features: tuple[float, float, float, float], seconds: float) -> None:
         """Add a step to its kind's mean, and now and then update the mean in the sum over all kinds."""
         kind.num += 1
         gain = 1 / min(kind.num, KIND_WINDOW)

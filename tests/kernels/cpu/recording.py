@@ -79,7 +79,7 @@ class Recording:
         self._guarded: list[np.ndarray] = []
         self._kept: list[Any] = []
         inputs = self.inputs
-        self.arrays = native.StepArrays(
+        self.arrays = native.NativeStepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in ("starts", "counts", "offsets", "block_tables")},
             **{name: getattr(inputs, name).data_ptr() for name in ("ids", "positions", "slots", "sampled")},
             max_blocks=blocks,
@@ -111,14 +111,14 @@ class Recording:
         self._kept.append(value)
         return value
 
-    def rows(self, num: int, width: int) -> native.Rows:
+    def rows(self, num: int, width: int) -> native.NativeRows:
         """Room for activations of either form."""
         stride = max(self.library.activation_bytes(form, width) for form in Form)
         return self.wide_rows(num, stride)
 
-    def wide_rows(self, num: int, stride: int) -> native.Rows:
+    def wide_rows(self, num: int, stride: int) -> native.NativeRows:
         memory = self.memory(num * stride)
-        rows = native.Rows(memory.ctypes.data, stride)
+        rows = native.NativeRows(memory.ctypes.data, stride)
         self._kept.append(rows)
         rows.memory = memory.reshape(num, stride)
         return rows
@@ -129,7 +129,7 @@ class Recording:
         """As plain activations hold numbers at this level."""
         return values if self.wide else to_bf16(values)
 
-    def put(self, rows: native.Rows, values: np.ndarray, form: Form) -> Kept:
+    def put(self, rows: native.NativeRows, values: np.ndarray, form: Form) -> Kept:
         """Leave float32 values for a product. Returns what it will read."""
         num, width = values.shape
         memory = rows.memory
@@ -147,13 +147,13 @@ class Recording:
         memory[:num, : packed.shape[1]] = packed
         return self.read_groups(rows, num, width, form)
 
-    def read_plain(self, rows: native.Rows, num: int, width: int) -> np.ndarray:
+    def read_plain(self, rows: native.NativeRows, num: int, width: int) -> np.ndarray:
         if self.wide:
             return read_floats(rows, num, width)
         words = np.ascontiguousarray(rows.memory[:num, : 2 * width]).view(np.uint16)
         return (words.astype(np.uint32) << 16).view(np.float32)
 
-    def read_groups(self, rows: native.Rows, num: int, width: int, form: Form) -> Kept:
+    def read_groups(self, rows: native.NativeRows, num: int, width: int, form: Form) -> Kept:
         """Codes and scales, after a look at the sums that bytes have behind them."""
         groups = width // GROUP
         codes_type = np.dtype(np.int8 if form is Form.BYTES else np.int16)
@@ -233,7 +233,7 @@ def form_of(format: Format) -> Form:
     return native.READ_BY[format]
 
 
-def read_floats(rows: native.Rows, num: int, width: int) -> np.ndarray:
+def read_floats(rows: native.NativeRows, num: int, width: int) -> np.ndarray:
     return np.ascontiguousarray(rows.memory[:num, : 4 * width]).view(np.float32)
 
 

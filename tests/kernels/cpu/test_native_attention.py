@@ -123,7 +123,7 @@ class Attention:
             )
         self.queries = r.floats(np.zeros((most, case.width)))
         self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
-        layer = r.kept(native.LayerMemory(self.memory.ctypes.data, case.kv_heads, case.head_dim))
+        layer = r.kept(native.NativeLayerMemory(self.memory.ctypes.data, case.kv_heads, case.head_dim))
         plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
         r.library.program_attention(r.program, self.out, floats, self.queries.ctypes.data, ctypes.byref(layer), plan)
 

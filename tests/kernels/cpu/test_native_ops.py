@@ -324,7 +324,7 @@ def test_queries_are_turned_and_keys_and_values_written(
         rows, queries = r.rows(num, depth), r.floats(np.zeros((num, width)))
         kept = r.put(rows, random(25, num, depth), form_of(format))
         memory = r.memory(num_blocks * 2 * num_kv_heads * head_dim * BLOCK_SIZE * 2).view(np.uint16)
-        layer = r.kept(native.LayerMemory(memory.ctypes.data, num_kv_heads, head_dim))
+        layer = r.kept(native.NativeLayerMemory(memory.ctypes.data, num_kv_heads, head_dim))
         untouched = int(memory[0])
         library.program_qkv(
             r.program,
@@ -335,7 +335,9 @@ def test_queries_are_turned_and_keys_and_values_written(
             ctypes.byref(layer),
             r.floats(cos).ctypes.data,
             r.floats(sin).ctypes.data,
-            ctypes.byref(native.HeadNorms(*(r.floats(w[in_head]).ctypes.data for w in norms), 1e-5)) if norms else None,
+            ctypes.byref(native.NativeHeadNorms(*(r.floats(w[in_head]).ctypes.data for w in norms), 1e-5))
+            if norms
+            else None,
         )
         r.fill(entries, tables=tables)
         assert r.run() == 0
@@ -403,7 +405,7 @@ def test_a_program_gives_the_same_step_after_step(library: ctypes.CDLL) -> None:
         repeat(r, rows, residual, matrix)
 
 
-def repeat(r: Recording, rows: native.Rows, residual: np.ndarray, matrix: Matrix) -> None:
+def repeat(r: Recording, rows: native.NativeRows, residual: np.ndarray, matrix: Matrix) -> None:
     r.put(rows, random(31, 7, 64), Form.PLAIN)
     r.library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 512)
     r.tokens(7)

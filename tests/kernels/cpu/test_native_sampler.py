@@ -56,7 +56,7 @@ class Head:
             self.logits.ctypes.data,
             most,
             ctypes.byref(self.ticket),
-            ctypes.byref(native.SamplingArrays.of(r.sampling_inputs)),
+            ctypes.byref(native.NativeSamplingArrays.of(r.sampling_inputs)),
         )
 
     def put(self, activations: np.ndarray) -> None:
@@ -305,7 +305,7 @@ def test_given_ids_are_scored_by_a_program_of_their_own(library: ctypes.CDLL) ->
                 vocab_size,
                 head.logits.ctypes.data,
                 len(head.logits),
-                ctypes.byref(native.ScoreArrays.of(scores)),
+                ctypes.byref(native.NativeScoreArrays.of(scores)),
             )
             ids = np.random.default_rng(33).integers(0, vocab_size, num).astype(np.int32)
             scores.fill(np.arange(num), ids, (np.arange(num) % 5).astype(np.int32))

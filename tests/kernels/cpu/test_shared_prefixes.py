@@ -67,7 +67,7 @@ class Attention:
         self.queries = r.floats(np.zeros_like(queries))
         self.given = queries
         self.out = r.wide_rows(NUM_TOKENS, self.width * 4)
-        layer = r.kept(native.LayerMemory(kept.ctypes.data, kv_heads, head_dim))
+        layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim))
         plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window)
         r.library.program_attention(r.program, self.out, True, self.queries.ctypes.data, ctypes.byref(layer), plan)
 

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton import step as ends
-from pipeline.kernels.triton.rows import NUM_FIELDS, Field, Rows, StepArrays
+from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState, StepArrays
 
 MAX_ROWS, MAX_LEN, NUM_BLOCKS, MAX_STOPS = 9, 48, 3, 5
 PADDING_ROW = MAX_ROWS
@@ -24,7 +24,7 @@ class Machine:
         self.begins = np.cumsum([0, *sizes[:-1]]).tolist()
         state = torch.zeros(sum(sizes), dtype=torch.int32)
         views = [state[a : a + b].view(shape) for a, b, shape in zip(self.begins, sizes, shapes, strict=True)]
-        self.rows = Rows(state, *views)
+        self.rows = RowState(state, *views)
         params, ids, blocks, stops = (view.numpy() for view in views)
         self.params, self.ids, self.blocks, self.stops = params, ids, blocks, stops
         ids[:] = self.random.integers(0, 1000, ids.shape)
@@ -92,7 +92,7 @@ def test_a_run_may_be_longer_than_what_a_program_moves_at_once() -> None:
     empty = torch.zeros((1, 1), dtype=torch.int32)
     machine = Machine(0)
     machine.send([], [(500, numbers)])
-    ends.apply(Rows(state, empty, empty, empty, empty), machine.words)
+    ends.apply(RowState(state, empty, empty, empty, empty), machine.words)
     assert state.tolist() == [0] * 500 + numbers + [0] * 500
 
 

@@ -172,7 +172,7 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
         settings=Settings(),
         model_dir=str(model_dir),
         address=address["detokenize.0"],
-        peers=[m.Peer(name, address[name], 1) for name in names[:3]],
+        peers=[m.PeerInbox(name, address[name], 1) for name in names[:3]],
         segments=[],
         death_fd=-1,
     )

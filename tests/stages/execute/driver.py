@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
@@ -29,8 +29,8 @@ def settings(
 ) -> Settings:
     return Settings(
         max_model_len=max_model_len,
-        execute=Execute(dtype=dtype, kernels=kernels, kv_cache_bytes=kv_mib * 1024**2, num_threads=threads),
-        schedule=Schedule(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
+        execute=ExecuteSettings(dtype=dtype, kernels=kernels, kv_cache_bytes=kv_mib * 1024**2, num_threads=threads),
+        schedule=ScheduleSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.messages import Finish
@@ -57,12 +57,12 @@ def make_runner(
 ) -> CpuRunner:
     """With memory for just so many blocks."""
     settings = Settings(
-        execute=Execute(
+        execute=ExecuteSettings(
             kv_cache_bytes=num_blocks * block_bytes,
             num_threads=threads,
             **{"dtype": "bfloat16", "kernels": "auto", **how},
         ),
-        schedule=Schedule(max_num_seqs=16, max_num_batched_tokens=256),
+        schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
     )
     swap = memoryview(bytearray(num_swap_blocks * block_bytes)) if num_swap_blocks else None
     runner = CpuRunner(settings, folder, swap)

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.grammars.engine import Engine
 from pipeline.grammars.worker import receive
-from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, Order, Report, State
+from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.stages.execute.grammar_masks.worker import MaskWorker
 from tests.stages.execute.structured import lark
 from tests.stages.ingest import models as tiny
@@ -48,7 +48,7 @@ def test_a_panic_fails_the_row_that_it_comes_from(tmp_path: Path, num_threads: i
         fills = [Fill(row, row, b"", Begin(lark(text), [], False)) for row, text in enumerate("ab")]
         for ticket in (1, 2):
             worker._do(Order([], [], ticket, fills))
-            assert msgspec.msgpack.decode(receive(ours), type=Report) == Report(
+            assert msgspec.msgpack.decode(receive(ours), type=MaskReport) == MaskReport(
                 ticket, [1], ["the grammar can't be used: Onig: Regex search error: retry-limit-in-match over"]
             )
             assert memory.word[0] == ticket

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.cli.profile.report import as_json
-from pipeline.cli.profile.results import Case, Profile, ProfilePlan, Rates
+from pipeline.cli.profile.results import Case, MachineRates, Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -24,16 +24,16 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.measuring import measure as module
 from pipeline.stages.execute.measuring import profile as entry
-from pipeline.stages.execute.measuring.measure import Samples, fill, floor_s, measure, overlapped_s, summarize
+from pipeline.stages.execute.measuring.measure import CpuSamples, fill, floor_s, measure, overlapped_s, summarize
 from pipeline.stages.execute.measuring.random_weights import RandomWeights
 from pipeline.stages.execute.weights import Weights
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
 
 PLAN = ProfilePlan(batches=(1, 3), context=40, prefills=(20,), rounds=2)
-BEFORE = Rates(read_bytes=20e9, float32_flops=100e9, bf16_flops=90e9, int8_ops=300e9)
-AFTER = Rates(read_bytes=30e9, float32_flops=80e9, bf16_flops=95e9, int8_ops=280e9)
-BEST = Rates(read_bytes=30e9, float32_flops=100e9, bf16_flops=95e9, int8_ops=300e9)
+BEFORE = MachineRates(read_bytes=20e9, float32_flops=100e9, bf16_flops=90e9, int8_ops=300e9)
+AFTER = MachineRates(read_bytes=30e9, float32_flops=80e9, bf16_flops=95e9, int8_ops=280e9)
+BEST = MachineRates(read_bytes=30e9, float32_flops=100e9, bf16_flops=95e9, int8_ops=300e9)
 SMALL = checkpoints.config_of(hidden_size=64, intermediate_size=96, head_dim=32, num_heads=4, weight_files=[])
 
 
@@ -170,7 +170,7 @@ def test_ops_on_codes_are_told_from_ops_on_floats(quantization: Any) -> None:
 
 
 def test_a_floor_is_the_longer_of_moving_and_computing() -> None:
-    rates = Rates(read_bytes=10.0, float32_flops=1.0, bf16_flops=100.0, int8_ops=1000.0)
+    rates = MachineRates(read_bytes=10.0, float32_flops=1.0, bf16_flops=100.0, int8_ops=1000.0)
     moving, computing, coding = (20.0, 100.0, False), (10.0, 300.0, False), (10.0, 6000.0, True)
     assert [floor_s(cost, rates) for cost in (moving, computing, coding)] == [2.0, 3.0, 6.0]
     assert overlapped_s([moving, computing, coding], rates) == 1.0 + 3.0 + 6.0
@@ -178,14 +178,14 @@ def test_a_floor_is_the_longer_of_moving_and_computing() -> None:
 
 
 def test_medians_stand_for_their_samples() -> None:
-    samples = Samples(
+    samples = CpuSamples(
         op_names=["norm", "qkv", "norm", "qkv"],
         op_costs=[(10.0, 0.0, False), (50.0, 100.0, False), (10.0, 0.0, False), (50.0, 100.0, True)],
         steps_s=[9.0, 1.0, 2.0],
         ops_s=[[0.1, 0.2, 0.3, 0.5], [0.2, 0.3, 0.4, 0.6], [9.0, 9.0, 0.0, 9.0]],
         against_s=[8.0, 4.0, 3.0],
     )
-    rates = Rates(read_bytes=100.0, float32_flops=1.0, bf16_flops=100.0, int8_ops=1000.0)
+    rates = MachineRates(read_bytes=100.0, float32_flops=1.0, bf16_flops=100.0, int8_ops=1000.0)
     step = summarize(Case("decode", 4, 1, 256), samples, rates)
     assert (step.ms, step.num_samples, step.tokens_per_s) == (2000.0, 3, 2.0)
     assert (step.against_ms, step.speedup) == (4000.0, 2.0)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
@@ -116,8 +116,8 @@ def test_large_results_go_by_reference_and_their_slabs_come_back(tiny_dir: Path)
     num = 1100
     config = Settings(
         max_model_len=16,
-        execute=Execute(dtype="float32", kv_cache_bytes=16 * 1024**2, num_threads=1, arena_bytes=65536),
-        schedule=Schedule(max_num_seqs=num, max_num_batched_tokens=num),
+        execute=ExecuteSettings(dtype="float32", kv_cache_bytes=16 * 1024**2, num_threads=1, arena_bytes=65536),
+        schedule=ScheduleSettings(max_num_seqs=num, max_num_batched_tokens=num),
     )
     with Rig("execute", config, tiny_dir) as rig:
         begin(rig)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from pipeline.config.settings import Chat, Gateway, Limits, Schedule, Settings
+from pipeline.config.settings import ChatSettings, GatewaySettings, LimitSettings, ScheduleSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from tests.rig import PATIENCE_S, Rig
@@ -37,8 +37,8 @@ class Gate:
         rig: type[Rig] = Rig,
         send_buffer_bytes: int = 0,
         policy: Literal["fcfs", "priority"] = "fcfs",
-        chat: Chat = Chat(),  # noqa: B008 - frozen
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        chat: ChatSettings = ChatSettings(),  # noqa: B008 - frozen
+        limits: LimitSettings = LimitSettings(),  # noqa: B008 - frozen
         served_model_name: str = "",
         **gateway: Any,
     ) -> None:
@@ -69,8 +69,8 @@ class Gate:
             "gateway",
             Settings(
                 served_model_name=served_model_name,
-                gateway=Gateway(**gateway),
-                schedule=Schedule(policy=policy),
+                gateway=GatewaySettings(**gateway),
+                schedule=ScheduleSettings(policy=policy),
                 chat=chat,
                 limits=limits,
             ),

@@ -14,7 +14,7 @@ import zmq
 
 from pipeline.client import protocol as p
 from pipeline.client.stream import Stream
-from pipeline.client.wire import Output
+from pipeline.client.wire import OutputDelta
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
@@ -95,7 +95,7 @@ async def do(function: Any, *args: Any) -> Any:
     return await asyncio.wait_for(asyncio.to_thread(function, *args), PATIENCE_S)
 
 
-async def all_of(stream: Stream) -> list[Output]:
+async def all_of(stream: Stream) -> list[OutputDelta]:
     async with asyncio.timeout(PATIENCE_S):
         return [output async for output in stream]
 

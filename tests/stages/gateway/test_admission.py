@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.client import protocol as p
-from pipeline.config.settings import Gateway, Settings
+from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.messages import Finish
@@ -52,9 +52,9 @@ class TestTheLimits:
         admission.check_room(0.0)
 
     def test_replicas_have_equal_shares(self) -> None:
-        settings = Settings(gateway=Gateway(replicas=3, max_open_sequences=10, max_open_tokens=100))
+        settings = Settings(gateway=GatewaySettings(replicas=3, max_open_sequences=10, max_open_tokens=100))
         assert topology.max_open_tokens_of_one(settings) == 33
-        assert topology.max_open_tokens_of_one(Settings(gateway=Gateway(replicas=2, max_open_tokens=1))) == 1
+        assert topology.max_open_tokens_of_one(Settings(gateway=GatewaySettings(replicas=2, max_open_tokens=1))) == 1
 
     @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 60), st.integers(1, 60), st.booleans())))
     def test_what_was_taken_is_given_back(self, calls: list[tuple[int, int, int, bool]]) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.gateway.request import Sequence
+from pipeline.stages.gateway.request import SequenceOutput
 
 
 def packed(begin: int, end: int) -> bytes:
@@ -14,7 +14,7 @@ def packed(begin: int, end: int) -> bytes:
 
 @given(st.text(min_size=1, max_size=40), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=12))
 def test_text_and_ids_that_come_again_are_cut(text: str, deltas: list[tuple[float, float]]) -> None:
-    sequence = Sequence()
+    sequence = SequenceOutput()
     given_out = ""
     for back, forth in [*deltas, (0.0, 1.0)]:
         begin = int(sequence.num_chars * (1 - back))
@@ -27,7 +27,7 @@ def test_text_and_ids_that_come_again_are_cut(text: str, deltas: list[tuple[floa
 
 
 def test_text_that_is_missing_is_a_broken_invariant() -> None:
-    sequence = Sequence()
+    sequence = SequenceOutput()
     with pytest.raises(AssertionError):
         sequence.extend("b", 1, packed(0, 1), 0)
     with pytest.raises(AssertionError):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.config.settings import Chat, Limits
+from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, Gate
 from tests.stages.gateway.peers import RawPeer
@@ -57,9 +57,9 @@ def is_let_through(gate: Gate, path: str, body: dict[str, Any]) -> bool:
 def test_a_request_may_have_so_much_and_no_more(
     tmp_path: Path, key: str, most: int, path: str, param: str, fits: Any, over: Any
 ) -> None:
-    limits = Limits(**{key: most})
+    limits = LimitSettings(**{key: most})
     body = CHAT if path.startswith("chat") else COMPLETION
-    with Gate(tmp_path, limits=limits, chat=Chat(tool_call_parser="hermes")) as gate:
+    with Gate(tmp_path, limits=limits, chat=ChatSettings(tool_call_parser="hermes")) as gate:
         refused = gate.client.post(f"/v1/{path}", json=body | {param: over})
         assert error_of(refused) == (400, param)
         answer = gate.post(body | {param: fits}, f"/v1/{path}")
@@ -69,7 +69,7 @@ def test_a_request_may_have_so_much_and_no_more(
 
 @pytest.mark.parametrize(("most", "status"), [(1024, 400), (4096, 418)])
 def test_max_grammar_bytes_bounds_a_schema(tmp_path: Path, most: int, status: int) -> None:
-    with Gate(tmp_path, limits=Limits(max_grammar_bytes=most)) as gate:
+    with Gate(tmp_path, limits=LimitSettings(max_grammar_bytes=most)) as gate:
         answer = gate.complete(COMPLETION | {"structured_outputs": {"json": SCHEMA}})
         if status == 418:
             gate.reject(gate.submit(), SEEN)
@@ -79,7 +79,7 @@ def test_max_grammar_bytes_bounds_a_schema(tmp_path: Path, most: int, status: in
 @pytest.mark.parametrize(("most", "status"), [(3, 400), (4, 200)])
 def test_max_prompt_logprobs_bounds_what_one_reply_tells(tmp_path: Path, most: int, status: int) -> None:
     """Each of its four tokens counts."""
-    with Gate(tmp_path, limits=Limits(max_prompt_logprobs=most)) as gate:
+    with Gate(tmp_path, limits=LimitSettings(max_prompt_logprobs=most)) as gate:
         answer = gate.complete(COMPLETION | {"prompt": [1, 2, 3, 4], "prompt_logprobs": 0})
         submit = gate.submit()
         gate.accept(submit, 4)
@@ -96,7 +96,7 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize(("max_json_depth", "fits", "over"), [(16, 16, 17), (200, 200, 201)])
 def test_max_json_depth_bounds_a_body(tmp_path: Path, max_json_depth: int, fits: int, over: int) -> None:
     """A body that fits is read: what it lacks is the model."""
-    with Gate(tmp_path, limits=Limits(max_json_depth=max_json_depth)) as gate:
+    with Gate(tmp_path, limits=LimitSettings(max_json_depth=max_json_depth)) as gate:
         for depth, code in ((fits, None), (over, "invalid_json")):
             body = '{"x": ' + nested(depth - 1) + "}"
             error = gate.client.post("/v1/chat/completions", content=body).json()["error"]
@@ -106,7 +106,7 @@ def test_max_json_depth_bounds_a_body(tmp_path: Path, max_json_depth: int, fits:
 
 @pytest.mark.parametrize("max_json_depth", [16, 200])
 def test_max_json_depth_bounds_what_comes_over_zeromq(tmp_path: Path, max_json_depth: int) -> None:
-    limits = Limits(max_json_depth=max_json_depth)
+    limits = LimitSettings(max_json_depth=max_json_depth)
     with Gate(tmp_path, limits=limits) as gate, RawPeer(gate) as peer:
         for number, depth in enumerate((max_json_depth, max_json_depth + 1)):
             kwargs = '{"x": ' + nested(depth - 1) + "}"
@@ -122,7 +122,7 @@ def test_max_json_depth_bounds_what_comes_over_zeromq(tmp_path: Path, max_json_d
 
 @pytest.mark.parametrize("max_header_bytes", [1024, 20_000])
 def test_max_header_bytes_bounds_headers_and_addresses(tmp_path: Path, max_header_bytes: int) -> None:
-    with Gate(tmp_path, limits=Limits(max_header_bytes=max_header_bytes)) as gate:
+    with Gate(tmp_path, limits=LimitSettings(max_header_bytes=max_header_bytes)) as gate:
         for num_bytes, statuses in ((max_header_bytes - 100, {200, 404}), (max_header_bytes + 100, {431})):
             with httpx.Client(base_url=gate.url, timeout=30) as client:
                 assert client.get("/version", headers={"X-A": "a" * num_bytes}).status_code in statuses
@@ -188,7 +188,7 @@ def test_tool_format_says_how_calls_are_read(tmp_path: Path) -> None:
         "mistral": '[TOOL_CALLS] [{"name": "find", "arguments": {}}]',
     }
     for name in ("hermes", "llama3", "mistral"):
-        with Gate(tmp_path, chat=Chat(tool_call_parser=name)) as gate:
+        with Gate(tmp_path, chat=ChatSettings(tool_call_parser=name)) as gate:
             for other, text in texts.items():
                 answer = gate.post(CHAT | {"tools": TOOLS})
                 gate.serve(text)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.config.settings import Limits
+from pipeline.config.settings import LimitSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.runtime.model_folder import ModelConfig
@@ -60,7 +60,7 @@ def folder(path: Path, template: str | None = CHATML, tokenizer: Tokenizer | Non
 
 def prompts(tokenizer: Tokenizer, of: ExecuteFacts) -> PromptProcessor:
     """For a model that has no template."""
-    return PromptProcessor(tokenizer, of, ChatTemplates({}, "no template", 1.0), Limits())
+    return PromptProcessor(tokenizer, of, ChatTemplates({}, "no template", 1.0), LimitSettings())
 
 
 def submit(

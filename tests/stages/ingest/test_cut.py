@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline.config.settings import Limits
+from pipeline.config.settings import LimitSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt_processor
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, Refusal
+from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
 from tests.stages.ingest import models as tiny
 
-LIMITS = Limits(max_prompt_bytes=4096)
+LIMITS = LimitSettings(max_prompt_bytes=4096)
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +56,27 @@ def test_texts_and_chats_too_long_for_any_ids_are_cut(prompts: PromptProcessor) 
 
 def test_a_text_beyond_the_limit_is_refused_though_it_would_be_cut(prompts: PromptProcessor) -> None:
     for prompt in ("é" * 2049, tiny.chat("x" * 4096)):
-        with pytest.raises(Refusal, match="the limit is 4096") as caught:
+        with pytest.raises(RequestRefused, match="the limit is 4096") as caught:
             cut(prompts, prompt, 5)
         assert caught.value.failure.code == "prompt_too_large"
 
 
 @pytest.mark.parametrize("truncate", [65, -2])
 def test_more_than_the_model_takes_is_refused(prompts: PromptProcessor, truncate: int) -> None:
-    with pytest.raises(Refusal, match="1 to 64") as caught:
+    with pytest.raises(RequestRefused, match="1 to 64") as caught:
         cut(prompts, "x", truncate)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "truncate_prompt_tokens")
 
 
 def test_what_is_kept_must_leave_room(prompts: PromptProcessor) -> None:
     for truncate, max_tokens in ((64, None), (60, 5)):
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(RequestRefused) as caught:
             cut(prompts, "x" * 100, truncate, max_tokens=max_tokens)
         assert caught.value.failure.code == "context_length_exceeded"
 
 
 def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RequestRefused) as caught:
         cut(prompts, m.IdsPrompt(np.array([1, 999, 3], np.int32).tobytes()), 1)
     assert caught.value.failure.param == "prompt[1]"
 
@@ -93,7 +93,7 @@ def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
 def test_ids_that_the_model_does_not_have_are_refused(
     prompts: PromptProcessor, sampling: m.Sampling, param: str
 ) -> None:
-    with pytest.raises(Refusal, match=r"not one of the model's 0\.\.257") as caught:
+    with pytest.raises(RequestRefused, match=r"not one of the model's 0\.\.257") as caught:
         prompts.sampling(msgspec.structs.replace(tiny.submit("x"), sampling=sampling))
     assert (caught.value.failure.status, caught.value.failure.param) == (400, param)
 
@@ -102,7 +102,7 @@ def test_bad_words_are_ids_in_what_the_executor_gets(prompts: PromptProcessor, t
     asked = msgspec.structs.replace(tiny.submit("x"), bad_words=["ab"])
     ids = prompts.encode(m.TextPrompt("ab")).tolist()
     assert prompts.sampling(asked) == msgspec.structs.replace(asked.sampling, bad_words=[ids])
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RequestRefused) as caught:
         prompts.sampling(msgspec.structs.replace(asked, bad_words=[""]))
     assert caught.value.failure.param == "bad_words"
 
@@ -131,7 +131,7 @@ def test_what_leaves_no_first_token_is_refused(
     if is_left:
         assert prompts.sampling(asked).allowed_ids == allowed
         return
-    with pytest.raises(Refusal, match="leaves no first token") as caught:
+    with pytest.raises(RequestRefused, match="leaves no first token") as caught:
         prompts.sampling(asked)
     failure = caught.value.failure
     assert (failure.status, failure.param, failure.code) == (400, "allowed_token_ids", "nothing_left")

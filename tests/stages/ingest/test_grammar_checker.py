@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 
-from pipeline.config.settings import Limits, Settings
+from pipeline.config.settings import LimitSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
-from pipeline.stages.ingest.prompt_processor import Refusal
+from pipeline.stages.ingest.prompt_processor import RequestRefused
 from pipeline.text.formats.tool_format import Lark
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS
@@ -26,14 +26,14 @@ from tests.stages.ingest import models as tiny
 
 @pytest.fixture
 async def grammars(tmp_path: Path) -> AsyncIterator[GrammarChecker]:
-    grammars = GrammarChecker(tiny.folder(tmp_path), Limits())
+    grammars = GrammarChecker(tiny.folder(tmp_path), LimitSettings())
     yield grammars
     grammars.close()
 
 
 async def refused(grammars: GrammarChecker, kind: str, source: Any) -> m.Failure:
     text = source if isinstance(source, str) else json.dumps(source)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RequestRefused) as caught:
         await grammars.check(m.Grammar(kind, text, "guided"))
     assert caught.value.failure.param == "guided"
     return caught.value.failure
@@ -125,14 +125,14 @@ async def test_the_tool_whose_schema_is_bad_is_named(grammars: GrammarChecker) -
     lark = Lark("", {})
     start = lark.one_of([lark.schema(json.dumps(schema)) for schema in (good, bad)])
     source = msgspec.json.encode(lark.grammar(start)).decode()
-    with pytest.raises(Refusal) as alone:
+    with pytest.raises(RequestRefused) as alone:
         await grammars.check(m.Grammar("closed_schema", json.dumps(bad), "response_format"))
     for param, told in (
         ("tools", "tools[1].function.parameters"),
         ("tools[5].function.parameters", "tools[5].function.parameters"),  # the client named it
         ("tools", "tools[1].function.parameters"),  # known by now
     ):
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(RequestRefused) as caught:
             await grammars.check(m.Grammar("calls", source, param))
         failure = caught.value.failure
         assert (failure.status, failure.param, failure.code) == (400, told, "invalid_grammar")
@@ -181,7 +181,7 @@ async def test_what_was_checked_is_remembered(grammars: GrammarChecker) -> None:
     assert grammars.known(good) == text
     assert grammars.known(m.Grammar("grammar", "a+")) is None
     await refused(grammars, "regex", "(")
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestRefused):
         grammars.known(bad)
 
 
@@ -227,7 +227,7 @@ async def test_what_a_checker_was_at_ends_with_it(grammars: GrammarChecker) -> N
 
 async def test_a_check_that_had_no_processor_goes_on_when_its_time_is_up(tmp_path: Path) -> None:
     """Its time is up before it has begun; a machine that is busy does that to many that come at once."""
-    grammars = GrammarChecker(tiny.folder(tmp_path), Limits(grammar_timeout_s=0.001))
+    grammars = GrammarChecker(tiny.folder(tmp_path), LimitSettings(grammar_timeout_s=0.001))
     try:
         assert await grammars.check(m.Grammar("regex", "a+"))
     finally:
@@ -238,7 +238,7 @@ async def test_a_model_whose_outputs_never_end_has_no_grammars(tmp_path: Path) -
     folder = tiny.folder(tmp_path)
     config = json.loads((folder / "model.json").read_text()) | {"eos_ids": []}
     (folder / "model.json").write_text(json.dumps(config))
-    grammars = GrammarChecker(folder, Limits())
+    grammars = GrammarChecker(folder, LimitSettings())
     try:
         assert "ends a sequence" in (await refused(grammars, "regex", "a")).message
     finally:
@@ -250,7 +250,7 @@ async def test_a_model_whose_outputs_never_end_has_no_grammars(tmp_path: Path) -
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    settings = Settings(limits=Limits(max_grammar_bytes=2000))
+    settings = Settings(limits=LimitSettings(max_grammar_bytes=2000))
     with Rig("ingest", settings, model_dir=tiny.folder(tmp_path)) as rig:
         rig.start(tiny.facts())
         yield rig

@@ -13,7 +13,7 @@ from pipeline.runtime.messages import PromptOptions
 from pipeline.stages.ingest import reply_grammar
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.bad_words import BadWord, as_ids
-from pipeline.stages.ingest.prompt_processor import Refusal
+from pipeline.stages.ingest.prompt_processor import RequestRefused
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
@@ -96,7 +96,7 @@ def test_a_panic_while_a_prompt_is_decoded_is_a_400() -> None:
     tokenizer.decoder = decoders.Strip("a", 0, 9)  # takes more from a token than it has
     submit = msgspec.structs.replace(tiny.submit(tiny.chat("hi")), prompt_options=PromptOptions(with_tail=True))
     ids = np.array([tokenizer.token_to_id("a")], np.int32)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RequestRefused) as caught:
         reply_grammar.tail(submit, ids, tokenizer)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "messages")
 

@@ -14,7 +14,7 @@ from tokenizers import models as tokenizer_models
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt_processor
 from pipeline.stages.ingest.longest_id import longest_id_bytes
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, Refusal
+from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
 from tests.stages.ingest import models as tiny
 
 
@@ -26,7 +26,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
 
 def refused(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
     """The failure a request ends with."""
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RequestRefused) as caught:
         ids_of(prompts, submit)
     return caught.value.failure
 
@@ -168,7 +168,7 @@ def test_whatever_is_asked_ends_in_ids_that_fit_or_in_a_refusal_that_travels(
     submit = tiny.submit(prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
     try:
         ids, room = ids_of(prompts, submit)
-    except Refusal as refusal:
+    except RequestRefused as refusal:
         assert refusal.failure.status == 400
         refusal.failure.message.encode()
     else:
@@ -251,6 +251,6 @@ def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prom
 def test_ids_that_no_stream_can_have_given_are_refused(
     prompts: PromptProcessor, outputs: list[list[int]], words: str
 ) -> None:
-    with pytest.raises(Refusal, match=words) as caught:
+    with pytest.raises(RequestRefused, match=words) as caught:
         checked(prompts, outputs)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "received")

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config.settings import Chat, Settings
+from pipeline.config.settings import ChatSettings, Settings
 from pipeline.runtime import messages as m
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
@@ -25,7 +25,7 @@ def test_the_tail_is_the_last_of_a_prompt_however_long_it_is(
     prompt = m.ChatPrompt([m.ChatMessage("user", text)], template_kwargs=json.dumps({"thinks": thinks}))
     asked = tiny.submit(prompt)
     options = msgspec.structs.replace(asked.prompt_options, with_tail=True)
-    settings = Settings(chat=Chat(reasoning_parser="qwen3"))
+    settings = Settings(chat=ChatSettings(reasoning_parser="qwen3"))
     with Rig("ingest", settings, model_dir=tiny.folder(tmp_path, TEMPLATE)) as rig:
         rig.start(tiny.facts(max_model_len=512))
         rig.send(msgspec.structs.replace(asked, prompt_options=options), "gateway.0")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config.settings import Chat, Settings
+from pipeline.config.settings import ChatSettings, Settings
 from pipeline.grammars.engine import Engine
 from pipeline.runtime import messages as m
 from tests.rig import Rig
@@ -34,7 +34,7 @@ CALLS = json.dumps({"rules": 'start: "f(" s0 ")"\n', "schemas": {"s0": {"enum": 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    settings = Settings(chat=Chat(tool_call_parser="hermes", reasoning_parser="qwen3"))
+    settings = Settings(chat=ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))
     with Rig("ingest", settings, model_dir=tiny.folder(tmp_path, TEMPLATE)) as rig:
         rig.start(tiny.facts(max_model_len=256))
         yield rig

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config.settings import Limits, Settings
+from pipeline.config.settings import LimitSettings, Settings
 from pipeline.runtime import messages as m
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
@@ -18,7 +18,7 @@ NUM_TRIES = 10
 @pytest.mark.parametrize(("template_timeout_s", "is_in_time"), [(0.1, False), (60.0, True)])
 def test_template_timeout_s_is_what_a_template_has(tmp_path: Path, template_timeout_s: float, is_in_time: bool) -> None:
     """A second is a million steps at most, however fast the machine is."""
-    settings = Settings(limits=Limits(template_timeout_s=template_timeout_s))
+    settings = Settings(limits=LimitSettings(template_timeout_s=template_timeout_s))
     with Rig("ingest", settings, tiny.folder(tmp_path, LONG_TEMPLATE)) as rig:
         rig.start(tiny.facts())
         rig.send(tiny.submit(tiny.chat("hi")), "gateway.0")
@@ -31,7 +31,7 @@ def test_template_timeout_s_is_what_a_template_has(tmp_path: Path, template_time
 @pytest.mark.parametrize("grammar_timeout_s", [0.2, 0.4])
 def test_grammar_timeout_s_is_what_the_check_of_a_grammar_has(tmp_path: Path, grammar_timeout_s: float) -> None:
     """Where the machine is busy with other things, it is no proof of a grammar's worth: it may be sent again then."""
-    settings = Settings(limits=Limits(grammar_timeout_s=grammar_timeout_s))
+    settings = Settings(limits=LimitSettings(grammar_timeout_s=grammar_timeout_s))
     with Rig("ingest", settings, tiny.folder(tmp_path)) as rig:
         rig.start(tiny.facts())
         for number in range(NUM_TRIES):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline.config.settings import Ingest, Limits, Settings
+from pipeline.config.settings import IngestSettings, LimitSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
@@ -101,7 +101,7 @@ def test_a_large_prompt_is_shared_once_and_freed_when_both_readers_have_released
 
 
 def test_a_full_arena_sends_ids_inline(tmp_path: Path) -> None:
-    settings = Settings(ingest=Ingest(arena_bytes=65536))
+    settings = Settings(ingest=IngestSettings(arena_bytes=65536))
     with Rig("ingest", settings, tiny.folder(tmp_path)) as rig:
         rig.start(tiny.facts(max_model_len=100_000))
         for i in range(3):
@@ -289,7 +289,7 @@ ENDLESS = (
 
 
 def test_a_template_that_does_not_end_is_ended_and_others_go_on_meanwhile(tmp_path: Path) -> None:
-    settings = Settings(limits=Limits(template_timeout_s=0.5))
+    settings = Settings(limits=LimitSettings(template_timeout_s=0.5))
     with Rig("ingest", settings, tiny.folder(tmp_path, ENDLESS)) as rig:
         rig.start(tiny.facts())
         rig.send(tiny.submit(tiny.chat("loop"), request_id=1), "gateway.0")

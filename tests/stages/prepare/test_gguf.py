@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.prepare import gguf_tokenizer
-from pipeline.stages.prepare.gguf_tokenizer import Vocabulary
+from pipeline.stages.prepare.gguf_tokenizer import GgufVocabulary
 from pipeline.stages.prepare.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
@@ -244,7 +244,7 @@ def test_splits_are_those_of_transformers(tmp_path: Path, model: LlamaForCausalL
         assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str(text)] == splits
 
 
-def pieces_vocabulary(**changes: Any) -> Vocabulary:
+def pieces_vocabulary(**changes: Any) -> GgufVocabulary:
     """A SentencePiece vocabulary: control tokens, bytes, letters, and joined pieces by falling score."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [2, 3, 3, *[6] * 256]
@@ -267,10 +267,10 @@ def pieces_vocabulary(**changes: Any) -> Vocabulary:
         "add_eos": False,
         "add_space_prefix": True,
     }
-    return Vocabulary(**{**base, **changes})
+    return GgufVocabulary(**{**base, **changes})
 
 
-def by_sentencepiece(vocabulary: Vocabulary, text: str) -> list[str]:
+def by_sentencepiece(vocabulary: GgufVocabulary, text: str) -> list[str]:
     """SentencePiece's BPE as it is defined: join the neighbours whose union scores best, leftmost first, until no union
     is in the vocabulary; what is left unknown falls back to bytes."""
     scores = dict(zip(vocabulary.tokens, vocabulary.scores, strict=True))
@@ -320,5 +320,5 @@ def test_a_vocabulary_that_no_text_can_be_encoded_with_is_told(monkeypatch: pyte
         gguf_tokenizer.build(pieces_vocabulary(), "a test")
 
 
-def break_template(tokenizer: Tokenizer, _: Vocabulary) -> None:
+def break_template(tokenizer: Tokenizer, _: GgufVocabulary) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="$A $B")

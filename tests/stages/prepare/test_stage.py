@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import stage as prepare_stage
-from pipeline.stages.prepare.progress import Bar, Lines, for_stream
+from pipeline.stages.prepare.progress import Lines, ProgressBar, for_stream
 from pipeline.stages.prepare.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
@@ -33,7 +33,7 @@ def launch(settings: Settings, address: str) -> m.Launch:
         settings=settings,
         model_dir="",
         address=address_of("prepare-test", "prepare.0", 1),
-        peers=[m.Peer("supervisor.0", address, 10)],
+        peers=[m.PeerInbox("supervisor.0", address, 10)],
         segments=[],
         death_fd=-1,
     )
@@ -149,7 +149,7 @@ def test_a_terminal_is_shown_a_bar_and_a_file_is_written_lines(
 
     terminal = Terminal()
     progress = for_stream(terminal)  # type: ignore[arg-type]
-    assert isinstance(progress, Bar)
+    assert isinstance(progress, ProgressBar)
     prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")), progress)
     assert "converting tiny.gguf" in terminal.text
     assert capsys.readouterr().out == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.settings import Settings, Supervisor
+from pipeline.config.settings import Settings, SupervisorSettings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import source as source_module
 from pipeline.stages.prepare.source import ModelError, Pin
@@ -145,7 +145,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_fetching_has_a_deadline_and_leaves_no_process(index: Path, slow_pip: Path) -> None:
     with pytest.raises(ModelError, match=r"did not fetch tiny-model==1\.0 within 2 s"):
-        prepared(index, "0" * 64, supervisor=Supervisor(prepare_timeout_s=2.0))
+        prepared(index, "0" * 64, supervisor=SupervisorSettings(prepare_timeout_s=2.0))
     assert is_gone(int(slow_pip.read_text()))
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from pipeline.config.settings import Schedule, Settings
+from pipeline.config.settings import ScheduleSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.request import Sequence
@@ -123,7 +123,7 @@ class TestTheScheduler:
 
 
 def test_the_stage_answers_the_gateway_that_asked_through_detokenize() -> None:
-    with Rig("schedule", Settings(schedule=Schedule(max_num_batched_tokens=64))) as rig:
+    with Rig("schedule", Settings(schedule=ScheduleSettings(max_num_batched_tokens=64))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         around.admit(1, list(range(64)), max_tokens=2)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -80,14 +80,14 @@ class Around:
 
 @contextmanager
 def around(facts: m.ExecuteFacts = FACTS, swap_bytes: int = 0, **schedule: Any) -> Iterator[Around]:
-    settings = Settings(schedule=Schedule(**schedule), execute=Execute(swap_bytes=swap_bytes))
+    settings = Settings(schedule=ScheduleSettings(**schedule), execute=ExecuteSettings(swap_bytes=swap_bytes))
     with Rig("schedule", settings) as rig:
         rig.start(facts)
         yield Around(rig, facts)
 
 
 def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
-    settings = Schedule(
+    settings = ScheduleSettings(
         max_num_seqs=7,
         max_num_batched_tokens=70,
         prefix_caching=False,
@@ -113,12 +113,12 @@ def test_the_limits_are_those_of_the_settings_field_by_field() -> None:
         "long_prompt_tokens": 300,
         "long_prompt_max_slowdown": 3.5,
     }
-    defaults = msgspec.structs.asdict(SchedulerConfig.of(Schedule(), FACTS))
+    defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "each of them is another"
 
 
 def test_without_a_bound_zero_is_endless() -> None:
-    limits = SchedulerConfig.of(Schedule(max_step_ms=0.0, long_prompt_tokens=0), FACTS)
+    limits = SchedulerConfig.of(ScheduleSettings(max_step_ms=0.0, long_prompt_tokens=0), FACTS)
     assert limits.max_step_s == float("inf")
     assert limits.long_prompt_tokens >= FACTS.max_model_len
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config.settings import Execute, Gateway, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, GatewaySettings, ScheduleSettings, Settings
 from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS
 from pipeline.metrics.stats import ScheduleCounts, StageCounts
 from pipeline.runtime import messages as m
@@ -83,9 +83,10 @@ class Neighbours:
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_requests_come_in_and_exactly_their_ids_go_out(depth: Literal[1, 2, 3, 4]) -> None:
     """Whatever `gateway.max_open_sequences` is, there is room on the edges for steps and what they leave behind."""
-    gateway = Gateway(max_open_sequences=1)
+    gateway = GatewaySettings(max_open_sequences=1)
     with Rig(
-        "schedule", Settings(gateway=gateway, schedule=Schedule(max_steps_in_flight=depth, max_num_batched_tokens=64))
+        "schedule",
+        Settings(gateway=gateway, schedule=ScheduleSettings(max_steps_in_flight=depth, max_num_batched_tokens=64)),
     ) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -143,7 +144,7 @@ def counts_of(rig: Rig) -> ScheduleCounts:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Literal[1, 2, 4]) -> None:
-    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight=depth))) as rig:
+    with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight=depth))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         around.wait_s, around.compute_s = 0.25, 0.5
@@ -166,7 +167,8 @@ def test_waits_for_a_plan_are_counted_and_waits_for_requests_are_not(depth: Lite
 @pytest.mark.parametrize(("device", "better"), [("cpu", 1), ("cpu", 2), ("cuda", 2), ("cuda", 3)])
 def test_depth_auto_finds_the_better_and_every_id_is_right(device: Literal["cpu", "cuda"], better: int) -> None:
     with Rig(
-        "schedule", Settings(execute=Execute(device=device), schedule=Schedule(max_steps_in_flight="auto"))
+        "schedule",
+        Settings(execute=ExecuteSettings(device=device), schedule=ScheduleSettings(max_steps_in_flight="auto")),
     ) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -207,7 +209,7 @@ def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered(depth: Literal[2, 3, 4]) -> None:
-    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight=depth))) as rig:
+    with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight=depth))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         around.admit(1, [1, 2, 3], max_tokens=9)
@@ -224,7 +226,8 @@ def test_at_greater_depths_the_next_steps_are_there_before_the_first_is_answered
 def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
     for depth, num_steps in ((0, 2), (1, 1), (3, 3)):
         with Rig(
-            "schedule", Settings(execute=Execute(device="cuda"), schedule=Schedule(max_steps_in_flight=depth))
+            "schedule",
+            Settings(execute=ExecuteSettings(device="cuda"), schedule=ScheduleSettings(max_steps_in_flight=depth)),
         ) as rig:
             rig.start(FACTS)
             Neighbours(rig).admit(1, [1, 2, 3], max_tokens=9)
@@ -235,7 +238,7 @@ def test_on_a_gpu_the_depth_is_2_unless_it_is_said() -> None:
 
 
 def test_at_depth_1_the_next_step_waits_for_the_answer() -> None:
-    with Rig("schedule", Settings(schedule=Schedule(max_steps_in_flight=1))) as rig:
+    with Rig("schedule", Settings(schedule=ScheduleSettings(max_steps_in_flight=1))) as rig:
         rig.start(FACTS)
         Neighbours(rig).admit(1, [1, 2, 3], max_tokens=5)
         rig.receive("execute", m.Step)
@@ -300,7 +303,7 @@ def test_a_stage_that_was_never_started_stops() -> None:
 
 def test_slabs_of_a_starting_row_are_used_again_once_released() -> None:
     """Each prompt takes more than half of the arena; without the release the second would travel inline."""
-    with Rig("schedule", Settings(schedule=Schedule(arena_bytes=65536))) as rig:
+    with Rig("schedule", Settings(schedule=ScheduleSettings(arena_bytes=65536))) as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
         prompt = [number % 997 for number in range(3000)]

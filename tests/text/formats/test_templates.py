@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.settings import Chat
+from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.chat_formats import TAIL_CHARS, ChatFormats
 from pipeline.text.formats.reasoning import ReasoningStage
 from tests.stages.ingest.templates.chats import TEMPLATES, by_transformers
@@ -45,7 +45,7 @@ TOOLS = [
 
 
 def formats(name: str) -> ChatFormats:
-    return ChatFormats.of(SOURCES[name], Chat())
+    return ChatFormats.of(SOURCES[name], ChatSettings())
 
 
 def call(place: int) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Harness:
         inbox = self._inboxes[SUPERVISOR]
         while time.monotonic() < end:
             for message in inbox.wait_all(0.05):
-                if isinstance(message, m.Failed):
+                if isinstance(message, m.StageFailed):
                     raise UserError(f"{self.stage} failed: {message.reason}")
                 if condition(message):
                     return message

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pipeline.kernels.triton import copy
 from pipeline.kernels.triton import step as ends
-from pipeline.kernels.triton.rows import NUM_FIELDS, Rows, StepArrays
+from pipeline.kernels.triton.rows import NUM_FIELDS, RowState, StepArrays
 
 
 def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -13,7 +13,7 @@ def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def launches() -> None:
-    rows = Rows(_ints(4096), _ints(257, NUM_FIELDS), _ints(257, 4096), _ints(257, 256), _ints(257, 130))
+    rows = RowState(_ints(4096), _ints(257, NUM_FIELDS), _ints(257, 4096), _ints(257, 256), _ints(257, 130))
     step = StepArrays(
         *(_ints(256) for _ in range(6)), _ints(256, dtype=torch.int64), _ints(256), _ints(256), rows.blocks
     )

@@ -16,9 +16,9 @@ import torch
 from pipeline.cli.profile.shapes import SHAPES as SMALL
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.triton import device_matrix
-from pipeline.kernels.triton.rows import NUM_FIELDS, Rows
+from pipeline.kernels.triton.rows import NUM_FIELDS, RowState
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
-from pipeline.stages.execute.cuda.graphs import StepGraphs, StepKind
+from pipeline.stages.execute.cuda.graphs import CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
 from pipeline.stages.execute.cuda.step_shapes import StepShapes
 from pipeline.stages.execute.models.registry import build_program
@@ -82,13 +82,13 @@ def main() -> None:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device="meta")
 
-        rows = Rows(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
+        rows = RowState(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
         steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS)
         shapes = StepShapes(MAX_ROWS, MAX_TOKENS)
         asked = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
         asked |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
         for what, shape in asked.items():
-            for kind in (StepKind.SAMPLE, StepKind.SAMPLE_FILTERED, StepKind.FORWARD_ONLY):
+            for kind in (CapturedStepKind.SAMPLE, CapturedStepKind.SAMPLE_FILTERED, CapturedStepKind.FORWARD_ONLY):
                 launches.clear()
                 driver.compiled.clear()
                 begun = time.perf_counter()
@@ -100,7 +100,7 @@ def main() -> None:
                     *spilled,
                     flush=True,
                 )
-                if kind is StepKind.SAMPLE:
+                if kind is CapturedStepKind.SAMPLE:
                     print("   ", dict(launches.most_common()), flush=True)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from tests.stages.execute import checkpoints
 
 
@@ -22,14 +22,16 @@ def on_device(
 ) -> Settings:
     """Settings of a GPU; small, for kernels are interpreted."""
     return Settings(
-        execute=Execute(device="cuda", dtype=dtype, kv_cache_bytes=kv_bytes, num_threads=1, swap_bytes=swap_bytes),
-        schedule=Schedule(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
+        execute=ExecuteSettings(
+            device="cuda", dtype=dtype, kv_cache_bytes=kv_bytes, num_threads=1, swap_bytes=swap_bytes
+        ),
+        schedule=ScheduleSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens),
     )
 
 
 def on_cpu(like: Settings) -> Settings:
     """The same on the CPU, by torch: what a GPU is compared with."""
-    execute = Execute(
+    execute = ExecuteSettings(
         dtype=like.execute.dtype,
         kernels="torch",
         kv_cache_bytes=like.execute.kv_cache_bytes,

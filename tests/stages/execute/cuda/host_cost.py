@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
@@ -36,8 +36,8 @@ class Idle(Interpreted):
 
 
 def main() -> None:
-    execute = Execute(device="cuda", dtype="float32", kv_cache_bytes=256 * 1024**2, num_threads=1)
-    settings = Settings(execute=execute, schedule=Schedule(max_num_seqs=256, max_num_batched_tokens=512))
+    execute = ExecuteSettings(device="cuda", dtype="float32", kv_cache_bytes=256 * 1024**2, num_threads=1)
+    settings = Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=256, max_num_batched_tokens=512))
     with tempfile.TemporaryDirectory() as name:
         checkpoints.write(Path(name), checkpoints.config_of(**MODEL))
         for num_rows in (1, 32, 256):

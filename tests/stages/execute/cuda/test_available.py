@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.config.settings import Execute, Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model_folder import format_key
 from pipeline.stages.execute.cuda.available import Facts, look, require, weight_bytes, why_not
@@ -21,14 +21,14 @@ WEIGHTS = 16 * GIB
 
 def problem_of(facts: Facts = H100, num_bytes: int = WEIGHTS, head_dim: int = 128, **settings: Any) -> str:
     config = checkpoints.config_of(name="big", head_dim=head_dim)
-    execute = Execute(device="cuda", **settings.pop("execute", {}))
+    execute = ExecuteSettings(device="cuda", **settings.pop("execute", {}))
     problem = why_not(Settings(execute=execute, **settings), config, facts, num_bytes)
     assert problem is not None and "\n" not in problem
     return problem
 
 
 def test_nothing_speaks_against_what_fits() -> None:
-    settings = Settings(execute=Execute(device="cuda"))
+    settings = Settings(execute=ExecuteSettings(device="cuda"))
     for head_dim in (8, 64, 80, 96, 128, 256):
         assert why_not(settings, checkpoints.config_of(head_dim=head_dim), H100, WEIGHTS) is None
     ampere = replace(H100, capability=(8, 0))
@@ -67,14 +67,14 @@ def test_a_model_that_does_not_fit_is_told_with_what_would() -> None:
     busy = replace(H100, free_bytes=10 * GIB)
     assert "of the 80.0 GiB of NVIDIA H100 80GB HBM3 only 10.0 GiB are free" in problem_of(busy)
     assert "more than execute.gpu_memory_utilization = 0.2" in problem_of(execute={"gpu_memory_utilization": 0.2})
-    settings = Settings(execute=Execute(device="cuda", gpu_memory_utilization=0.2, kv_cache_bytes=GIB))
+    settings = Settings(execute=ExecuteSettings(device="cuda", gpu_memory_utilization=0.2, kv_cache_bytes=GIB))
     assert why_not(settings, checkpoints.config_of(head_dim=64), H100, WEIGHTS) is None, "the share has no effect"
 
 
 def of_files(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], **changes: Any) -> int:
     save_file(tensors, folder / "model.safetensors", metadata)
     config = checkpoints.config_of(weight_files=["model.safetensors"], **changes.pop("config", {}))
-    return weight_bytes(Settings(execute=Execute(**changes.pop("execute", {})), **changes), config, folder)
+    return weight_bytes(Settings(execute=ExecuteSettings(**changes.pop("execute", {})), **changes), config, folder)
 
 
 def test_weights_are_counted_as_they_will_be_loaded(tmp_path: Path) -> None:
@@ -107,4 +107,4 @@ def test_looking_finds_the_truth_about_this_machine(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("TRITON_INTERPRET", "0")
         config = checkpoints.config_of(weight_files=[])
         with pytest.raises(UserError, match=r"execute\.device is 'cuda', but"):
-            require(Settings(execute=Execute(device="cuda")), config, Path())
+            require(Settings(execute=ExecuteSettings(device="cuda")), config, Path())

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from pipeline.cli.check.cases import CheckPlan
-from pipeline.config.settings import Execute, Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
 from pipeline.stages.execute.measuring import check
 from tests.stages.execute import checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
-SETTINGS = Settings(execute=Execute(device="cuda", num_threads=1))
+SETTINGS = Settings(execute=ExecuteSettings(device="cuda", num_threads=1))
 
 
 @pytest.fixture(autouse=True)

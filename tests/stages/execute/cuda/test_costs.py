@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.cli.profile.results import Case, Rates
+from pipeline.cli.profile.results import Case, MachineRates
 from pipeline.kernels.triton import attention, attention_decode, dequantize, skinny, vector
-from pipeline.stages.execute.cuda.costs import Cost, Samples, costs_of, op_of, summarize
+from pipeline.stages.execute.cuda.costs import Cost, GpuSamples, costs_of, op_of, summarize
 from pipeline.stages.execute.cuda.launches import Launches
 from tests.stages.execute import checkpoints
 
-RATES = Rates(read_bytes=100.0, float32_flops=10.0, bf16_flops=50.0, int8_ops=None)
+RATES = MachineRates(read_bytes=100.0, float32_flops=10.0, bf16_flops=50.0, int8_ops=None)
 LAUNCHED = [
     Launches("skinny_gemm", (8,), 4.0, 6.0),
     Launches("_norm", (2,), 2.0, 2.5),
@@ -55,7 +55,7 @@ def test_a_window_hides_what_is_before_it() -> None:
 
 
 def test_kernels_are_told_as_parts_of_ops() -> None:
-    samples = Samples(steps_ms=[20.0, 10.0, 40.0], launches_ms=[3.0, 1.0, 2.0], launched=LAUNCHED)
+    samples = GpuSamples(steps_ms=[20.0, 10.0, 40.0], launches_ms=[3.0, 1.0, 2.0], launched=LAUNCHED)
     needs = {"products": Cost(0.3, 0.1), "attention": Cost(0.1, 0.2), "rest": Cost()}
     step = summarize(Case("decode", 2, 1, 18), samples, needs, RATES, torch.bfloat16)
     assert (step.ms, step.num_samples, step.launch_ms, step.tokens_per_s) == (20.0, 3, 2.0, pytest.approx(100.0))

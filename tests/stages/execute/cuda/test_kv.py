@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.settings import Execute, Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
 from pipeline.kernels.kv_layout import block_bytes
 from pipeline.stages.execute.kv import MAX_CHOSEN_BLOCKS, DeviceMemory, KVPlan, plan_device_kv
@@ -20,7 +20,7 @@ H100 = DeviceMemory(total_bytes=80 * GIB, free_bytes=63 * GIB, used_bytes=16 * G
 
 
 def plan(memory: DeviceMemory = H100, max_model_len: int = 0, shape: Any = LLAMA_8B, **execute: Any) -> KVPlan:
-    settings = Settings(max_model_len=max_model_len, execute=Execute(device="cuda", **execute))
+    settings = Settings(max_model_len=max_model_len, execute=ExecuteSettings(device="cuda", **execute))
     return plan_device_kv(settings, checkpoints.config_of(**shape), memory)
 
 

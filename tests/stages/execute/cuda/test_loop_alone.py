@@ -161,8 +161,8 @@ def wake(*messages: Any) -> f.Wake:
     return f.Wake(0, ["schedule.0"] * num, [1] * num, bodies, [[] for _ in bodies])
 
 
-def complete(step_id: int) -> f.Event:
-    return f.Event("complete", step_id, TIMES.pack(step_id, 0.25, 0.125, 0.0))
+def complete(step_id: int) -> f.ObservedEvent:
+    return f.ObservedEvent("complete", step_id, TIMES.pack(step_id, 0.25, 0.125, 0.0))
 
 
 LAUNCHED = f.Value("monotonic", 1.0)

@@ -11,7 +11,7 @@ import torch
 from pipeline.cli.profile.report import as_json, as_tables, console
 from pipeline.cli.profile.results import Case, Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
-from pipeline.config.settings import Execute, Schedule, Settings
+from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.errors import UserError
 from pipeline.stages.execute.cuda import measure as module
 from pipeline.stages.execute.cuda.launches import Launches, traced
@@ -38,8 +38,8 @@ PLAN = ProfilePlan(batches=(2,), context=18, prefills=(3,), rounds=1, shape="sli
 
 def settings(kv_mib: int = 1, dtype: str = "bfloat16") -> Settings:
     return Settings(
-        execute=Execute(device="cuda", kv_cache_bytes=kv_mib * 1024**2, dtype=dtype, num_threads=1),
-        schedule=Schedule(max_num_seqs=1, max_num_batched_tokens=2),
+        execute=ExecuteSettings(device="cuda", kv_cache_bytes=kv_mib * 1024**2, dtype=dtype, num_threads=1),
+        schedule=ScheduleSettings(max_num_seqs=1, max_num_batched_tokens=2),
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.kernels.triton import step as ends
-from pipeline.kernels.triton.rows import Rows
+from pipeline.kernels.triton.rows import RowState
 from pipeline.stages.execute.cuda.device import Interpreted
 from pipeline.stages.execute.cuda.staging import EMPTY, NUM_SLOTS, Batch, Run, Staging, num_words, split_runs
 
@@ -47,7 +47,7 @@ def test_what_is_filled_in_is_what_kernels_read(one_each: bool) -> None:
         assert words[at : at + 12].tolist() == [0] * 3 + [1] * 9
     state = torch.zeros(100, dtype=torch.int32)
     empty = torch.zeros((1, 1), dtype=torch.int32)
-    ends.apply(Rows(state, empty, empty, empty, empty), staging.words)
+    ends.apply(RowState(state, empty, empty, empty, empty), staging.words)
     expected_state = np.zeros(100, np.int32)
     applied(expected_state, runs)
     np.testing.assert_array_equal(state.numpy(), expected_state)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import Meta, Raw
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.apidocs import openapi, page
 from pipeline.stages.gateway.apidocs.description import address_of
 from pipeline.stages.gateway.apidocs.schemas import Schemas

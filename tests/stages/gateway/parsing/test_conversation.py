@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config.settings import Chat
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import ChatSettings
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
@@ -16,9 +16,9 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Reques
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.tool_format import AddedToken
 
-HERMES = ChatFormats.of("", Chat(tool_call_parser="hermes"))
-THINKING = ChatFormats.of("", Chat(tool_call_parser="hermes", reasoning_parser="qwen3"))
-LLAMA = ChatFormats.of("", Chat(tool_call_parser="llama3"), [AddedToken(5, "<|python_tag|>", True)])
+HERMES = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"))
+THINKING = ChatFormats.of("", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))
+LLAMA = ChatFormats.of("", ChatSettings(tool_call_parser="llama3"), [AddedToken(5, "<|python_tag|>", True)])
 NONE = ChatFormats()
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"text": "a"}'}}

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.client import protocol as p
-from pipeline.config.settings import Gateway
+from pipeline.config.settings import GatewaySettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS, ApiError
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, Body, ChatBody, CompletionBody
@@ -23,7 +23,7 @@ from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, parse_emb
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_tokenize
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.tokens_only import GenerateBody, SamplingParams, parse_tokens_only
+from pipeline.stages.gateway.parsing.tokens_only import GenerateBody, GenerateSamplingParams, parse_tokens_only
 from tests.stages.gateway.gate import CHAT, COMPLETION
 
 LIMITS = RequestLimits(model="tiny", max_sequences=64)
@@ -392,7 +392,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(
     scalars, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4), max_leaves=8
 )
-BODIES: tuple[Any, ...] = (ChatBody, CompletionBody, EmbeddingsBody, GenerateBody, SamplingParams)
+BODIES: tuple[Any, ...] = (ChatBody, CompletionBody, EmbeddingsBody, GenerateBody, GenerateSamplingParams)
 names = st.sampled_from(
     sorted({*(name for body in BODIES for name in body.__struct_fields__), *NEUTRAL, "role", "content", "type", "text"})
 )
@@ -455,7 +455,7 @@ class TestWhatIsTooManyWhateverItSays:
 
         monkeypatch.setattr("pipeline.stages.gateway.parsing.prompt_fields.packed", packed)
         content = json.dumps({"model": "tiny"} | body, separators=(",", ":")).encode()
-        assert len(content) <= Gateway().max_body_bytes
+        assert len(content) <= GatewaySettings().max_body_bytes
         begin_s = time.process_time()
         with pytest.raises(ApiError) as raised:
             parse_completion(content, self.LIMITS)
@@ -497,7 +497,7 @@ class TestWhatIsTooManyWhateverItSays:
 
     def test_of_a_chat_to_tokenize_names_the_messages(self) -> None:
         body = b'{"messages":[%s]}' % b",".join([b'{"role":""}'] * (m.MAX_SHOWN_IDS + 1))
-        assert len(body) <= Gateway().max_body_bytes
+        assert len(body) <= GatewaySettings().max_body_bytes
         error = refused(body, parse_tokenize)
         assert (error.status, error.param) == (400, "messages")
         assert "262144" in error.message

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.errors import ApiError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.settings import Limits as Caps
+from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits

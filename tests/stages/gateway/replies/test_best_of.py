@@ -15,7 +15,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parse import parse_completion
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.replies.best_of import best
-from pipeline.stages.gateway.request import Sequence
+from pipeline.stages.gateway.request import SequenceOutput
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate
 from tests.stages.gateway.parsing.test_parse import LIMITS, completion, refused
@@ -36,8 +36,8 @@ def play(gate: Gate, submit: m.Submit, order: tuple[int, ...] = (1, 3, 0, 2)) ->
 
 
 class TestChoice:
-    def sequence(self, *logprobs: float) -> Sequence:
-        return Sequence(records=bytearray(np.array(logprobs, "<f4").tobytes()))
+    def sequence(self, *logprobs: float) -> SequenceOutput:
+        return SequenceOutput(records=bytearray(np.array(logprobs, "<f4").tobytes()))
 
     def test_is_by_the_mean_and_not_by_the_sum(self) -> None:
         long, short = self.sequence(*[-0.5] * 100), self.sequence(-0.6)

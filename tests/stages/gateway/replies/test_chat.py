@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from pipeline.config.settings import Chat
+from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, MODEL, Gate, events_of, read_until
@@ -23,13 +23,13 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
-    with Gate(tmp_path, chat=Chat(tool_call_parser="hermes")) as gate:
+    with Gate(tmp_path, chat=ChatSettings(tool_call_parser="hermes")) as gate:
         yield gate
 
 
 @pytest.fixture
 def thinker(tmp_path: Path) -> Iterator[Gate]:
-    with Gate(tmp_path, chat=Chat(tool_call_parser="hermes", reasoning_parser="qwen3")) as gate:
+    with Gate(tmp_path, chat=ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3")) as gate:
         yield gate
 
 
@@ -194,7 +194,7 @@ def test_a_model_that_knows_no_calls_makes_those_that_are_insisted_on(tmp_path: 
 
 
 def test_calls_of_mistral_have_ids_that_its_templates_take(tmp_path: Path) -> None:
-    with Gate(tmp_path, chat=Chat(tool_call_parser="mistral")) as gate:
+    with Gate(tmp_path, chat=ChatSettings(tool_call_parser="mistral")) as gate:
         (call,) = whole(gate, WITH_TOOLS, "[TOOL_CALLS]now[ARGS]{}")["message"]["tool_calls"]
         assert len(call["id"]) == 9 and call["id"].isalnum()
 

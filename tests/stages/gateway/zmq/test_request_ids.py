@@ -10,7 +10,7 @@ from pipeline.client.blocking_client import Client
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import RequestError
 from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.wire import Output
+from pipeline.client.wire import OutputDelta
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.admin.test_abort_requests import abort, counts, ended
@@ -66,7 +66,7 @@ async def test_an_abort_before_it_was_accepted_ends_it_too(gate: Gate, client: A
     async with asyncio.timeout(PATIENCE_S):
         await stream.accepted()
     assert (stream.prompt_token_ids, stream.id) == (None, None)
-    assert await all_of(stream) == [Output(0, "", [], "abort")]
+    assert await all_of(stream) == [OutputDelta(0, "", [], "abort")]
     await do(gate.rig.until, lambda load: load.num_open_requests == 0)
 
 

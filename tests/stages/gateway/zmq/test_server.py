@@ -10,7 +10,7 @@ from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.wire import Output
+from pipeline.client.wire import OutputDelta
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
@@ -34,10 +34,10 @@ async def test_a_stream_has_the_prompts_ids_the_seed_text_ids_and_one_end(gate: 
     gate.delta(submit, "Hel", 2)
     async with asyncio.timeout(PATIENCE_S):
         first = await anext(stream)
-    assert first == Output(0, "Hel", [0, 1])
+    assert first == OutputDelta(0, "Hel", [0, 1])
     assert (stream.prompt_token_ids, stream.seed) == ([0, 1, 2], 7)
     gate.finish(submit, "lo")
-    assert await all_of(stream) == [Output(0, "lo", [2], "stop", None, 3, 2)]
+    assert await all_of(stream) == [OutputDelta(0, "lo", [2], "stop", None, 3, 2)]
     assert (stream.num_prompt_tokens, stream.num_output_tokens) == (3, 3)
     assert await do(gate.closed) == (submit.request_id, 1)
 
@@ -145,7 +145,7 @@ class TestAborting:
         assert (await anext(stream)).text == "Hel"
         stream.abort()
         stream.abort()
-        assert await all_of(stream) == [Output(0, "", [], "abort", None, 3, 1)]
+        assert await all_of(stream) == [OutputDelta(0, "", [], "abort", None, 3, 1)]
         abort = await do(gate.rig.receive, "schedule", m.Abort)
         assert abort.request_id == submit.request_id
         gate.finish(submit, "late", finish=m.Finish.ABORT)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.stages.gateway.zmq import zmtp
-from pipeline.stages.gateway.zmq.zmtp import Command, Decoder, Large, Message, ProtocolError, Refusal
+from pipeline.stages.gateway.zmq.zmtp import Command, Decoder, Large, ProtocolError, UnreadableMessage, ZmtpMessage
 
 MAX_BYTES = 40_000
 HANDSHAKE = zmtp.GREETING + zmtp.ready(b"DEALER")
@@ -34,7 +34,7 @@ def read(decoder: Decoder, data: bytes, sizes: list[int]) -> list[Any]:
             events.append(event)
             if isinstance(event, Large):
                 decoder.admit()
-            elif isinstance(event, Refusal):
+            elif isinstance(event, UnreadableMessage):
                 return events
     return events
 
@@ -49,7 +49,7 @@ def opened(max_frame_bytes: int = MAX_BYTES) -> Decoder:
 def test_messages_come_whole_however_their_bytes_are_divided(bodies: list[bytes], sizes: list[int]) -> None:
     decoder = Decoder(MAX_BYTES)
     data = HANDSHAKE + b"".join(zmtp.message(body) for body in bodies)
-    messages = [event.data for event in read(decoder, data, sizes) if isinstance(event, Message)]
+    messages = [event.data for event in read(decoder, data, sizes) if isinstance(event, ZmtpMessage)]
     assert messages == bodies
     assert not decoder.is_inside
 
@@ -63,13 +63,13 @@ def test_whatever_bytes_come_nothing_else_is_raised(data: bytes, is_open: bool, 
 
 @pytest.mark.parametrize("header", [b"\x01\x00", b"\x01\x22", b"\x03" + (2**62).to_bytes(8, "big")])
 def test_a_message_of_several_frames_is_refused_at_its_first_header(header: bytes) -> None:
-    assert read(opened(), header, [100]) == [Refusal("more frames")]
+    assert read(opened(), header, [100]) == [UnreadableMessage("more frames")]
 
 
 def test_a_message_that_is_too_large_is_refused_at_its_header() -> None:
     decoder = opened(300)
-    assert read(decoder, zmtp.message(bytes(300)), [1000]) == [Message(bytes(300))]
-    assert read(decoder, zmtp.message(bytes(301))[:9], [1000]) == [Refusal("too large")]
+    assert read(decoder, zmtp.message(bytes(300)), [1000]) == [ZmtpMessage(bytes(300))]
+    assert read(decoder, zmtp.message(bytes(301))[:9], [1000]) == [UnreadableMessage("too large")]
 
 
 def test_a_large_frame_has_no_buffer_until_it_is_admitted() -> None:

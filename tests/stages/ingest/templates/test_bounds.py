@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
-from pipeline.stages.ingest.templates.budget import MAX_VALUE_CHARS, Budget, OutOfTime, TooLarge
+from pipeline.stages.ingest.templates.budget import MAX_VALUE_CHARS, Budget, OutOfTime, ValueTooLarge
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, NeedsTime
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
 from tests.stages.ingest.templates.chats import render
@@ -217,7 +217,7 @@ def test_what_is_held_twice_weighs_twice_and_is_looked_at_once() -> None:
     assert budget.weight(nested) > 2**12
     for _ in range(12):
         nested = [nested, nested]
-    with pytest.raises(TooLarge, match=str(MAX_VALUE_CHARS)):
+    with pytest.raises(ValueTooLarge, match=str(MAX_VALUE_CHARS)):
         Budget(1000).weight(nested)
 
 
