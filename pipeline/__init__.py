@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from pipeline.client.blocking_client import Client
     from pipeline.client.client import AsyncClient
     from pipeline.client.errors import ConnectionLost, ForeignServer, RequestError
+    from pipeline.client.inputs.sampling_params import SamplingParams
+    from pipeline.client.inputs.structured_params import StructuredOutputsParams
     from pipeline.client.llm import LLM
     from pipeline.client.logprobs import Logprob
     from pipeline.client.outputs import CompletionOutput, RequestOutput
-    from pipeline.client.sampling_params import SamplingParams
-    from pipeline.client.structured_params import StructuredOutputsParams
 
 _HOMES = {
     "AsyncClient": "pipeline.client.client",
@@ -24,8 +24,8 @@ _HOMES = {
     "Logprob": "pipeline.client.logprobs",
     "RequestError": "pipeline.client.errors",
     "RequestOutput": "pipeline.client.outputs",
-    "SamplingParams": "pipeline.client.sampling_params",
-    "StructuredOutputsParams": "pipeline.client.structured_params",
+    "SamplingParams": "pipeline.client.inputs.sampling_params",
+    "StructuredOutputsParams": "pipeline.client.inputs.structured_params",
 }
 
 __all__ = [

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton.codes import code_number
-from pipeline.kernels.triton.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.gemm.codes import code_number
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.launch import next_power_of_2
 
 

@@ -19,15 +19,23 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.client.client import AsyncClient, ServerInfo
+from pipeline.client.connection.open_request import OpenRequest
+from pipeline.client.connection.slots import Slots
 from pipeline.client.embedded.server import EmbeddedServer, private_address, settings_of
 from pipeline.client.errors import ConnectionLost, RequestError
-from pipeline.client.open_request import OpenRequest
+from pipeline.client.inputs.prompts import (
+    CheckedPrompt,
+    Conversation,
+    Prompt,
+    chat_of,
+    chat_options_of,
+    info_for,
+    prompt_of,
+)
+from pipeline.client.inputs.request_options import RequestOptions, options_of
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.outputs import OutputKind, RequestOutput
-from pipeline.client.prompts import CheckedPrompt, Conversation, Prompt, chat_of, chat_options_of, info_for, prompt_of
 from pipeline.client.protocol import MAX_NAME_CHARS
-from pipeline.client.request_options import RequestOptions, options_of
-from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.slots import Slots
 from pipeline.errors import ServerFailed, StartError, UserError
 
 STARTING_S = 0.02

@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pipeline.client.client import AsyncClient
+from pipeline.client.connection.loop_thread import LoopThread
+from pipeline.client.connection.stream import Stream
+from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost
 from pipeline.client.logprobs import Logprob
-from pipeline.client.loop_thread import LoopThread
-from pipeline.client.stream import Stream
-from pipeline.client.wire import OutputDelta
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,11 +20,11 @@ import msgspec
 import zmq
 
 from pipeline.client import protocol as p
+from pipeline.client.connection.stream import WINDOW, Stream
+from pipeline.client.connection.wire import Prompt, Received, error_of, params_message, prompt_message, received_message
 from pipeline.client.errors import ConnectionLost, ForeignServer, RequestTooLarge
-from pipeline.client.request_options import checked
-from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.stream import WINDOW, Stream
-from pipeline.client.wire import Prompt, Received, error_of, params_message, prompt_message, received_message
+from pipeline.client.inputs.request_options import checked
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import api_keys
 from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, problem_of
 from pipeline.version import VERSION

@@ -16,15 +16,13 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from pipeline.client import batch
 from pipeline.client.async_llm import ATTACH_S, AsyncLLM
-from pipeline.client.batch import BatchItem
 from pipeline.client.client import ServerInfo
+from pipeline.client.connection.loop_thread import LoopThread
 from pipeline.client.embedded.server import EmbeddedServer
-from pipeline.client.loop_thread import LoopThread
-from pipeline.client.outputs import RequestOutput
-from pipeline.client.progress import BatchBar, StartStatus
-from pipeline.client.prompts import (
+from pipeline.client.inputs import batch
+from pipeline.client.inputs.batch import BatchItem
+from pipeline.client.inputs.prompts import (
     CheckedPrompt,
     Conversation,
     Prompt,
@@ -36,8 +34,10 @@ from pipeline.client.prompts import (
     params_for,
     prompt_of,
 )
-from pipeline.client.request_options import RequestOptions, options_for
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.request_options import RequestOptions, options_for
+from pipeline.client.inputs.sampling_params import SamplingParams
+from pipeline.client.outputs import RequestOutput
+from pipeline.client.progress import BatchBar, StartStatus
 from pipeline.errors import PromptError, UserError
 
 LOOK_S = 0.1

@@ -4,7 +4,7 @@ import errno
 import os
 import socket
 
-from pipeline.client.zmq_address import address_of
+from pipeline.client.connection.zmq_address import address_of
 from pipeline.config.settings import Settings
 
 LISTEN_BACKLOG = 1024

@@ -4,7 +4,7 @@ import os
 import socket
 import time
 
-from pipeline.client.zmq_address import check_free
+from pipeline.client.connection.zmq_address import check_free
 from pipeline.config.settings import Settings
 from pipeline.runtime import api_keys
 from pipeline.runtime.logs import open_log

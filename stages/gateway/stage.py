@@ -17,7 +17,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pipeline.client.zmq_address import address_of
+from pipeline.client.connection.zmq_address import address_of
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.api_keys import Keys

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.settings import Settings
-from pipeline.stages.prepare.source import ModelError, expanded
+from pipeline.stages.prepare.sources.source import ModelError, expanded
 
 STAMP = "complete.json"
 POLL_S = 0.05

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_JSON_BYTES = 16 * 1024**2
 """config.json, generation_config.json, tokenizer_config.json."""

@@ -8,7 +8,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, read
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_LAYERS = 4
 MAX_KV_HEADS = 2

@@ -13,7 +13,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.progress import Silence
-from pipeline.stages.prepare.source import FolderSource, HubSource, ModelError, parse
+from pipeline.stages.prepare.sources.source import FolderSource, HubSource, ModelError, parse
 
 TEXT = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it "
@@ -33,7 +33,7 @@ def checkpoint_folder(settings: Settings) -> Path:
         case FolderSource(path):
             return path
         case HubSource() as source:
-            from pipeline.stages.prepare.hub import fetch
+            from pipeline.stages.prepare.sources.hub import fetch
 
             return fetch(source, Silence()).folder
     raise ModelError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.files import shown
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_COUNT = 2**31 - 1
 """Ids and positions are 32-bit numbers."""

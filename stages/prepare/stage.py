@@ -22,7 +22,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
-from pipeline.stages.prepare.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
+from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
 
 SILENT = Silence()
 
@@ -65,7 +65,7 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
         case FolderSource(path):
             return _converted_folder(path, path.name, settings, cache, progress)
         case HubSource() as source:
-            from pipeline.stages.prepare.hub import fetch
+            from pipeline.stages.prepare.sources.hub import fetch
 
             snapshot = fetch(source, progress)
             # Their names say what is in them, so a snapshot's files are not looked at again.
@@ -77,7 +77,7 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
 
 def _unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: float) -> Path:
     def fill(folder: Path) -> None:
-        from pipeline.stages.prepare.wheel import unpack
+        from pipeline.stages.prepare.sources.wheel import unpack
 
         unpack(wheel, folder, progress, timeout_s)
 
@@ -98,7 +98,7 @@ def _converted_gguf(path: Path, identity: str, settings: Settings, cache: Cache,
     quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
-        from pipeline.stages.prepare.gguf_model import convert
+        from pipeline.stages.prepare.gguf.model import convert
 
         convert(path, folder, quantization, progress)
 
@@ -110,7 +110,7 @@ def _converted_folder(
     path: Path, name: str, settings: Settings, cache: Cache, progress: Progress, identity: str = ""
 ) -> Path:
     """`identity` tells a folder's content from another; by default it is worked out from its files."""
-    from pipeline.stages.prepare import folder as folder_module
+    from pipeline.stages.prepare.sources import folder as folder_module
 
     # Weights in a folder are floats, so that keeping what is there and making floats of it are the same.
     quantization = _stored_as(settings)

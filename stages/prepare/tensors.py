@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.files import open_regular, shown
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 
 STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 """The dtypes that weights may have, and how numpy reads them."""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.shape import MAX_COUNT
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_CONVERTED_ID = 2**24
 """Of a vocabulary that is written as tokenizer.json: the library then lists every id that no token has."""

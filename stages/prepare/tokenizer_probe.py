@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_BYTES = 4 * 1024**3
 """Address space of the process; a vocabulary of 262,144 tokens takes an eighth of it."""

@@ -21,7 +21,7 @@ from pipeline.config.settings import PreparedFormat
 from pipeline.runtime.model_folder import format_key
 from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.progress import Report
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensors import Shape, TensorEntry, float_rows
 
 Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0"]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.client.chat_inputs import ChatOptions
 from pipeline.client.client import ServerInfo
-from pipeline.client.prompts import (
+from pipeline.client.connection.wire import packed
+from pipeline.client.inputs.chat import ChatOptions
+from pipeline.client.inputs.prompts import (
     chat_of,
     chat_options_of,
     info_for,
@@ -19,8 +20,7 @@ from pipeline.client.prompts import (
     params_for,
     prompt_of,
 )
-from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.wire import packed
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.errors import PromptError
 
 INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)

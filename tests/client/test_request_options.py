@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.client.client import ServerInfo
-from pipeline.client.prompts import prompt_of
-from pipeline.client.request_options import RequestOptions, checked, options_for
+from pipeline.client.inputs.prompts import prompt_of
+from pipeline.client.inputs.request_options import RequestOptions, checked, options_for
 from pipeline.errors import PromptError
 
 INFO = ServerInfo("tiny", 100, 8, 1000, 1, 1024, "", 4096)

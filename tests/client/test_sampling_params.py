@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import pipeline
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 
 
 def test_the_defaults_are_vllms() -> None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pipeline.client.slots import Slots
+from pipeline.client.connection.slots import Slots
 
 
 async def settle() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.client.structured_params import StructuredOutputsParams
+from pipeline.client.inputs.structured_params import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.client.zmq_address import address_of, check_free
+from pipeline.client.connection.zmq_address import address_of, check_free
 from pipeline.config.load import ConfigError, load
 from pipeline.config.zmq_setting import is_open_to_others, problem_of
 from pipeline.errors import UserError

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.client.blocking_client import Client
+from pipeline.client.connection.wire import OutputDelta
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob
-from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.wire import OutputDelta
 from tests.e2e.packages import node_with, run
 from tests.e2e.server import Server
 

@@ -13,10 +13,10 @@ from openai import AsyncOpenAI
 
 from pipeline.client.blocking_client import Client
 from pipeline.client.client import AsyncClient
+from pipeline.client.connection.stream import Stream
+from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost, RequestError
-from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.stream import Stream
-from pipeline.client.wire import OutputDelta
+from pipeline.client.inputs.sampling_params import SamplingParams
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"

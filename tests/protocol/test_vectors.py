@@ -91,7 +91,7 @@ def test_the_page_names_the_limits_that_are() -> None:
 
 
 def test_sampling_params_have_the_limits_of_http() -> None:
-    from pipeline.client import sampling_params, structured_params
+    from pipeline.client.inputs import sampling_params, structured_params
     from pipeline.config.settings import LimitSettings
     from pipeline.stages.gateway.parsing import sampling_fields, structured_outputs
 

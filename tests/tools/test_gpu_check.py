@@ -12,12 +12,15 @@ import torch
 
 from pipeline.stages.execute.cuda import launches
 from tests.tools import gpu_check_fakes as fakes
-from tools.gpu_check import breakdown, child, gpu, kernels_ends, machine, parent, report, runners, speed, texts
+from tools.gpu_check import child, gpu, parent, report, runners
 from tools.gpu_check.child import Context, Task
-from tools.gpu_check.kernels_dense import items as dense_items
+from tools.gpu_check.kernels import ends
+from tools.gpu_check.kernels.dense import items as dense_items
 from tools.gpu_check.models import WeightsOnDevice, made_up_tokenizer
 from tools.gpu_check.readings import FailedItem, Line, Reading, check, read, write
+from tools.gpu_check.servers import texts
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY, bits_in_groups, step_bytes
+from tools.gpu_check.speed import breakdown, steps
 
 
 @pytest.fixture(autouse=True)
@@ -220,10 +223,10 @@ def test_an_executor_that_draws_other_ids_fails(tmp_path: Path, monkeypatch: pyt
 
 
 def test_figures_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "make_runner", fakes.make_runner)
-    monkeypatch.setattr(speed, "WARM_STEPS", 1)
-    monkeypatch.setattr(speed, "BATCH_TOKENS", 16)
-    readings = {reading.case: reading for reading in speed.measure(_context(tmp_path), speed.MODELS[0])}
+    monkeypatch.setattr(steps, "make_runner", fakes.make_runner)
+    monkeypatch.setattr(steps, "WARM_STEPS", 1)
+    monkeypatch.setattr(steps, "BATCH_TOKENS", 16)
+    readings = {reading.case: reading for reading in steps.measure(_context(tmp_path), steps.MODELS[0])}
     assert readings["135M, batch 1: GPU busy"].value == pytest.approx(100 / 1.01, abs=0.5)
     assert readings["135M, batch 2"].value and readings["135M, batch 2"].bound
     assert readings["135M, batch 1: Python of a step"].must == 60
@@ -237,7 +240,7 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
     events = [event("mul", 8, 3.0), event("mul", 8, 5.0), event("mul", 2, 1.0), event("op", 1, 99.0, "cpu_op")]
     found = launches.launches_of([*events, {"ph": "M"}], num_steps=2)
     assert found == [launches.Launches("mul", (8, 1, 1), 1.0, 4.0), launches.Launches("mul", (2, 1, 1), 0.5, 0.5)]
-    monkeypatch.setattr(speed, "make_runner", fakes.make_runner)
+    monkeypatch.setattr(steps, "make_runner", fakes.make_runner)
     # torch's profiler takes seconds to begin.
     monkeypatch.setattr(breakdown, "_profile", lambda rows: (rows.decode(2, 2), found)[1])
     readings = list(breakdown.items(_context(tmp_path))[0].run(_context(tmp_path)))
@@ -248,12 +251,12 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["ends of a step", "copies of blocks", "swiglu"])
 def test_some_kernels(tmp_path: Path, name: str) -> None:
     context = _context(tmp_path)
-    (item,) = [item for item in (*kernels_ends.items(context), *dense_items(context)) if item.name == name]
+    (item,) = [item for item in (*ends.items(context), *dense_items(context)) if item.name == name]
     assert {reading.result for reading in item.run(context)} == {"pass"}
 
 
 def test_a_kernel_that_leaves_an_element_out_fails() -> None:
-    from tools.gpu_check.checking import checked
+    from tools.gpu_check.kernels.checking import checked
 
     out, right = torch.empty(4), torch.arange(4.0)
     assert checked("all", lambda: out.copy_(right), out, right, 1e-6).result == "pass"
@@ -278,7 +281,7 @@ def test_a_runner_takes_the_weights_that_it_is_given(tmp_path: Path) -> None:
 
 def test_the_time_of_a_step_is_bound_by_a_copy_where_nothing_else_was_measured(tmp_path: Path) -> None:
     rates = {"copy, read + written": 3000.0}
-    assert machine.bandwidth(Context(Task("any", str(tmp_path / "lines"), 60.0, rates=rates))) == 3e12
+    assert rates.bandwidth(Context(Task("any", str(tmp_path / "lines"), 60.0, rates=rates))) == 3e12
 
 
 def test_the_cpu_stands_for_the_gpu_where_kernels_are_interpreted() -> None:

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from pipeline.cli.bench.client import ServerError
 from pipeline.client.client import AsyncClient
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.metrics.stats import ScheduleCounts, ServerStats, StageCounts, StageStats
 from tools.soak import clients, probes
 from tools.soak.__main__ import complaints_of

@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.prepare.folder import Reader
-from pipeline.stages.prepare.gguf_model import gguf_name
+from pipeline.stages.prepare.gguf.model import gguf_name
+from pipeline.stages.prepare.sources.folder import Reader
 from pipeline.stages.prepare.tensors import expected_shapes
 
 CONFIG: dict[str, Any] = {

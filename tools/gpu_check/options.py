@@ -41,18 +41,18 @@ class CheckSection(NamedTuple):
 
 
 SECTIONS = {
-    "kernels": CheckSection("kernels", 130, "every kernel against float64, on random inputs", 12, False),
-    "texts": CheckSection("texts", 130, "a small model's texts against the CPU executor", 2, False),
-    "machine": CheckSection("machine", 40, "rates and latencies of the machine itself"),
-    "speed": CheckSection("speed", 150, "steps of the executor at the shapes of 8B, 1B and 135M"),
-    "http": CheckSection("over_http", 80, "a server of the 135M shape and 256 clients"),
-    "peers": CheckSection("peers", 70, "transformers on the same shapes"),
-    "breakdown": CheckSection("breakdown", 45, "the kernels of a step, each with its time"),
+    "kernels": CheckSection("kernels.all", 130, "every kernel against float64, on random inputs", 12, False),
+    "texts": CheckSection("servers.texts", 130, "a small model's texts against the CPU executor", 2, False),
+    "machine": CheckSection("machine.rates", 40, "rates and latencies of the machine itself"),
+    "speed": CheckSection("speed.steps", 150, "steps of the executor at the shapes of 8B, 1B and 135M"),
+    "http": CheckSection("servers.http", 80, "a server of the 135M shape and 256 clients"),
+    "peers": CheckSection("servers.peers", 70, "transformers on the same shapes"),
+    "breakdown": CheckSection("speed.breakdown", 45, "the kernels of a step, each with its time"),
 }
-WARM_UP = CheckSection("warm_up", 130, "what the next sections compile", 6, False)
+WARM_UP = CheckSection("speed.warm_up", 130, "what the next sections compile", 6, False)
 """Goes before `speed`, beside the checks."""
-TUNE_COMPILE = CheckSection("tune_compile", 180, "what tune times, compiled", 14, False)
-TUNE = CheckSection("tune", 200, "times of kernels' candidates; only with --tune")
+TUNE_COMPILE = CheckSection("speed.tune_compile", 180, "what tune times, compiled", 14, False)
+TUNE = CheckSection("speed.tune", 200, "times of kernels' candidates; only with --tune")
 ALL = {**SECTIONS, "warm-up": WARM_UP, "tune-compile": TUNE_COMPILE, "tune": TUNE}
 
 TOTAL_S = 460.0

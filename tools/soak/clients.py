@@ -12,7 +12,7 @@ import orjson
 from pipeline.cli.bench.client import ServerError, message_of, reason_of
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from tools.soak.endings import Endings
 from tools.soak.requests import EXTRAS, RandomRequest
 

@@ -2,7 +2,7 @@
 
 from pipeline.cli.bench import words
 from pipeline.client.client import AsyncClient
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from tools.soak.requests import NUM_PREFIX_WORDS
 
 Answer = tuple[tuple[int, ...], str]

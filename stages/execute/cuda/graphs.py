@@ -10,9 +10,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from pipeline.kernels.triton import sample
 from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import RowState, StepArrays
+from pipeline.kernels.triton.sampling import sample
 from pipeline.stages.execute.cuda.device import Calls, Device
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape

@@ -19,7 +19,7 @@ class PendingLogprobs:
     """Logprobs that are being copied to the host."""
 
     words: Tensor
-    """[M, 1 + 2 * most] int32; see kernels/triton/logprobs.py"""
+    """[M, 1 + 2 * most] int32; see kernels/triton/sampling/logprobs.py"""
     num_top: IntArray
     """[M]; -1 for no logprobs"""
 

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton import fused, linear, norm, swiglu
-from pipeline.kernels.triton.attention import attend
-from pipeline.kernels.triton.attention_decode import attend_decode
-from pipeline.kernels.triton.attention_tasks import AttentionTasks, Scratch
-from pipeline.kernels.triton.device_matrix import DeviceMatrix, Quantization
-from pipeline.kernels.triton.fused import norm_linear, norm_swiglu
+from pipeline.kernels.triton import norm, swiglu
+from pipeline.kernels.triton.attention.decode import attend_decode
+from pipeline.kernels.triton.attention.prefill import attend
+from pipeline.kernels.triton.attention.tasks import AttentionTasks, Scratch
+from pipeline.kernels.triton.gemm import fused, linear
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization
+from pipeline.kernels.triton.gemm.fused import norm_linear, norm_swiglu
 from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipeline.kernels.logprob_inputs import NO_LOGPROBS
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.kernels.triton import logprobs
-from pipeline.kernels.triton.logits_processors import LogitsProcessorScratch, apply_logits_processors
-from pipeline.kernels.triton.logprobs import LogprobScratch
 from pipeline.kernels.triton.rows import StepArrays
+from pipeline.kernels.triton.sampling import logprobs
+from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
+from pipeline.kernels.triton.sampling.logprobs import LogprobScratch
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.graphs import StepGraphs
 from pipeline.stages.execute.cuda.launched_step import PendingLogprobs

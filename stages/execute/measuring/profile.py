@@ -60,6 +60,6 @@ def _on_gpu(settings: Settings, plan: ProfilePlan, folder: Path | None, num_thre
             weights = RandomWeights(config, getattr(torch, settings.execute.dtype), settings.quantization)
         require(settings, ModelConfig.load(folder), folder)
         # It imports triton, without which there is a better error.
-        from pipeline.stages.execute.cuda.measure import measure
+        from pipeline.stages.execute.cuda.measuring.measure import measure
 
         return measure(settings, folder, plan, num_threads, weights)

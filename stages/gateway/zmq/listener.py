@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast
 
-from pipeline.client.zmq_address import check_free, refusal
+from pipeline.client.connection.zmq_address import check_free, refusal
 from pipeline.errors import UserError
 from pipeline.runtime.peer_credentials import uid_of_peer
 from pipeline.stages.gateway.zmq import zmtp

@@ -4,7 +4,7 @@ import torch
 
 from pipeline.kernels.matrix import Matrix, quantize
 from pipeline.kernels.rms_norm import rms_norm_reference
-from pipeline.kernels.triton.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 
 FORMATS = ("float", "int8", "int4", "q8_0", "q4_0", "q4_1")
 

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from pipeline.kernels.triton.attention import attend
-from pipeline.kernels.triton.attention_tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles
+from pipeline.kernels.triton.attention.prefill import attend
+from pipeline.kernels.triton.attention.tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles
 from tests.kernels.triton.steps import MadeStep, attention_reference, make_step
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton.attention_decode import attend_decode
+from pipeline.kernels.triton.attention.decode import attend_decode
 from tests.kernels.triton.steps import attention_reference, make_step
 from tests.kernels.triton.test_attention import POISON, SMALL, tasks_for
 from tests.kernels.triton.test_rotary import EPS, angles, heads_reference

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pipeline.kernels.matrix import Format, Matrix, quantize
-from pipeline.kernels.triton import device_matrix as device_matrix_module
-from pipeline.kernels.triton.dequantize import dequantize_rows
-from pipeline.kernels.triton.device_matrix import DeviceMatrix, to_int4, to_int8
+from pipeline.kernels.triton.gemm import device_matrix as device_matrix_module
+from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, to_int4, to_int8
 from tests.kernels.triton.gemms import random
 
 

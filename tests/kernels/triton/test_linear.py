@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from pipeline.kernels.triton import linear as linear_module
-from pipeline.kernels.triton.linear import launch_gemm, linear, logits, num_split_k_partials, split_k_partials_dtype
+from pipeline.kernels.triton.gemm import linear as linear_module
+from pipeline.kernels.triton.gemm.linear import (
+    launch_gemm,
+    linear,
+    logits,
+    num_split_k_partials,
+    split_k_partials_dtype,
+)
 from pipeline.kernels.triton.tuned import GemmConfig
 from tests.kernels.triton.gemms import FORMATS, TOLERANCE, assert_near, device_matrix, poisoned, product, random
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.kernels.logits_processors import LogitsProcessors, bits_of, mask, num_words
 from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
-from pipeline.kernels.triton.logits_processors import (
+from pipeline.kernels.triton.sampling.logits_processors import (
     MASK_WORDS,
     RUN,
     TILE,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.triton.logprobs import LogprobScratch, token_logprobs, top_logprobs
-from pipeline.kernels.triton.sample import BLOCK
+from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, token_logprobs, top_logprobs
+from pipeline.kernels.triton.sampling.sample import BLOCK
 from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.test_logprobs import expected
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeline.kernels.triton.fused import norm_linear, norm_swiglu, swiglu
-from pipeline.kernels.triton.linear import num_split_k_partials, split_k_partials_dtype
+from pipeline.kernels.triton.gemm.fused import norm_linear, norm_swiglu, swiglu
+from pipeline.kernels.triton.gemm.linear import num_split_k_partials, split_k_partials_dtype
 from pipeline.kernels.triton.norm import add_norm, embed, take_norm
 from pipeline.kernels.triton.swiglu import silu_mul
 from pipeline.kernels.triton.tuned import GemmConfig

@@ -13,8 +13,8 @@ from pipeline.kernels.noise import exponential, halves, noise_keys
 from pipeline.kernels.sample import probabilities_reference
 from pipeline.kernels.sample import sample as sample_in_torch
 from pipeline.kernels.sampling_inputs import NO_ID
-from pipeline.kernels.triton.noise import log_noise, noise_bits, noise_key
-from pipeline.kernels.triton.sample import BLOCK, SamplingScratch, sample
+from pipeline.kernels.triton.sampling.noise import log_noise, noise_bits, noise_key
+from pipeline.kernels.triton.sampling.sample import BLOCK, SamplingScratch, sample
 from tests.kernels.test_sample import assert_follows
 from tests.kernels.triton.params import Row, params_of
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.launch import next_power_of_2
-from pipeline.kernels.triton.threshold import MAX_COLLECTED, STRIP, code_of, search, value_of
+from pipeline.kernels.triton.sampling.threshold import MAX_COLLECTED, STRIP, code_of, search, value_of
 
 INF = float("inf")
 

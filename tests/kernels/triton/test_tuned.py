@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.kernels.triton import fused, tuned
+from pipeline.kernels.triton import tuned
+from pipeline.kernels.triton.gemm import fused
 from pipeline.kernels.triton.tuned import BUCKETS, SKINNY_TOKENS, GemmConfig, GemmShape, Op
 
 CPU = torch.device("cpu")

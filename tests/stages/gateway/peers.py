@@ -13,8 +13,8 @@ import msgspec
 import zmq
 
 from pipeline.client import protocol as p
-from pipeline.client.stream import Stream
-from pipeline.client.wire import OutputDelta
+from pipeline.client.connection.stream import Stream
+from pipeline.client.connection.wire import OutputDelta
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate

@@ -11,7 +11,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import RequestError
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway import deadlines

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.prepare import checkpoints
@@ -95,7 +95,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them(tmp_path: Path, kind:
     theirs = AutoConfig.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(checkpoints.byte_level().to_str())
     # The shapes are read before the weights are looked at.
-    from pipeline.stages.prepare.folder import Reader
+    from pipeline.stages.prepare.sources.folder import Reader
 
     ours = Reader(tmp_path / "config.json", config).model("tiny", [], {})
     assert (ours.num_kv_heads, ours.max_position) == (theirs.num_key_value_heads, theirs.max_position_embeddings)

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.cache import STAMP, Cache, require_room
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 
 PATIENCE_S = 30.0
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 

@@ -16,9 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
-from pipeline.stages.prepare import gguf_tokenizer
-from pipeline.stages.prepare.gguf_tokenizer import GgufVocabulary
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.gguf import tokenizer
+from pipeline.stages.prepare.gguf.tokenizer import GgufVocabulary
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 
@@ -292,17 +292,17 @@ def test_a_sentencepiece_vocabulary_merges_by_score(text: str) -> None:
     assert PIECES.decode(encoding.ids) == text
 
 
-PIECES = gguf_tokenizer.build(pieces_vocabulary(), "a test")
+PIECES = tokenizer.build(pieces_vocabulary(), "a test")
 
 
 def test_ends_and_space_are_added_only_where_the_file_says_so() -> None:
-    plain = gguf_tokenizer.build(pieces_vocabulary(add_bos=False, add_space_prefix=False), "a test")
+    plain = tokenizer.build(pieces_vocabulary(add_bos=False, add_space_prefix=False), "a test")
     assert plain.encode("the").tokens == ["t", "he"]
-    both = gguf_tokenizer.build(pieces_vocabulary(add_eos=True), "a test")
+    both = tokenizer.build(pieces_vocabulary(add_eos=True), "a test")
     assert both.encode("the").tokens == ["<s>", "▁the", "</s>"]
     assert both.encode("the", add_special_tokens=False).tokens == ["▁the"]
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.model is 't5'"):
-        gguf_tokenizer.build(pieces_vocabulary(model="t5"), "a test")
+        tokenizer.build(pieces_vocabulary(model="t5"), "a test")
 
 
 @pytest.mark.parametrize("name", ["$B", "$A", "a:b", "$A:zz", "$5000000000", ""])
@@ -310,14 +310,14 @@ def test_ends_may_have_any_name(name: str) -> None:
     """The library reads `$A`, `$B` and `a:1` in a template as something else, and panics at each text with `$B`."""
     tokens = pieces_vocabulary().tokens
     named = pieces_vocabulary(tokens=["<unk>", name, *tokens[2:]], add_eos=True)
-    ids = gguf_tokenizer.build(named, "a test").encode("the").ids
+    ids = tokenizer.build(named, "a test").encode("the").ids
     assert ids == [1, tokens.index("▁the"), 2]
 
 
 def test_a_vocabulary_that_no_text_can_be_encoded_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_tokenizer, "_add_ends", break_template)
+    monkeypatch.setattr(tokenizer, "_add_ends", break_template)
     with pytest.raises(ModelError, match="a test: its tokenizer cannot encode a text: index out of bounds"):
-        gguf_tokenizer.build(pieces_vocabulary(), "a test")
+        tokenizer.build(pieces_vocabulary(), "a test")
 
 
 def break_template(tokenizer: Tokenizer, _: GgufVocabulary) -> None:

@@ -21,14 +21,16 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.prepare import files, folder, gguf_file, gguf_model, hub, tensors, tokenizer_probe, wheel
+from pipeline.stages.prepare import files, tensors, tokenizer_probe
 from pipeline.stages.prepare.files import find
+from pipeline.stages.prepare.gguf import file, model
 from pipeline.stages.prepare.progress import Silence
-from pipeline.stages.prepare.source import HubSource, ModelError, Pin, WheelSource
+from pipeline.stages.prepare.sources import folder, hub, wheel
+from pipeline.stages.prepare.sources.source import HubSource, ModelError, Pin, WheelSource
 from pipeline.stages.prepare.stage import prepare
 from tools.fuzzing import models
 
-LOADED = (files, folder, gguf_file, gguf_model, hub, tensors, tokenizer_probe, wheel)
+LOADED = (files, folder, file, model, hub, tensors, tokenizer_probe, wheel)
 """What a child would import under its limit of memory."""
 MEMORY_BYTES = 1024**3
 TIMEOUT_S = 120.0
@@ -213,7 +215,7 @@ def test_a_gguf_that_is_no_regular_file_is_refused(tmp_path: Path, make: Callabl
     make(path := tmp_path / "a.gguf")
     assert_matches(refusal(path), r"neither a folder nor a regular file|config\.json is missing")
     with pytest.raises(ModelError, match=r"a\.gguf is a (FIFO|folder), not a regular file"):
-        gguf_file.GgufFile(path)
+        file.GgufFile(path)
 
 
 # safetensors

@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.prepare.source import PINS, FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
+from pipeline.stages.prepare.sources.source import (
+    PINS,
+    FolderSource,
+    GgufSource,
+    HubSource,
+    ModelError,
+    WheelSource,
+    parse,
+)
 
 SUM = "ab" * 32
 

@@ -16,7 +16,7 @@ from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import stage as prepare_stage
 from pipeline.stages.prepare.progress import Lines, ProgressBar, for_stream
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 

@@ -17,7 +17,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import weight_file
 from pipeline.stages.prepare.progress import for_stream
-from pipeline.stages.prepare.source import ModelError
+from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.tensors import read_header
 from pipeline.stages.prepare.weight_file import to_bf16

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config.settings import Settings, SupervisorSettings
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.prepare import source as source_module
-from pipeline.stages.prepare.source import ModelError, Pin
+from pipeline.stages.prepare.sources import source as source_module
+from pipeline.stages.prepare.sources.source import ModelError, Pin
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 

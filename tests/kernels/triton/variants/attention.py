@@ -3,9 +3,9 @@
 import torch
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton.attention import attend
-from pipeline.kernels.triton.attention_decode import attend_decode
-from pipeline.kernels.triton.attention_tasks import AttentionTasks
+from pipeline.kernels.triton.attention.decode import attend_decode
+from pipeline.kernels.triton.attention.prefill import attend
+from pipeline.kernels.triton.attention.tasks import AttentionTasks
 from pipeline.kernels.triton.rotary import rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.kernels.triton import fused, norm, swiglu
-from pipeline.kernels.triton.dequantize import dequantize_rows
-from pipeline.kernels.triton.device_matrix import DeviceMatrix
-from pipeline.kernels.triton.linear import config_of, launch_gemm, num_split_k_partials, split_k_partials_dtype
+from pipeline.kernels.triton import norm, swiglu
+from pipeline.kernels.triton.gemm import fused
+from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.gemm.linear import config_of, launch_gemm, num_split_k_partials, split_k_partials_dtype
 
 BF16 = torch.bfloat16
 EPS = 1e-5

@@ -2,10 +2,10 @@
 
 import torch
 
-from pipeline.kernels.triton.logits_processors import LogitsProcessorScratch, apply_logits_processors
-from pipeline.kernels.triton.logprobs import LogprobScratch, token_logprobs, top_logprobs
 from pipeline.kernels.triton.rows import NUM_FIELDS
-from pipeline.kernels.triton.sample import SamplingScratch, sample
+from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
+from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, token_logprobs, top_logprobs
+from pipeline.kernels.triton.sampling.sample import SamplingScratch, sample
 
 LLAMA, SMOLLM = 128256, 49152
 

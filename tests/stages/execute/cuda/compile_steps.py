@@ -15,7 +15,7 @@ import torch
 
 from pipeline.cli.profile.shapes import SHAPES as SMALL
 from pipeline.kernels.matrix import Matrix
-from pipeline.kernels.triton import device_matrix
+from pipeline.kernels.triton.gemm import device_matrix
 from pipeline.kernels.triton.rows import NUM_FIELDS, RowState
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.graphs import CapturedStepKind, StepGraphs

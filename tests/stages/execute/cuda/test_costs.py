@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from pipeline.cli.profile.results import Case, MachineRates
-from pipeline.kernels.triton import attention, attention_decode, dequantize, skinny, vector
-from pipeline.stages.execute.cuda.costs import Cost, GpuSamples, costs_of, op_of, summarize
+from pipeline.kernels.triton.attention import decode, prefill
+from pipeline.kernels.triton.gemm import dequantize, skinny, vector
 from pipeline.stages.execute.cuda.launches import Launches
+from pipeline.stages.execute.cuda.measuring.costs import Cost, GpuSamples, costs_of, op_of, summarize
 from tests.stages.execute import checkpoints
 
 RATES = MachineRates(read_bytes=100.0, float32_flops=10.0, bf16_flops=50.0, int8_ops=None)
@@ -79,7 +80,7 @@ def test_kernels_are_told_as_parts_of_ops() -> None:
 def test_a_kernel_is_known_by_its_name() -> None:
     functions: list[Any] = [vector.gemv, skinny.skinny_gemm, dequantize._dequantize]
     assert {op_of(function.fn.__name__) for function in functions} == {"products"}
-    functions = [attention._attend_kernel, attention_decode._decode_kernel]
+    functions = [prefill._attend_kernel, decode._decode_kernel]
     assert {op_of(function.fn.__name__) for function in functions} == {"attention"}
     for library in (
         "nvjet_tst_128x64_64x8_2x1_v_bz_TNT",

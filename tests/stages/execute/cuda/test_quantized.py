@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.kernels.matrix import Matrix
-from pipeline.kernels.triton.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from tests.stages.execute import checkpoints
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.cuda.driver import CudaDriver

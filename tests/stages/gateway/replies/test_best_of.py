@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parse import parse_completion

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline import AsyncLLM, RequestOutput, SamplingParams
 from pipeline.client import protocol as p
-from pipeline.client.prompts import CheckedPrompt
-from pipeline.client.request_options import RequestOptions
+from pipeline.client.inputs.prompts import CheckedPrompt
+from pipeline.client.inputs.request_options import RequestOptions
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
@@ -115,8 +115,8 @@ async def test_one_that_is_not_let_in_comes_again_when_the_server_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not as soon as it would where nobody says anything."""
-    monkeypatch.setattr("pipeline.client.open_request.BUSY_FIRST_S", 1e-9)
-    monkeypatch.setattr("pipeline.client.open_request.BUSY_MOST_S", 0.2)
+    monkeypatch.setattr("pipeline.client.connection.open_request.BUSY_FIRST_S", 1e-9)
+    monkeypatch.setattr("pipeline.client.connection.open_request.BUSY_MOST_S", 0.2)
     with Gate(tmp_path, max_open_sequences=1) as gate:
         async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
             other = gate.post(CHAT)

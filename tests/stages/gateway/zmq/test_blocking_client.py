@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.client.blocking_client import Client
 from pipeline.client.errors import ConnectionLost, RequestError
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate

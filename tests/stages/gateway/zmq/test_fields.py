@@ -10,8 +10,8 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import RequestError
-from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.structured_params import StructuredOutputsParams
+from pipeline.client.inputs.sampling_params import SamplingParams
+from pipeline.client.inputs.structured_params import StructuredOutputsParams
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, MODEL, Gate

@@ -9,7 +9,7 @@ import pytest
 from pipeline import AsyncLLM, Logprob, RequestOutput
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from tests.fakes import logprob, record
 from tests.rig import PATIENCE_S

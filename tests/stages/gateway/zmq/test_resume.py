@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
-from pipeline.client.sampling_params import SamplingParams
+from pipeline.client.inputs.sampling_params import SamplingParams
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, all_of, do
 

@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
+from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost, RequestError
-from pipeline.client.sampling_params import SamplingParams
-from pipeline.client.wire import OutputDelta
+from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate

@@ -1,0 +1,237 @@
+"""Rotary positions, the write of keys and values, and attention, in one launch, for steps that only decode.
+
+Where a step is a single token, most of a small model's time goes into starting kernels. Here each program makes the
+queries of its unit itself, from the parts that the linear layer left. With one token an entry this is hardly computed
+twice: only programs that share a unit do so.
+
+The token's own key and value never go through memory on their way into the sum: whoever has the unit's last keys takes
+them from its registers, as one more column behind the tiles, and writes them to the cache, alone. All others read keys
+before the token's position only. So nobody reads in a launch what another program of it writes, and no order is needed.
+Both are rounded as the cache rounds them, so that the next step sees the same.
+
+Shapes: P parts, T tokens, Q query heads, K key-value heads, D head_dim, L max_model_len.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.kernels.triton.attention.prefill import LOG2_E, constants
+from pipeline.kernels.triton.attention.tasks import AttentionTasks, check_cache
+from pipeline.kernels.triton.attention.tiles import (
+    attend_tiles,
+    leave,
+    load_blocks,
+    load_entry,
+    load_piece,
+    next_unit,
+    tiles_of_unit,
+)
+from pipeline.kernels.triton.launch import next_power_of_2
+from pipeline.kernels.triton.rotary import HeadNorms
+from pipeline.kernels.triton.rows import StepArrays
+
+
+def attend_decode(
+    out: Tensor,
+    split_k_partials: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    step: StepArrays,
+    keys: Tensor,
+    values: Tensor,
+    tasks: AttentionTasks,
+    head_norms: HeadNorms | None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """What `rotary_write` and `attend` do, with no queries in between. `tasks` were planned for this step, `one_each`.
+
+    out [T, Q * D]; parts [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
+    BLOCK_SIZE, D] of the dtype of `out`. Any number of tokens: what is saved is worth most where they are few. With
+    `pdl` the launch begins while the one before ends, and waits for it; it needs programs that launch their dependents.
+    """
+    check_cache(keys, values, tasks)
+    head_dim = tasks.head_dim
+    assert tasks.lists == [tasks.narrow], "planned for one token an entry"
+    assert out.shape == (step.num_tokens, tasks.num_heads * head_dim) and out.dtype == keys.dtype
+    assert split_k_partials.shape[1:] == (step.num_tokens, (tasks.num_heads + 2 * tasks.num_kv_heads) * head_dim)
+    assert cos.shape[1] == sin.shape[1] == head_dim // 2 and head_dim % 2 == 0
+    assert all(tensor.is_contiguous() for tensor in (out, split_k_partials, cos, sin))
+    query_norm, key_norm, eps = head_norms or (cos, cos, 0.0)
+    # Rows of a unit are one token's heads, fewer than the tile's, so more parts are read at once.
+    heads = next_power_of_2(tasks.group)
+    early = {"launch_pdl": True} if pdl else {}
+    _decode_kernel[(tasks.narrow.num_programs,)](
+        out,
+        split_k_partials,
+        split_k_partials.stride(0),
+        cos,
+        sin,
+        step.slots,
+        query_norm,
+        key_norm,
+        keys,
+        values,
+        step.blocks,
+        step.blocks.stride(0),
+        tasks.narrow.cuts,
+        tasks.narrow.entries,
+        tasks.narrow.arrivals,
+        tasks.scratch.sums,
+        tasks.scratch.scales,
+        NUM_PARTIALS=len(split_k_partials),
+        PDL=pdl,
+        NORMED=head_norms is not None,
+        EPS=eps,
+        HEADS=heads,
+        SCALE=LOG2_E / head_dim**0.5,
+        num_warps=tasks.narrow.tile.num_warps,
+        num_stages=tasks.narrow.tile.num_stages,
+        **constants(tasks.narrow, tasks, keys, heads, 4 * tasks.narrow.tile.combined),
+        **early,
+    )
+
+
+@triton.jit
+def _sum_partials(split_k_partials, at, mask, step, NUM_PARTIALS: tl.constexpr):
+    total = tl.load(split_k_partials + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTIALS):
+        total += tl.load(split_k_partials + part * step + at, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _decode_kernel(
+    out,
+    split_k_partials,
+    part_stride,
+    cos,
+    sin,
+    slots,
+    query_norm,
+    key_norm,
+    keys,
+    values,
+    block_tables,
+    blocks_stride,
+    cuts,
+    list_entries,
+    arrivals,
+    part_sums,
+    part_scales,
+    NUM_PARTIALS: tl.constexpr,
+    PDL: tl.constexpr,
+    NORMED: tl.constexpr,
+    EPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SCALE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_DIMS: tl.constexpr,
+    CUT_FIELDS: tl.constexpr,
+    ENTRY_FIELDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    if PDL:  # nothing that it reads is older than the launch before for sure
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
+    rank, head, block = first
+    row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
+
+    half: tl.constexpr = HEAD_DIM // 2
+    dtype: tl.constexpr = keys.dtype.element_ty
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, DIMS)
+    inside = dims < HEAD_DIM
+    others = tl.where(dims < half, dims + half, dims - half)
+    step = part_stride.to(tl.int64)
+    group = tl.arange(0, HEADS)
+    mask = (group < GROUP)[:, None] & inside[None, :]
+    for index in tl.range(0, num_units, disable_licm=True):
+        next_rank, next_head, next_block = next_unit(rank, head, block, 1, NUM_KV_HEADS)
+        next_row, next_position, _, next_token = load_entry(list_entries + next_rank * ENTRY_FIELDS)
+        token_at = token.to(tl.int64)
+        table = block_tables + row.to(tl.int64) * blocks_stride
+        first_key = 0
+        if WINDOW > 0:
+            first_key = tl.maximum(position - WINDOW + 1, 0)
+        is_begun = (index == 0) & (begin_cut[1] >= 0)
+        is_cut = (index == num_units - 1) & (end_cut[1] >= 0)
+        first_tile, end_tile, first_inside, num_inside = tiles_of_unit(
+            first_key, position + 1, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
+        )
+
+        # All loads first, so that they are waited for at once. Each dimension comes with the one that it turns with.
+        blocks = load_blocks(table, first_tile, first_key, position, BLOCK_SIZE, BLOCK_N)
+        angle = position.to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
+        cosine = tl.load(cos + angle, mask=inside, other=0.0)
+        sine = tl.load(sin + angle, mask=inside, other=0.0)
+        slot = tl.load(slots + token_at)
+        token_partials = split_k_partials + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+        heads = (head * GROUP + group) * HEAD_DIM
+        query = _sum_partials(token_partials, heads[:, None] + dims[None, :], mask, step, NUM_PARTIALS)
+        other = _sum_partials(token_partials, heads[:, None] + others[None, :], mask, step, NUM_PARTIALS)
+        key_part = token_partials + (NUM_HEADS + head) * HEAD_DIM
+        key = _sum_partials(key_part, dims, inside, step, NUM_PARTIALS)
+        other_key = _sum_partials(key_part, others, inside, step, NUM_PARTIALS)
+        value = _sum_partials(key_part + NUM_KV_HEADS * HEAD_DIM, dims, inside, step, NUM_PARTIALS).to(dtype)
+
+        sine = tl.where(dims < half, -sine, sine)
+        if NORMED:
+            scale = tl.rsqrt(tl.sum(query * query, 1) / HEAD_DIM + EPS)[:, None]
+            query *= scale * tl.load(query_norm + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+            other *= scale * tl.load(query_norm + others, mask=inside, other=0.0).to(tl.float32)[None, :]
+            key_scale = tl.rsqrt(tl.sum(key * key, 0) / HEAD_DIM + EPS)
+            key *= key_scale * tl.load(key_norm + dims, mask=inside, other=0.0).to(tl.float32)
+            other_key *= key_scale * tl.load(key_norm + others, mask=inside, other=0.0).to(tl.float32)
+        query = (query * cosine[None, :] + other * sine[None, :]).to(dtype)
+        # The tile has rows to spare: they repeat the group.
+        query = tl.broadcast_to(query[None, :, :], [BLOCK_M // HEADS, HEADS, DIMS]).reshape([BLOCK_M, DIMS])
+        key = (key * cosine + other_key * sine).to(dtype)
+
+        sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        all_weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        head_keys = keys + head * (BLOCK_SIZE * HEAD_DIM)
+        head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
+        positions = tl.zeros([BLOCK_M], tl.int32) + position
+        sums, largest, all_weights = attend_tiles(
+            sums, largest, all_weights, query, head_keys, head_values, table, blocks, first_tile, end_tile, first_key,
+            position, positions, SCALE, True, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
+            PRECISION, UPCAST,
+        )  # fmt: skip
+
+        weights = tl.sum(all_weights, 1)
+        if not is_cut:
+            to_cache = (slot // BLOCK_SIZE) * (NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+            to_cache = to_cache * HEAD_DIM + dims
+            tl.store(head_keys + to_cache, key, mask=inside & (slot >= 0))
+            tl.store(head_values + to_cache, value, mask=inside & (slot >= 0))
+
+            score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+            now = tl.maximum(largest, score)
+            shrink = tl.exp2(largest - now)
+            weight = tl.exp2(score - now)
+            sums = sums * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+            weights = weights * shrink + weight
+            largest = now
+        to = out + token_at * (NUM_HEADS * HEAD_DIM) + head * (GROUP * HEAD_DIM)
+        leave(
+            to + rows * HEAD_DIM, rows < GROUP, to + group * HEAD_DIM, group < GROUP, sums, largest, weights, is_begun,
+            first_inside, num_inside, arrivals, part_sums, part_scales, HEAD_DIM, DIMS, BLOCK_M, HEADS, PARTS,
+            PART_DIMS,
+        )  # fmt: skip
+        rank, head, block = next_rank, next_head, next_block
+        row, position, token = next_row, next_position, next_token

@@ -1,0 +1,213 @@
+"""Attention of a step's queries over keys and values in blocks: causal, with grouped heads, optionally with a sliding
+window. One launch where a step only decodes; else one for entries of few tokens, one for some, one for chunks.
+
+A tile's rows are the tokens of a query block x the heads of a group, so a group reads its keys once. A program works
+off its piece of the step (see `attention_tasks.py`), tile of keys after tile of keys, with a running softmax (Milakov
+and Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135): scores are powers of two, sums float32.
+
+A unit that is one program's goes to `out`. Of a shared one each program leaves a part: sums, largest scores and
+weights. The last to arrive combines all of them, in the order of their keys, so the result does not depend on who that
+was; nobody waits. Parts go past the first-level caches, and are all there once the count says so: a barrier orders a
+program's stores before its own arrival, which releases them, and the last arrival acquires them.
+
+What keeps the cost smooth: grid and division know no threshold in the number of rows, and each entry's tiles follow
+from its own tokens, not from its company. As many tokens as a narrow tile holds (5 with 3 heads a group, 4 with 4) cost
+what one costs, for the tile has 16 rows anyway; more go to a tile of 64 rows, which is bound by the same bytes.
+
+Keys that nobody sees are not loaded: they may hold anything, even NaN of a sequence before, and the product of that
+with a weight of 0 would be NaN. A row's sums are its own, so a NaN stays in its sequence.
+
+What was looked at in the machine code for sm_90 (nothing of it has been timed): keys and values are copied 16 bytes a
+thread past the registers, two tiles ahead; the block ids of a tile are loaded a tile earlier than its
+keys; wide tiles multiply by groups of four warps (HGMMA), narrow ones by single warps (HMMA).
+
+Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.kernels.step_inputs import BLOCK_SIZE
+from pipeline.kernels.triton.attention.tasks import CUT_FIELDS, ENTRY_FIELDS, AttentionTasks, TaskList, check_cache
+from pipeline.kernels.triton.attention.tiles import (
+    attend_tiles,
+    leave,
+    load_blocks,
+    load_entry,
+    load_piece,
+    next_unit,
+    tiles_of_unit,
+)
+from pipeline.kernels.triton.launch import UPCAST_DOT, next_power_of_2
+from pipeline.kernels.triton.rows import StepArrays
+
+LOG2_E = 1.4426950408889634
+
+
+def attend(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, step: StepArrays, tasks: AttentionTasks) -> None:
+    """Attend from the step's queries to their rows' keys and values, all of which are in the cache already.
+
+    out and queries [T, Q * D]; keys and values [num_blocks, K, BLOCK_SIZE, D]; all of one dtype. `tasks` were planned
+    for this step. Scores are scaled by 1 / sqrt(D). Of tokens that are computed for nobody, `out` stays as it is.
+    """
+    check_cache(keys, values, tasks)
+    assert out.shape == queries.shape == (step.num_tokens, tasks.num_heads * tasks.head_dim)
+    assert out.is_contiguous() and queries.is_contiguous()
+    assert out.dtype == queries.dtype == keys.dtype
+    for task_list in tasks.lists:
+        _attend_kernel[(task_list.num_programs,)](
+            out,
+            queries,
+            keys,
+            values,
+            step.blocks,
+            step.blocks.stride(0),
+            task_list.cuts,
+            task_list.entries,
+            task_list.arrivals,
+            tasks.scratch.sums,
+            tasks.scratch.scales,
+            SCALE=LOG2_E / tasks.head_dim**0.5,
+            SINGLE_LOOP=task_list is tasks.narrow,
+            num_warps=task_list.tile.num_warps,
+            num_stages=task_list.tile.num_stages,
+            **constants(task_list, tasks, keys, task_list.tile.rows, task_list.tile.combined),
+        )
+
+
+def constants(
+    task_list: TaskList, tasks: AttentionTasks, keys: Tensor, num_rows: int, combined: int
+) -> dict[str, int | str]:
+    """Those that every kernel of attention has. `num_rows` of a unit's parts are read where these are combined, and
+    `combined` numbers at once."""
+    tile = task_list.tile
+    dims = max(16, next_power_of_2(tasks.head_dim))
+    part_dims = min(dims, max(16, combined // num_rows))
+    return {
+        "NUM_HEADS": tasks.num_heads,
+        "NUM_KV_HEADS": tasks.num_kv_heads,
+        "GROUP": tasks.group,
+        "HEAD_DIM": tasks.head_dim,
+        "DIMS": dims,
+        "BLOCK_SIZE": BLOCK_SIZE,
+        "WINDOW": tasks.window or 0,
+        "BLOCK_M": tile.rows,
+        "BLOCK_Q": tasks.tokens_of(tile),
+        "BLOCK_N": tile.keys,
+        "PARTS": max(1, combined // (num_rows * part_dims)),
+        "PART_DIMS": part_dims,
+        "CUT_FIELDS": CUT_FIELDS,
+        "ENTRY_FIELDS": ENTRY_FIELDS,
+        "PRECISION": "tf32x3",  # of float32, whose product is nearly exact so
+        "UPCAST": UPCAST_DOT,
+    }
+
+
+@triton.jit
+def _attend_kernel(
+    out,
+    queries,
+    keys,
+    values,
+    block_tables,
+    blocks_stride,
+    cuts,
+    list_entries,
+    arrivals,
+    part_sums,
+    part_scales,
+    SCALE: tl.constexpr,
+    SINGLE_LOOP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_DIMS: tl.constexpr,
+    CUT_FIELDS: tl.constexpr,
+    ENTRY_FIELDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
+    rank, head, block = first
+    row, start, count, offset = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, DIMS)
+    for index in tl.range(0, num_units, disable_licm=True):
+        next_rank, next_head, next_block = next_unit(rank, head, block, (count + BLOCK_Q - 1) // BLOCK_Q, NUM_KV_HEADS)
+        next_row, next_start, next_count, next_offset = load_entry(list_entries + next_rank * ENTRY_FIELDS)
+        table = block_tables + row.to(tl.int64) * blocks_stride
+        first_token = block * BLOCK_Q
+        end_token = tl.minimum(first_token + BLOCK_Q, count)
+        first_key = 0
+        if WINDOW > 0:
+            first_key = tl.maximum(start + first_token - WINDOW + 1, 0)
+        end_key = start + end_token
+
+        is_begun = (index == 0) & (begin_cut[1] >= 0)
+        is_cut = (index == num_units - 1) & (end_cut[1] >= 0)
+        first_tile, end_tile, first_inside, num_inside = tiles_of_unit(
+            first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
+        )
+
+        # Before the queries, so that both are waited for at once.
+        blocks = load_blocks(table, first_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
+        tokens = first_token + rows // GROUP
+        present = (rows < BLOCK_Q * GROUP) & (tokens < end_token)
+        at = (offset + tokens).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + (head * GROUP + rows % GROUP) * HEAD_DIM
+        mask = present[:, None] & (dims < HEAD_DIM)[None, :]
+        query = tl.load(queries + at[:, None] + dims[None, :], mask=mask, other=0.0)
+
+        sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if SINGLE_LOOP:
+            weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        else:
+            weights = tl.zeros([BLOCK_M], tl.float32)
+        positions = start + tokens
+        head_keys = keys + head * (BLOCK_SIZE * HEAD_DIM)
+        head_values = values + head * (BLOCK_SIZE * HEAD_DIM)
+        masked_tile = first_tile
+        if not SINGLE_LOOP:
+            # Tiles that all rows see whole need no mask: those up to the first token's position, and with a window,
+            # behind the last token's first key.
+            full_tile = first_tile
+            full_end = tl.maximum(tl.minimum((start + first_token + 1) // BLOCK_N, end_tile), first_tile)
+            if WINDOW > 0:
+                full_tile = tl.maximum(end_key - WINDOW + BLOCK_N - 1, 0) // BLOCK_N
+                full_tile = tl.minimum(tl.maximum(full_tile, first_tile), end_tile)
+                full_end = tl.maximum(full_end, full_tile)
+                sums, largest, weights = attend_tiles(
+                    sums, largest, weights, query, head_keys, head_values, table, blocks, first_tile, full_tile,
+                    first_key, end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE,
+                    WINDOW, BLOCK_N, PRECISION, UPCAST,
+                )  # fmt: skip
+                blocks = load_blocks(table, full_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
+            sums, largest, weights = attend_tiles(
+                sums, largest, weights, query, head_keys, head_values, table, blocks, full_tile, full_end, first_key,
+                end_key, positions, SCALE, False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW,
+                BLOCK_N, PRECISION, UPCAST,
+            )  # fmt: skip
+            masked_tile = full_end
+            blocks = load_blocks(table, masked_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
+        sums, largest, weights = attend_tiles(
+            sums, largest, weights, query, head_keys, head_values, table, blocks, masked_tile, end_tile, first_key,
+            end_key, positions, SCALE, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, WINDOW, BLOCK_N,
+            PRECISION, UPCAST,
+        )  # fmt: skip
+        if SINGLE_LOOP:
+            weights = tl.sum(weights, 1)
+        leave(
+            out + at, present, out + at, present, sums, largest, weights, is_begun, first_inside, num_inside, arrivals,
+            part_sums, part_scales, HEAD_DIM, DIMS, BLOCK_M, BLOCK_M, PARTS, PART_DIMS,
+        )  # fmt: skip
+        rank, head, block = next_rank, next_head, next_block
+        row, start, count, offset = next_row, next_start, next_count, next_offset

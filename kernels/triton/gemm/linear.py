@@ -1,0 +1,202 @@
+"""Linear layers: `sum(parts) = x @ weight.T + bias`, with sums in float32.
+
+Who multiplies, by the number of tokens M:
+
+    M              floats                    codes
+    1              vector.py                 vector.py
+    2 … 16         skinny.py                 skinny.py
+    17 … 128       cuBLAS                    skinny.py, widening as it reads
+    beyond         cuBLAS                    widened into scratch memory, then cuBLAS
+
+Up to 16 tokens a product is bound by the bytes of its weight, and the columns of a matrix of few rows are shared out
+among programs, each of which leaves a part: float32, and summed by who reads them, in their order. Otherwise there is
+one part, of the dtype of x.
+
+Shapes: M tokens, N rows and K columns of a weight, P parts, S samples, V size of the vocabulary, H hidden size.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from pipeline.kernels.triton import tuned
+from pipeline.kernels.triton.gemm.dequantize import add_bias, dequantize_rows
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.gemm.skinny import skinny_gemm
+from pipeline.kernels.triton.gemm.vector import gemv
+from pipeline.kernels.triton.launch import INTERPRETED, UPCAST_DOT
+from pipeline.kernels.triton.tuned import CODE_TOKENS, SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
+
+DEQUANTIZED_VALUES = 1 << 25
+"""Numbers that are widened at once, 64 MiB as bfloat16: enough rows for cuBLAS to be as fast as with all of them."""
+
+MAX_STAGE_BYTES = 192 * 1024
+"""Of the shared memory of a program, which may be 227 KiB; sums and operands need some besides."""
+
+DTYPES = {
+    torch.bfloat16: triton.language.bfloat16,
+    torch.float16: triton.language.float16,
+    torch.float32: triton.language.float32,
+}
+
+
+def num_split_k_partials(matrix: DeviceMatrix, num_tokens: int) -> int:
+    """P of the parts of a product with so many tokens. It does not change while serving."""
+    if num_tokens > SKINNY_TOKENS:
+        return 1
+    return config_of("linear", matrix, num_tokens).split
+
+
+def split_k_partials_dtype(matrix: DeviceMatrix, num_tokens: int) -> torch.dtype:
+    """That of the parts: float32 where there are several."""
+    return matrix.dtype if num_split_k_partials(matrix, num_tokens) == 1 else torch.float32
+
+
+def dequantize_scratch(dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Memory that products with codes of many tokens need: one for all matrices, for they come one after the other."""
+    return torch.empty(DEQUANTIZED_VALUES, dtype=dtype, device=device)
+
+
+def linear(
+    split_k_partials: Tensor,
+    x: Tensor,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    wide: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """parts [num_parts, M, N] of `split_k_partials_dtype`, x [M, K] of the matrix's dtype, bias [N] float32 or None.
+
+    `wide` is `dequantize_scratch`; without it, codes are multiplied by our own product whatever the number of tokens.
+    With `pdl`, programs of our own may start while the launch before this one ends (programmatic dependent launch).
+    """
+    num_tokens = len(x)
+    if num_tokens <= SKINNY_TOKENS or (matrix.form != "float" and (num_tokens <= CODE_TOKENS or wide is None)):
+        launch_gemm("linear", split_k_partials, x, matrix, bias, pdl=pdl)
+        return
+    out = split_k_partials[0]
+    if matrix.form == "float":
+        torch.mm(x, matrix.values.t(), out=out)
+    else:
+        assert wide is not None
+        step = wide.numel() // matrix.num_columns
+        for begin in range(0, matrix.num_rows, step):
+            end = min(begin + step, matrix.num_rows)
+            rows = wide[: (end - begin) * matrix.num_columns].view(-1, matrix.num_columns)
+            dequantize_rows(rows, matrix, begin)
+            torch.mm(x, rows.t(), out=out[:, begin:end])
+    if bias is not None:
+        add_bias(out, bias)
+
+
+def logits(out: Tensor, x: Tensor, matrix: DeviceMatrix) -> None:
+    """`out = x @ matrix.T`, not rounded. out [S, V] float32, x [S, H]."""
+    if len(x) <= SKINNY_TOKENS or matrix.form != "float":
+        launch_gemm("logits", out, x, matrix, None)
+    elif matrix.dtype == torch.float32:
+        torch.mm(x, matrix.values.t(), out=out)
+    elif out.is_cuda:
+        torch.ops.aten.mm.dtype_out(x, matrix.values.t(), torch.float32, out=out)
+    else:  # torch has no such product for a CPU
+        torch.mm(x.float(), matrix.values.float().t(), out=out)
+
+
+def config_of(op: Op, matrix: DeviceMatrix, num_tokens: int) -> GemmConfig:
+    """How a product of our own is launched."""
+    return tuned.choose(
+        op,
+        num_tokens=num_tokens,
+        num_rows=matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows,
+        num_columns=matrix.num_columns,
+        format=matrix.format,
+        device=matrix.device,
+    )
+
+
+def launch_gemm(
+    op: Op,
+    out: Tensor,
+    x: Tensor,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    config: GemmConfig | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """A product of our own. out [P, M, N], or [M, N / 2] with op "swiglu"; P is `config.split`."""
+    launch(op, out, x, x, x, x, 0, 0.0, matrix, bias, len(x), config, norm=False, pdl=pdl)
+
+
+def launch(
+    op: Op,
+    out: Tensor,
+    x: Tensor,
+    residual_out: Tensor,
+    partials_in: Tensor,
+    norm_weight: Tensor,
+    num_partials_in: int,
+    eps: float,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    num_tokens: int,
+    config: GemmConfig | None,
+    *,
+    norm: bool,
+    pdl: bool,
+) -> None:
+    """Every launch of vector.py and skinny.py; for tensors that are not read, any stand in."""
+    config = config or config_of(op, matrix, num_tokens)
+    num_rows = matrix.num_rows // 2 if op == "swiglu" else matrix.num_rows
+    tiles = triton.cdiv(num_rows, config.block_n)
+    shared: dict[str, Any] = {
+        "N": num_rows,
+        "K": matrix.num_columns,
+        "STRIDE": matrix.values.shape[1],
+        "GROUP": matrix.group,
+        "ZERO": matrix.zero,
+        "PACKED": matrix.form == "int4",
+        "HAS_MINIMUMS": matrix.minimums is not None,
+        "HAS_BIAS": bias is not None,
+        "NORM": norm,
+        "NUM_PARTIALS": num_partials_in,
+        "SWIGLU": op == "swiglu",
+        "SPLIT": config.split,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "PDL": pdl,
+        "num_warps": config.num_warps,
+    }
+    if pdl:
+        shared["launch_pdl"] = True
+    is_vector = num_tokens <= VECTOR_TOKENS
+    planes = (
+        matrix.values if matrix.form == "float" or not is_vector else matrix.values.view(torch.int32),
+        matrix.values if matrix.scales is None else matrix.scales,
+        matrix.values if matrix.minimums is None else matrix.minimums,
+        matrix.values if bias is None else bias,
+    )
+    inputs = (out, x, residual_out, partials_in, norm_weight, eps, *planes)
+    if is_vector:
+        gemv[(tiles, config.split)](*inputs, ASM=not INTERPRETED, **shared)
+        return
+    grid = (tiles, config.split, triton.cdiv(num_tokens, config.block_m))
+    skinny_gemm[grid](
+        *inputs,
+        num_tokens,
+        BLOCK_M=config.block_m,
+        NUM_STAGES=_num_stages(config, op, matrix, num_partials_in) if norm else config.num_stages,
+        DTYPE=DTYPES[matrix.dtype],
+        UPCAST=UPCAST_DOT,
+        **shared,
+    )
+
+
+def _num_stages(config: GemmConfig, op: Op, matrix: DeviceMatrix, num_partials_in: int) -> int:
+    """Of a product with its own norm: what it norms is kept in stages as well, as float32, residual and parts."""
+    halves = 2 if op == "swiglu" else 1
+    weight_bytes = tuned.bytes_of_columns(matrix.format, config.block_k) * config.block_n * halves
+    hidden_bytes = 4 * config.block_k * (config.block_m * (1 + num_partials_in) + 1)
+    return max(1, min(config.num_stages, MAX_STAGE_BYTES // (weight_bytes + hidden_bytes)))

@@ -1,0 +1,204 @@
+"""Products of few tokens on tensor cores: weights stream by once, and are multiplied with up to T tokens as they do.
+
+The tile of weights is the left operand: its rows fill a tensor core's 64 (or 16) whatever the number of tokens, which
+stand on the right and may be as few as 8. Floats come by asynchronous copies into shared memory, several tiles ahead,
+and are multiplied from there. Codes come the same way; each thread widens what it multiplies in registers.
+
+One program makes BLOCK_N rows of a share of their columns: with few rows there would be too few programs to keep the
+memory busy. Each share leaves a part, and who reads the parts sums them (norm.py). With GATED a program has rows of
+both halves and finishes them itself, so the columns can't be shared out.
+
+Shapes: M tokens, N rows, K columns, T = BLOCK_M tokens of a program.
+"""
+
+import triton
+import triton.language as tl
+
+from pipeline.kernels.triton.gemm.unpack import EXCESS, code_to_float
+from pipeline.kernels.triton.inputs import input_at, weight_rows_of
+from pipeline.kernels.triton.swiglu import silu
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def skinny_gemm(
+    out,
+    x,
+    residual_out,
+    partials,
+    norm_weight,
+    eps,
+    values,
+    scales,
+    minimums,
+    bias,
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """out [SPLIT, M, N] = x [M, K] · values [N, K]ᵀ, or silu(first half) * second half of it.
+
+    Grid (cdiv(N, BLOCK_N), SPLIT, cdiv(M, BLOCK_M)). NORM and the like: see `input_at`; there BLOCK_M is M or more.
+    DTYPE is that of the operands.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    split = tl.program_id(1)
+    ROWS: tl.constexpr = 2 * BLOCK_N if SWIGLU else BLOCK_N
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_rows = weight_rows_of(tl.program_id(0), tl.arange(0, ROWS), N, BLOCK_N, SWIGLU)
+    tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Beyond the last token, the last one again: no mask then stands in the way of wide loads.
+    some_tokens = tl.minimum(tokens, num_tokens - 1)
+    PROGRAMS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
+    begin = split * SHARE * BLOCK_K
+
+    HALF: tl.constexpr = GROUP // 2 if PACKED else BLOCK_K
+    WIDTH: tl.constexpr = BLOCK_K // 2 if PACKED else BLOCK_K
+    """Bytes of a tile's row, or numbers."""
+    places = tl.arange(0, WIDTH)
+    # The column of a byte's low half; that of its high half is half a group further on.
+    low_columns = places // HALF * GROUP + places % HALF if PACKED else places
+    long_rows = weight_rows.to(tl.int64)[:, None]
+    ROW: tl.constexpr = K if GROUP == 0 else STRIDE
+    pointers = values + long_rows * ROW + places[None, :]
+    scale_at = long_rows * (STRIDE * (2 if PACKED else 1) // GROUP) if GROUP else long_rows
+
+    sums = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    squares = tl.zeros([WIDTH, BLOCK_M], tl.float32)
+    EVEN: tl.constexpr = (K % (BLOCK_K * SPLIT) == 0) and (ROW * (2 if PACKED else 1) == K)
+    for step in tl.range(0, SHARE, num_stages=NUM_STAGES):
+        k = begin + step * BLOCK_K
+        at = k // 2 if PACKED else k
+        there = (at + places < ROW)[None, :]
+        tile = tl.load(pointers + at) if EVEN else tl.load(pointers + at, mask=there, other=0)
+        columns = (k + low_columns)[:, None]
+        writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
+        factors, hidden = input_at(
+            x, residual_out, partials, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes,
+            K, NORM, NUM_PARTIALS,
+        )  # fmt: skip
+        if NORM:
+            squares += hidden * hidden
+        if PACKED:
+            columns += HALF
+            high_factors, hidden = input_at(
+                x, residual_out, partials, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens, writes,
+                K, NORM, NUM_PARTIALS,
+            )  # fmt: skip
+            if NORM:
+                squares += hidden * hidden
+        else:
+            high_factors = factors
+        sums = _multiply(
+            sums, tile, factors, high_factors, scales, minimums, scale_at, k, STRIDE, GROUP, ZERO, PACKED, HAS_MINIMUMS,
+            DTYPE, UPCAST,
+        )  # fmt: skip
+    if NORM:
+        if SPLIT > 1:  # this program has seen a share of the squares only
+            all_places = tl.arange(0, BLOCK_K)
+            total = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+            for k in range(0, K, BLOCK_K):
+                columns = (k + all_places)[:, None]
+                _, hidden = input_at(
+                    x, residual_out, partials, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens,
+                    False, K, NORM, NUM_PARTIALS,
+                )  # fmt: skip
+                total += hidden * hidden
+            mean = tl.sum(total, axis=0) / K
+        else:
+            mean = tl.sum(squares, axis=0) / K
+        sums *= (1.0 / tl.sqrt(mean + eps))[None, :]
+    if HAS_BIAS:  # once: with the first part
+        sums += tl.load(bias + weight_rows)[:, None] * (split == 0).to(tl.float32)
+    if SWIGLU:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
+        sums = silu(gate) * up
+    place = (split * num_tokens + tokens).to(tl.int64)[None, :] * N + rows[:, None]
+    mask = (tokens < num_tokens)[None, :] & (rows < N)[:, None]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _multiply(
+    sums,
+    tile,
+    factors,
+    high_factors,
+    scales,
+    minimums,
+    scale_at,
+    k,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """sums [n, T] + tile [n, W] · factors [W, T]; for halves of bytes also · high_factors."""
+    DOT: tl.constexpr = tl.float32 if UPCAST else DTYPE
+    low = factors.to(DTYPE).to(DOT)
+    if GROUP == 0:
+        sums = tl.dot(tile.to(DOT), low, sums, input_precision="ieee")
+    else:
+        BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
+        GROUPS: tl.constexpr = tile.shape[1] // BYTES
+        groups = (k // GROUP + tl.arange(0, GROUPS))[None, :]
+        there = groups < STRIDE // BYTES
+        scale = tl.load(scales + scale_at + groups, mask=there, other=0.0).to(tl.float32)
+        if HAS_MINIMUMS:
+            least = tl.load(minimums + scale_at + groups, mask=there, other=0.0).to(tl.float32)
+        else:
+            least = scale
+        if PACKED:
+            wide = tile.to(tl.int32)
+            least = (least if HAS_MINIMUMS else 0.0) - (EXCESS + ZERO) * scale
+            numbers = _scaled(code_to_float(wide & 15), scale, least, GROUPS, True).to(DTYPE).to(DOT)
+            sums = tl.dot(numbers, low, sums, input_precision="ieee")
+            numbers = _scaled(code_to_float(wide >> 4), scale, least, GROUPS, True).to(DTYPE).to(DOT)
+            sums = tl.dot(numbers, high_factors.to(DTYPE).to(DOT), sums, input_precision="ieee")
+        else:
+            # As above, with a constant so large that it is taken off before anything is multiplied.
+            wide = (tile.to(tl.int32) + 128) << 8
+            codes = (wide | 0x47000000).to(tl.float32, bitcast=True) - 32896.0
+            numbers = _scaled(codes, scale, least, GROUPS, HAS_MINIMUMS).to(DTYPE).to(DOT)
+            sums = tl.dot(numbers, low, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _scaled(numbers, scale, least, GROUPS: tl.constexpr, HAS_MINIMUMS: tl.constexpr):
+    """numbers [n, W], scale and least [n, GROUPS] → [n, W] float32"""
+    n: tl.constexpr = numbers.shape[0]
+    W: tl.constexpr = numbers.shape[1]
+    if GROUPS == 1:
+        numbers = numbers * scale
+        if HAS_MINIMUMS:
+            numbers += least
+    else:  # several groups in a tile: scales are spread over their columns
+        numbers = tl.reshape(numbers, [n, GROUPS, W // GROUPS]) * scale[:, :, None]
+        if HAS_MINIMUMS:
+            numbers += least[:, :, None]
+        numbers = tl.reshape(numbers, [n, W])
+    return numbers

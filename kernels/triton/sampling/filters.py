@@ -1,0 +1,102 @@
+"""What top_k, top_p and min_p leave of a row on the GPU, and the draw among it; functions to be called by kernels.
+
+The order is that of kernels/sample.py: min_p, top_k, top_p, each over what the one before left. Each of them cuts off
+everything below some logit, so what has been cut is one number.
+"""
+
+import triton
+import triton.language as tl
+
+from pipeline.kernels.triton import fields as f
+from pipeline.kernels.triton.sampling.noise import log_noise, noise_key
+from pipeline.kernels.triton.sampling.threshold import (
+    TILE,
+    TILE_STRIPS,
+    amount_of,
+    code_of,
+    list_strips,
+    load_strips,
+    search,
+    value_of,
+)
+
+_COLD = f.COLD
+_INF, _LOWEST = tl.constexpr(float("inf")), tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def is_filtered(row):
+    """Whether fewer ids than all are drawn from for a row with these parameters."""
+    cut = (tl.load(row + f.TOP_K) > 0) | (f.float_at(row + f.TOP_P) < 1) | (f.float_at(row + f.MIN_P) > 0)
+    return cut & (f.float_at(row + f.TEMPERATURE) >= _COLD)
+
+
+@triton.jit
+def sample_filtered(
+    logits,
+    tops,
+    strips,
+    collected,
+    row,
+    top,
+    total,
+    temperature,
+    VOCAB: tl.constexpr,
+    STRIPS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """The id of a row of logits [VOCAB], of which the softmax's weights are `total`."""
+    places = tl.arange(0, PADDED)
+    strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
+    low = code_of(tl.full([], _LOWEST, tl.float32)).to(tl.int64)
+    min_p, top_k, top_p = f.float_at(row + f.MIN_P), tl.load(row + f.TOP_K), f.float_at(row + f.TOP_P)
+    num_wanted = tl.where((top_k > 0) & (top_k < VOCAB), top_k, 0).to(tl.float32)
+    is_cut = (min_p > 0) | (num_wanted > 0)
+    if min_p > 0:
+        low = tl.maximum(low, code_of(top + temperature * tl.log(min_p)).to(tl.int64))
+    # top_k, then top_p: one after the other through the same code.
+    for turn in range(2):
+        weighted = turn == 1
+        wanted = tl.where(weighted, top_p, num_wanted)
+        if tl.where(weighted, top_p < 1, num_wanted > 0):
+            if weighted:
+                if is_cut:
+                    total = _weigh(logits, strip_tops, strips, low, top, temperature, VOCAB, STRIPS)
+                # Logits whose weights are below a V-th of what may go would hold less than that together, so they are
+                # not in the nucleus. The hundredth is for rounding.
+                rare = top + temperature * tl.log(0.99 * (1 - top_p) * total / VOCAB)
+                low = tl.maximum(low, code_of(rare).to(tl.int64))
+                wanted = top_p * total
+            low = search(
+                *(logits, strip_tops, strips, collected, low, top, temperature, weighted, wanted),
+                *(VOCAB, STRIPS),
+            )
+    return _race(logits, strip_tops, strips, low, row, top, temperature, VOCAB, STRIPS)
+
+
+@triton.jit
+def _weigh(logits, tops, strips, low, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
+    """What a row's values from `low` up weigh."""
+    num_strips = list_strips(strips, tops, low, STRIPS)
+    total = 0.0
+    for begin in range(0, num_strips, TILE_STRIPS):
+        values, _, there = load_strips(logits, strips, begin, num_strips, VOCAB)
+        kept = there & (values >= value_of(low))
+        total += tl.sum(tl.where(kept, amount_of(values, top, temperature, True), 0.0), 0)
+    return total
+
+
+@triton.jit
+def _race(logits, tops, strips, low, row, top, temperature, VOCAB: tl.constexpr, STRIPS: tl.constexpr):
+    """The winner among a row's values from `low` up."""
+    key_low, key_high = noise_key(tl.load(row + f.KEY_LOW), tl.load(row + f.KEY_HIGH), tl.load(row + f.NUM_IDS))
+    num_strips = list_strips(strips, tops, low, STRIPS)
+    best = tl.full((TILE,), -_INF, tl.float32)
+    winner = tl.full((TILE,), VOCAB, tl.int32)
+    for begin in range(0, num_strips, TILE_STRIPS):
+        values, ids, there = load_strips(logits, strips, begin, num_strips, VOCAB)
+        score = (values - top) / temperature - log_noise(key_low, key_high, ids)
+        better = there & (values >= value_of(low)) & (score > best)
+        best = tl.where(better, score, best)
+        winner = tl.where(better, ids, winner)
+    return tl.min(tl.where(best == tl.max(best, 0), winner, VOCAB), 0)

@@ -1,0 +1,168 @@
+"""One request of an `AsyncClient`: its outputs as an async iterator.
+
+A stream grants the server `WINDOW` deltas, and more as they are read: the server keeps unread output, and it does not
+pile up in this process. A stream that is garbage-collected aborts its request.
+"""
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from pipeline.client import protocol as p
+from pipeline.client.connection.wire import OutputDelta, error_of, output_of, unpacked
+from pipeline.client.logprobs import Logprob, logprobs_of
+
+WINDOW = 32
+"""Maximum number of unread deltas of a stream; more are granted when half of them have been read."""
+
+
+class Stream:
+    """One request: an async iterator of `OutputDelta`s. Raises RequestError if the server refuses it or fails, and
+    ConnectionLost if the server is gone. Created by `AsyncClient.generate`."""
+
+    def __init__(
+        self, send: Callable[[p.Abort | p.Credit], None], request_id: int, params: p.Params, drop: Callable[[], None]
+    ) -> None:
+        """`send` is the client's. `drop` is called when the stream is garbage and its request is still open."""
+        self.request_id = request_id
+        self.prompt_token_ids: list[int] | None = None
+        """None until the request is accepted; set before the first output."""
+        self.seed: int | None = None
+        """The request's seed, given or drawn by the server; None until accepted. A resumed request needs it."""
+        self.num_prompt_tokens: int | None = None
+        """Set at the end; also the next two."""
+        self.num_output_tokens: int | None = None
+        self.num_cached_tokens: int | None = None
+        """Prompt ids that were found in the prefix cache and not computed; None if no sequence got an id."""
+        self.id: str | None = None
+        """The server's id of the request, as in its log and for POST /abort_requests; None until accepted."""
+        self.timings: dict[str, Any] | None = None
+        """How long each hop took, as in the field `timings` of an HTTP reply; set at the end, if requested."""
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        """For each of the prompt's ids, as `OutputDelta.logprobs`, and None for the first. Grows as deltas are read, if
+        requested; complete at the end."""
+        self._num_top, self._prompt_num_top = params.logprobs, params.prompt_logprobs
+        self._prompt_pieces: list[bytes] = []
+        self._send = send
+        self._deltas: deque[p.Delta] = deque()
+        self._outputs: deque[OutputDelta] = deque()
+        self._num_read = 0
+        """Deltas read since the last credits were sent."""
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._finalizer = weakref.finalize(self, drop)
+        self._finalizer.atexit = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the server has sent everything. Outputs may be left to read."""
+        return self._is_closed
+
+    def abort(self) -> None:
+        """Abort the request. Its last outputs then have `finish_reason="abort"`. Does nothing if it has ended."""
+        if not self._is_closed:
+            self._send(p.Abort(self.request_id))
+
+    async def accepted(self) -> None:
+        """Wait until the server has accepted the request: `prompt_token_ids`, `seed` and `id` are set. They stay None
+        if it was aborted before."""
+        while self.prompt_token_ids is None:
+            if self._is_closed and self._error is None:
+                return
+            await self._change()
+
+    async def closed(self) -> None:
+        """Wait until the server has sent everything. Raises the error of a request that failed."""
+        while not self._is_closed:
+            await self._change()
+        if self._error is not None:
+            raise self._error
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        while not self._outputs:
+            if not await self._read():
+                raise StopAsyncIteration
+        return self._outputs.popleft()
+
+    async def take(self) -> list[OutputDelta]:
+        """Wait for at least one output and return all that are there; an empty list at the end."""
+        while not self._outputs and await self._read():
+            pass
+        while self._deltas:
+            await self._read()
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
+
+    async def _read(self) -> bool:
+        """Wait for the next delta and take its outputs. Returns False at the end."""
+        while not self._deltas:
+            if self._is_closed and self._error is None:
+                return False
+            await self._change()
+        delta = self._deltas.popleft()
+        self._take_prompt(delta)
+        self._outputs.extend(output_of(output, self._num_top) for output in delta.outputs)
+        self._num_read += 1
+        if self._num_read >= WINDOW // 2 and not self._is_closed:
+            self._send(p.Credit(self.request_id, self._num_read))
+            self._num_read = 0
+        return True
+
+    def _take_prompt(self, delta: p.Delta) -> None:
+        """Append the log probabilities of further prompt ids."""
+        if self.prompt_logprobs is None or self._prompt_num_top is None or not delta.prompt_records:
+            return
+        begin, num_top, named = 1 + delta.prompt_record_offset, self._prompt_num_top, delta.prompt_record_pieces
+        pieces: list[bytes] = []
+        for place, own in enumerate(self._prompt_pieces[begin:]):
+            pieces += [own, *named[place * num_top : (place + 1) * num_top]]
+        ids = (self.prompt_token_ids or [])[begin:]
+        self.prompt_logprobs += logprobs_of(ids, delta.prompt_records, pieces, num_top)
+
+    async def _change(self) -> None:
+        """Wait for the next message. The client's heartbeat ends the wait if the server is gone."""
+        if self._error is not None:
+            raise self._error
+        self._changed.clear()
+        await self._changed.wait()
+
+    def handle(self, message: p.Accepted | p.Delta | p.Finished | p.Failed) -> None:
+        """Take a message of the server; for the client."""
+        match message:
+            case p.Accepted():
+                self.prompt_token_ids = unpacked(message.prompt_token_ids)
+                self.seed = message.seed
+                self.id = message.id or None
+                self._prompt_pieces = message.prompt_pieces
+                self.prompt_logprobs = None if self._prompt_num_top is None else [None]
+            case p.Delta():
+                self._deltas.append(message)
+            case p.Finished():
+                self.num_prompt_tokens = message.num_prompt_tokens
+                self.num_output_tokens = message.num_output_tokens
+                self.num_cached_tokens = min(message.num_cached_tokens, default=None)
+                if message.timings is not None:
+                    self.timings = msgspec.json.decode(message.timings, type=dict[str, Any])
+                self._close()
+            case p.Failed(_, failure):
+                self.fail(error_of(failure))
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; for the client."""
+        self._error = self._error or error
+        self._close()
+        self._changed.set()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._finalizer.detach()

@@ -1,0 +1,231 @@
+"""What a user gives as prompts, sampling parameters and conversations, told apart and checked before anything is sent.
+
+Errors name the prompt: `prompts[17]: …`. What needs the tokenizer is the server's to judge.
+"""
+
+import array
+import reprlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, Union
+
+import msgspec
+import numpy as np
+
+from pipeline.client import protocol as p
+from pipeline.client.client import ServerInfo
+from pipeline.client.connection.wire import packed
+from pipeline.client.inputs import request_options
+from pipeline.client.inputs.chat import ChatOptions, chat_options, reasoning_of, tool_calls_of, unknown_keys
+from pipeline.client.inputs.sampling_params import SamplingParams
+from pipeline.errors import PromptError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_SHOWN_CHARS = 100
+_ID_LISTS = (list, tuple, range, array.array)
+
+
+class _Salted(TypedDict, total=False):
+    cache_salt: str
+    """Only prompts with the same salt share what is computed of them."""
+
+
+class TextPrompt(_Salted):
+    """vLLM's spelling of a text."""
+
+    prompt: str
+
+
+class TokensPrompt(_Salted):
+    """vLLM's spelling of ids."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = Union[str, Sequence[int], "np.ndarray[Any, Any]", TextPrompt, TokensPrompt]
+"""A text, or token ids."""
+Message = Mapping[str, Any]
+"""`{"role": "user", "content": "Hello"}`"""
+Conversation = Sequence[Message]
+
+
+class CheckedPrompt(NamedTuple):
+    """A prompt as it is sent."""
+
+    prompt: p.Prompt
+    text: str | None
+    """What was given, where that was a text."""
+    cache_salt: str | None = None
+    """The prompt's own."""
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a prompt and not several: a text, a dict, or ids."""
+    if isinstance(prompts, (str, Mapping, range, array.array)):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    return isinstance(prompts, (list, tuple)) and bool(prompts) and _is_integer(prompts[0])
+
+
+def is_one_conversation(messages: Any) -> bool:
+    """Whether this is a conversation and not several: a list of messages."""
+    return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], Mapping)
+
+
+def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
+    """One prompt for a server. Raises PromptError, calling it `where`."""
+    if isinstance(prompt, Mapping):
+        key = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
+        if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
+            raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
+        if key not in prompt:
+            raise PromptError(f'{where} is a dict without the key "prompt" or "prompt_token_ids"')
+        try:
+            salt = request_options.checked(cache_salt=prompt.get("cache_salt")).cache_salt
+        except (TypeError, ValueError) as error:
+            raise PromptError(f"{where}: {error}") from error
+        return prompt_of(prompt[key], f"{where}[{key!r}]", info)._replace(cache_salt=salt)
+    if isinstance(prompt, str):
+        _check_text(prompt, where, info)
+        return CheckedPrompt(p.TextPrompt(prompt), prompt)
+    if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
+        prompt = prompt.tolist()
+    if not isinstance(prompt, _ID_LISTS):
+        raise PromptError(f"{where} must be a text or a list of token ids, not {_shown(prompt)}")
+    if len(prompt) == 0:
+        raise PromptError(f"{where} is empty: give at least one token id")
+    if len(prompt) >= info.max_model_len:
+        raise PromptError(
+            f"{where} has {len(prompt)} token ids, and the longest that this server takes, with room for one more, "
+            f"has {info.max_model_len - 1}"
+        )
+    for place, one in enumerate(prompt):
+        if not _is_integer(one):
+            raise PromptError(f"{where}[{place}] must be a token id, not {_shown(one)}")
+        if not 0 <= one < info.vocab_size:
+            raise PromptError(f"{where}[{place}]: {one} is not one of the model's token ids 0..{info.vocab_size - 1}")
+    return CheckedPrompt(p.TokensPrompt(packed(prompt)), None)
+
+
+def info_for(params: SamplingParams, info: ServerInfo) -> ServerInfo:
+    """What a server takes where these are a prompt's parameters: one that it cuts may be of any length."""
+    return msgspec.structs.replace(info, max_model_len=sys.maxsize) if params.truncate_prompt_tokens else info
+
+
+def chat_options_of(
+    add_generation_prompt: Any, continue_final_message: Any, tools: Any, chat_template_kwargs: Any
+) -> ChatOptions:
+    """How the conversations of a call are written. Raises PromptError."""
+    try:
+        return chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+    except (TypeError, ValueError) as error:
+        raise PromptError(str(error)) from error
+
+
+def chat_of(messages: Any, where: str, options: ChatOptions, info: ServerInfo) -> CheckedPrompt:
+    """One conversation for a server. Raises PromptError, calling it `where`."""
+    return CheckedPrompt(options.prompt(_checked_conversation(messages, where, info)), None)
+
+
+def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p.ChatMessage]:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise PromptError(f"{where} must be a list of messages, not {_shown(messages)}")
+    if not messages:
+        raise PromptError(f"{where} is empty: at least one message is needed")
+    return [_checked_message(message, f"{where}[{place}]", info) for place, message in enumerate(messages)]
+
+
+def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise PromptError(f'{where} must be a dict as {{"role": "user", "content": "…"}}, not {_shown(message)}')
+    if unknown := unknown_keys(message):
+        raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise PromptError(f"{where}['role'] must be one of {', '.join(ROLES)}, not {_shown(role)}")
+    try:
+        calls = tool_calls_of(message.get("tool_calls"), f"{where}['tool_calls']")
+    except (TypeError, ValueError) as error:
+        raise PromptError(str(error)) from error
+    if isinstance(content, (list, tuple)):
+        content = [_part(part, f"{where}['content'][{place}]") for place, part in enumerate(content)]
+    elif not isinstance(content, str) and (content is not None or not calls):
+        raise PromptError(f"{where}['content'] must be a text, not {_shown(content)}")
+    name, call_id, reasoning = message.get("name"), message.get("tool_call_id"), reasoning_of(message)
+    for key, other in (("name", name), ("tool_call_id", call_id), ("reasoning", reasoning)):
+        if other is not None and not isinstance(other, str):
+            raise PromptError(f"{where}['{key}'] must be a text, not {_shown(other)}")
+    texts = content if isinstance(content, list) else [content or ""]
+    _check_text("\n".join([*texts, reasoning or ""]), f"{where}['content']", info)
+    return p.ChatMessage(role, content, name, calls, call_id, reasoning)
+
+
+def _part(part: Any, where: str) -> str:
+    """A part of a message's content, as the OpenAI API has them."""
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise PromptError(f"{where}: content of type {kind!r} is not supported, only text")
+    raise PromptError(f'{where} must be a dict as {{"type": "text", "text": "…"}}, not {_shown(part)}')
+
+
+def _check_text(text: str, where: str, info: ServerInfo) -> None:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise PromptError(f"{where} holds an unpaired surrogate, which is not a valid character") from None
+    if num_bytes > info.max_message_bytes:
+        raise PromptError(f"{where} takes {num_bytes} bytes, and this server accepts at most {info.max_message_bytes}")
+
+
+def params_for(params: Any, num_prompts: int | None, default: SamplingParams) -> Iterator[SamplingParams]:
+    """The parameters of each prompt: one for all, or one each; `num_prompts` is None where nobody knows it yet.
+
+    Raises PromptError, for a list that has another length at once.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return _same(params or default)
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
+        raise PromptError(
+            f"sampling_params must be SamplingParams, or a list with one for each prompt, not {_shown(params)}"
+        )
+    if isinstance(params, Sequence):
+        if num_prompts is not None and len(params) != num_prompts:
+            raise PromptError(
+                f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one for each"
+            )
+        for place, one in enumerate(params):
+            _check_params(one, place, default)
+    return _each(params, default)
+
+
+def _same(params: SamplingParams) -> Iterator[SamplingParams]:
+    while True:
+        yield params
+
+
+def _each(params: Iterable[Any], default: SamplingParams) -> Iterator[SamplingParams]:
+    num = 0
+    for place, one in enumerate(params):
+        yield _check_params(one, place, default)
+        num = place + 1
+    raise PromptError(f"sampling_params has {num} entries, and there are more prompts: give one, or one for each")
+
+
+def _check_params(one: Any, place: int, default: SamplingParams) -> SamplingParams:
+    if one is None:
+        return default
+    if not isinstance(one, SamplingParams):
+        raise PromptError(f"sampling_params[{place}] must be SamplingParams, not {_shown(one)}")
+    return one
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    words = reprlib.repr(value)  # the value may be of any size
+    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"

