@@ -39,8 +39,8 @@ hypothesis.settings.load_profile("without deadline")
 
 ALONE = (
     # How long something takes on the clock or on the processor, and that it is soon.
-    "tests/e2e/test_admission.py::test_a_full_server_says_so_at_once",
-    "tests/e2e/test_hostile.py",
+    "tests/e2e/http/test_admission.py::test_a_full_server_says_so_at_once",
+    "tests/e2e/http/test_hostile.py",
     "tests/e2e/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
     "tests/e2e/test_life_and_death.py::test_when_the_supervisor_is_killed",
     "tests/e2e/test_start.py",
@@ -65,7 +65,7 @@ SERVERS = (
 """Likewise of those that take so much that no more than two of them run beside each other, and nothing else; but for
 those above. All others may run beside each other."""
 
-LONGEST = ("tests/stages/execute/test_smollm2.py", "tests/e2e/test_fuzz.py")
+LONGEST = ("tests/stages/execute/test_smollm2.py", "tests/e2e/http/test_fuzz.py")
 """They come first: as the last, each would have one of several processes at work and the others wait for it."""
 
 

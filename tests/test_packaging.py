@@ -138,7 +138,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     assert pins["torch"] == "2.13.0"
 
 
-CLIENTS = ROOT / "tests" / "e2e" / "clients"
+CLIENTS = ROOT / "tests" / "e2e" / "client" / "clients"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tools.gpu_check import child, gpu, parent, report, runners
 from tools.gpu_check.child import Context, Task
 from tools.gpu_check.kernels import ends
 from tools.gpu_check.kernels.dense import items as dense_items
+from tools.gpu_check.machine import rates
 from tools.gpu_check.models import WeightsOnDevice, made_up_tokenizer
 from tools.gpu_check.readings import FailedItem, Line, Reading, check, read, write
 from tools.gpu_check.servers import texts
@@ -280,8 +281,8 @@ def test_a_runner_takes_the_weights_that_it_is_given(tmp_path: Path) -> None:
 
 
 def test_the_time_of_a_step_is_bound_by_a_copy_where_nothing_else_was_measured(tmp_path: Path) -> None:
-    rates = {"copy, read + written": 3000.0}
-    assert rates.bandwidth(Context(Task("any", str(tmp_path / "lines"), 60.0, rates=rates))) == 3e12
+    measured = {"copy, read + written": 3000.0}
+    assert rates.bandwidth(Context(Task("any", str(tmp_path / "lines"), 60.0, rates=measured))) == 3e12
 
 
 def test_the_cpu_stands_for_the_gpu_where_kernels_are_interpreted() -> None:

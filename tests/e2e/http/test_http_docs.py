@@ -18,7 +18,7 @@ from pipeline.stages.gateway.parsing.tokens_only import PARAMS_NEUTRAL, Generate
 from pipeline.stages.gateway.readiness import Readiness
 from tests.e2e.server import Server
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "http.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "http.md"
 TEXT = DOCUMENT.read_text("utf-8")
 EXAMPLE = re.compile(r"```sh\n(curl .+?)\n```\n\n```(json|text)\n(.+?)\n```", re.DOTALL)
 EXAMPLES = EXAMPLE.findall(TEXT)

@@ -1,5 +1,7 @@
-"""Clients of others that are written for OpenAI's API, against the real server and model: what they ask, and what they
-understand of the replies, is in tests/e2e/clients, one file for each. Those in Python have an environment of their own.
+"""Clients that others wrote for OpenAI's API, against the real server and model.
+
+Each script in tests/e2e/client/clients asks one client and checks its replies. The Python ones have an environment of
+their own.
 """
 
 import os
@@ -7,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.packages import node_with, python_with, run
+from tests.e2e.client.packages import node_with, python_with, run
+from tests.e2e.client.test_openai_client import MODEL
 from tests.e2e.server import Server
-from tests.e2e.test_openai_client import MODEL
 
 CLIENTS = Path(__file__).parent / "clients"
 RUN_S = 120.0

@@ -17,9 +17,9 @@ import pytest
 from pipeline import LLM, SamplingParams
 from pipeline.client.progress import BatchBar
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
+from tests.e2e.client.scripts import Script, alive
 from tests.e2e.conftest import tiny
 from tests.e2e.own import load_of, until_idle
-from tests.e2e.scripts import Script, alive
 from tests.e2e.server import Server
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

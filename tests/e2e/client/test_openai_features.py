@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
+from tests.e2e.client.test_openai_client import MODEL, question
 from tests.e2e.server import Server
-from tests.e2e.test_openai_client import MODEL, question
 
 
 class Visit(BaseModel):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.e2e import hostile
+from tests.e2e.http import hostile
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"

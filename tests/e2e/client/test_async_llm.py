@@ -11,9 +11,9 @@ import pytest
 
 from pipeline import LLM, AsyncClient, AsyncLLM, RequestOutput, SamplingParams
 from pipeline.errors import PromptError, ServerFailed, StartError, UserError
+from tests.e2e.client.scripts import alive
 from tests.e2e.conftest import tiny
 from tests.e2e.own import until_idle
-from tests.e2e.scripts import alive
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

@@ -10,10 +10,10 @@ from pipeline.client.blocking_client import Client
 from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob
-from tests.e2e.packages import node_with, run
+from tests.e2e.client.packages import node_with, run
 from tests.e2e.server import Server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "tools" / "node_client"
 RUN_S = 120.0
 

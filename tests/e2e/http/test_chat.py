@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.e2e.client.scripts import ROOT, alive
 from tests.e2e.conftest import SMALL, tiny
-from tests.e2e.scripts import ROOT, alive
 from tests.e2e.server import Server
 from tests.terminal import CTRL_D, Terminal
 
