@@ -1,5 +1,5 @@
-"""Grammars of outputs, by llguidance: reading what a client gave, and the processes of their own that work on them.
+"""Grammars for structured outputs, based on llguidance: the conversion of clients' grammars, and worker processes.
 
-A hostile grammar can take the library minutes, gigabytes or the whole process, whatever limits it is given: so no stage
-calls it by itself. `ingest` has a checker, `execute` a process that computes masks, and each can be killed at any time.
+A hostile grammar can take the library minutes and gigabytes, or crash the process, despite its limits. So no stage
+calls it in its own process. `ingest` has a checker process, `execute` a mask worker; each can be killed at any time.
 """

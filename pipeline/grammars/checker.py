@@ -1,11 +1,10 @@
-"""The program that checks grammars for ingest: what a client gave becomes a text in llguidance's own form, or an error.
+"""The checker process of ingest: it converts clients' grammars to llguidance's format, or returns an error.
 
     ingest ──Check──► this process ──fork──► a child for each check ──► Checked
                        one thread, the model's tokenizer     killed when its time is up
 
-A check has a process of its own, forked in a few milliseconds with the tokenizer in it: so one that never ends, takes
-all memory, or brings the library down, is just one that failed, and others go on beside it. Those that take long make
-way for all else.
+Each check runs in a child of its own, forked in a few milliseconds with the tokenizer in memory. So a check that never
+ends, takes all memory or crashes the library just fails, and the others continue. Slow checks get a lower priority.
 """
 
 import contextlib
@@ -21,64 +20,64 @@ from pathlib import Path
 import msgspec
 
 from pipeline.grammars.checks import Check, Checked
-from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
-from pipeline.grammars.entry import end_with
-from pipeline.grammars.source import Unusable, to_llguidance
+from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
+from pipeline.grammars.entry import die_with_parent
+from pipeline.grammars.source import InvalidGrammar, to_llguidance
 from pipeline.grammars.worker import Gone, receive, send
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.supervisor.process_usage import usage_of
-from pipeline.text.formats.tool_format import Written
+from pipeline.text.formats.tool_format import LarkGrammar
 
 MAX_CHECKS = 8
-"""At once; the others wait."""
+"""Maximum number of concurrent checks; the others wait."""
 
 MAX_BYTES = 512 * 1024**2
-"""Memory that a check may take beyond what this process has."""
+"""Maximum memory of a check, in addition to the memory of this process."""
 
 SHORT_S = 0.25
-"""A check that takes longer makes way for everything else on the machine."""
+"""After this time, a check gets a lower priority."""
 
 LOW_PRIORITY = 5
+"""The nice value of slow checks."""
 
-HARDLY_S = 0.1
-"""Of processor time: a check that has had less, on a machine that is busy, is no proof of anything when its time is up,
-and goes on."""
+MIN_CPU_S = 0.1
+"""On a busy machine, a check that got less CPU time than this by its deadline gets more time."""
 
-LAST_S = 5.0
-"""Longest that a check goes on so."""
+MAX_EXTENDED_S = 5.0
+"""Maximum duration of a check with such extensions."""
 
 MARGIN = 0.1
-"""Of the time that a check may take: for its answer to be there in time."""
+"""Fraction of the time limit that is reserved for returning the answer."""
 
 
 class Running:
-    """A check and the child that makes it. Its time is over `timeout_s` after it was asked for; when it had to wait
-    before, it has half of that."""
+    """A check and its child process. The deadline is `timeout_s` after the request. A check that had to wait gets at
+    least half of `timeout_s`."""
 
     def __init__(self, check: Check, pid: int, pipe: int, timeout_s: float) -> None:
         self.check, self.pid, self.pipe = check, pid, pipe
         self.began_s = time.monotonic()
         self.end_s = max(check.asked_s + timeout_s, self.began_s + timeout_s / 2)
-        self.last_s = self.began_s + LAST_S
+        self.last_s = self.began_s + MAX_EXTENDED_S
         self.is_slow = False
         self.parts: list[bytes] = []
 
 
 class Checker:
-    """The loop and what it holds."""
+    """The main loop and its state. Without an engine, each check gets the answer `no_engine`."""
 
-    def __init__(self, of: socket.socket, engine: Engine | None, why_not: str, timeout_s: float) -> None:
-        self._socket, self._engine, self._why_not, self._timeout_s = of, engine, why_not, timeout_s
+    def __init__(self, ingest: socket.socket, engine: Engine | None, no_engine: str, timeout_s: float) -> None:
+        self._socket, self._engine, self._no_engine, self._timeout_s = ingest, engine, no_engine, timeout_s
         self._limit_s = (1 - MARGIN) * timeout_s
         self._waiting: deque[Check] = deque()
         self._running: dict[int, Running] = {}
-        """By pipe."""
+        """By the descriptor of the child's pipe."""
         self._selector = selectors.DefaultSelector()
-        self._selector.register(of, selectors.EVENT_READ)
+        self._selector.register(ingest, selectors.EVENT_READ)
         self._decoder = msgspec.msgpack.Decoder(Check)
 
     def loop(self) -> None:
-        """Ends with Gone, when ingest has."""
+        """Run until ingest ends. Raises Gone then."""
         while True:
             for key, _ in self._selector.select(self._next_s()):
                 if key.fileobj is self._socket:
@@ -90,14 +89,14 @@ class Checker:
                 self._begin(self._waiting.popleft())
 
     def _next_s(self) -> float | None:
-        """How long until a check is slow, or too slow."""
+        """Seconds until the next check becomes slow or reaches its deadline."""
         now_s = time.monotonic()
         due = [run.end_s if run.is_slow else min(run.began_s + SHORT_S, run.end_s) for run in self._running.values()]
         return max(0.0, min(due) - now_s) if due else None
 
     def _begin(self, check: Check) -> None:
         if self._engine is None:
-            self._answer(Checked(check.number, error=self._why_not))
+            self._answer(Checked(check.number, error=self._no_engine))
             return
         reads, writes = os.pipe()
         own_pid = os.getpid()
@@ -105,10 +104,10 @@ class Checker:
         if pid == 0:
             code = 1
             try:
-                end_with(own_pid)
-                self._socket.close()  # or ingest could not see that we are gone
+                die_with_parent(own_pid)
+                self._socket.close()  # an open copy would hide the parent's death from ingest
                 os.close(reads)
-                bound_memory(MAX_BYTES)
+                limit_memory(MAX_BYTES)
                 with os.fdopen(writes, "wb") as out:
                     out.write(msgspec.msgpack.encode(checked(check, self._engine)))
                 code = 0
@@ -125,10 +124,10 @@ class Checker:
             self._end(run, "")
 
     def _watch(self) -> None:
-        """Slow checks give way, and those whose time is up end."""
+        """Lower the priority of slow checks, and end those that are past their deadline."""
         now_s = time.monotonic()
         for run in list(self._running.values()):
-            if now_s >= run.end_s and now_s < run.last_s and usage_of(run.pid).cpu_s < HARDLY_S:
+            if now_s >= run.end_s and now_s < run.last_s and usage_of(run.pid).cpu_s < MIN_CPU_S:
                 run.end_s = min(now_s + self._limit_s, run.last_s)
             elif now_s >= run.end_s:
                 self._end(run, f"it is too complex: checking it takes longer than {self._timeout_s:g} s")
@@ -138,7 +137,7 @@ class Checker:
                     os.setpriority(os.PRIO_PROCESS, run.pid, LOW_PRIORITY)
 
     def _end(self, run: Running, error: str) -> None:
-        """The child has said all, or is given up."""
+        """Answer a check whose child has closed its pipe, or kill the child and answer with `error`."""
         self._selector.unregister(run.pipe)
         os.close(run.pipe)
         del self._running[run.pipe]
@@ -147,7 +146,7 @@ class Checker:
         _, _, usage = os.wait4(run.pid, 0)
         try:
             answer = msgspec.msgpack.decode(b"".join(run.parts), type=Checked)
-        except msgspec.DecodeError:  # what it had said when it broke off, if anything, is no answer
+        except msgspec.DecodeError:  # the child died before its answer was complete
             answer = Checked(
                 run.check.number,
                 error=error or "it is too complex: checking it takes too much memory, or too deep a nesting",
@@ -160,18 +159,18 @@ class Checker:
 
 
 def checked(check: Check, engine: Engine) -> Checked:
-    """What becomes of it. Where it is calls, the tool whose schema is to blame is looked for."""
+    """Run a check. If tool calls are invalid, find the tool whose schema is the cause."""
     try:
         with panics_as_errors():
             return _checked_all(check, engine)
     except RustPanic as panic:
-        return Checked(check.number, error=f"it makes the library fail: {words_of(str(panic))}")
+        return Checked(check.number, error=f"it makes the library fail: {short_message(str(panic))}")
 
 
 def _checked_all(check: Check, engine: Engine) -> Checked:
     answer = _checked(check, engine)
     if answer.error and check.kind == "calls":
-        for place, schema in enumerate(msgspec.json.decode(check.source, type=Written).schemas.values()):
+        for place, schema in enumerate(msgspec.json.decode(check.source, type=LarkGrammar).schemas.values()):
             alone = _checked(Check(check.number, "closed_schema", bytes(schema).decode()), engine)
             if alone.error:
                 return msgspec.structs.replace(alone, place=place)
@@ -179,27 +178,28 @@ def _checked_all(check: Check, engine: Engine) -> Checked:
 
 
 def _checked(check: Check, engine: Engine) -> Checked:
-    """All there is to check: that it is understood, that no keyword of it would be ignored, that it can be satisfied,
-    and that it can be computed by."""
+    """Check that the grammar is valid, no keyword of it would be ignored, some text matches it, and masks can be
+    computed."""
     try:
         grammar = to_llguidance(check.kind, check.source, engine.tokenizer)
-    except Unusable as error:
+    except InvalidGrammar as error:
         return Checked(check.number, error=str(error))
     matcher = engine.matcher(grammar)
     if matcher.is_error():
-        return Checked(check.number, error=_in_our_words(matcher.get_error()))
+        return Checked(check.number, error=_client_error(matcher.get_error()))
     if warnings := matcher.get_grammar_warnings():
-        return Checked(check.number, error=_in_our_words(warnings[0]))
+        return Checked(check.number, error=_client_error(warnings[0]))
     mask = matcher.compute_bitmask()
     if matcher.is_error() or not any(mask):
         if "NoExtension" in matcher.get_error() or not matcher.is_error():
             return Checked(check.number, error="no text matches it")
-        return Checked(check.number, error=_in_our_words(matcher.get_error()))
+        return Checked(check.number, error=_client_error(matcher.get_error()))
     return Checked(check.number, grammar)
 
 
-def _in_our_words(error: str) -> str:
-    words = words_of(error)
+def _client_error(error: str) -> str:
+    """An error of the library, reworded for clients."""
+    words = short_message(error)
     if words.startswith("Unimplemented keys: "):
         keys = words.removeprefix("Unimplemented keys: ").strip("[]")
         return f"its keywords {keys} are not supported"
@@ -210,14 +210,14 @@ def _in_our_words(error: str) -> str:
     return words
 
 
-def main(of: socket.socket, model_dir: str, timeout_s: str) -> None:
-    """Check until ingest ends."""
-    engine, why_not = None, ""
+def main(ingest: socket.socket, model_dir: str, timeout_s: str) -> None:
+    """Run the checker until ingest ends."""
+    engine, no_engine = None, ""
     try:
         engine = Engine(Path(model_dir))
-    except NoEngine as error:
-        why_not = str(error)
+    except GrammarsUnsupported as error:
+        no_engine = str(error)
     gc.collect()
     gc.freeze()
     with contextlib.suppress(Gone):
-        Checker(of, engine, why_not, float(timeout_s)).loop()
+        Checker(ingest, engine, no_engine, float(timeout_s)).loop()

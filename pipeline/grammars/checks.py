@@ -1,4 +1,4 @@
-"""What ingest and its checker say to each other."""
+"""The messages between ingest and its checker process."""
 
 import msgspec
 
@@ -9,17 +9,17 @@ class Check(msgspec.Struct, array_like=True, frozen=True):
     """As in `Grammar`"""
     source: str
     asked_s: float = 0.0
-    """When, by time.monotonic()."""
+    """Time of the request, by time.monotonic()."""
 
 
 class Checked(msgspec.Struct, array_like=True, frozen=True):
     number: int
     grammar: str = ""
-    """In llguidance's own form; empty where it can't be used."""
+    """In llguidance's format; empty if it is invalid."""
     error: str = ""
     is_final: bool = True
-    """Whether the same source will always come to this: not where the machine was too busy to tell."""
+    """Whether the same source always has this result. False if a busy machine may have caused a timeout."""
     took_s: float = 0.0
-    """Processor time."""
+    """CPU time."""
     place: int = -1
-    """Of the schema to blame, where it is one of several: of calls."""
+    """Of tool calls: the index of the invalid schema; -1 if unknown."""

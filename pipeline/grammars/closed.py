@@ -1,7 +1,7 @@
-"""Objects without the properties that their schema does not name: arguments of calls, and OpenAI's response_format.
+"""Close objects in schemas: no properties besides the named ones. For tool arguments and OpenAI's response_format.
 
-JSON Schema lets an object have any properties besides those that are named, and people, and the libraries that write
-schemas for them, seldom say that there are no others. A small model that may invent properties goes on inventing them.
+JSON Schema allows any further properties, and people and schema libraries seldom forbid them. A small model that may
+invent properties keeps inventing them.
 """
 
 import json
@@ -15,11 +15,11 @@ TANGLED = frozenset(
     {"allOf", "oneOf", "not", "if", "then", "else", "minProperties", "patternProperties", "propertyNames"}
     | {"dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
 )
-"""Keywords beside which an object can't be judged by itself: what closes it may contradict another schema for the same
-object, or make a choice between schemas come out otherwise."""
+"""Keywords that relate an object's schema to other schemas. Closing such an object might contradict another schema, or
+change which of several schemas matches."""
 
 ALTERNATIVES = ("anyOf", "$ref")
-"""These leave it so, where they stand without properties of their own."""
+"""Keywords that allow closing only if the same schema has no properties of its own."""
 
 OF_OBJECTS = ("properties", "required", "additionalProperties")
 NAMED = ("properties", "$defs", "definitions")
@@ -30,9 +30,9 @@ SINGLE = ("items", "additionalProperties")
 
 
 def closed(source: str, schema: Any) -> str:
-    """A schema's text, whose objects have the properties that they name and no others, unless it says something of
-    others. What matches it matches the schema as it was. Where an object can't be judged by itself, it is left as it
-    is, all of it. What is written stays as it is written: every digit of a number counts."""
+    """A schema's text with closed objects, unless they define further properties. All matches also match the original
+    schema. If any object can't be closed safely, the schema is returned unchanged. All other text is unchanged, so
+    that numbers keep every digit."""
     return _closed(source.strip()) if _is_plain(schema) else source
 
 
@@ -77,10 +77,10 @@ def _closed(text: str) -> str:
 
 
 def members_of(text: str) -> dict[str, str]:
-    """The parts of an object's text, as they are written. Raises msgspec.DecodeError."""
+    """The unparsed members of an object's JSON text. Raises msgspec.DecodeError."""
     return {name: bytes(part).decode() for name, part in msgspec.json.decode(text, type=dict[str, Raw]).items()}
 
 
 def object_of(members: Mapping[str, str]) -> str:
-    """The text of an object of such parts."""
+    """The JSON text of an object with these unparsed members."""
     return "{" + ", ".join(f"{json.dumps(name)}: {part}" for name, part in members.items()) + "}"

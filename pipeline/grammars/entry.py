@@ -1,13 +1,13 @@
-"""What a `Worker`'s process does first. Run as a script, with the number of its socket, a title, a dotted module, and
-what that is to be told."""
+"""The entry point of a `Worker`'s process. Run as a script with the number of its socket, a title, a dotted module and
+the module's arguments."""
 
 import sys
 
 PR_SET_PDEATHSIG = 1
 
 
-def end_with(parent_pid: int) -> None:
-    """Have this process killed when its parent is no more. A fork does not inherit that."""
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends. Forked children do not inherit this."""
     import ctypes
     import os
     import signal
@@ -18,7 +18,7 @@ def end_with(parent_pid: int) -> None:
 
 
 def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
-    """Run `program.main(socket, *args)`. Ends when the other end of the socket is closed."""
+    """Run `program.main(socket, *args)`. Returns when the other end of the socket is closed."""
     import importlib
     import os
     import signal
@@ -26,10 +26,10 @@ def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
 
     import setproctitle
 
-    # Our maker alone decides when we end: it closes its socket, or is no more.
+    # Only the owner ends this process, by closing its socket or by ending itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    end_with(os.getppid())
+    die_with_parent(os.getppid())
     setproctitle.setproctitle(title)
 
     from pipeline.grammars.worker import Gone
@@ -44,7 +44,7 @@ def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # We were started by our path, so nothing beside it is to be imported by a bare name.
+    # This script was started by its path: keep the files beside it from being imported by a bare name.
     import importlib.util
     from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""The keyword `format` of a schema: the names that llguidance does not have.
+"""The schema keyword `format`: replace or remove names that llguidance does not support.
 
-By JSON Schema a format is an annotation, and libraries write names of their own: pydantic `uuid4`, `password`,
-`binary`, `path`. llguidance refuses them. So those that are a form of one that it has become that one, and others are
-taken out of what it sees.
+In JSON Schema a format is an annotation, and libraries write names of their own, such as pydantic's `uuid4`,
+`password`, `binary` and `path`. llguidance refuses them. So a special form of a supported format becomes that format,
+and other names are removed.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from pipeline.grammars.keywords import OF_NAMES, OF_VALUES
 KNOWN = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""The library's."""
+"""The library's formats."""
 
 LIKE = {f"uuid{version}": "uuid" for version in range(1, 9)}
-"""Names of which each value has the other's form."""
+"""Names → the more general format that includes all their values."""
 
 
 def with_known_formats(source: str, schema: Any) -> str:
-    """A schema's text without the formats that the library does not have. What is written stays else as it is written:
-    every digit of a number counts. Raises msgspec.DecodeError."""
+    """A schema's text without formats that the library does not support. All other text is unchanged, so that numbers
+    keep every digit. Raises msgspec.DecodeError."""
     return _edited(source.strip()) if _has_unknown(schema) else source
 
 

@@ -1,23 +1,23 @@
-"""Where schemas are in a schema, and names in it that are almost keywords.
+"""Schema keywords by what they contain, and a check for misspelled keywords.
 
-JSON Schema has names that it does not know mean nothing, so that anyone may add some: `nullable`, `x-order`. But
-`maxlength` is nobody's addition.
+JSON Schema ignores unknown names, so anyone may add some, such as `nullable` or `x-order`. But `maxlength` is a typing
+error.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords that hold schemas by names, which are the client's."""
+"""Keywords that hold an object of schemas, keyed by the client's names."""
 
 OF_VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords that hold values, and no schemas."""
+"""Keywords that hold plain values."""
 
 OF_SCHEMAS = frozenset(
     {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "items", "prefixItems", "additionalItems", "contains"}
     | {"additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"}
 )
-"""Keywords that hold a schema, or an array of them."""
+"""Keywords that hold a schema or an array of schemas."""
 
 KEYWORDS = (
     OF_NAMES
@@ -27,13 +27,13 @@ KEYWORDS = (
     | {"minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-"""All that say what a value is to be."""
+"""All keywords that constrain a value."""
 
 _BY_LETTERS = {keyword.lower(): keyword for keyword in KEYWORDS}
 
 
 def misspelt(schema: Any) -> tuple[str, str] | None:
-    """The first name that is a keyword but for the case of its letters, and that keyword."""
+    """The first name that differs from a keyword only in case, and that keyword."""
     if isinstance(schema, list):
         return next((found for part in schema if (found := misspelt(part))), None)
     if not isinstance(schema, dict):

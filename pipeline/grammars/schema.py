@@ -1,13 +1,12 @@
-"""What of a JSON schema would not be kept to, though llguidance takes it; and the options that it is given.
+"""Reject JSON schemas that llguidance accepts but does not enforce, and set its options.
 
-The library refuses keywords that it does not know. In these cases, found by trying, it would let an output through that
-does not validate:
+The library refuses keywords that it does not know. Experiments found three cases in which it would accept an output
+that does not validate:
 
-- A property's name spelled with escapes is taken for another name. So with our options each character is spelled in one
-  way, and \\u is none of them.
-- Characters that can then not be spelled, which are controls, are left out of what is given as a whole (`const`, names,
-  parts of a pattern): such schemas are refused.
-- Names that the schema does not list may come twice, and are then one property: it can't be counted on two of them.
+- It takes a property name spelled with escapes for a different name. So our options allow one spelling of each
+  character, without \\u.
+- It then drops control characters, which can't be spelled, from `const`, names and patterns. Such schemas are refused.
+- Names that the schema does not list may occur twice, but count as one property. So `minProperties` is limited.
 """
 
 import json
@@ -18,37 +17,38 @@ from typing import Any
 from pipeline.grammars.keywords import misspelt
 
 OWN_OPTIONS = "x-guidance"
-"""A schema's options for the library: a client's would let it ignore keywords, or write what is no JSON."""
+"""The key of the library's options in a schema. A client must not set it: options can make the library ignore keywords
+or write invalid JSON."""
 
 STRICT = {"json_allowed_escapes": 'nrbtf\\"', "whitespace_pattern": r" |\n[ \t]{0,64}"}
-"""Ours. Space is one blank, or a new line and what it is indented by: a small model that may write any amount goes on
-writing it."""
+"""Our options. White space is one blank, or a line break with indentation, because a small model that may write any
+amount of it never stops."""
 
 COMPACT = {"json_allowed_escapes": STRICT["json_allowed_escapes"], "whitespace_flexible": False}
-"""The same, without any space."""
+"""The same without white space."""
 
 VALUES = ("default", "examples")
-"""Keywords that hold no schemas, and mean nothing here; besides `const` and `enum`."""
+"""Keywords with plain values that constrain nothing."""
 
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that have no escape of their own."""
+"""Control characters without a short escape in JSON."""
 
 _DIGITS = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
 CONTROL_IN_PATTERN = re.compile(
     rf"\\x{_DIGITS}|\\u00{_DIGITS}|\\U000000{_DIGITS}|\\[xuU]\{{0*(?:{_DIGITS}|[0-7bBeEfF])\}}|\\[va]|{CONTROL.pattern}"
 )
-"""Such a character as a pattern spells it. The ends of a range of several are none."""
+"""Such a character as patterns spell it. Bounds of a character range are allowed."""
 
 
-class Untrue(Exception):
-    """Outputs could not be relied on to match; says why."""
+class UnsupportedSchema(Exception):
+    """The library does not enforce this schema. The message says why."""
 
 
 def check(schema: Any) -> None:
-    """Raises Untrue."""
+    """Raises UnsupportedSchema if outputs might not match the schema."""
     if found := misspelt(schema):
         name, keyword = found
-        raise Untrue(f'it has "{name}", which is not a keyword: did you mean "{keyword}"?')
+        raise UnsupportedSchema(f'it has "{name}", which is not a keyword: did you mean "{keyword}"?')
     _check(schema)
 
 
@@ -63,7 +63,7 @@ def _check(schema: Any) -> None:
 
 
 def strict(source: str, schema: Any, options: Mapping[str, Any] = STRICT) -> str:
-    """A schema's text with options of ours, and else as it was written: every digit of a number counts."""
+    """A schema's text with our options. All other text is unchanged, so that numbers keep every digit."""
     if schema is False:
         return source
     written = json.dumps({OWN_OPTIONS: options})
@@ -93,13 +93,13 @@ def _check_count(schema: dict[str, Any]) -> None:
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least - num_required > 1:
-        raise Untrue('its keyword "minProperties" is supported for one property more than are required')
+        raise UnsupportedSchema('its keyword "minProperties" may exceed the number of required properties by at most 1')
 
 
 def _check_texts(value: Any, key: str) -> None:
     if isinstance(value, str):
         if CONTROL.search(value):
-            raise Untrue(f'of control characters, "{key}" may have those alone that JSON has a letter for')
+            raise UnsupportedSchema(f'"{key}" may only contain control characters that JSON has a short escape for')
     elif isinstance(value, list):
         for part in value:
             _check_texts(part, key)
@@ -117,6 +117,6 @@ def _check_pattern(pattern: Any) -> None:
         begins = after[:1] == "-" and after[1:2] not in ("", "]") and not after[1:].startswith(found[0])
         ends = before[-1:] == "-" and before[-2:-1] not in ("", "[") and not before[:-1].endswith(found[0])
         if not (begins or ends):
-            raise Untrue(
-                f"of control characters, a pattern may name those alone that JSON has a letter for: {pattern!r}"
+            raise UnsupportedSchema(
+                f"a pattern may only contain control characters that JSON has a short escape for: {pattern!r}"
             )

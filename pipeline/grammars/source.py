@@ -1,6 +1,6 @@
-"""From what a client gave to a grammar in llguidance's own form, or to the reason why not.
+"""Convert a client's grammar to llguidance's format.
 
-To be called where it may take its time: converting is cheap for what people write, and not for what is meant to hurt.
+Call this only in a worker process: a hostile grammar can make the conversion slow.
 """
 
 import json
@@ -13,8 +13,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from pipeline.grammars.closed import closed
 from pipeline.grammars.format_names import with_known_formats
-from pipeline.grammars.schema import COMPACT, OWN_OPTIONS, STRICT, Untrue, check, strict
-from pipeline.text.formats.tool_format import Written
+from pipeline.grammars.schema import COMPACT, OWN_OPTIONS, STRICT, UnsupportedSchema, check, strict
+from pipeline.text.formats.tool_format import LarkGrammar
 
 MAX_CHOICES = 10_000
 Options = Mapping[str, Any]
@@ -23,12 +23,12 @@ Options = Mapping[str, Any]
 ANY_TEXT = r"/(.|\n)*/"
 
 
-class Unusable(Exception):
-    """A client's grammar can't be used; says why, in words for the client."""
+class InvalidGrammar(Exception):
+    """A client's grammar is invalid or not supported. The message is for the client."""
 
 
 def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
-    """`kind` and `source` are those of `Grammar`. Raises Unusable."""
+    """The grammar in llguidance's format; `kind` and `source` are as in `Grammar`. Raises Unusable."""
     options = COMPACT if kind.startswith("compact_") else STRICT
     try:
         match kind:
@@ -49,20 +49,20 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
             case "structural_tag" | "compact_structural_tag":
                 return _structural_tag(_json(source, "the structural tag"), tokenizer, options)
     except RecursionError:
-        raise Unusable("it is nested too deeply") from None
-    except UnicodeEncodeError:  # of a string in JSON, which can spell what no text can hold
-        raise Unusable("it holds an unpaired surrogate, which is not a valid character") from None
-    raise Unusable(f"there is no kind of grammar {kind!r}")
+        raise InvalidGrammar("it is nested too deeply") from None
+    except UnicodeEncodeError:  # JSON can spell lone surrogates
+        raise InvalidGrammar("it contains a lone surrogate, which is not a valid character") from None
+    raise InvalidGrammar(f"there is no kind of grammar {kind!r}")
 
 
 def _json(source: str, what: str) -> Any:
     def refuse(name: str) -> None:
-        raise Unusable(f"{what} holds {name}, which is no JSON")
+        raise InvalidGrammar(f"{what} contains {name}, which is not valid JSON")
 
     try:
         return json.loads(source, parse_constant=refuse)
     except ValueError as error:
-        raise Unusable(f"{what} is no JSON: {error}") from None
+        raise InvalidGrammar(f"{what} is not valid JSON: {error}") from None
 
 
 def _schema(source: str, options: Options, *, is_closed: bool = False) -> str:
@@ -71,78 +71,78 @@ def _schema(source: str, options: Options, *, is_closed: bool = False) -> str:
 
 
 def _calls(source: str) -> str:
-    """Calls of tools, whose arguments have schemas."""
+    """The Lark grammar of tool calls."""
 
     def fit(text: str) -> str:
         return _fit(text, _json(text, "the schema of a tool"), STRICT, is_closed=True)
 
-    return msgspec.json.decode(source, type=Written).lark(fit)
+    return msgspec.json.decode(source, type=LarkGrammar).lark(fit)
 
 
 def _fit(text: str, schema: Any, options: Options, *, is_closed: bool = False) -> str:
-    """A schema's text for the library. No keyword is ignored: what the library can't enforce is an error."""
+    """A schema's text for the library. Keywords that the library can't enforce are errors."""
     _check_schema(schema)
     try:
         text = with_known_formats(text, schema)
         return strict(closed(text, schema) if is_closed else text, schema, options)
-    except msgspec.DecodeError as error:  # it reads strings more strictly
-        raise Unusable(f"it can't be read: {error}") from None
+    except msgspec.DecodeError as error:  # stricter about strings than json.loads
+        raise InvalidGrammar(f"it can't be read: {error}") from None
 
 
 def _check_schema(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
-        raise Unusable(f"a schema must be an object, true or false, not {_type(schema)}")
+        raise InvalidGrammar(f"a schema must be an object, true or false, not {_type(schema)}")
     if isinstance(schema, dict) and OWN_OPTIONS in schema:
-        raise Unusable(f"{OWN_OPTIONS!r} is not supported in a schema")
+        raise InvalidGrammar(f"{OWN_OPTIONS!r} is not supported in a schema")
     try:
         check(schema)
-    except Untrue as error:
-        raise Unusable(str(error)) from None
+    except UnsupportedSchema as error:
+        raise InvalidGrammar(str(error)) from None
 
 
 def _choice(choices: Any) -> str:
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-        raise Unusable("the choices must be an array of strings")
+        raise InvalidGrammar("the choices must be an array of strings")
     if not choices:
-        raise Unusable("the list of choices is empty")
+        raise InvalidGrammar("the list of choices is empty")
     if len(choices) > MAX_CHOICES:
-        raise Unusable(f"there are {len(choices)} choices; the limit is {MAX_CHOICES} are taken")
-    # One terminal, so that all of them are one automaton: as rules they would be tried one by one.
+        raise InvalidGrammar(f"there are {len(choices)} choices; the limit is {MAX_CHOICES}")
+    # One terminal makes one automaton of all choices; rules would be tried one by one.
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_literal, choices)))
 
 
 def _literal(text: str) -> str:
-    """As Lark writes it. Controls are escaped, everything else is as it is."""
+    """A Lark string literal. Control characters are escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _lark(source: str) -> str:
-    """A grammar in Lark, or in the notation of llama.cpp (GBNF, EBNF), which has a rule `root`."""
+    """A grammar in Lark, or in llama.cpp's notation (GBNF, EBNF) with a rule `root`."""
     if not source.strip():
-        raise Unusable("the grammar is empty")
+        raise InvalidGrammar("the grammar is empty")
     try:
         return any_to_lark(source)
     except RecursionError:
         raise
-    except Exception as error:  # noqa: BLE001 - for missing and double rules the library raises a plain Exception
-        raise Unusable(f"it is neither Lark, with a rule `start:`, nor GBNF: {error}") from None
+    except Exception as error:  # noqa: BLE001 - the library raises a plain Exception for missing and duplicate rules
+        raise InvalidGrammar(f"it is neither Lark, with a rule `start:`, nor GBNF: {error}") from None
 
 
 def _structural_tag(tag: Any, tokenizer: LLTokenizer, options: Options) -> str:
-    """vLLM's: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. The text is free until a trigger, which
-    a structure that begins with it follows."""
+    """vLLM's format: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. Text is free up to a trigger,
+    which starts a structure."""
     if not isinstance(tag, dict):
-        raise Unusable(f"a structural tag must be an object, not {_type(tag)}")
+        raise InvalidGrammar(f"a structural tag must be an object, not {_type(tag)}")
     if "format" in tag:
-        raise Unusable("structural tags need `structures` and `triggers`; `format` is not supported")
+        raise InvalidGrammar("structural tags need `structures` and `triggers`; `format` is not supported")
     unknown = sorted(set(tag) - {"type", "structures", "triggers"})
     if unknown or tag.get("type", "structural_tag") != "structural_tag":
-        raise Unusable(f"a structural tag has only `structures` and `triggers`, not {unknown or tag['type']!r}")
+        raise InvalidGrammar(f"a structural tag has only `structures` and `triggers`, not {unknown or tag['type']!r}")
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
-        raise Unusable("`triggers` must be an array of at least one string")
+        raise InvalidGrammar("`triggers` must be an array of at least one string")
     if not isinstance(structures, list) or not structures:
-        raise Unusable("`structures` must be an array of at least one object")
+        raise InvalidGrammar("`structures` must be an array of at least one object")
     rules = [_structure(i, structure, triggers, tokenizer, options) for i, structure in enumerate(structures)]
     names = " | ".join(f"tag_{i}" for i in range(len(rules)))
     return LLMatcher.grammar_from_lark(
@@ -153,17 +153,17 @@ def _structural_tag(tag: Any, tokenizer: LLTokenizer, options: Options) -> str:
 def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokenizer, options: Options) -> str:
     where = f"structures[{i}]"
     if not isinstance(structure, dict) or set(structure) - {"begin", "schema", "end"}:
-        raise Unusable(f"{where} must be an object with `begin`, `schema` and `end`")
+        raise InvalidGrammar(f"{where} must be an object with `begin`, `schema` and `end`")
     begin, end, schema = structure.get("begin"), structure.get("end", ""), structure.get("schema", {})
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise Unusable(f"`begin` and `end` of {where} must be strings")
+        raise InvalidGrammar(f"`begin` and `end` of {where} must be strings")
     trigger = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
     if trigger is None:
-        raise Unusable(f"`begin` of {where} does not start with any of the triggers")
+        raise InvalidGrammar(f"`begin` of {where} does not start with any of the triggers")
     try:
         text = json.dumps(schema, allow_nan=False)
     except ValueError:
-        raise Unusable(f"`schema` of {where} has a number that is too large") from None
+        raise InvalidGrammar(f"`schema` of {where} has a number that is too large") from None
     inner = f"%json {_fit(text, schema, options)}"
     follows = begin[len(trigger) :]
     body = " ".join(part for part in (follows and _literal(follows), inner, end and _literal(end)) if part)
@@ -173,7 +173,7 @@ def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokeniz
 
 
 def _special(text: str, tokenizer: LLTokenizer) -> int | None:
-    """The id of a special token, if that is what a text is."""
+    """The id of the special token with this text; None if there is none."""
     ids = tokenizer.tokenize_str(text, parse_special=True)
     return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 

@@ -1,6 +1,6 @@
-"""A process that belongs to a stage: started by exec, spoken to over one socket, and killed when it does not answer.
+"""A helper process of a stage: started by exec, connected by a socket pair, and killed if it does not answer.
 
-Both ways go messages of bytes: a length, u32, then the bytes.
+A message in either direction is a length (u32) and as many bytes.
 """
 
 import os
@@ -20,12 +20,12 @@ LENGTH = struct.Struct("<I")
 
 
 class Gone(Exception):
-    """The other side does not take or give anything: it has ended, or its time is up."""
+    """The other side has ended, or did not answer in time."""
 
 
 class Worker:
-    """Runs `program`, a dotted module with `main(socket, *args)`, in a process of its own. Whoever makes this has to
-    `close` it; it ends with its maker in any case."""
+    """Runs `program`, a dotted module with `main(socket, *args)`, in a process of its own. The owner must `close` it.
+    If the owner dies, the process ends too."""
 
     def __init__(self, program: str, title: str, args: Sequence[str] = (), fds: Sequence[int] = ()) -> None:
         self.socket, theirs = socket.socketpair()
@@ -34,7 +34,7 @@ class Worker:
                 [sys.executable, "-P", str(ENTRY), str(theirs.fileno()), title, program, *args],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # a terminal's Ctrl-C is for the supervisor
+                process_group=0,  # only the supervisor gets a terminal's Ctrl-C
                 env=os.environ | SINGLE_THREADED,
             )
         except BaseException:
@@ -49,7 +49,7 @@ class Worker:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Kill and reap it."""
+        """Kill and reap the process."""
         self.socket.close()
         if self.is_alive:
             self._process.send_signal(signal.SIGKILL)
@@ -57,24 +57,24 @@ class Worker:
 
 
 def send(to: socket.socket, data: bytes) -> None:
-    """Raises Gone."""
+    """Send a message. Raises Gone."""
     try:
         to.sendall(LENGTH.pack(len(data)) + data)
     except OSError as error:
         raise Gone from error
 
 
-def receive(of: socket.socket) -> bytes:
+def receive(source: socket.socket) -> bytes:
     """The next message. Raises Gone."""
-    (length,) = LENGTH.unpack(_exactly(of, LENGTH.size))
-    return _exactly(of, length)
+    (length,) = LENGTH.unpack(_exactly(source, LENGTH.size))
+    return _exactly(source, length)
 
 
-def _exactly(of: socket.socket, num: int) -> bytes:
+def _exactly(source: socket.socket, num: int) -> bytes:
     parts = []
     while num:
         try:
-            part = of.recv(min(num, 2**20))
+            part = source.recv(min(num, 2**20))
         except OSError as error:
             raise Gone from error
         if not part:

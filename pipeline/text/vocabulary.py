@@ -1,13 +1,13 @@
-"""What each id contributes to the text, taken from the tokenizer's own tables.
+"""The text or bytes of each token id, from the tokenizer's own tables.
 
-A decoder of a `tokenizer.json` joins tokens and then makes characters of their bytes. Both kinds that decoder-only
-models ship do that piece by piece, so that text can grow by one id without any look back:
+The decoder of a `tokenizer.json` joins tokens and decodes their bytes. Both kinds that decoder-only models use work
+token by token, so text can grow by one id without looking back:
 
     ByteLevel                                   each letter of a token stands for a byte (GPT-2, Llama 3, SmolLM2 …)
     Replace, ByteFallback, Fuse, maybe Strip    tokens are text, and `<0xE2>` is a byte (Llama 2, Mistral, Gemma …)
 
-An id's piece is `str` where it is whole characters by itself, and `bytes` where it may be a part of one. The table
-fills itself as ids come up, so a large vocabulary costs nothing at start.
+An id's piece is `str` if it consists of whole characters, and `bytes` if it may be part of one. The table is filled on
+first use of each id, so a large vocabulary costs nothing at start.
 """
 
 import codecs
@@ -22,10 +22,10 @@ from pipeline.errors import UserError
 Piece = str | bytes
 
 WHOLE_PARTS = "replace"
-"""A character that broke off shows as one U+FFFD, as Unicode recommends and ByteLevel does (Python's own handler)."""
+"""An incomplete character becomes one U+FFFD, as Unicode recommends and ByteLevel does (Python's own handler)."""
 
 EACH_BYTE = "pipeline.each_byte"
-"""A character that broke off shows as one U+FFFD for each of its bytes, as ByteFallback does."""
+"""An incomplete character becomes one U+FFFD for each of its bytes, as ByteFallback does."""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -72,10 +72,10 @@ _Decoder = _ByteLevel | _Sequence
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters that stand for bytes in byte-level vocabularies.
+    """The letters that represent bytes in byte-level vocabularies.
 
-    Printable bytes of Latin-1 stand for themselves, all others follow in order from U+0100 on: `bytes_to_unicode` of
-    GPT-2 (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+    Printable Latin-1 bytes represent themselves. The others are numbered from U+0100 on, as in GPT-2's
+    `bytes_to_unicode` (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -94,7 +94,7 @@ def _whole_or_part(data: bytes) -> Piece:
 
 
 class Pieces(dict[int, Piece]):
-    """Id → piece. Ids that the vocabulary does not have, and tokens that are hidden, are the empty string."""
+    """Id → piece. Unknown ids and hidden tokens are the empty string."""
 
     def __init__(self, vocabulary: "Vocabulary", hidden: frozenset[str]) -> None:
         self._vocabulary = vocabulary
@@ -108,16 +108,13 @@ class Pieces(dict[int, Piece]):
 
 
 class Vocabulary:
-    """A tokenizer, as far as decoding needs it.
-
-    Raises UserError where its decoder is of another kind than those above.
-    """
+    """The decoding half of a tokenizer. Raises UserError if its decoder is of another kind than those above."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._replacements: list[tuple[str, str]] = []
         self.strip = ""
-        """What is taken away at the very start of a text, at most `num_strip` times."""
+        """Removed from the start of a text, at most `num_strip` times."""
         self.num_strip = 0
         self._read_decoder()
         special = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
@@ -151,7 +148,7 @@ class Vocabulary:
         try:
             decoder = msgspec.json.decode(state, type=_Decoder)
         except msgspec.ValidationError as error:
-            raise _not_known(state) from error
+            raise _unsupported(state) from error
         steps = decoder.decoders if isinstance(decoder, _Sequence) else [decoder]
         match steps:
             case [_ByteLevel()]:
@@ -162,16 +159,16 @@ class Vocabulary:
                 self._is_byte_level, self.errors = False, EACH_BYTE
                 self.strip, self.num_strip = strip.content, strip.start
             case _:
-                raise _not_known(state)
+                raise _unsupported(state)
         if not self._is_byte_level:
             for replace in replaces:
                 if not isinstance(replace, _Replace) or replace.pattern.string is None:
-                    raise _not_known(state)
+                    raise _unsupported(state)
                 self._replacements.append((replace.pattern.string, replace.content))
 
 
-def _not_known(state: bytes) -> UserError:
+def _unsupported(state: bytes) -> UserError:
     return UserError(
-        "the model's tokenizer.json turns ids into text in a way that is not known here; known are ByteLevel and "
-        f"Replace, ByteFallback, Fuse, Strip; its decoder is {state.decode()}"
+        "the decoder in the model's tokenizer.json is not supported; supported are ByteLevel and "
+        f"Replace, ByteFallback, Fuse, Strip; it is {state.decode()}"
     )

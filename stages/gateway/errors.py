@@ -121,7 +121,7 @@ _SOME_KEY = "[...]"
 _CONSTANT = re.compile(rb"[:,\[]\s*-?(NaN|Infinity)\b")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_UNPAIRED = "has an unpaired surrogate"
+_LONE_SURROGATE = "has a lone surrogate"
 
 
 def _words(names: str) -> str:
@@ -182,7 +182,7 @@ def _with_key(path: str, got: str, body: bytes) -> str:
 
 
 def of_malformed(error: Exception, body: bytes, loads: Any) -> ApiError:
-    """The error for a body that is not JSON. Python clients may write NaN, Infinity and unpaired surrogates, which are
+    """The error for a body that is not JSON. Python clients may write NaN, Infinity and lone surrogates, which are
     not JSON; then the error names the field.
 
     `loads` is a lenient JSON decoder that accepts them.
@@ -213,9 +213,9 @@ def _find_invalid(root: Any) -> tuple[str, str] | None:
                 case float() if not math.isfinite(value):
                     return _path([*keys, key]), "must be a finite number"
                 case str() if _SURROGATE.search(value):
-                    return _path([*keys, key]), _UNPAIRED
+                    return _path([*keys, key]), _LONE_SURROGATE
             if isinstance(key, str) and _SURROGATE.search(key):
-                return _path([*keys, key]), _UNPAIRED
+                return _path([*keys, key]), _LONE_SURROGATE
             if isinstance(value, (dict, list)):
                 keys.append(key)
                 levels.append(_items(value))

@@ -189,7 +189,7 @@ class GrammarChecker:
             try:
                 num_bytes = len(grammar.source.encode())
             except UnicodeEncodeError:
-                raise refusal(grammar, "it contains an unpaired surrogate, which is not a valid character") from None
+                raise refusal(grammar, "it contains a lone surrogate, which is not a valid character") from None
         if num_bytes > limit:
             raise refusal(grammar, f"it has at least {num_bytes} bytes, the limit is {limit}")
 

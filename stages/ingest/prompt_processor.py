@@ -226,9 +226,7 @@ class PromptProcessor:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError:
-            raise _refusal(
-                "the prompt contains an unpaired surrogate, which is not a valid character", prompt
-            ) from None
+            raise _refusal("the prompt contains a lone surrogate, which is not a valid character", prompt) from None
         is_complete = not (options.any_length or options.truncate)
         if is_complete and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
             raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))

@@ -39,8 +39,8 @@ def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", toke
         raise RequestRefused(Failure(400, message, "messages")) from error
 
 
-def behind_reasoning(sampling: Sampling, tail: str | None, formats: ChatFormats) -> Sampling:
+def after_reasoning(sampling: Sampling, tail: str | None, formats: ChatFormats) -> Sampling:
     """Allow free reasoning before the grammar if the model reasons."""
     if tail is None or not sampling.grammar:
         return sampling
-    return msgspec.structs.replace(sampling, grammar=formats.behind_reasoning(sampling.grammar, tail))
+    return msgspec.structs.replace(sampling, grammar=formats.after_reasoning(sampling.grammar, tail))

@@ -217,7 +217,7 @@ class IngestStage:
         ids = self._prompt_processor.cut(ids, submit)
         max_tokens = self._prompt_processor.max_tokens(ids, submit)
         tail = reply_grammar.tail(submit, ids, self._tokenizer)
-        sampling = reply_grammar.behind_reasoning(self._prompt_processor.sampling(submit), tail, self._formats)
+        sampling = reply_grammar.after_reasoning(self._prompt_processor.sampling(submit), tail, self._formats)
         text = token_strs = pieces = None
         if options.with_text:
             is_cut = options.truncate != 0

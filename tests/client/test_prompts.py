@@ -80,7 +80,7 @@ def test_texts_go_as_they_are(value: Any) -> None:
             [1] * 16,
             "prompts[3] has 16 token ids, and the longest that this server takes, with room for one more, has 15",
         ),
-        ("a\ud800", "prompts[3] holds an unpaired surrogate, which is not a valid character"),
+        ("a\ud800", "prompts[3] contains a lone surrogate, which is not a valid character"),
         ("x" * 1001, "prompts[3] takes 1001 bytes, and this server accepts at most 1000"),
         ({"text": "a"}, "prompts[3] has keys that are not supported: text"),
         ({}, 'prompts[3] is a dict without the key "prompt" or "prompt_token_ids"'),
@@ -164,10 +164,10 @@ def test_a_conversation_with_tools_goes_as_it_is() -> None:
         ((True, True, None, None), "continue_final_message needs add_generation_prompt=False"),
         ((True, False, "weather", None), "tools must be a list of dicts, not 'weather'"),
         ((True, False, [len], None), "tools must be a list of dicts, not [<built-in function len>]"),
-        ((True, False, [{"function": {1, 2}}], None), "tools is no JSON: "),
-        ((True, False, [{"function": "\ud800"}], None), "tools holds an unpaired surrogate"),
+        ((True, False, [{"function": {1, 2}}], None), "tools is not valid JSON: "),
+        ((True, False, [{"function": "\ud800"}], None), "tools contains a lone surrogate"),
         ((True, False, None, [1]), "chat_template_kwargs must be a dict, not [1]"),
-        ((True, False, None, {"x": float("nan")}), "chat_template_kwargs is no JSON: "),
+        ((True, False, None, {"x": float("nan")}), "chat_template_kwargs is not valid JSON: "),
     ],
 )
 def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -> None:

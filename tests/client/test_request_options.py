@@ -29,7 +29,7 @@ def test_what_may_be_said_is_taken() -> None:
         ({"cache_salt": 5}, "cache_salt must be a string, not 5"),
         ({"cache_salt": ""}, "cache_salt must have 1 to 1024 characters, not 0"),
         ({"cache_salt": "x" * 1025}, "cache_salt must have 1 to 1024 characters, not 1025"),
-        ({"cache_salt": "\ud800"}, "cache_salt holds an unpaired surrogate, which is not a valid character"),
+        ({"cache_salt": "\ud800"}, "cache_salt contains a lone surrogate, which is not a valid character"),
         ({"timeout_s": "5"}, "timeout_s must be a number, not '5'"),
         ({"timeout_s": 0}, "timeout_s must be above 0 and at most 1,000,000, not 0"),
         ({"timeout_s": math.nan}, "timeout_s must be above 0 and at most 1,000,000, not nan"),

@@ -50,8 +50,8 @@ def test_each_kind_goes_as_its_text(given: dict[str, Any], kind: str, source: st
         ({"choice": []}, ValueError, "choice must not be empty"),
         ({"choice": [1]}, TypeError, "choice must be a list of strings"),
         ({"json": [1]}, TypeError, "json must be a dict or JSON text, not "),
-        ({"json": {"enum": {1, 2}}}, TypeError, "json is no JSON: "),
-        ({"json": {"const": float("inf")}}, ValueError, "json is no JSON: "),
+        ({"json": {"enum": {1, 2}}}, TypeError, "json is not valid JSON: "),
+        ({"json": {"const": float("inf")}}, ValueError, "json is not valid JSON: "),
         ({"structural_tag": 1}, TypeError, "structural_tag must be a dict or JSON text, not 1"),
     ],
 )
@@ -63,5 +63,5 @@ def test_what_is_wrong_is_named(given: dict[str, Any], error: type[Exception], w
 def test_a_schema_that_holds_itself_is_no_json() -> None:
     schema: dict[str, Any] = {}
     schema["properties"] = {"a": schema}
-    with pytest.raises(ValueError, match=r"^json is no JSON: "):
+    with pytest.raises(ValueError, match=r"^json is not valid JSON: "):
         StructuredOutputsParams(json=schema)

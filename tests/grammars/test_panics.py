@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.grammars import checker
 from pipeline.grammars.checks import Check
-from pipeline.grammars.engine import Engine, NoEngine
+from pipeline.grammars.engine import Engine, GrammarsUnsupported
 from tests.stages.ingest import models as tiny
 
 
@@ -16,7 +16,7 @@ def test_a_tokenizer_that_the_library_panics_at_makes_no_engine(tmp_path: Path) 
     state = json.loads((folder / "tokenizer.json").read_text())
     state["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    with pytest.raises(NoEngine, match="can't be used with grammars: Precompiled"):
+    with pytest.raises(GrammarsUnsupported, match="can't be used with grammars: Precompiled"):
         Engine(folder)
 
 

@@ -185,7 +185,7 @@ class OpenRequest:
             return self._client.generate(self._ready.prompt, self._params, name=self._own_name, **options)
         except RequestTooLarge as error:
             raise PromptError(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large") from error
-        except (TypeError, ValueError) as error:  # such as half a surrogate pair where nobody looked for one
+        except (TypeError, ValueError) as error:  # such as a lone surrogate where nobody looked for one
             raise PromptError(str(error)) from error
 
     @asynccontextmanager

@@ -91,9 +91,9 @@ def _json(name: str, value: Any) -> str:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} holds an unpaired surrogate, which is not a valid character") from None
+        raise ValueError(f"{name} contains a lone surrogate, which is not a valid character") from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"{name} is no JSON: {error}") from error
+        raise TypeError(f"{name} is not valid JSON: {error}") from error
     return text
 
 

@@ -175,7 +175,7 @@ def _check_text(text: str, where: str, info: ServerInfo) -> None:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
-        raise PromptError(f"{where} holds an unpaired surrogate, which is not a valid character") from None
+        raise PromptError(f"{where} contains a lone surrogate, which is not a valid character") from None
     if num_bytes > info.max_message_bytes:
         raise PromptError(f"{where} takes {num_bytes} bytes, and this server accepts at most {info.max_message_bytes}")
 

@@ -37,7 +37,7 @@ def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) ->
         try:
             cache_salt.encode()
         except UnicodeEncodeError:
-            raise ValueError("cache_salt holds an unpaired surrogate, which is not a valid character") from None
+            raise ValueError("cache_salt contains a lone surrogate, which is not a valid character") from None
     if timeout_s is not None:
         if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
             raise TypeError(f"timeout_s must be a number, not {_shown(timeout_s)}")

@@ -72,7 +72,7 @@ def _text(name: str, value: Any) -> str | None:
     try:
         return text_json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise type(error)(f"{name} is no JSON: {error}") from error
+        raise type(error)(f"{name} is not valid JSON: {error}") from error
 
 
 def _shown(value: Any) -> str:

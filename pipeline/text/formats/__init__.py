@@ -1,13 +1,12 @@
-"""How models write what is more than plain content: calls of tools, and reasoning. Pure: text in, events out.
+"""Parse model output into content, reasoning and tool calls. Pure: text in, events out.
 
-    text ──specials──► without what nobody is to see ──reasoning──► reasoning │ the rest ──tool format──► content, calls
+    text ──specials──► without hidden tokens ──reasoning──► reasoning │ the rest ──tool format──► content, tool calls
 
-A *format* knows how a family of models writes (`hermes.py`, `llama3.py`, `mistral.py`; `reasoning.py`): the marks it
-uses, how to tell from a chat template that a model belongs to it, a parser that takes a reply's text as it comes, and
-for calls that a client insists on, the grammar of them. `chat_formats.py` has what one model uses, and puts the parts
-together.
+A *format* describes how a model family writes tool calls (`hermes.py`, `llama3.py`, `mistral.py`) or reasoning
+(`reasoning.py`). It has the marks, a test whether a chat template belongs to the family, a streaming parser, and for
+required tool calls a grammar. `chat_formats.py` selects and combines the formats of one model.
 
-What a parser says depends on the text alone, and not on the pieces in which it comes: joined, the contents, the
-reasoning and the arguments of each call are the same. It holds back what may still become something else, in time and
-memory that grow with the text and no faster, and gives it at the end. Text that is no call after all is content.
+The parsed contents, reasoning and arguments depend only on the text, not on how it is split into chunks. Parsers hold
+back text that may become part of a mark or call, and flush it at the end. Time and memory are linear in the text. Text
+that turns out not to be a call becomes content.
 """

@@ -1,4 +1,4 @@
-"""A call that is written as a JSON object: `{"name": …, "arguments": {…}}`, in text that comes in pieces."""
+"""Streaming parser of a tool call written as a JSON object: `{"name": …, "arguments": {…}}`."""
 
 from collections.abc import Callable, Collection
 from enum import Enum
@@ -11,20 +11,20 @@ from pipeline.text.formats.json_text import JsonSpan
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
 BARE_KEYS = ("name", "type", "function", "id", *ARGUMENTS)
-"""What an object may hold that no mark says to be a call."""
+"""The only keys allowed in a call that no mark precedes."""
 MAX_NAME_CHARS = 256
 
 
 class ObjectState(Enum):
-    OPEN = "more is to come"
-    ENDED = "the object is whole"
-    BROKEN = "it is no call, and nothing of it was given out"
+    OPEN = "incomplete"
+    ENDED = "complete"
+    BROKEN = "not a call; no events were emitted"
 
 
 class CallObject:
-    """Reads one call. It *begins*, and is given out, as soon as its name and the first character of its arguments are
-    known; until then all of it is kept, as it may be no call. `bare_names` are the names that an object may call by
-    which no mark says to be a call; None where one does.
+    """Parses one call. The call *begins* once its name and the first character of its arguments are known. From then
+    on it emits events. Before that, its text is kept, because it may not be a call. `bare_names` are the tool names
+    that a call without a mark may use; None if a mark precedes it.
 
         START ─{─► KEY ─string─► COLON ─:─► VALUE ─value─► NEXT ─}─► ended
                     ▲                                      │
@@ -41,17 +41,17 @@ class CallObject:
         self._key = ""
         self._span: JsonSpan | None = None
         self._value: list[str] = []
-        """Pieces of a key, or of a value that is needed whole."""
+        """Chunks of the current key, or of a value that is buffered."""
         self._arguments: str | None = None
-        """Those that came before the name, whole."""
+        """Complete arguments that preceded the name."""
         self._has_arguments = False
-        self._is_shown = False
-        """The value that is being read is given out as it comes."""
+        self._is_streamed = False
+        """The current value is emitted chunk by chunk."""
         self._read: Callable[[str, int, list[Event]], int] = self._start
 
     @classmethod
     def of_arguments(cls, index: int, name: str) -> "CallObject":
-        """A call whose name was said before it: the object is its arguments."""
+        """A call whose name precedes the object: the object holds the arguments."""
         call = cls(index)
         call._name = name
         call._read = call._bare_arguments
@@ -59,11 +59,11 @@ class CallObject:
 
     @property
     def raw(self) -> str:
-        """All that was read, of a call that has not begun."""
+        """The text read so far of a call that has not begun."""
         return "".join(self._raw)
 
     def push(self, text: str, at: int, out: list[Event]) -> int:
-        """Read on at `text[at]`. Returns the place up to which the text is the call's."""
+        """Continue at `text[at]`. Returns the offset after the call's text."""
         while self.state is ObjectState.OPEN and at < len(text):
             begin, at = at, self._read(text, at, out)
             if not self.has_begun:
@@ -119,8 +119,8 @@ class CallObject:
         self._span = JsonSpan(char)
         self._value = []
         is_arguments = self._key in ARGUMENTS and not self._has_arguments
-        self._is_shown = is_arguments and char == "{" and self._name is not None
-        if self._is_shown:
+        self._is_streamed = is_arguments and char == "{" and self._name is not None
+        if self._is_streamed:
             self._begin(out)
         self._read = self._in_value
         return at
@@ -131,18 +131,18 @@ class CallObject:
         if text[at] != "{":
             return self._break(at, out)
         self._span = JsonSpan("{")
-        self._is_shown = True
+        self._is_streamed = True
         self._begin(out)
         self._read = self._in_bare_arguments
         return at
 
     def _in_bare_arguments(self, text: str, at: int, out: list[Event]) -> int:
-        end, is_whole = self._shown(text, at, out)
+        end, is_whole = self._stream_arguments(text, at, out)
         return self._end(end, out) if is_whole else end
 
     def _in_value(self, text: str, at: int, out: list[Event]) -> int:
-        if self._is_shown:
-            end, is_whole = self._shown(text, at, out)
+        if self._is_streamed:
+            end, is_whole = self._stream_arguments(text, at, out)
         else:
             assert self._span is not None
             end, is_whole = self._span.read(text, at)
@@ -150,11 +150,11 @@ class CallObject:
                 self._value.append(text[at:end])
         if is_whole:
             self._read = self._next
-            if not self._is_shown and not self._take("".join(self._value), out):
+            if not self._is_streamed and not self._accept("".join(self._value), out):
                 return self._break(end, out)
         return end
 
-    def _shown(self, text: str, at: int, out: list[Event]) -> tuple[int, bool]:
+    def _stream_arguments(self, text: str, at: int, out: list[Event]) -> tuple[int, bool]:
         assert self._span is not None
         end, is_whole = self._span.read(text, at)
         if end > at:
@@ -162,8 +162,8 @@ class CallObject:
         self._has_arguments = True
         return end, is_whole
 
-    def _take(self, value: str, out: list[Event]) -> bool:
-        """A value is whole that was not given out on the way. Returns whether a call may have it."""
+    def _accept(self, value: str, out: list[Event]) -> bool:
+        """Take a complete buffered value. Returns whether it is valid in a call."""
         if self.has_begun:
             return True
         if self._key == "name":
@@ -201,7 +201,7 @@ class CallObject:
             out.append(Arguments(self._index, self._arguments))
 
     def _end(self, end: int, out: list[Event]) -> int:
-        if not self.has_begun and self._name is not None:  # a function may be called without any
+        if not self.has_begun and self._name is not None:  # a call without arguments
             self._arguments = "{}"
             self._begin(out)
         self.state = ObjectState.ENDED if self.has_begun else ObjectState.BROKEN
@@ -210,7 +210,7 @@ class CallObject:
         return end
 
     def _break(self, at: int, out: list[Event]) -> int:
-        """Not as an object goes on. What has been given out stays a call, which ends here: its arguments are whole."""
+        """The text is not valid here. A call that has begun ends: its arguments are complete."""
         return self._end(at, out) if self.has_begun else self._give_up(at)
 
     def _give_up(self, at: int) -> int:
@@ -219,8 +219,8 @@ class CallObject:
 
 
 def _arguments_of(value: str) -> str | None:
-    """The JSON text of arguments that do not begin as an object: a string may hold it, and null says that there are
-    none. None where they are something else."""
+    """The JSON text of buffered arguments: an object, a string that holds one, or null for no arguments. None if the
+    value is anything else."""
     if value.startswith("{"):
         return value
     decoded = _decoded(value)
@@ -230,7 +230,7 @@ def _arguments_of(value: str) -> str | None:
 
 
 def _decoded(text: str) -> object:
-    """What a JSON text says; an Ellipsis where it is none."""
+    """Decode JSON. Returns an Ellipsis if it is invalid, because None is a valid value."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

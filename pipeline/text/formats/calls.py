@@ -1,4 +1,4 @@
-"""The parser that all formats of calls share: content, until a mark says that a call comes."""
+"""The base of all tool-call parsers: text is content until a mark announces a call."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -8,37 +8,36 @@ from pipeline.text.formats.events import Content, Event
 from pipeline.text.formats.marks import Marks
 
 Read = Callable[[str, int, list[Event]], int]
-"""A state: reads on at a place of a text, and returns up to where; what is left is for the state that the parser is in
-then, which may be another."""
+"""A state: reads from an offset of a text and returns the offset where the next state continues."""
 
 
 class CallParser(ABC):
-    """Reads one reply, in pieces. What follows a mark is a format's to say (`_marked`), and so is what may follow a
-    call (`_behind`).
+    """Streaming parser of one reply. A format defines what may follow a call (`_after_call`), and if it is not just the
+    call's object, what may follow a mark (`_after_mark`).
 
-    White space around calls is nobody's: what stands before one, or between one and the reply's end, is left out.
+    White space before a call, and between a call and the end of the reply, is dropped.
     """
 
     def __init__(self, starts: Sequence[str], hidden: Collection[str] = (), names: Collection[str] = ()) -> None:
-        """`starts` are the marks of calls; `hidden` are marks, these among them or not, that are not to be seen in
-        content; `names` are the tools' names."""
+        """`starts` are the marks that announce calls, `hidden` the marks to remove from content, `names` the tools'
+        names."""
         self._starts = starts
         self._hidden = hidden
         self._names = names
         self._marks = Marks.of(frozenset((*starts, *hidden)))
         self._read: Read = self._outside
         self._rest = ""
-        """The end of what has come, where a state needs more to tell what it is."""
+        """The end of the text so far, if a state needs more text to decide."""
         self._space: list[str] = []
         """White space that is content if no call follows."""
         self._candidate: list[str] = []
-        """What has been read of a call that may still be none, but for its object."""
-        self._is_behind_call = False
+        """Text read for a possible call, without its object. It becomes content if there is no call."""
+        self._follows_call = False
         self._object = CallObject(0)
         self._num_calls = 0
 
     def push(self, text: str) -> list[Event]:
-        """What has become certain with this text."""
+        """Add text. Returns the events that are now certain."""
         out: list[Event] = []
         text, self._rest = self._rest + text, ""
         at = 0
@@ -47,29 +46,29 @@ class CallParser(ABC):
         return out
 
     def finish(self) -> list[Event]:
-        """What is left at the reply's end."""
+        """End the reply. Returns the remaining events."""
         out: list[Event] = []
         rest, self._rest = self._rest, ""
-        if self._read == self._behind:
+        if self._read == self._after_call:
             self._candidate.clear()
             rest = ""
         if not self._object.has_begun:
             rest = "".join(self._candidate) + self._object.raw + rest
         self._content(rest, out)
-        if self._space and not self._is_behind_call:
+        if self._space and not self._follows_call:
             out.append(Content("".join(self._space)))
         self._space.clear()
         return out
 
     # --------------------------------------------------------------------------------------------------- states
 
-    @abstractmethod
-    def _marked(self, text: str, at: int, out: list[Event]) -> int:
-        """Behind a mark, to the first character of an object."""
+    def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
+        """Between a mark and the call's object."""
+        return self._before_object(text, at, out)
 
     @abstractmethod
-    def _behind(self, text: str, at: int, out: list[Event]) -> int:
-        """Behind a call."""
+    def _after_call(self, text: str, at: int, out: list[Event]) -> int:
+        """After a call."""
 
     def _outside(self, text: str, at: int, out: list[Event]) -> int:
         found = self._marks.find(text, at)
@@ -80,7 +79,7 @@ class CallParser(ABC):
         self._content(text[at : found.start()], out)
         if found[0] in self._starts:
             self._candidate.append("" if found[0] in self._hidden else found[0])
-            self._read = self._marked
+            self._read = self._after_mark
         return found.end()
 
     def _in_object(self, text: str, at: int, out: list[Event]) -> int:
@@ -91,36 +90,45 @@ class CallParser(ABC):
             self._space.clear()
             self._candidate.clear()
         if self._object.state is ObjectState.ENDED:
-            self._is_behind_call = True
+            self._follows_call = True
             self._object = CallObject(self._num_calls)
-            self._read = self._behind
+            self._read = self._after_call
         elif self._object.state is ObjectState.BROKEN:
             self._no_call(out)
         return at
 
     # --------------------------------------------------------------------------------------------------- steps
 
-    def _open(self, call: CallObject, text: str, at: int, out: list[Event]) -> int:
-        self._object = call
-        self._read = self._in_object
+    def _before_object(self, text: str, at: int, out: list[Event], bare_names: Collection[str] | None = None) -> int:
+        """Only white space may precede the call's object; anything else makes the text content."""
+        if text[at] == "{":
+            self._open(CallObject(self._num_calls, bare_names))
+            return at
+        if text[at] in SPACE:
+            self._candidate.append(text[at])
+            return at + 1
+        self._no_call(out)
         return at
 
+    def _open(self, call: CallObject) -> None:
+        self._object = call
+        self._read = self._in_object
+
     def _no_call(self, out: list[Event]) -> None:
-        """What seemed to be a call is content, and what follows is read as such."""
+        """The candidate is not a call: it becomes content, and so does the text that follows."""
         raw = "".join(self._candidate) + self._object.raw
         self._candidate.clear()
         self._object = CallObject(self._num_calls)
         self._read = self._outside
         self._content(raw, out)
 
-    def _seen(self, text: str) -> str:
-        """A text without the marks that are not to be seen in content."""
+    def _without_hidden(self, text: str) -> str:
         for mark in self._hidden:
             text = text.replace(mark, "")
         return text
 
     def _hold(self, text: str, at: int) -> int:
-        """Wait for more to read on at this place with."""
+        """Wait for more text, and continue at `text[at]`."""
         self._rest = text[at:]
         return len(text)
 
@@ -129,15 +137,13 @@ class CallParser(ABC):
         if stripped:
             out.append(Content("".join(self._space) + stripped))
             self._space.clear()
-            self._is_behind_call = False
+            self._follows_call = False
         if len(stripped) < len(text):
             self._space.append(text[len(stripped) :])
 
 
 class NoCalls(CallParser):
-    """For a reply that has none."""
+    """Parses replies without calls."""
 
-    def _marked(self, text: str, at: int, out: list[Event]) -> int:
-        raise AssertionError("there is no mark that a call comes")
-
-    _behind = _marked
+    def _after_call(self, text: str, at: int, out: list[Event]) -> int:
+        raise AssertionError("a reply without marks has no calls")

@@ -1,4 +1,4 @@
-"""The formats of one model: which it uses, and what is done with them."""
+"""The tool-call and reasoning formats of one model."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -14,16 +14,15 @@ from pipeline.text.formats.llama3 import Llama3
 from pipeline.text.formats.mistral import Mistral
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
-from pipeline.text.formats.specials import Specials
-from pipeline.text.formats.tool_format import AddedToken, CallRule, Lark, ToolFormat, ToolSpec, Written
+from pipeline.text.formats.specials import SpecialTokenFilter
+from pipeline.text.formats.tool_format import AddedToken, CallRule, LarkBuilder, LarkGrammar, ToolFormat, ToolSpec
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3())
-"""The first that detects a template is its own."""
-FORCED = TOOL_FORMATS[2]
-"""Of calls that a client insists on, where the model has no format: it needs no mark, and a grammar makes the model
-write it."""
+"""The first format that detects a template is used."""
+FALLBACK = TOOL_FORMATS[2]
+"""The format for required calls if the model has none. It needs no mark, and a grammar enforces it."""
 TAIL_CHARS = 64
-"""As much of a prompt's end as tells whether it opens the reasoning."""
+"""The length of the prompt's end that shows whether the prompt opens the reasoning."""
 
 BLANK = r"/\n*/"
 
@@ -31,27 +30,29 @@ _tools = msgspec.json.Decoder(list[ToolSpec])
 
 
 class _Tokenizer(msgspec.Struct):
-    """As much of a tokenizer.json as is needed here."""
+    """The part of a tokenizer.json that is used here."""
 
     added_tokens: list[AddedToken] = []
 
 
 class ReplyParser:
-    """Reads one reply, in pieces."""
+    """Streaming parser of one reply."""
 
-    def __init__(self, specials: Specials | None, reasoning: ReasoningParser | None, calls: CallParser) -> None:
+    def __init__(
+        self, specials: SpecialTokenFilter | None, reasoning: ReasoningParser | None, calls: CallParser
+    ) -> None:
         self._specials = specials
         self._reasoning = reasoning
         self._calls = calls
 
     def push(self, text: str) -> list[Event]:
-        """What has become certain with this text."""
+        """Add text. Returns the events that are now certain."""
         if self._specials is not None:
             text = self._specials.push(text)
         return self._read(text)
 
     def finish(self) -> list[Event]:
-        """What is left at the reply's end."""
+        """End the reply. Returns the remaining events."""
         out = self._read(self._specials.finish()) if self._specials is not None else []
         if self._reasoning is not None and (rest := self._reasoning.finish(out)):
             out += self._calls.push(rest)
@@ -67,7 +68,7 @@ class ReplyParser:
 
 
 class ChatFormats(msgspec.Struct, frozen=True):
-    """What one model uses. `ChatFormats()` is that of one that has none of it."""
+    """The formats of one model. `ChatFormats()` has none."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -78,7 +79,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, model_dir: str | Path, chat: ChatSettings) -> "ChatFormats":
-        """Those of a prepared model, as far as the settings leave it to its chat template."""
+        """The formats of a prepared model. The settings name them, or the chat template determines them."""
         template, tokenizer = Path(model_dir) / "chat_template.jinja", Path(model_dir) / "tokenizer.json"
         added: list[AddedToken] = []
         if tokenizer.exists():
@@ -87,19 +88,19 @@ class ChatFormats(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, template: str, chat: ChatSettings, added: Iterable[AddedToken] = ()) -> "ChatFormats":
-        """Those of a model with this template and these added tokens."""
+        """The formats of a model with this template and these added tokens."""
         tools = _chosen(TOOL_FORMATS, chat.tool_call_parser, template)
         reasoning = _chosen(REASONING_FORMATS, chat.reasoning_parser, template)
         return cls(tools, reasoning, template, {token.content: token for token in added})
 
     def tools_of(self, choice: str) -> ToolFormat | None:
-        """The format in which calls are to be looked for; `choice` is as in `ChatPrompt`."""
+        """The format to parse calls in; `choice` is as in `ChatPrompt`."""
         if choice == "none":
             return None
-        return self.tools or (FORCED if choice in ("required", "named") else None)
+        return self.tools or (FALLBACK if choice in ("required", "named") else None)
 
     def needs_specials(self, choice: str) -> bool:
-        """Whether text has to show special tokens, so that the parser sees its marks."""
+        """Whether detokenize must keep special tokens in the text, so that the parser sees its marks."""
         return any(map(self._is_special, self._marks(self.tools_of(choice))))
 
     def parser(
@@ -110,46 +111,47 @@ class ChatFormats(msgspec.Struct, frozen=True):
         *,
         shows_specials: bool = False,
     ) -> ReplyParser:
-        """A parser of one reply. `names` are the tools'; `tail` is the end of the prompt's text, TAIL_CHARS of it or
-        more, and None where nobody knows it; with `shows_specials` the client wants to see special tokens."""
+        """A parser of one reply. `names` are the tools' names. `tail` is at least the last TAIL_CHARS of the prompt's
+        text, or None if it is unknown. With `shows_specials`, special tokens stay in the content."""
         tools = self.tools_of(choice)
         marks = self._marks(tools)
         is_filtered = not shows_specials and self.needs_specials(choice)
         hidden = frozenset(filter(self._is_special, marks)) if is_filtered else frozenset()
         specials = (
-            Specials(frozenset(filter(self._is_special, self.added.keys() - set(marks)))) if is_filtered else None
+            SpecialTokenFilter(frozenset(filter(self._is_special, self.added.keys() - set(marks))))
+            if is_filtered
+            else None
         )
         calls = NoCalls((), hidden) if tools is None else tools.parser(names, hidden)
         if self.reasoning is None:
             return ReplyParser(specials, None, calls)
-        stage = self.reasoning.unsaid if tail is None else self.reasoning.stage_of(tail)
+        stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
         return ReplyParser(specials, self.reasoning.parser(stage), calls)
 
-    def calls(self, choice: str, name: str, tools: str, *, parallel: bool) -> Written:
-        """The grammar, in llguidance's form, of calls that a client insists on, or that a reply with `auto` may be. The
-        arguments are as in `ChatPrompt`. Raises ValueError where the tools are not those of a request that the gateway
-        has checked."""
+    def calls(self, choice: str, name: str, tools: str, *, parallel: bool) -> LarkGrammar:
+        """The Lark grammar of tool calls: required ones, or those that `auto` allows. The arguments are as in
+        `ChatPrompt`. Raises ValueError if the tools are invalid, which the gateway rules out."""
         form = self.tools_of(choice)
         if form is None:
-            raise ValueError("the model has no format of calls")
-        lark = Lark(self.template, self.added)
+            raise ValueError("the model has no tool-call format")
+        lark = LarkBuilder(self.template, self.added)
         return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
 
-    def behind_reasoning(self, grammar: str, tail: str) -> str:
-        """The grammar of a whole reply whose answer is to match `grammar`: reasoning before it is free. `tail` is the
-        end of the prompt's text, TAIL_CHARS of it or more."""
+    def after_reasoning(self, grammar: str, tail: str) -> str:
+        """The grammar of a reply with free reasoning, then an answer that matches `grammar`. `tail` is at least the
+        last TAIL_CHARS of the prompt's text."""
         if self.reasoning is None or (stage := self.reasoning.stage_of(tail)) is ReasoningStage.OVER:
             return grammar
-        lark = Lark(self.template, self.added)
+        lark = LarkBuilder(self.template, self.added)
         thought = f"{lark.until(self.reasoning.end)} {lark.rule(BLANK)}"
-        if stage is ReasoningStage.UNSAID:
+        if stage is ReasoningStage.OPTIONAL:
             thought = f"({lark.mark(self.reasoning.start)} {thought})?"
         return _joined(lark.grammar(f"{thought} @answer").lark(), answer=grammar)
 
-    def _calls(self, lark: Lark, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
+    def _calls(self, lark: LarkBuilder, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
         functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
         if not functions:
-            raise ValueError(f"there is no tool of the name {name!r}")
+            raise ValueError(f"there is no tool named {name!r}")
         calls = [CallRule(one.name, lark.schema(one.schema)) for one in functions]
         return form.grammar(lark, calls, parallel=parallel and name is None)
 
@@ -162,7 +164,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
 
 
 def _chosen(formats: Collection[Any], setting: str, template: str) -> Any:
-    """The format that a setting names; with `auto`, the one whose the template is."""
+    """The format that a setting names; with `auto`, the first that detects the template."""
     for one in formats:
         if one.name == setting or (setting == "auto" and one.detects(template)):
             return one
@@ -170,12 +172,12 @@ def _chosen(formats: Collection[Any], setting: str, template: str) -> Any:
 
 
 def either(output: str, calls: str) -> str:
-    """The grammar of an answer that is what `output` matches, or calls."""
+    """A grammar that matches either `output` or `calls`."""
     return _joined("start: @output | @calls\n", output=output, calls=calls)
 
 
 def _joined(lark: str, **others: str) -> str:
-    """A grammar that refers to others by these names."""
+    """A Lark grammar together with the grammars that it refers to by name."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
     for name, grammar in others.items():
         if grammar.lstrip().startswith("{"):

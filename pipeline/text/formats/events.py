@@ -1,4 +1,4 @@
-"""What a parser of replies says."""
+"""The events that a reply parser emits."""
 
 import msgspec
 
@@ -12,22 +12,22 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class CallBegun(msgspec.Struct, frozen=True):
-    """The model calls a tool."""
+    """A tool call starts."""
 
     index: int
-    """Of the reply's calls, from 0."""
+    """The call's number in the reply, from 0."""
     name: str
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """A piece of the JSON text of a call's arguments, as the model writes it."""
+    """A chunk of the JSON text of a call's arguments, as the model wrote it."""
 
     index: int
     text: str
 
 
 class CallEnded(msgspec.Struct, frozen=True):
-    """The call is whole. One that the reply breaks off never says so."""
+    """The call is complete. A call that the end of the reply cuts off has no `CallEnded`."""
 
     index: int
 

@@ -1,19 +1,19 @@
-"""Calls as Hermes and Qwen 2.5 and 3 write them.
+"""The tool-call format of Hermes, Qwen 2.5 and Qwen 3.
 
     <tool_call>
     {"name": "find", "arguments": {"text": "a"}}
     </tool_call>
 
-https://github.com/NousResearch/Hermes-Function-Calling; Qwen 3 Coder and GLM write XML between the same marks, which is
-another format.
+Source: https://github.com/NousResearch/Hermes-Function-Calling. Qwen 3 Coder and GLM write XML between the same marks,
+which is another format.
 """
 
 from collections.abc import Collection
 
-from pipeline.text.formats.call_object import SPACE, CallObject
+from pipeline.text.formats.call_object import SPACE
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import CallRule, Lark, ToolFormat
+from pipeline.text.formats.tool_format import CallRule, LarkBuilder, ToolFormat
 
 START = "<tool_call>"
 END = "</tool_call>"
@@ -29,7 +29,7 @@ class Hermes(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "HermesParser":
         return HermesParser((START,), hidden, names)
 
-    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         line = lark.text("\n")
         begin, end = f"{lark.mark(START)} {line}", f"{line} {lark.mark(END)}"
         one = lark.one_of([f"{begin} {lark.object_of(call, 'arguments')} {end}" for call in calls])
@@ -37,17 +37,8 @@ class Hermes(ToolFormat):
 
 
 class HermesParser(CallParser):
-    def _marked(self, text: str, at: int, out: list[Event]) -> int:
-        if text[at] == "{":
-            return self._open(CallObject(self._num_calls), text, at, out)
-        if text[at] not in SPACE:
-            self._no_call(out)
-            return at
-        self._candidate.append(text[at])
-        return at + 1
-
-    def _behind(self, text: str, at: int, out: list[Event]) -> int:
-        """To the end mark. Small models write one brace too many, or forget the mark."""
+    def _after_call(self, text: str, at: int, out: list[Event]) -> int:
+        """Up to the end mark. Small models write one brace too many, or forget the mark."""
         if text[at] in SPACE or text[at] == "}":
             return at + 1
         if text.startswith(END, at):

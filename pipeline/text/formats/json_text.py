@@ -1,4 +1,4 @@
-"""Where a JSON value ends, in text that comes in pieces."""
+"""Find the end of a JSON value in streamed text."""
 
 import re
 
@@ -8,8 +8,8 @@ _SCALAR_END = re.compile(r"[\s,}\]]")
 
 
 class JsonSpan:
-    """Follows one value from its first character. It looks at brackets and strings alone: whether what is between them
-    is JSON is for whoever reads the value."""
+    """Follows one value from its first character. It only tracks brackets and strings, and does not validate the
+    JSON."""
 
     def __init__(self, first: str) -> None:
         self._is_scalar = first not in '"{['
@@ -18,7 +18,7 @@ class JsonSpan:
         self._is_escaped = False
 
     def read(self, text: str, at: int) -> tuple[int, bool]:
-        """Read on at `text[at]`. Returns the place up to which the text is the value's, and whether it ends there."""
+        """Continue at `text[at]`. Returns the offset after the value's text, and whether the value ends there."""
         if self._is_scalar:
             end = _SCALAR_END.search(text, at)
             return (len(text), False) if end is None else (end.start(), True)

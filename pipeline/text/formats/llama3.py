@@ -1,23 +1,23 @@
-"""Calls as Llama 3.1 to 3.3, and 4, write those of tools that are given as JSON.
+"""The tool-call format of Llama 3.1 to 3.3 and Llama 4, for tools given as JSON.
 
     {"name": "find", "parameters": {"text": "a"}}
 
-They begin the reply, or stand behind `<|python_tag|>`; several are separated by `;`, with Llama 4 by nothing. An object
-that no mark says to be a call is one only if it calls a tool of the request. What else stands behind the mark is code
-for tools that the model brings with it, and is content here.
+Calls stand at the start of the reply or after `<|python_tag|>`. `;` separates several calls; Llama 4 uses no separator.
+An object without the mark is a call only if it names a tool of the request. Other text after the mark is code for
+Llama's built-in tools, and is content here.
 https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md
 """
 
 from collections.abc import Collection
 
-from pipeline.text.formats.call_object import SPACE, CallObject
+from pipeline.text.formats.call_object import SPACE
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import CallRule, Lark, ToolFormat
+from pipeline.text.formats.tool_format import CallRule, LarkBuilder, ToolFormat
 
 START = "<|python_tag|>"
 HEADS = ("<|start_header_id|>", "<|header_start|>")
-"""What Llama 3 and Llama 4 begin a message with."""
+"""The tokens that start a message, in Llama 3 and Llama 4."""
 
 
 class Llama3(ToolFormat):
@@ -30,7 +30,7 @@ class Llama3(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "Llama3Parser":
         return Llama3Parser((START,), hidden, names)
 
-    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         one = lark.one_of([lark.object_of(call, "parameters") for call in calls])
         between = "" if HEADS[1] in lark.template else lark.text("; ")
         return f"{one} ({between} {one})*" if parallel else one
@@ -42,25 +42,10 @@ class Llama3Parser(CallParser):
         self._read = self._bare
 
     def _bare(self, text: str, at: int, out: list[Event]) -> int:
-        """Where an object may begin that no mark says to be a call: at the reply's beginning, or behind `;`."""
-        if text[at] == "{":
-            return self._open(CallObject(self._num_calls, self._names), text, at, out)
-        if text[at] in SPACE:
-            self._candidate.append(text[at])
-            return at + 1
-        self._no_call(out)
-        return at
+        """At the start of the reply or after `;`, where a call needs no mark."""
+        return self._before_object(text, at, out, self._names)
 
-    def _marked(self, text: str, at: int, out: list[Event]) -> int:
-        if text[at] == "{":
-            return self._open(CallObject(self._num_calls), text, at, out)
-        if text[at] in SPACE:
-            self._candidate.append(text[at])
-            return at + 1
-        self._no_call(out)
-        return at
-
-    def _behind(self, text: str, at: int, out: list[Event]) -> int:
+    def _after_call(self, text: str, at: int, out: list[Event]) -> int:
         if text[at] in ";{":
             is_next = text[at] == "{"
             self._candidate += [] if is_next else [";"]

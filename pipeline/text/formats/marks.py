@@ -1,11 +1,11 @@
-"""Marks in text that comes in pieces."""
+"""Search for marks in streamed text."""
 
 import re
 from functools import lru_cache
 
 
 class Marks:
-    """Finds the first of some marks, and what at the end of a text may be the beginning of one. Has no state."""
+    """Finds the first of a set of marks, and a prefix of a mark at the end of a text. Stateless."""
 
     def __init__(self, marks: frozenset[str]) -> None:
         longest_first = sorted(marks, key=lambda mark: (-len(mark), mark))
@@ -17,17 +17,16 @@ class Marks:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(marks: frozenset[str]) -> "Marks":
-        """A vocabulary may have hundreds of special tokens, which are the same in each reply."""
+        """Cached, because a vocabulary may have hundreds of special tokens, the same for each reply."""
         return Marks(marks)
 
     def find(self, text: str, at: int = 0) -> "re.Match[str] | None":
-        """The first mark in `text[at:]`; of two that begin there, the longer. It may be the beginning of a longer one
-        still: no mark of one set should begin another."""
+        """The first mark in `text[at:]`; the longest if several start at the same offset. More text might still extend
+        it to a longer mark, so no mark of a set should be a prefix of another."""
         return None if self._pattern is None else self._pattern.search(text, at)
 
     def held(self, text: str, at: int = 0) -> int:
-        """Where what may become a mark begins: the longest end of `text[at:]` that a mark begins with, or the text's
-        end."""
+        """The offset of the longest suffix of `text[at:]` that is a prefix of a mark; `len(text)` if there is none."""
         for place in range(max(at, len(text) - self._longest + 1), len(text)):
             if text[place] in self._firsts and text[place:] in self._beginnings:
                 return place

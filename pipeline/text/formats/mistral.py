@@ -1,9 +1,9 @@
-"""Calls as Mistral's models write them, in its two ways; a parser takes both.
+"""The two tool-call formats of Mistral's models. The parser accepts both.
 
     [TOOL_CALLS] [{"name": "find", "arguments": {"text": "a"}}]                    tokenizers v3 and v7
     [TOOL_CALLS]find[ARGS]{"text": "a"}[TOOL_CALLS]find[ARGS]{"text": "b"}         v11, maybe with [CALL_ID]…, and v13
 
-https://github.com/mistralai/mistral-common (tokens/tokenizers/instruct.py)
+Source: https://github.com/mistralai/mistral-common (tokens/tokenizers/instruct.py)
 """
 
 import re
@@ -13,7 +13,7 @@ from random import Random
 from pipeline.text.formats.call_object import MAX_NAME_CHARS, SPACE, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
-from pipeline.text.formats.tool_format import CallRule, Lark, ToolFormat
+from pipeline.text.formats.tool_format import CallRule, LarkBuilder, ToolFormat
 
 START = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -33,23 +33,23 @@ class Mistral(ToolFormat):
     def parser(self, names: Collection[str], hidden: Collection[str]) -> "MistralParser":
         return MistralParser((START,), hidden, names)
 
-    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         if ARGS in lark.template:
-            ways = [f"{lark.mark(START)} {lark.text(call.name)} {lark.mark(ARGS)} {call.arguments}" for call in calls]
-            return f"{lark.one_of(ways)}{'+' if parallel else ''}"
+            rules = [f"{lark.mark(START)} {lark.text(call.name)} {lark.mark(ARGS)} {call.arguments}" for call in calls]
+            return f"{lark.one_of(rules)}{'+' if parallel else ''}"
         one = lark.one_of([lark.object_of(call, "arguments") for call in calls])
         more = f" ({lark.text(', ')} {one})*" if parallel else ""
         return f"{lark.mark(START)} {lark.text(' ')}? {lark.text('[')} {one}{more} {lark.text(']')}"
 
     def call_id(self, key: int) -> str:
-        """Nine letters and digits: its templates refuse any other."""
+        """Nine letters and digits, because Mistral's templates refuse other ids."""
         return "".join(Random(key).choices(_ID_LETTERS, k=9))
 
 
 class MistralParser(CallParser):
     _in_list = False
 
-    def _marked(self, text: str, at: int, out: list[Event]) -> int:
+    def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
         char = text[at]
         if char in SPACE:
             self._candidate.append(char)
@@ -57,25 +57,17 @@ class MistralParser(CallParser):
         if char == "[":
             self._candidate.append(char)
             self._in_list = True
-            self._read = self._in_array
+            self._read = self._before_object
             return at + 1
         if char == "{":
             self._in_list = False
-            return self._open(CallObject(self._num_calls), text, at, out)
+            self._open(CallObject(self._num_calls))
+            return at
         self._read = self._name
         return at
 
-    def _in_array(self, text: str, at: int, out: list[Event]) -> int:
-        if text[at] == "{":
-            return self._open(CallObject(self._num_calls), text, at, out)
-        if text[at] in SPACE:
-            self._candidate.append(text[at])
-            return at + 1
-        self._no_call(out)
-        return at
-
     def _name(self, text: str, at: int, out: list[Event]) -> int:
-        """A name, maybe an id, and where its arguments begin."""
+        """A name, perhaps an id, and the start of the arguments."""
         end = _NAME_END.search(text, at)
         if end is None and len(text) - at <= MAX_NAME_CHARS:
             return self._hold(text, at)
@@ -100,15 +92,16 @@ class MistralParser(CallParser):
         elif text[place] != "{":
             self._no_call(out)
             return at
-        self._candidate.append(self._seen(text[at:place]))
+        self._candidate.append(self._without_hidden(text[at:place]))
         self._in_list = False
-        return self._open(CallObject.of_arguments(self._num_calls, name), text, place, out)
+        self._open(CallObject.of_arguments(self._num_calls, name))
+        return place
 
-    def _behind(self, text: str, at: int, out: list[Event]) -> int:
+    def _after_call(self, text: str, at: int, out: list[Event]) -> int:
         match text[at]:
             case "," if self._in_list:
                 self._candidate.append(",")
-                self._read = self._in_array
+                self._read = self._before_object
                 return at + 1
             case "]" if self._in_list:
                 self._in_list = False

@@ -1,4 +1,4 @@
-"""How models write what they think before they answer: between two marks.
+"""Reasoning formats: models write their reasoning between two marks, before the answer.
 
     <think>
     The user wants …
@@ -6,8 +6,8 @@
 
     The answer is …
 
-Some templates open the reasoning in the prompt already, some close it there at once when no reasoning is asked for, and
-some leave it to the model: so where a reply begins is told by the last mark of its prompt (`stage_of`).
+Some templates open the reasoning in the prompt. Some also close it there if no reasoning is requested. Others leave it
+to the model. So the last mark of the prompt determines how the reply starts (`stage_of`).
 """
 
 from enum import Enum
@@ -22,11 +22,11 @@ SPACE = " \t\r\n"
 
 
 class ReasoningStage(Enum):
-    """Where a reply begins."""
+    """The parser's position relative to the reasoning."""
 
     OPEN = "in the reasoning"
-    OVER = "behind it"
-    UNSAID = "before it, if the model opens it"
+    OVER = "after the reasoning"
+    OPTIONAL = "before the reasoning, which the model may open"
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -34,18 +34,18 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """As in `chat.reasoning_parser`."""
     start: str
     end: str
-    unsaid: ReasoningStage
-    """How a reply begins whose prompt has neither mark at its end."""
+    default_stage: ReasoningStage
+    """How a reply starts if the prompt's end has neither mark."""
 
     def detects(self, template: str) -> bool:
-        """Whether a chat template is of a model that reasons so."""
+        """Whether a chat template uses this format."""
         return self.end in template
 
     def stage_of(self, prompt_tail: str) -> ReasoningStage:
-        """Where the reply to a prompt begins that ends so."""
+        """How the reply to a prompt with this end starts."""
         start, end = prompt_tail.rfind(self.start), prompt_tail.rfind(self.end)
         if start == end:  # neither
-            return self.unsaid
+            return self.default_stage
         return ReasoningStage.OPEN if start > end else ReasoningStage.OVER
 
     def parser(self, stage: ReasoningStage) -> "ReasoningParser":
@@ -59,31 +59,31 @@ class _DeepSeek(ReasoningFormat, frozen=True):
 
 FORMATS: tuple[ReasoningFormat, ...] = (
     _DeepSeek("deepseek_r1", "<think>", "</think>", ReasoningStage.OPEN),
-    ReasoningFormat("qwen3", "<think>", "</think>", ReasoningStage.UNSAID),
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ReasoningStage.UNSAID),
+    ReasoningFormat("qwen3", "<think>", "</think>", ReasoningStage.OPTIONAL),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ReasoningStage.OPTIONAL),
 )
-"""The first that detects a template is its own."""
+"""The first format that detects a template is used."""
 
 
 class ReasoningParser:
-    """Parts a reply, in pieces, into its reasoning and what follows. Empty lines around the reasoning belong to the
-    marks: templates write them."""
+    """Streaming parser that splits a reply into reasoning and the rest. It drops empty lines next to the marks, because
+    templates write them."""
 
     def __init__(self, form: ReasoningFormat, stage: ReasoningStage) -> None:
         self._form = form
         self._stage = stage
         self._end = Marks.of(frozenset((form.end,)))
         self._is_first = True
-        """Nothing of the reply has been read that is not white space."""
+        """Only white space has been read so far."""
         self._has_begun = False
-        """Reasoning has been given out."""
+        """Reasoning has been emitted."""
         self._is_just_over = False
-        """Empty lines are still the mark's."""
+        """Only empty lines have been read since the end mark."""
         self._rest = ""
         self._space: list[str] = []
 
     def push(self, text: str, out: list[Event]) -> str:
-        """Append the reasoning in a text to `out`; returns what of the text is not."""
+        """Append the reasoning in a text to `out`. Returns the rest of the text."""
         if self._stage is ReasoningStage.OVER and not self._is_just_over:
             return text
         text, self._rest = self._rest + text, ""
@@ -99,7 +99,7 @@ class ReasoningParser:
         return text
 
     def finish(self, out: list[Event]) -> str:
-        """What is left at the reply's end; likewise."""
+        """End the reply: append remaining reasoning to `out`, and return the remaining other text."""
         rest = "".join(self._space) + self._rest
         self._space, self._rest = [], ""
         if self._stage is not ReasoningStage.OPEN:
@@ -109,7 +109,7 @@ class ReasoningParser:
         return ""
 
     def _first(self, text: str) -> str:
-        """Look for the opening mark, which models write even where the prompt has it. Returns what is to be read on."""
+        """Skip the opening mark, which models write even if the prompt has it. Returns the text to parse next."""
         word = text.lstrip(SPACE)
         space = text[: len(text) - len(word)]
         if not word:

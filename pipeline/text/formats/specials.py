@@ -1,10 +1,10 @@
-"""Special tokens that text shows for the sake of a few of them, and nobody is to see."""
+"""Remove special tokens that detokenize kept in the text only because the parser needs some of them."""
 
 from pipeline.text.formats.marks import Marks
 
 
-class Specials:
-    """Takes marks out of a text that comes in pieces."""
+class SpecialTokenFilter:
+    """Removes marks from streamed text."""
 
     def __init__(self, marks: frozenset[str]) -> None:
         self._marks = Marks.of(marks)

@@ -1,4 +1,4 @@
-"""What a format of tool calls is, and the grammar that makes a model call tools in it."""
+"""The base class of tool-call formats, and the builder of their Lark grammars."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from msgspec import Raw
 from pipeline.text.formats.calls import CallParser
 
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
-"""The schema of a function that says none: it takes none."""
+"""The schema of a function without one: it takes no arguments."""
 
 
 class ToolFunction(msgspec.Struct, frozen=True):
@@ -19,8 +19,8 @@ class ToolFunction(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> str:
-        """Of its arguments, which are an object whether the schema says so or not. Else it is as the client wrote it:
-        every digit of a number counts."""
+        """The schema of its arguments, with `"type": "object"` added if there is no type. The rest of the text is
+        unchanged, so that numbers keep every digit."""
         text = bytes(self.parameters).decode().strip()
         if text in ("", "null"):
             return NO_PARAMETERS
@@ -31,7 +31,7 @@ class ToolFunction(msgspec.Struct, frozen=True):
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
-    """A tool of a request, as far as a reply depends on it."""
+    """The part of a request's tool that the reply depends on."""
 
     function: ToolFunction
 
@@ -45,21 +45,21 @@ class AddedToken(msgspec.Struct, frozen=True):
 
     @property
     def stands_apart(self) -> bool:
-        """Whether llguidance takes it for no text: it does so with special ones, and with whatever looks like a tag,
-        as Qwen's <tool_call> does, which text shows all the same."""
+        """Whether llguidance does not match it as text. This holds for special tokens, and for tokens that look like a
+        tag, such as Qwen's <tool_call>, although detokenized text contains it."""
         return self.special or (self.content.startswith("<") and self.content.endswith(">"))
 
 
 class CallRule(msgspec.Struct, frozen=True):
-    """A tool's call in a grammar."""
+    """A call of one tool in a grammar."""
 
     name: str
     arguments: str
-    """The grammar's name for its arguments"""
+    """The name of the rule for its arguments"""
 
 
-class Lark:
-    """Writes a grammar in the syntax of llguidance
+class LarkBuilder:
+    """Builds a grammar in llguidance's Lark syntax
     (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
 
     def __init__(self, template: str, added: Mapping[str, "AddedToken"]) -> None:
@@ -73,62 +73,62 @@ class Lark:
         return msgspec.json.encode(text).decode()
 
     def mark(self, mark: str) -> str:
-        """A mark: text, or one token that no text ever becomes."""
+        """A mark, as text or as a token that text can't match."""
         token = self._added.get(mark)
         return self.text(mark) if token is None or not token.stands_apart else f"<[{token.id}]>"
 
     def rule(self, body: str) -> str:
-        """Name something."""
+        """Add a rule. Returns its name."""
         self._rules.append(f"r{len(self._rules)}: {body}")
         return f"r{len(self._rules) - 1}"
 
     def until(self, mark: str) -> str:
-        """Any text, and the first of these marks behind it."""
+        """Any text up to and including the first `mark`."""
         if (written := self.mark(mark)) != self.text(mark):
             return self.rule(rf"/(.|\n)*/ {written}")
         self._rules.append(rf"r{len(self._rules)}[suffix={self.text(mark)}]: /(.|\n)*/")
         return f"r{len(self._rules) - 1}"
 
     def schema(self, schema: str) -> str:
-        """JSON that a schema describes, whose text is given. It stands alone, so that references in it mean what they
-        did."""
+        """Add a rule for JSON that matches a schema (its text). Schemas are kept apart, so that their references stay
+        valid. Returns the rule's name."""
         self._schemas[f"s{len(self._schemas)}"] = Raw(schema.encode())
         return f"s{len(self._schemas) - 1}"
 
-    def one_of(self, ways: Sequence[str]) -> str:
-        return self.rule(" | ".join(ways))
+    def one_of(self, rules: Sequence[str]) -> str:
+        return self.rule(" | ".join(rules))
 
     def object_of(self, call: CallRule, key: str) -> str:
-        """A call as an object, written as templates write it."""
+        """A call as an object, with the white space that templates use."""
         name = msgspec.json.encode(call.name).decode()
         begin = self.text(f'{{"name": {name}, "{key}": ')
         return f"{begin} {call.arguments} {self.text('}')}"
 
-    def grammar(self, start: str) -> "Written":
-        return Written("\n".join([f"start: {start}", *self._rules, ""]), self._schemas)
+    def grammar(self, start: str) -> "LarkGrammar":
+        return LarkGrammar("\n".join([f"start: {start}", *self._rules, ""]), self._schemas)
 
 
-class Written(msgspec.Struct, frozen=True):
-    """A grammar, and apart from it the schemas of the arguments in it, which whoever checks them may have to change."""
+class LarkGrammar(msgspec.Struct, frozen=True):
+    """A grammar and, apart from it, the schemas of its arguments, which the checker may change."""
 
     rules: str
     schemas: dict[str, Raw] = {}
-    """By the names that the rules give them"""
+    """Schemas by rule name"""
 
     def lark(self, fit: Callable[[str], str] = lambda schema: schema) -> str:
-        """The whole grammar, with each schema as `fit` makes it."""
+        """The whole grammar; `fit` converts each schema."""
         return self.rules + "".join(
             f"{name}: %json {fit(bytes(schema).decode())}\n" for name, schema in self.schemas.items()
         )
 
 
 class ToolFormat(ABC):
-    """How a family of models writes calls."""
+    """How a model family writes tool calls."""
 
     name: str
     """As in `chat.tool_call_parser`."""
     marks: tuple[str, ...]
-    """Where they are special tokens, text has to show those while it is parsed."""
+    """If they are special tokens, detokenize must keep special tokens in the text."""
 
     @abstractmethod
     def detects(self, template: str) -> bool:
@@ -136,13 +136,13 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def parser(self, names: Collection[str], hidden: Collection[str]) -> CallParser:
-        """A parser of one reply to a request with tools of these names. What is `hidden` is not to be seen in content:
-        marks that are special tokens."""
+        """A parser of one reply to a request with tools of these names. The `hidden` marks, which are special tokens,
+        are removed from content."""
 
     @abstractmethod
-    def grammar(self, lark: Lark, calls: list[CallRule], *, parallel: bool) -> str:
-        """Exactly one of these calls, or with `parallel` one or more of them."""
+    def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
+        """A grammar of exactly one of these calls, or with `parallel` of one or more."""
 
     def call_id(self, key: int) -> str:
-        """A call's id, from a number (128 bits) that no other call has."""
+        """A call's id, from a unique 128-bit number."""
         return f"call_{key:032x}"

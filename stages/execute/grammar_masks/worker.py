@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
-from pipeline.grammars.engine import Engine, NoEngine, bound_memory, words_of
+from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
 from pipeline.grammars.worker import receive, send
 from pipeline.runtime.messages import NOTHING_LEFT
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
@@ -71,7 +71,7 @@ class Grammars:
         """A row's own. Raises Failed."""
         matcher = self.prepare(grammar).result()
         if matcher.is_error():
-            raise MaskError(f"the grammar can't be used: {words_of(matcher.get_error())}")
+            raise MaskError(f"the grammar can't be used: {short_message(matcher.get_error())}")
         return matcher.deep_copy()
 
     def _make(self, grammar: str) -> LLMatcher:
@@ -136,7 +136,11 @@ class MaskWorker:
         except (MaskError, RustPanic) as error:
             self._rows.pop(fill.row, None)
             states[fill.place] = State.FAILED
-            return str(error) if isinstance(error, MaskError) else f"the grammar can't be used: {words_of(str(error))}"
+            return (
+                str(error)
+                if isinstance(error, MaskError)
+                else f"the grammar can't be used: {short_message(str(error))}"
+            )
         states[fill.place] = State.DONE
         return ""
 
@@ -217,7 +221,7 @@ def _bits(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> WordArray:
 
 
 def _why(matcher: LLMatcher, what: str) -> str:
-    return f"{what}: {words_of(matcher.get_error())}" if matcher.get_error() else what
+    return f"{what}: {short_message(matcher.get_error())}" if matcher.get_error() else what
 
 
 def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size: str) -> None:
@@ -225,12 +229,12 @@ def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size
     memory = MaskMemory(int(num_places), int(vocab_size), int(fd))
     try:
         engine = Engine(Path(model_dir))
-    except NoEngine as error:
+    except GrammarsUnsupported as error:
         send(of, msgspec.msgpack.encode(MaskReport(0, errors=[str(error)])))
         return
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) // CPUS_PER_THREAD)
     worker = MaskWorker(of, engine, memory, num_threads)
-    bound_memory(MAX_BYTES)
+    limit_memory(MAX_BYTES)
     gc.collect()
     gc.freeze()
     send(of, msgspec.msgpack.encode(MaskReport(0)))

@@ -76,7 +76,7 @@ def bodies(model: str) -> dict[str, tuple[str, Callable[[], bytes]]]:
                 + b'\\nr4000: \\"a\\""}'
             )
         ),
-        "half a surrogate pair, a million times": completion(lambda: filled(text + b'"stop":[', b'"\\ud800"', b"]}")),
+        "a lone surrogate, a million times": completion(lambda: filled(text + b'"stop":[', b'"\\ud800"', b"]}")),
         "zeros": completion(lambda: b"\0" * MAX_BYTES),
         "spaces": completion(lambda: b" " * MAX_BYTES),
         "more than it takes": completion(lambda: prompt + b'"' + b"a" * MAX_BYTES + b'"}'),

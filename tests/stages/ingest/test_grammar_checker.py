@@ -18,7 +18,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompt_processor import RequestRefused
-from pipeline.text.formats.tool_format import Lark
+from pipeline.text.formats.tool_format import LarkBuilder
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS
 from tests.stages.ingest import models as tiny
@@ -77,8 +77,8 @@ async def test_a_cancelled_check_stops_no_other_check(grammars: GrammarChecker) 
 
 
 BAD = [
-    ("json_schema", "{", "no JSON"),
-    ("closed_schema", "{", "no JSON"),
+    ("json_schema", "{", "not valid JSON"),
+    ("closed_schema", "{", "not valid JSON"),
     ("closed_schema", '{"properties": {"\\ud800": {}}}', ""),
     ("closed_schema", '{"a":' * 5000 + "1" + "}" * 5000, "nested too deeply"),
     ("json_schema", "[]", "an array"),
@@ -122,7 +122,7 @@ async def test_what_is_not_understood_is_a_400_that_says_why(grammars: GrammarCh
 
 async def test_the_tool_whose_schema_is_bad_is_named(grammars: GrammarChecker) -> None:
     good, bad = {"type": "object"}, {"type": "object", "properties": {"a": {"minItems": 2, "maxItems": 1, "not": {}}}}
-    lark = Lark("", {})
+    lark = LarkBuilder("", {})
     start = lark.one_of([lark.schema(json.dumps(schema)) for schema in (good, bad)])
     source = msgspec.json.encode(lark.grammar(start)).decode()
     with pytest.raises(RequestRefused) as alone:

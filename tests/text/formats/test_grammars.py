@@ -143,7 +143,7 @@ def test_calls_are_enforced_behind_the_reasoning(reasoning: str, tail: str) -> N
     start, end = REASONING[reasoning].start, REASONING[reasoning].end
     prompt = {"": "assistant\n", "open": f"{start}\n", "over": f"{start}\n\n{end}\n\n"}[tail]
     form = formats("hermes", reasoning)
-    grammar = form.behind_reasoning(form.calls("required", "", TOOLS_JSON, parallel=False).lark(), prompt)
+    grammar = form.after_reasoning(form.calls("required", "", TOOLS_JSON, parallel=False).lark(), prompt)
     has_thought = False
     for seed in range(20):
         text = walk(grammar, seed, 200)
@@ -160,7 +160,7 @@ def test_calls_are_enforced_behind_the_reasoning(reasoning: str, tail: str) -> N
 def test_reasoning_may_be_opened_where_the_prompt_does_not() -> None:
     form = formats("hermes", "qwen3")
     calls = form.calls("named", "now", TOOLS_JSON, parallel=True).lark()
-    matcher = llguidance.LLMatcher(GUIDE, form.behind_reasoning(calls, "assistant\n"))
+    matcher = llguidance.LLMatcher(GUIDE, form.after_reasoning(calls, "assistant\n"))
     text = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert matcher.consume_tokens(TOKENIZER.encode(text).ids)
     assert matcher.is_accepting()
@@ -171,7 +171,7 @@ def test_reasoning_may_be_opened_where_the_prompt_does_not() -> None:
 )
 def test_with_an_output_asked_for_a_reply_is_that_or_calls(output: str) -> None:
     form = formats("hermes", "qwen3")
-    grammar = form.behind_reasoning(
+    grammar = form.after_reasoning(
         either(output, form.calls("auto", "", TOOLS_JSON, parallel=True).lark()), "</think>\n\n"
     )
     replies = [read(form.parser("auto", SCHEMAS, "</think>\n\n"), [walk(grammar, seed)]) for seed in range(30)]
@@ -186,7 +186,7 @@ def test_with_an_output_asked_for_a_reply_is_that_or_calls(output: str) -> None:
 
 def test_output_alone_is_enforced_behind_the_reasoning() -> None:
     form = formats(None, "deepseek_r1")
-    grammar = form.behind_reasoning("start: /[ab]{2}/", "<think>\n")
+    grammar = form.after_reasoning("start: /[ab]{2}/", "<think>\n")
     matcher = llguidance.LLMatcher(GUIDE, grammar)
     assert matcher.consume_tokens(TOKENIZER.encode("Hm. No <b>.\n</think>\n\nab").ids)
     assert matcher.is_accepting()
@@ -195,7 +195,7 @@ def test_output_alone_is_enforced_behind_the_reasoning() -> None:
 
 def test_without_reasoning_nothing_is_put_around_a_grammar() -> None:
     for form in TOOL_FORMATS:
-        assert formats(form.name).behind_reasoning("start: /a/", "assistant\n") == "start: /a/"
+        assert formats(form.name).after_reasoning("start: /a/", "assistant\n") == "start: /a/"
 
 
 def test_a_named_tool_has_to_be_there() -> None:

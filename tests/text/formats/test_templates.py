@@ -98,7 +98,7 @@ def test_reasoning_comes_back() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "stage"),
     [
-        ("qwen3", {}, ReasoningStage.UNSAID),
+        ("qwen3", {}, ReasoningStage.OPTIONAL),
         ("qwen3", {"enable_thinking": False}, ReasoningStage.OVER),
         ("deepseek-r1-distill", {}, ReasoningStage.OPEN),
         ("deepseek-v3.1", {}, ReasoningStage.OVER),

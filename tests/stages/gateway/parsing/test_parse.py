@@ -296,7 +296,7 @@ class TestBadInput:
         assert refused({"model": "tiny"}).message == "'messages' is required"
         assert refused([]).message == "the body must be an object, not an array"
         assert refused(CHAT | {"top_p": math.nan}).message == "'top_p' must be a finite number"
-        assert refused(message(content="\ud800")).message == ("'messages[1].content' has an unpaired surrogate")
+        assert refused(message(content="\ud800")).message == ("'messages[1].content' has a lone surrogate")
 
     def test_repeats_no_more_of_the_clients_words_than_is_needed(self) -> None:
         for key in ("k" * 100_000, "\ud800" * 1000, "a.b[0]" * 1000):
