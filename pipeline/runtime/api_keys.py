@@ -1,11 +1,10 @@
-"""API keys: where a server has them from, and how one that a client shows is compared with them.
+"""API keys: how a server reads them, and how it checks a client's key.
 
-A key is never kept: the supervisor reads the keys, makes of each a digest under a secret that this start of the server
-drew, and hands both to the gateways on a descriptor. So there is no key in the settings, in what a stage is told at its
-start, in a recording, a command line or the environment of a stage, and a digest that leaked is worth nothing after
-the next start.
+No key is stored. The supervisor reads the keys, computes a digest of each with a secret drawn at this start, and passes
+the digests and the secret to the gateways in a memfd. So no key is in the settings, a stage's `Launch`, a recording, a
+command line or a stage's environment, and a leaked digest is worthless after the next start.
 
-    file, PIPELINE_API_KEYS ──read──► Keys ──memfd──► gateway ──admits(shown)──► in, or 401
+    file, PIPELINE_API_KEYS ──read──► Keys ──memfd──► gateway ──admits(key)──► accepted, or 401
 """
 
 import hashlib
@@ -22,28 +21,28 @@ from pathlib import Path
 from pipeline.config.load import ConfigError
 
 SERVER_VARIABLE = "PIPELINE_API_KEYS"
-"""Of a server's environment: its keys, with commas or line ends between."""
+"""A server's environment variable: its keys, separated by commas or line breaks."""
 CLIENT_VARIABLE = "PIPELINE_API_KEY"
-"""Of a client's environment: the key that it shows where it is given none."""
+"""A client's environment variable: the default key."""
 FILE_KEY = "gateway.api_keys_file"
 
 MAX_KEYS = 1024
-"""A request is compared with all of them."""
+"""Bounded, because each request's key is compared with all keys."""
 MAX_KEY_CHARS = 512
 SHORT_CHARS = 16
-"""Keys shorter than this can be guessed, sooner or later."""
+"""Shorter keys can be guessed."""
 MAX_FILE_BYTES = 1024**2
 DIGEST_BYTES = 32
 SCOPE_BYTES = 32
 NO_SCOPE = ""
-"""Of requests that come without an API key."""
+"""The scope of requests without an API key."""
 
 _KEY = re.compile(rf"[!-+\--~]{{1,{MAX_KEY_CHARS}}}")
 _BEARER = re.compile(rf"bearer +([!-~]{{1,{MAX_KEY_CHARS}}})", re.IGNORECASE | re.ASCII)
 
 
 class Keys:
-    """Digests of the keys that a server takes."""
+    """Digests of the keys that a server accepts."""
 
     def __init__(self, secret: bytes, digests: Iterable[bytes]) -> None:
         self._secret = secret
@@ -60,53 +59,52 @@ class Keys:
     def __repr__(self) -> str:
         return f"Keys(<{len(self)}>)"
 
-    def admits(self, shown: str | None) -> bool:
+    def admits(self, key: str | None) -> bool:
         """Whether a client's key is one of these."""
-        return self.scope_of(shown) is not None
+        return self.scope_of(key) is not None
 
-    def scope_of(self, shown: str | None) -> str | None:
-        """The scope of a client's key: a name for the key that all gateways of this start agree on and that nobody can
-        compute who does not have the secret. None if the key is not one of these.
+    def scope_of(self, key: str | None) -> str | None:
+        """The scope of a client's key: an id that is the same in all gateways of this start and that can't be computed
+        without the secret. None if the key is not one of these.
 
-        Takes as long for any key of a length, right or wrong: digests are compared, in constant time, and always with
-        all of them."""
-        digest = _digest(self._secret, shown or "")
+        The time depends only on the length of `key`: the digest is compared in constant time, and with all keys."""
+        digest = _digest(self._secret, key or "")
         found = False
         for one in self._digests:
             found |= hmac.compare_digest(one, digest)
         scope = hashlib.blake2b(digest, key=self._secret, digest_size=SCOPE_BYTES, person=b"pipeline scope").hexdigest()
-        return scope if found and shown else None
+        return scope if found and key else None
 
     def share(self) -> int:
-        """A descriptor, the caller's, from which `inherited` makes the same again."""
+        """Write the digests to a memfd for `inherited`. The caller owns the descriptor."""
         fd = os.memfd_create("pipeline-keys")
         os.write(fd, self._secret + b"".join(self._digests))
         return fd
 
     @classmethod
     def inherited(cls, fd: int) -> "Keys":
-        """What `share` wrote. The descriptor stays the caller's, and may be read again."""
+        """The keys that `share` wrote. The descriptor stays open and may be read again."""
         data = os.pread(fd, DIGEST_BYTES * (MAX_KEYS + 1), 0)
         if len(data) < 2 * DIGEST_BYTES or len(data) % DIGEST_BYTES:
-            raise ValueError(f"{len(data)} bytes are not valid keys")  # never: better no server than one that is open
+            raise ValueError(f"{len(data)} bytes are not valid keys")
         starts = range(DIGEST_BYTES, len(data), DIGEST_BYTES)
         return cls(data[:DIGEST_BYTES], (data[start : start + DIGEST_BYTES] for start in starts))
 
 
 def bearer(headers: list[str]) -> str | None:
-    """The key in a request's Authorization headers; None where there is none, or more than one."""
+    """The key in a request's Authorization headers; None unless there is exactly one."""
     match = _BEARER.fullmatch(headers[0].strip()) if len(headers) == 1 else None
     return match[1] if match else None
 
 
 def of_client(given: str | None) -> str | None:
-    """The key that a client shows: the one that it was given, or that of its environment."""
+    """The key that a client sends: `given`, or the one in its environment."""
     return given if given is not None else os.environ.get(CLIENT_VARIABLE) or None
 
 
 def read(path: str, environ: Mapping[str, str]) -> tuple[Keys | None, list[str]]:
-    """The keys of a server, from its file (empty: it has none) and its environment, and what is to be warned of. None
-    where neither is given. Raises ConfigError, in words that never hold a key."""
+    """A server's keys, from its file (empty: no file) and its environment, and warnings. The keys are None if neither
+    is set. Raises ConfigError; its message never contains a key."""
     keys: list[str] = []
     warnings: list[str] = []
     if path:
@@ -116,30 +114,29 @@ def read(path: str, environ: Mapping[str, str]) -> tuple[Keys | None, list[str]]
     if not path and SERVER_VARIABLE not in environ:
         return None, []
     if len(keys) > MAX_KEYS:
-        raise ConfigError([f"{FILE_KEY}: there are {len(keys)} keys, and at most {MAX_KEYS} are taken"])
+        raise ConfigError([f"{FILE_KEY}: there are {len(keys)} keys; the limit is {MAX_KEYS}"])
     if short := sum(len(key) < SHORT_CHARS for key in keys):
         warnings.append(
-            f"{short} of {len(keys)} API keys are shorter than {SHORT_CHARS} characters, and can be guessed: "
-            "`openssl rand -hex 32` makes a better one"
+            f"{short} of {len(keys)} API keys are shorter than {SHORT_CHARS} characters and can be guessed; "
+            "`openssl rand -hex 32` generates a better one"
         )
     return Keys.of(keys), warnings
 
 
 def keep_out_of_core_dumps() -> None:
-    """Have this process and those that it starts leave no core dump: it would hold keys.
+    """Disable core dumps of this process and its children, because they would contain keys.
 
-    A limit of 0 does not hold for a `core_pattern` that pipes the dump to a program. The kernel takes 1 for "no dump
-    there either", and a file of 1 byte is not written (fs/coredump.c). What is dumped all the same, because the limit
-    was 0 for good or was raised, is without memory.
+    If `core_pattern` pipes dumps to a program, a limit of 0 has no effect. A limit of 1 disables that too, and no file
+    of 1 byte is written (fs/coredump.c). If the hard limit is 0, or the limit is raised later, a dump has no memory.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
-    with suppress(OSError):  # a kernel without it
+    with suppress(OSError):  # the kernel may not support it
         Path("/proc/self/coredump_filter").write_text("0")
 
 
 def forget(environ: MutableMapping[str, str]) -> None:
-    """Take the keys out of an environment, so that no process started from here on has them."""
+    """Remove the keys from an environment, so that processes started later do not inherit them."""
     for name in (SERVER_VARIABLE, CLIENT_VARIABLE):
         environ.pop(name, None)
 
@@ -157,7 +154,7 @@ def _of_file(path: Path, warnings: list[str]) -> list[str]:
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError([f"{FILE_KEY}: {path} is larger than {MAX_FILE_BYTES} bytes"])
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        warnings.append(f"{FILE_KEY}: {path} can be read by other users; chmod 600 keeps it to its owner")
+        warnings.append(f"{FILE_KEY}: {path} can be read by other users; restrict it with chmod 600")
     lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
     return _of_lines(lines, f"{FILE_KEY}: {path}", "line")
 
@@ -170,20 +167,20 @@ def _of_lines(lines: list[str], origin: str, place: str) -> list[str]:
         if not _KEY.fullmatch(key):
             raise ConfigError(
                 [
-                    f"{origin}, {place} {number}: a key has 1 to {MAX_KEY_CHARS} visible ASCII characters, "
+                    f"{origin}, {place} {number}: a key must have 1 to {MAX_KEY_CHARS} visible ASCII characters, "
                     "without spaces and commas"
                 ]
             )
         keys.append(key)
-    if not keys:  # an empty secret must not open the server
-        raise ConfigError([f"{origin}: holds no key"])
+    if not keys:  # an empty file or variable must not disable authentication
+        raise ConfigError([f"{origin}: contains no key"])
     return keys
 
 
 def scoped_salt(scope: str, salt: str) -> str:
-    """The salt of a request's prefix-cache blocks: its own `cache_salt` within its key's scope. Whatever a client gives
-    as its own, it stays in its scope: scope and salt are separate inputs, and the scope is secret. Without a scope the
-    client's own, unchanged."""
+    """The salt of a request's prefix-cache blocks: its `cache_salt` within its key's scope. No `cache_salt` leads out
+    of the scope, because both are separate inputs of a keyed digest and the scope is secret. Without a scope, the salt
+    is returned unchanged."""
     if scope == NO_SCOPE:
         return salt
     return hmac.digest(bytes.fromhex(scope), b"prefix cache\0" + salt.encode("utf-8", "surrogatepass"), "sha256").hex()

@@ -1,4 +1,4 @@
-"""The arrays in a stage's messages: written to its own arena, read from the segments of others, and released."""
+"""Arrays in a stage's messages: written to its own arena, read from other stages' segments, and released."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeline.shm.arrays import Array, ShmRef
 
 
 class Arrays:
-    """Arrays in and out of messages, for one process: its own arena, and everybody's segments to read from."""
+    """The arrays of one process: its own arena for writing, and the segments of all stages for reading."""
 
     def __init__(self, memories: dict[str, memoryview], own: str) -> None:
         self._memories = memories
@@ -22,13 +22,13 @@ class Arrays:
         return self._arena
 
     def put(self, array: "np.ndarray[Any, Any]", *, readers: int = 1) -> Array:
-        """Hand an array over: inline or by reference, see `Arena.put`."""
+        """Write an array for `readers` readers; returns it inline or by reference, see `Arena.put`."""
         if self._arena is None or array.nbytes == 0:
             return array.tobytes()
         return self._arena.put(np.ascontiguousarray(array).data.cast("B"), readers=readers)
 
     def take(self, array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
-        """Copy an array out of a message and note its slab for release. Returns a one-dimensional, writable array."""
+        """Copy an array from a message, and mark its slab for release. Returns a one-dimensional, writable array."""
         if isinstance(array, bytes):
             return np.frombuffer(array, dtype).copy()
         data = self._memories[array.segment][array.offset : array.offset + array.length]
@@ -38,36 +38,36 @@ class Arrays:
         return result
 
     def done(self, array: Array) -> None:
-        """Note that this process needs an array no more."""
+        """Mark an array's slab for release: this process is done with it."""
         if isinstance(array, ShmRef):
             offsets, generations = self._read.setdefault(array.segment, ([], []))
             offsets.append(array.offset)
             generations.append(array.generation)
 
     def releases(self) -> list[tuple[str, Release]]:
-        """What to send to each segment's owner, once per wake: (segment name, message) pairs."""
+        """The releases to send, once per wake: (owner's segment name, message) pairs."""
         read, self._read = self._read, {}
         return [(name, Release(offsets, generations)) for name, (offsets, generations) in read.items()]
 
     def not_released(self, name: str, release: Release) -> None:
-        """A release could not be sent: note its slabs again, for the next time."""
+        """Mark the slabs of a release again, because it could not be sent."""
         offsets, generations = self._read.setdefault(name, ([], []))
         offsets += release.offsets
         generations += release.generations
 
     def retract(self, array: Array) -> None:
-        """Take back an array that was put for one reader into a message that was not sent."""
+        """Free an array that was written for one reader, because its message was not sent."""
         if isinstance(array, ShmRef):
             assert self._arena is not None
             self._arena.release(array.offset, array.generation)
 
     def retract_all(self, message: Message) -> None:
-        """Take back every array among the fields of a message that was not sent."""
+        """Free every array of a message that was not sent."""
         for field in message.__struct_fields__:
             self.retract(getattr(message, field))
 
     def released(self, release: Release) -> None:
-        """A reader has released slabs of this process's arena."""
-        assert self._arena is not None, "a release came to a stage without an arena"
+        """Handle a reader's release of slabs of this process's arena."""
+        assert self._arena is not None, "a stage without an arena got a release"
         for offset, generation in zip(release.offsets, release.generations, strict=True):
             self._arena.release(offset, generation)

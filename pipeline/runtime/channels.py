@@ -1,13 +1,12 @@
 """Typed inboxes and outboxes over ZeroMQ.
 
-A process has one inbox, at an address that carries its incarnation, and an outbox for each peer. Sockets are abstract
-Unix sockets: they leave no file behind, whatever dies; the kernel tells libzmq who connects, and other users are
-refused.
+A process has one inbox, whose address contains its incarnation, and an outbox for each peer. Sockets are abstract Unix
+sockets: no file is left behind after a crash, and libzmq refuses other users by the kernel's peer credentials.
 
     Outbox.send  ──►  PUSH, bounded, never blocks  ──►  PULL  ──►  Inbox.receive / AsyncInbox.receive
 
-Nobody blocks in a send: an outbox whose bound is reached says so, and its owner decides what then. An edge holds its
-bound on the sender's side, `INBOX_BOUND` on the receiver's, and what fits the kernel's buffer between them.
+A send never blocks: it returns False if the outbox is full, and the owner decides what to do. An edge holds up to the
+outbox's bound at the sender, `INBOX_BOUND` at the receiver, and the kernel's buffer between them.
 """
 
 import asyncio
@@ -25,19 +24,19 @@ from pipeline.runtime.replay_context import ReplayContext
 T = TypeVar("T")
 
 INBOX_BOUND = 1024
-"""Messages of each sender that may wait inside a receiver. Without it the receiver's I/O thread would go on taking
-messages for a stage that hangs, and no sender would ever reach its bound."""
+"""Maximum number of queued messages per sender at a receiver. Without it, the I/O thread of a stage that hangs would
+keep reading, and no sender would reach its bound."""
 
 CONTROL_REQUESTS = frozenset(get_args(ControlRequest))
 
 
 def address_of(server: str, name: str, incarnation: int) -> str:
-    """Where the inbox of one incarnation of `name` listens. `server` tells servers on one machine apart."""
+    """The inbox address of one incarnation of `name`. `server` distinguishes servers on one machine."""
     return f"ipc://@pipeline/{server}/{name}.{incarnation}"
 
 
 class MessageDecoder(Generic[T]):
-    """Decodes MessagePack of one type or union. Raises msgspec.DecodeError alone, whatever the bytes are."""
+    """Decodes MessagePack of one type or union. For invalid bytes it only raises msgspec.DecodeError."""
 
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
@@ -52,11 +51,10 @@ class MessageDecoder(Generic[T]):
 
 
 class Inbox(Generic[T]):
-    """Where a stage receives. `union` is the union of messages it takes.
+    """Receives a stage's messages; `union` is their type.
 
-    With `control_request`, the inbox takes every `ControlRequest` besides, and hands those to that function rather than
-    to its owner. With a `replay_context`, what is received is recorded. One that replays is filled by a tape:
-    pipeline.replay.player.
+    With `control_request`, the inbox also accepts every `ControlRequest` and passes it to that function instead of the
+    owner. With a `replay_context`, received messages are recorded. In a replay, pipeline.replay.player fills the inbox.
     """
 
     is_replayed = False
@@ -72,7 +70,6 @@ class Inbox(Generic[T]):
     ) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(INBOX_BOUND)
-        # The kernel reports the effective user of who connects.
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -82,63 +79,63 @@ class Inbox(Generic[T]):
             raise
         self._envelopes: MessageDecoder[Envelope] = MessageDecoder(Envelope)
         self._messages: MessageDecoder[T] = MessageDecoder(union if control_request is None else union | ControlRequest)
-        self._aside = control_request
+        self._control_request = control_request
         self._incarnations: dict[str, int] = {}
         self.num_received = 0
         self.num_stale = 0
-        """Messages from incarnations that are over."""
+        """Messages from earlier incarnations, which are dropped."""
         self.last_sender = ""
         self.wait_s = 0.0
-        """How long its owner has waited here; of an asyncio stage, how long messages waited for its loop."""
+        """How long the owner has waited here. In an asyncio stage: how long messages have waited for the loop."""
         self.num_wakes = 0
 
     def fileno(self) -> int:
-        """The descriptor that turns readable when something has happened, perhaps a message.
+        """The descriptor that becomes readable after an event, perhaps a message.
 
-        It stays readable until the socket is used, and then says nothing about messages that wait: ask `has_message`
+        It is edge-triggered: using the socket makes it unreadable even if messages are queued. So call `has_message`
         after each wake, and again before each wait.
         """
         return int(self._socket.get(zmq.FD))
 
     def wake_by(self, fd: int) -> None:
-        """Let `wait` end when another descriptor is readable too."""
+        """Make `wait` also return when this descriptor is readable."""
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(fd, zmq.POLLIN)
 
     def has_message(self) -> bool:
-        """Whether a message waits now. Makes the descriptor unreadable until something new happens."""
+        """Whether a message is queued. Makes the descriptor unreadable until the next event."""
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a message is there, at most `timeout_s`. Returns whether one is, or what `wake_by` was given."""
+        """Wait at most `timeout_s` for a message or for `wake_by`'s descriptor. Returns whether either is ready."""
         begun, timeout_ms = time.monotonic(), max(0, round(timeout_s * 1000))
-        is_there = bool(self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms))
+        is_ready = bool(self._socket.poll(timeout_ms) if self._poller is None else self._poller.poll(timeout_ms))
         self.wait_s += time.monotonic() - begun
         self.num_wakes += 1
-        return is_there
+        return is_ready
 
     async def replayed(self) -> list[T]:
-        """Of an inbox that replays: what is received next, when it is its turn."""
+        """In a replay: wait for the turn of the next received messages, and return them."""
         raise NotImplementedError
 
     def took(self) -> None:
-        """Note that what was received since the last time was handed over at once: one wake of a recording."""
+        """Record that the messages since the last call were taken in one wake."""
         if self.replay_context is not None:
             self.replay_context.took()
 
     def receive(self) -> T | None:
-        """The next message, or None where there is none now. Raises msgspec.DecodeError as `take`."""
+        """The next message, or None if none is queued. Raises msgspec.DecodeError as `take` does."""
         message = self.take()
         if message is not None:
             self.took()
         return message
 
     def take(self) -> T | None:
-        """`receive`, as one of several messages of a wake: `took` is to be called after the last.
+        """Like `receive`, for one of several messages of a wake. Call `took` after the last.
 
-        Raises msgspec.DecodeError if a peer sent what this inbox does not take: peers are our own stages, so that is
-        a bug and ends the stage.
+        Raises msgspec.DecodeError for a message that is not in `union`. Peers are our own stages, so this is a bug and
+        ends the stage.
         """
         while True:
             try:
@@ -154,15 +151,15 @@ class Inbox(Generic[T]):
             self.num_received += 1
             self.last_sender = envelope.sender
             message = self._messages.decode(body)
-            if self._aside is not None and type(message) in CONTROL_REQUESTS:
-                self._aside(message)  # type: ignore[arg-type]
+            if self._control_request is not None and type(message) in CONTROL_REQUESTS:
+                self._control_request(message)  # type: ignore[arg-type]
                 continue
             if self.replay_context is not None:
                 self.replay_context.received(envelope.sender, envelope.incarnation, body, message)
             return message
 
     def receive_all(self) -> list[T]:
-        """Everything that is there now."""
+        """All queued messages."""
         messages = []
         while (message := self.take()) is not None:
             messages.append(message)
@@ -170,7 +167,7 @@ class Inbox(Generic[T]):
         return messages
 
     def wait_all(self, timeout_s: float) -> list[T]:
-        """Wait for a message at most `timeout_s`, then take everything that is there."""
+        """Wait at most `timeout_s` for a message, then return all queued messages."""
         self.wait(timeout_s)
         return self.receive_all()
 
@@ -179,7 +176,7 @@ class Inbox(Generic[T]):
 
 
 class AsyncInbox(Generic[T]):
-    """The same for an asyncio stage: one wake for however many messages have come."""
+    """An inbox for an asyncio stage. One wake takes all queued messages."""
 
     def __init__(self, inbox: Inbox[T]) -> None:
         self._inbox = inbox
@@ -190,19 +187,17 @@ class AsyncInbox(Generic[T]):
             self._loop.add_reader(inbox.fileno(), self._wake)
 
     def _wake(self) -> None:
-        # Asking is also what makes the descriptor unreadable: else the loop would spin through this callback for as
-        # long as the receiver is busy with something else.
+        # has_message also makes the descriptor unreadable. Otherwise the loop would keep calling this while the
+        # receiver is busy.
         if self._inbox.has_message() and not self._readable.is_set():
             self._woken_s = time.monotonic()
             self._readable.set()
 
     async def receive_all(self, limit: int = 256) -> list[T]:
-        """Wait for a message, then take what is there, at most `limit` so that a flood leaves room for other tasks.
-        They have a turn before each receive, also when messages are there already. No message is lost to a
-        cancellation.
+        """Wait for a message, then return the queued messages, at most `limit`. Other tasks get a turn before each
+        receive, even if messages are queued. Cancellation loses no message.
 
-        The wait has no deadline of its own: an idle server has nothing to receive. The supervisor's death and `Stop`
-        both end it.
+        The wait has no deadline, because an idle server receives nothing. The supervisor's death and `Stop` end it.
         """
         await asyncio.sleep(0)
         if self._inbox.is_replayed:
@@ -221,7 +216,7 @@ class AsyncInbox(Generic[T]):
                 self._inbox.num_wakes += 1
 
     async def receive_now(self) -> list[T]:
-        """Everything that is there now, perhaps nothing."""
+        """All queued messages; the list may be empty."""
         return await self._inbox.replayed() if self._inbox.is_replayed else self._inbox.receive_all()
 
     def close(self) -> None:
@@ -231,7 +226,7 @@ class AsyncInbox(Generic[T]):
 
 
 class Outbox(Generic[T]):
-    """Where one peer is sent to. With a `replay_context`, what is sent is recorded, as to `peer`."""
+    """Sends to one peer. With a `replay_context`, sent messages are recorded under the name `peer`."""
 
     replay_context: ReplayContext | None = None
     peer = ""
@@ -240,7 +235,7 @@ class Outbox(Generic[T]):
         self._socket = context.socket(zmq.PUSH)
         self._socket.set_hwm(bound)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Peers start in any order; the library's own 100 ms would show in the time to start.
+        # Peers start in any order. libzmq's default of 100 ms would slow the start.
         self._socket.setsockopt(zmq.RECONNECT_IVL, 5)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 50)
         self._socket.connect(address)
@@ -250,7 +245,7 @@ class Outbox(Generic[T]):
         self.num_refused = 0
 
     def send(self, message: T) -> bool:
-        """Send, or return False where the edge's bound is reached. Never blocks."""
+        """Send a message. Returns False if the outbox is full. Never blocks."""
         body = self._encoder.encode(message)
         try:
             self._socket.send_multipart((self._head, body), zmq.NOBLOCK)
@@ -265,10 +260,10 @@ class Outbox(Generic[T]):
         return True
 
     def flush(self, timeout_s: float) -> None:
-        """Close, giving what is queued at most `timeout_s` to leave.
+        """Close the socket; queued messages have `timeout_s` to be sent.
 
-        What has left may still be lost if the receiver is at its bound just then: libzmq gives up a connection whose
-        other end has gone before it reads on. So stages stop in flow order, when nothing is on its way any more.
+        A sent message is still lost if the receiver's queue is full: libzmq drops a closed connection before it reads
+        the rest. So stages stop in flow order, when no messages are in transit.
         """
         self._socket.close(linger=round(timeout_s * 1000))
 

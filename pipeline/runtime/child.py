@@ -1,4 +1,4 @@
-"""A child's first and last acts: title, logs, signals, death of the parent, `StageFailed`, exit code."""
+"""Start and end of a child process: title, log, parent death, `StageFailed`, exit code."""
 
 import ctypes
 import importlib
@@ -19,8 +19,8 @@ from pipeline.runtime.stage import SUPERVISOR
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 4
-LAST_WORDS_S = 1.0
-"""How long the reason of a failure may take to leave."""
+REPORT_S = 1.0
+"""Maximum time for sending the reason of a failure."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -40,21 +40,21 @@ def main(launch_fd: int) -> None:
         if not isinstance(error, UserError):
             log.exception("failed")
             reason = f"{type(error).__name__}: {reason}"
-        say_why(launch, reason)
+        report_failure(launch, reason)
         _exit(EXIT_FAILED)
     _exit(0)
 
 
 def _exit(code: int) -> None:
-    """End without waiting for library threads; everything that matters has been closed or said."""
+    """End without waiting for library threads. All sockets and files are closed by now."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _die_with_parent(death_fd: int) -> None:
-    """End at once when the supervisor is gone: its end of a pipe closes, whatever killed it, and the kernel sends us
-    SIGKILL besides, should this interpreter be stuck."""
+    """End when the supervisor ends: its end of a pipe closes. If this interpreter is stuck, the kernel's SIGKILL ends
+    it."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
@@ -64,11 +64,11 @@ def _die_with_parent(death_fd: int) -> None:
     threading.Thread(target=watch, name="death-pipe", daemon=True).start()
 
 
-def say_why(launch: Launch, reason: str) -> None:
-    """Tell the supervisor the reason of a failure."""
+def report_failure(launch: Launch, reason: str) -> None:
+    """Send the reason of a failure to the supervisor."""
     address = next(peer.address for peer in launch.peers if peer.name == SUPERVISOR)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     outbox: Outbox[SupervisorInbox] = Outbox(context, address, Envelope(launch.name, launch.incarnation), bound=1)
     outbox.send(StageFailed(reason))
-    outbox.flush(LAST_WORDS_S)
+    outbox.flush(REPORT_S)
     context.term()

@@ -1,7 +1,7 @@
-"""Answer the requests that every stage takes beside its work.
+"""Answer control requests, which every stage accepts besides its own messages.
 
-A `ControlRequest` comes through the ordinary inbox, so an answer proves that the loop runs; the stage's own `match`
-never sees it. To add one: a struct in messages/control_requests.py, in the union `ControlRequest`; a case here; a
+A `ControlRequest` arrives in the ordinary inbox, so an answer proves that the loop runs. The stage's own `match` never
+sees it. To add one, add a struct to the union `ControlRequest` in messages/control_requests.py, a case here, and a
 command that sends it to the supervisor's admin server as a `StageCommand`.
 """
 
@@ -42,21 +42,22 @@ class ControlledStage(Protocol):
 
 
 def with_execute_facts(request: m.ControlRequest, facts: m.ExecuteFacts | None) -> m.ControlRequest:
-    """A control request as the supervisor passes it on: a recording that begins after `Start` gets its facts here."""
+    """A control request with the facts of `Start` if it starts a recording. For the supervisor, which forwards it."""
     return msgspec.structs.replace(request, facts=facts) if isinstance(request, m.Record) else request
 
 
 class ControlRequests:
-    """Answers for one stage. `UserError` and `OSError` become the answer; any other error ends the stage."""
+    """Answers the control requests of one stage. `UserError` and `OSError` become the answer; other errors end the
+    stage."""
 
     def __init__(self, stage: ControlledStage) -> None:
         self._stage = stage
         self._encoder = msgspec.msgpack.Encoder()
         self._sampler = StackSampler()
         self.own_counts: Callable[[], OwnCounts] | None = None
-        """Returns the counts of this kind of stage; None until it has any."""
+        """Returns the stage's own counts. Set by stages that have some."""
         self.find_request: Callable[[str], RequestTimings | None] = lambda _: None
-        """Set by gateways."""
+        """Returns the timings of an open request. Set by gateways."""
 
     def __call__(self, request: m.ControlRequest) -> None:
         try:

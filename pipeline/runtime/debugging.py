@@ -1,8 +1,8 @@
-"""What a stage needs to be looked at in the terminal's foreground: `pipeline serve --foreground STAGE`.
+"""Debug a stage in the terminal: `pipeline serve --foreground STAGE`.
 
-The stage stays a child of the supervisor, in the supervisor's process group and with the terminal as its standard
-input, so that `breakpoint()` in its code talks to the terminal. Ctrl-C is the supervisor's here too: the debugger
-leaves it alone, for by itself it would take it after the first `continue`.
+The stage stays a child of the supervisor, but in its process group and with the terminal as standard input, so that
+`breakpoint()` works. Ctrl-C still belongs to the supervisor: pdb must not handle it, which it does by default after
+`continue`.
 """
 
 import functools
@@ -19,10 +19,10 @@ from pipeline.errors import UserError
 
 
 def install(break_at: str) -> None:
-    """Make `breakpoint()` stop in a debugger that leaves signals alone, unless $PYTHONBREAKPOINT says otherwise; and
-    stop at each call of the function that `break_at` names, as `pipeline.stages.schedule.scheduler:Scheduler.admit`.
+    """Make `breakpoint()` start a debugger that ignores signals, unless $PYTHONBREAKPOINT is set. Also stop at each
+    call of the function `break_at`, such as `pipeline.stages.schedule.scheduler:Scheduler.admit`.
 
-    Raises UserError where there is no such function.
+    Raises UserError if there is no such function.
     """
     if not os.environ.get("PYTHONBREAKPOINT"):
         sys.breakpointhook = _stop_in_caller
@@ -48,13 +48,13 @@ def _break_at(name: str) -> None:
             owner = getattr(owner, part)
         function: Callable[..., Any] = getattr(owner, last)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"--break {name}: {error}; it needs MODULE:FUNCTION, as json:loads") from error
+        raise UserError(f"--break {name}: {error}; needs MODULE:FUNCTION, such as json:loads") from error
     if (
         not inspect.isfunction(function)
         or inspect.iscoroutinefunction(function)
         or inspect.isgeneratorfunction(function)
     ):
-        raise UserError(f"--break {name}: only plain functions and methods can be stopped at")
+        raise UserError(f"--break {name}: must be a plain function or method, not a coroutine or generator function")
 
     @functools.wraps(function)
     def stopped(*args: Any, **kwargs: Any) -> Any:

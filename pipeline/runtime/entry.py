@@ -1,4 +1,4 @@
-"""What every child process does first and last. Run as a script by the supervisor, with the number of an inherited
+"""The entry point of every stage process. The supervisor runs it as a script with the number of an inherited
 descriptor that holds the `Launch`."""
 
 import os
@@ -7,10 +7,10 @@ import sys
 
 
 def adopt_package() -> None:
-    """Make `pipeline` importable from the folder above this file's, and nothing else that lies beside it.
+    """Make `pipeline` importable from the folder above this file's, without adding a folder to `sys.path`.
 
-    Children run with `python -P`, so the folder that was current, with its `config.py` perhaps, is not searched; nor is
-    the project's root, whose folder `kernels` would be taken for the package of that name which transformers imports.
+    Children run with `python -P`, so neither the current folder, which may have a `config.py`, nor the project's root
+    is searched. In the root, `kernels` would shadow the package of that name that transformers imports.
     """
     import importlib.util
 
@@ -27,7 +27,7 @@ def adopt_package() -> None:
 
 
 if __name__ == "__main__":
-    # A service manager's SIGTERM reaches every process; the supervisor alone decides what it means, and says `Stop`.
+    # A service manager sends SIGTERM to every process. Only the supervisor handles it; it sends `Stop`.
     for _number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_number, signal.SIG_IGN)
     adopt_package()

@@ -1,7 +1,7 @@
-"""Log lines: one per life-cycle event, `key=value`, with stage and request id; nothing per token.
+"""Log lines: one per lifecycle event, with stage and `key=value` fields; nothing per token.
 
-Fields are given as `extra={"fields": {...}}`. A request is followed by its id: `grep request=1f3a`, or in JSON
-`"request":"1f3a"`; the gateway's first line about it names its call, whose id the client has.
+Fields are passed as `extra={"fields": {...}}`. To follow a request, use its id: `grep request=1f3a`, or in JSON
+`"request":"1f3a"`. The gateway's first line about it has the id that the client knows.
 """
 
 import logging
@@ -39,7 +39,8 @@ class KeyValueFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """`{"ts":"2026-01-31T10:31:07.120Z","level":"info","stage":"schedule.0","pid":77,"message":"admitted","request":"1f3a"}`
 
-    Fields stand beside these; one that has the name of one of these gets an underscore. A traceback is `exception`.
+    Fields are added to these keys; a field with the name of one of these gets an underscore. A traceback is in
+    `exception`.
     """
 
     OWN = ("ts", "level", "stage", "pid", "message", "exception")
@@ -64,12 +65,12 @@ class JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         try:
             return self._encoder.encode(line).decode()
-        except (TypeError, ValueError, RecursionError):  # what no JSON has: halves of characters, odd keys, circles
+        except (TypeError, ValueError, RecursionError):  # not JSON: lone surrogates, keys of other types, cycles
             return self._encoder.encode({_text(key): _text(value) for key, value in line.items()}).decode()
 
 
 def _stage_of(record: logging.LogRecord, stage: str) -> str:
-    """Whose line it is, also where all stages are threads of one process; see inline.py."""
+    """The stage that logged a line. With `--inline`, stages are threads, and the thread's name determines it."""
     thread = record.threadName or ""
     return thread.removeprefix("stage ") if thread.startswith("stage ") else stage
 
@@ -79,14 +80,14 @@ def _text(value: object) -> str:
 
 
 def open_log(stage: str, level: str, log_format: LogFormat = "text") -> logging.Logger:
-    """The process's logger, on standard error. To be called once a process."""
+    """Set up the process's logger on standard error. Call it once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(stage) if log_format == "json" else KeyValueFormatter(stage))
     log = logging.getLogger("pipeline")
     log.handlers = [handler]
     log.setLevel(level.upper())
     log.propagate = False
-    if log_format == "json":  # what libraries have to say, too: every line is an object
+    if log_format == "json":  # libraries' lines too, so that every line is an object
         logging.getLogger().handlers = [handler]
         logging.captureWarnings(True)
     return log

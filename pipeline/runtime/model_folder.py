@@ -1,13 +1,13 @@
-"""The folder that prepare leaves for the other stages: what is in it, and how to read it.
+"""The model folder that prepare writes for the other stages.
 
 model.json            `ModelConfig`, below
 tokenizer.json        for the `tokenizers` package
-chat_template.jinja   absent where the model has none
-chat_template.tool_use.jinja   for chats with tools, where the model has one of its own
+chat_template.jinja   missing if the model has none
+chat_template.tool_use.jinja   for chats with tools, if the model has a separate template
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
 
-A quantised matrix [rows, columns] stands in a weight file as U8 [rows, bytes of a row], in the blocks of a .gguf file;
-the file's metadata say which ones ("q8_0", "q4_1", "q4_0") under `format_key(name of the tensor)`.
+A quantized matrix [rows, columns] is stored as U8 [rows, bytes per row], in the block format of .gguf files. The
+format ("q8_0", "q4_1", "q4_0") is in the file's metadata under `format_key(name of the tensor)`.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 
 class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rope scaling as Llama 3.1 does it."""
+    """The RoPE scaling of Llama 3.1."""
 
     factor: float
     low_freq_factor: float
@@ -28,14 +28,14 @@ class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A decoder's shape, in our words. Tensor names in the weight files are Hugging Face's for its architecture,
-    with Hugging Face's layout (rotary halves, not interleaved pairs)."""
+    """A decoder's configuration. Tensors in the weight files have the names and layout of Hugging Face (rotary halves,
+    not interleaved pairs)."""
 
     format: Literal[2] = 2
     name: str
-    """What clients call the model unless the settings say otherwise."""
+    """The model's name for clients, unless `served_model_name` is set."""
     architecture: Architecture
-    """Which code computes it. What that code must know of a model is in the fields below."""
+    """Selects the code that computes the model."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -43,36 +43,36 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    """Rows of the embedding."""
+    """Number of rows of the embedding."""
     max_position: int
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Rope | None = None
     sliding_window: int | None = None
-    """How many positions attention sees, its own among them; None: all before it."""
+    """Number of positions that attention sees, including its own; None: all up to its own."""
     sliding_layers: list[int] | None = None
-    """The layers that have the window; None: every layer."""
+    """The layers with the window; None: all layers."""
     tie_embeddings: bool
     qkv_bias: bool = False
-    """Of queries, keys and values."""
+    """Whether the projections of queries, keys and values have biases."""
     out_bias: bool = False
-    """Of attention's output."""
+    """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Each head's queries and keys go through an RMS norm before they turn."""
+    """Whether each head's queries and keys get an RMS norm before RoPE."""
     eos_ids: list[int]
     bos_id: int | None = None
     add_bos: bool = False
-    """The tokenizer's own post-processor already adds it where true; kept as a fact for the chat template."""
+    """Whether the tokenizer's post-processor adds the BOS token; the chat template needs to know."""
     weight_files: list[str]
 
     def window_of(self, layer: int) -> int | None:
-        """How many positions the attention of a layer sees, None for all."""
+        """The attention window of a layer; None if it has none."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
     @classmethod
     def load(cls, folder: str | Path) -> "ModelConfig":
-        """Read `model.json`. Raises FileNotFoundError or msgspec.ValidationError, both of them bugs of prepare."""
+        """Read `model.json`. Raises FileNotFoundError or msgspec.ValidationError; either is a bug in prepare."""
         return msgspec.json.decode((Path(folder) / "model.json").read_bytes(), type=cls)
 
     def save(self, folder: str | Path) -> None:
@@ -83,5 +83,5 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def format_key(tensor: str) -> str:
-    """The key in a safetensors file's metadata of the format that a quantised tensor has."""
+    """The safetensors metadata key for the format of a quantized tensor."""
     return f"format:{tensor}"

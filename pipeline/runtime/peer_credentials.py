@@ -1,10 +1,10 @@
-"""Who serves at a Unix socket. Any user can bind an abstract name that is free, so a client makes sure that its own
-user serves there before it says anything, at every connection: it connects itself, as libzmq would connect again
-unasked.
+"""Check which user listens on a Unix socket. Any user can bind a free abstract name, so at each connection a client
+checks that its own user listens before it sends anything. It reconnects by itself, because libzmq would reconnect
+without a check.
 
-    connect ──CONNECTED, fd──► SO_PEERCRED ──same user──► hello, or a question
-       ▲                                   └──another───► an error that names both
-       └────── after a while ◄── CLOSED, DISCONNECTED
+    connect ──CONNECTED, fd──► SO_PEERCRED ──same user───► first message
+       ▲                                   └──other user─► an error that names both
+       └────── after a pause ◄── CLOSED, DISCONNECTED
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import zmq
 
 NEVER_MS = 24 * 3600 * 1000
-"""When libzmq connects again by itself: never soon. -1, its never, drops what has come and is not received yet."""
+"""libzmq's reconnect interval: practically never. -1, libzmq's own "never", drops received messages that are not read
+yet."""
 
 _CREDENTIALS = struct.Struct("=iII")
 """pid, uid, gid"""
@@ -25,14 +26,14 @@ _EVENT = struct.Struct("=Hi")
 
 
 def uid_of_peer(fd: int) -> int:
-    """The effective user at the other end of a Unix socket: of who listened or connected there. Raises OSError."""
+    """The effective uid of the process at the other end of a Unix socket. Raises OSError."""
     with socket.socket(fileno=os.dup(fd)) as same:
         return int(_CREDENTIALS.unpack(same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1])
 
 
 def problem_of(fd: int, address: str) -> str:
-    """Why nothing may be said by this connection to `address`; empty where its server is of our own user. Raises
-    OSError where it has ended."""
+    """Why this connection to `address` must not be used; empty if the server's user is our own. Raises OSError if the
+    connection has ended."""
     server, own = uid_of_peer(fd), os.geteuid()
     if server == own:
         return ""
@@ -47,7 +48,7 @@ def _name(uid: int) -> str:
 
 
 class Monitor:
-    """Events of a socket's one connection."""
+    """The events of a socket with one connection."""
 
     EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
@@ -63,7 +64,7 @@ class Monitor:
         return int(self.socket.get(zmq.FD))
 
     def take(self) -> Iterator[tuple[int, int]]:
-        """What has happened since the last time: events and the descriptors that they are about."""
+        """The events since the last call, each with its descriptor."""
         while True:
             try:
                 data, _ = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -77,7 +78,7 @@ class Monitor:
 
 
 def connect_again(client: "zmq.Socket[bytes]", address: str) -> None:
-    """What was queued for the last connection is dropped."""
-    with contextlib.suppress(zmq.ZMQError):  # it has given up by itself
+    """Reconnect. Messages queued for the last connection are dropped."""
+    with contextlib.suppress(zmq.ZMQError):  # not connected any more
         client.disconnect(address)
     client.connect(address)

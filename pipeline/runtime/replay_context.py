@@ -1,4 +1,4 @@
-"""What a stage asks for whatever it does not get from a message: the time, random numbers, and its turn."""
+"""The source of a stage's inputs that are not messages: the clock, random numbers, and external events."""
 
 import secrets
 import time
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class ReplayContext:
-    """The tape of a stage that is neither recorded nor replayed: everything is as it is.
+    """The context of a stage that is neither recorded nor replayed: it passes everything through.
 
-    Stages go through `stage.tape` each time, for a recording may begin and end while they run.
+    Stages must use `stage.replay_context` each time, because a recording may begin and end while they run.
     """
 
     is_recording = False
     is_replaying = False
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
-    """Seconds, as `time.monotonic`."""
+    """Seconds, like `time.monotonic`."""
     time: Callable[[], float] = staticmethod(time.time)
     """Unix time in seconds."""
 
@@ -24,45 +24,43 @@ class ReplayContext:
         return secrets.randbits(num_bits)
 
     def event(self, name: str, key: int = 0, data: bytes = b"") -> None:
-        """Note that the stage does something now that no message asked for: a client's call, a timer. A replay does it
-        when it comes to this place, by what was given to `perform`."""
+        """Record that the stage now acts without a message, for example on a client's request or a timer. At this point
+        a replay calls the function given to `perform`."""
 
     def perform(self, name: str, act: Callable[[int, bytes], None]) -> None:
-        """What a replay does for events of this name."""
+        """Set the function that a replay calls for events of this name."""
 
     async def await_external(self, name: str, key: int, data: bytes = b"") -> bytes:
-        """To be awaited when something that ran beside the loop is done, before anything is made of it. A replay goes
-        on here when it comes to this place. Never suspends in a stage that is not replayed. Returns `data`, what came
-        of it; in a replay what came of it then, where that depends on more than messages."""
+        """Record the result of work outside the loop; await this before using the result. A replay resumes here at the
+        recorded point. Otherwise this never suspends. Returns `data`, the result; a replay returns the recorded one."""
         return data
 
     def observe(self, name: str, key: int, data: bytes) -> bytes:
-        """To be called where a blocking stage takes note of something that was done beside it, before anything is made
-        of it. Returns `data`, what is known of it; in a replay what was known then. What makes a replay come to this
-        place is what was given to `perform`, or the stage itself."""
+        """Record the result of external work in a blocking stage; call this before using the result. Returns `data`,
+        the result; a replay returns the recorded one. In a replay the stage, or the function given to `perform`, makes
+        this call."""
         return data
 
     def catch_up(self) -> None:
-        """To be called where a blocking stage looks whether something has `observe`: a replay comes to what had, at
-        this place."""
+        """Call this where a blocking stage polls for external results. A replay performs the recorded events here."""
 
-    # What the channels say.
+    # Called by the channels.
 
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
         """A message was taken from the inbox."""
 
     def took(self) -> None:
-        """That was all that the stage is given for now, perhaps nothing."""
+        """The stage has taken all messages of this wake, perhaps none."""
 
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         """A message was sent."""
 
     def log_output(self, client: int, data: bytes) -> None:
-        """A client outside is sent this."""
+        """Data was sent to an external client."""
 
     def refused(self, peer: str) -> None:
         """A full socket refused a message."""
 
     def close(self) -> int:
-        """The stage ends. Returns how many bytes have been written."""
+        """End with the stage. Returns the number of bytes written."""
         return 0

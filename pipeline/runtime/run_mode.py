@@ -1,5 +1,4 @@
-"""How a server is run, beside its settings: what is recorded of it from the start, and what is run so that it can be
-looked at."""
+"""Options of a server run that are not settings: recording from the start, and debugging."""
 
 import sys
 import termios
@@ -20,20 +19,20 @@ from pipeline.supervisor.process import Child
 
 class RunMode(msgspec.Struct, frozen=True):
     record: dict[str, str] = {}
-    """Files, by the name of the stage, as `ingest.0`, whose inbox is recorded into it from the start."""
+    """Stage name, such as `ingest.0`, → the file that its inbox is recorded into from the start."""
 
     instant: bool = False
-    """No model: steps are answered at once with made-up ids."""
+    """Run without a model: steps return made-up ids at once."""
     foreground: str = ""
-    """Name of the stage, as `schedule.0`, that has the terminal. Nothing is too late while there is one: it may be
-    stopped in a debugger."""
+    """The stage, such as `schedule.0`, that gets the terminal. Timeouts are disabled, because a debugger may stop
+    it."""
     break_at: str = ""
-    """A function of that stage whose calls stop in the debugger."""
+    """A function of that stage; each call stops in the debugger."""
     inline: bool = False
-    """All stages are threads of one process."""
+    """Run all stages as threads of one process."""
 
     def patience_s(self, timeout_s: float) -> float:
-        """How long something may take that a debugger may hold up."""
+        """The timeout, or infinity if a debugger may stop a stage."""
         return float("inf") if self.foreground or self.inline else timeout_s
 
     def start(self, launch: m.Launch, num_threads: int) -> Child:
@@ -41,7 +40,7 @@ class RunMode(msgspec.Struct, frozen=True):
         return InlineChild(launch) if self.inline else Child(launch, num_threads)
 
     def launch(self, launch: m.Launch) -> m.Launch:
-        """What a child is told, with what this asks of it."""
+        """A stage's launch message with these options."""
         if (path := self.record.get(launch.name)) is not None:
             launch = msgspec.structs.replace(launch, record=m.Record(0, path))
         if self.instant and launch.stage == "execute":
@@ -52,20 +51,19 @@ class RunMode(msgspec.Struct, frozen=True):
 
 
 def stage_name(text: str, settings: Settings, option: str) -> str:
-    """The process that a user means by `ingest` or `ingest.0`. Raises ConfigError."""
+    """The stage process that a user names as `ingest` or `ingest.0`. Raises ConfigError."""
     names = [name for row in topology.TOPOLOGY for name in topology.replicas_of(settings, row.name)]
-    meant = [name for name in names if text in (name, name.partition(".")[0])]
-    if len(meant) == 1:
-        return meant[0]
-    if not meant:
-        raise ConfigError([f"{option}: there is no stage {text!r}, only {', '.join(names)}"])
-    raise ConfigError([f"{option}: there are {len(meant)} of {text}: say which of {', '.join(meant)}"])
+    matches = [name for name in names if text in (name, name.partition(".")[0])]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        raise ConfigError([f"{option}: there is no stage {text!r}; stages are {', '.join(names)}"])
+    raise ConfigError([f"{option}: {text} has {len(matches)} replicas; choose one of {', '.join(matches)}"])
 
 
 @contextmanager
 def terminal() -> Iterator[None]:
-    """Leave the terminal as it was found: a stage that is killed while its debugger reads a line leaves it without
-    echo."""
+    """Restore the terminal's attributes at the end. A stage killed while its debugger reads a line leaves echo off."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -77,15 +75,15 @@ def terminal() -> Iterator[None]:
 
 
 def recordings(orders: list[str], settings: Settings) -> dict[str, str]:
-    """What `--record STAGE=FILE` asks for. Raises ConfigError."""
+    """The values of `--record STAGE=FILE`: files by stage. Raises ConfigError."""
     files: dict[str, str] = {}
     for order in orders:
         name, equals, path = order.partition("=")
         if not equals or not path:
-            raise ConfigError([f"--record {order}: needs STAGE=FILE, as schedule=schedule.rec"])
+            raise ConfigError([f"--record {order}: needs STAGE=FILE, such as schedule=schedule.rec"])
         stage = stage_name(name, settings, f"--record {order}")
         if stage in files:
-            raise ConfigError([f"--record {order}: {stage} is recorded into {files[stage]} already"])
+            raise ConfigError([f"--record {order}: {stage} is already recorded into {files[stage]}"])
         files[stage] = str(Path(path).absolute())
         require_writable(Path(path), f"--record {name}")
     if len(set(files.values())) < len(files):

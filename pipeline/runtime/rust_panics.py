@@ -1,11 +1,10 @@
-"""Panics of libraries in Rust, as errors that `except Exception` catches.
+"""Convert panics of Rust libraries to errors that `except Exception` catches.
 
-A panic inside an extension that is made with pyo3 (tokenizers, llguidance, safetensors) reaches Python as
-`PanicException`. That is a BaseException, so code that handles every `Exception` of the library still ends with it.
-Here it becomes an ordinary error, and no other BaseException does: KeyboardInterrupt, SystemExit, GeneratorExit and
-asyncio.CancelledError pass unchanged.
+A panic in a pyo3 extension (tokenizers, llguidance, safetensors) reaches Python as `PanicException`. It is a
+BaseException, so `except Exception` does not catch it. Here it becomes an ordinary error. All other BaseExceptions
+(KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError) pass unchanged.
 
-The library itself writes two lines on stderr for each panic, and a backtrace with RUST_BACKTRACE=1.
+For each panic, the library writes two lines to stderr, and with RUST_BACKTRACE=1 a backtrace.
 """
 
 from collections.abc import Iterator
@@ -13,12 +12,12 @@ from contextlib import contextmanager
 
 
 class RustPanic(Exception):
-    """A library in Rust panicked; the message is its own."""
+    """A Rust library panicked. The message is the library's."""
 
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raises RustPanic where the code inside panics."""
+    """Raise RustPanic if the code inside panics."""
     try:
         yield
     except BaseException as error:
@@ -28,6 +27,7 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """By name: every extension has a class of its own, and none of them can be imported."""
+    """Whether an error is a panic. Checked by name, because each extension has a class of its own that can't be
+    imported."""
     kind = type(error)
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")

@@ -1,4 +1,4 @@
-"""What a stage is given: its inbox, its outboxes, its shared memory and its settings."""
+"""The base of all stages: inbox, outboxes, shared memory and settings."""
 
 import logging
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ SUPERVISOR = "supervisor.0"
 
 
 class Stage(Generic[T]):
-    """One process of the pipeline, seen from inside. `T` is the union its inbox takes. As a context manager it is
-    closed at the end, whatever the end is.
+    """One process of the pipeline, as its own code sees it. `T` is the union of messages that it receives. As a context
+    manager, it closes at the end.
 
-    Segments are called by the name of the stage that writes them, so a release goes to the peer of that name.
+    A segment has the name of the stage that writes it, so its releases go to the peer of that name.
     """
 
     def __init__(self, launch: Launch, union: Any) -> None:
@@ -43,11 +43,11 @@ class Stage(Generic[T]):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.trace = Tracer()
         self.control_requests = ControlRequests(self)
-        """Answers control requests; a stage with counts of its own sets `control_requests.own_counts`."""
+        """Answers control requests. A stage with counts of its own sets `control_requests.own_counts`."""
         self.replay_context = ReplayContext()
         """The clock and random numbers; see pipeline.replay."""
         self._recording: RecordingContext | None = None
-        """The last one, until its end was asked for and all of it is written."""
+        """The last recording, until it has been ended and written."""
         self.inbox: Inbox[T]
         self._outboxes: dict[str, Outbox[Any]]
         if launch.replay is not None:
@@ -68,56 +68,56 @@ class Stage(Generic[T]):
             self.record(launch.record, from_start=True)
 
     def memory(self, name: str) -> memoryview | None:
-        """A segment by its name, or None where this stage was not given it."""
+        """The segment of this name; None if this stage does not have it."""
         return self._memories.get(name)
 
     def outbox(self, stage: str, replica: int = 0) -> Outbox[Any]:
-        """The way to a peer. Raises KeyError where the topology has no such edge."""
+        """The outbox to a peer. Raises KeyError if the topology has no such edge."""
         return self._outboxes[f"{stage}.{replica}"]
 
     def outboxes_of(self, stage: str) -> list[Outbox[Any]]:
-        """The ways to all replicas of a peer, in order. Raises KeyError where the topology has no such edge."""
+        """The outboxes to all replicas of a stage, in order. Raises KeyError if the topology has no such edge."""
         return [self.outbox(stage, replica) for replica in range(topology.num_replicas(self.settings, stage))]
 
     @property
     def outboxes(self) -> Mapping[str, Outbox[Any]]:
-        """By the peer's name, as `ingest.0`."""
+        """Outboxes by the peer's name, such as `ingest.0`."""
         return self._outboxes
 
     def ready(self, facts: ExecuteFacts | None = None) -> None:
-        """Say that everything is loaded. To be called once, before the first receive."""
+        """Report that everything is loaded. Call it once, before the first receive."""
         self.supervisor.send(m.Ready(facts))
 
     def release(self) -> None:
-        """Tell the owners which slabs were read; to be called once per wake. What a full socket refuses goes with the
-        next call."""
+        """Send releases of the slabs that were read. Call it once per wake; the next call repeats what a full socket
+        refused."""
         for owner, release in self.arrays.releases():
             if not self._outboxes[owner].send(release):
                 self.arrays.not_released(owner, release)
 
     def record(self, order: m.Record, *, from_start: bool = False) -> None:
-        """Begin to record. Raises UserError where a recording goes on or this is a replay, OSError where the file can't
+        """Start recording. Raises UserError if the stage is already recorded or is a replay, OSError if the file can't
         be written."""
         before = self._recording
         if before is not None and not before.ends_alone():
-            raise UserError(f"{self.name} is being recorded already, into {before.path}")
+            raise UserError(f"{self.name} is already being recorded into {before.path}")
         if before is not None and not before.state.is_closed:
-            raise UserError(f"{self.name} was recorded, and is still writing that into {before.path}")
+            raise UserError(f"{self.name} is still writing its last recording into {before.path}")
         if self.replay_context.is_replaying:
-            raise UserError(f"{self.name} is replayed: there is nothing to record")
+            raise UserError(f"{self.name} is a replay and can't be recorded")
         header = header_of(self.launch, order, from_start=from_start)
         self._recording = RecordingContext(order, header, self._memories, self.log)
         self._use(self._recording)
 
     def keep_record(self, path: str) -> RecordState:
-        """Who began a recording is still there. Returns how far it is."""
+        """Keep a recording running, for the client that started it. Returns its state."""
         if self._recording is None or self._recording.path != path:
-            return RecordState(0, 0, ended=f"{self.name} records into that file no more", is_closed=True)
+            return RecordState(0, 0, ended=f"{self.name} no longer records into that file", is_closed=True)
         self._recording.keep()
         return self._recording.state
 
     def end_record(self, path: str = "") -> RecordState:
-        """End the recording, if one goes on; a thread writes what is left. Raises UserError where there is none."""
+        """End the recording; a thread writes the rest of it. Raises UserError if there is none."""
         replay_context = self._recording
         if replay_context is None or (path and replay_context.path != path):
             raise UserError(f"{self.name} is not being recorded{f' into {path}' if path else ''}")
@@ -130,14 +130,14 @@ class Stage(Generic[T]):
         return state
 
     def _use(self, replay_context: ReplayContext) -> None:
-        """Have the channels tell a tape what they carry; what goes to the supervisor is not of the stage's work."""
+        """Set the context, and if it records, connect it to all channels except the supervisor's."""
         self.replay_context = replay_context
-        told = replay_context if isinstance(replay_context, RecordingContext) else None
-        self.inbox.replay_context = told
+        recording = replay_context if isinstance(replay_context, RecordingContext) else None
+        self.inbox.replay_context = recording
         for peer, outbox in self._outboxes.items():
             outbox.peer = peer
             if peer != SUPERVISOR:
-                outbox.replay_context = told
+                outbox.replay_context = recording
 
     def __enter__(self) -> "Stage[T]":
         return self
@@ -146,7 +146,7 @@ class Stage(Generic[T]):
         self.close()
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Close all sockets; what is queued to peers has `linger_s` to leave."""
+        """Close all sockets. Queued messages have `linger_s` to be sent."""
         (self._recording or self.replay_context).close()
         self.inbox.close()
         for outbox in self._outboxes.values():

@@ -1,12 +1,12 @@
-"""The whole topology on one page: which stages there are, where their code is, and who may send to whom.
+"""The topology: all stages, their code, and which stage sends to which.
 
 client ⇄ gateway → ingest → schedule ⇄ execute
              ↑                  ↓
              └── detokenize ←───┘          supervisor ⇄ all
 
-Of gateway, ingest and detokenize there may be several. A connection belongs to the gateway that the system gave it to;
-a request goes to the ingest that its id says, and its sequences to the detokenize that theirs say (`shard`): so who
-sends an Abort needs no table.
+gateway, ingest and detokenize may have replicas. The kernel assigns a connection to a gateway. The request id
+determines the ingest replica, and the sequence number the detokenize replica (`shard`), so senders of `Abort` need no
+lookup table.
 """
 
 import msgspec
@@ -20,15 +20,15 @@ class StageRow(msgspec.Struct, frozen=True):
 
     name: str
     entry: str
-    """Dotted module whose `run(launch)` is the stage; imported by the child alone."""
+    """Dotted module whose `run(launch)` is the stage. Only the child imports it."""
     sends_to: tuple[str, ...]
-    """Besides the supervisor. Releases of shared memory run against these arrows."""
+    """Receivers besides the supervisor. Releases of shared memory are sent too."""
     reads: tuple[str, ...] = ()
     """Stages whose segments it maps read-only."""
     has_arena: bool = False
 
 
-# In the order in which they start: the slowest first. They stop in the order of `FLOW`.
+# In start order, the slowest first. Stages stop in the order of `FLOW`.
 TOPOLOGY = (
     StageRow("execute", "pipeline.stages.execute.stage", ("schedule",), reads=("schedule",), has_arena=True),
     StageRow(
@@ -48,24 +48,24 @@ FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 PREPARE = "pipeline.stages.prepare.stage"
 
 INSTANT = "pipeline.stages.execute.measuring.instant"
-"""An executor that computes nothing, to measure the others: see `RunMode`."""
+"""An executor that computes nothing, for measuring the other stages; see `RunMode`."""
 
 SWAP = "swap"
-"""The segment of preempted sequences' KV blocks: the supervisor's, written and read by the executor."""
+"""The segment for KV blocks of preempted sequences. The supervisor creates it; only the executor uses it."""
 SWAP_KEY = "execute.swap_bytes"
 
 MESSAGES_PER_REQUEST = 4
-"""The most that one open request has on one edge: submit, abort, closed, release."""
+"""Maximum number of messages of one open request on one edge: submit, abort, closed, release."""
 
 
 def bound_of(settings: Settings) -> int:
-    """Messages that may wait on an edge. What belongs to requests is bounded by the gateway's credits and always has
-    room; `Settled` and `Deltas`, one a step, may fill an edge to a slow peer, and their senders then merge them."""
+    """Maximum number of queued messages on an edge. Messages of requests always fit, because the gateway's credits
+    bound them. `Settled` and `Deltas`, one per step, may fill an edge to a slow peer; their senders then merge them."""
     return settings.gateway.max_open_sequences * MESSAGES_PER_REQUEST + 64
 
 
 def num_replicas(settings: Settings, name: str) -> int:
-    """How many processes of a stage there are."""
+    """The number of processes of a stage."""
     match name:
         case "gateway":
             return settings.gateway.replicas
@@ -78,23 +78,22 @@ def num_replicas(settings: Settings, name: str) -> int:
 
 
 def replicas_of(settings: Settings, name: str) -> list[str]:
-    """The names of a stage's processes, as `ingest.0`."""
+    """The names of a stage's processes, such as `ingest.0`."""
     return [f"{name}.{replica}" for replica in range(num_replicas(settings, name))]
 
 
 def shard(number: int, num_shards: int) -> int:
-    """The replica that a request (by its id) or a sequence (by its number) belongs to."""
+    """The replica for a request, by its id, or for a sequence, by its number."""
     return number % num_shards
 
 
 def max_open_of_one(settings: Settings) -> int:
-    """Sequences that one gateway may have open: credits are divided once and for all, so that none has to be asked
-    for."""
+    """Maximum number of open sequences of one gateway. Shares are fixed, so gateways need not coordinate."""
     return settings.gateway.max_open_sequences // settings.gateway.replicas
 
 
 def max_open_tokens_of_one(settings: Settings) -> int:
-    """Prompt tokens that one gateway may have open, likewise."""
+    """Maximum number of open prompt tokens of one gateway; a fixed share too."""
     return max(1, settings.gateway.max_open_tokens // settings.gateway.replicas)
 
 
@@ -115,13 +114,13 @@ def arena_bytes(settings: Settings, name: str) -> int:
 
 
 def private_segments(settings: Settings, name: str) -> dict[str, int]:
-    """Segments that a stage alone writes and reads: their sizes by name."""
+    """Sizes, by name, of the segments that only this stage uses."""
     return {SWAP: settings.execute.swap_bytes} if name == "execute" and settings.execute.swap_bytes else {}
 
 
 def peers_of(stage: StageRow, addresses: dict[str, str], settings: Settings, replica: int = 0) -> list[PeerInbox]:
-    """The inboxes that a replica of a stage may send to, with the supervisor's. A stage that sends to itself sends to
-    its other replicas."""
+    """The inboxes that a replica of a stage sends to, including the supervisor's. For a stage that sends to itself,
+    these are the other replicas."""
     names = ["supervisor.0", *(peer for name in stage.sends_to for peer in replicas_of(settings, name))]
     names = [name for name in names if name != f"{stage.name}.{replica}"]
     return [PeerInbox(name, addresses[name], bound_of(settings)) for name in names]

@@ -1,8 +1,8 @@
-"""Spans of a stage's work, recorded while somebody has asked for them: `pipeline trace` makes a Chrome trace of them.
+"""Spans of a stage's work, recorded on demand; `pipeline trace` writes them as a Chrome trace.
 
-A stage has one `Tracer`. A place that may be traced reads the clock anyway, for its counters, and asks `trace.on`: that
-is all that tracing costs while it is off. While it is on, records go into a ring of fixed size: when it is full the
-oldest are overwritten, and counted as lost.
+A stage has one `Tracer`. Traced code reads the clock for its counters anyway, so while tracing is off it only costs the
+check of `trace.on`. While it is on, events go into a ring buffer. A full ring overwrites the oldest and counts them as
+lost.
 """
 
 import time
@@ -11,25 +11,25 @@ from collections.abc import Iterable
 import msgspec
 
 CAPACITY = 1 << 15
-"""Records a process keeps."""
+"""Number of events in the ring."""
 MAX_WINDOW_S = 600.0
 
 Args = dict[str, int | float | str]
 
 
 class TraceEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A span, or where `end_s` is 0, a sample of counters. Times are by time.monotonic()."""
+    """A span, or a sample of counters if `end_s` is 0. Times are by time.monotonic()."""
 
     name: str
     begin_s: float
     end_s: float
     args: Args
     requests: list[int]
-    """Ids of the requests that go through this span, where it is one of the few that a request is followed by."""
+    """Ids of the requests in this span, for spans that show the path of a request."""
 
 
 class StageTrace(msgspec.Struct, array_like=True, frozen=True):
-    """What a stage has recorded."""
+    """The trace of one stage."""
 
     stage: str
     pid: int
@@ -38,7 +38,7 @@ class StageTrace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tracer:
-    """Off until `start`, and off again by itself when the window is over: whoever opened it may be gone."""
+    """Off until `start`. Turns itself off at the end of the window, because the client that started it may be gone."""
 
     def __init__(self) -> None:
         self.on = False
@@ -47,7 +47,7 @@ class Tracer:
         self._end_s = 0.0
 
     def start(self, window_s: float) -> None:
-        """Forget what there is, and record for so long."""
+        """Drop old events, and record for `window_s`."""
         self._ring = [None] * CAPACITY
         self._num_records = 0
         self._end_s = time.monotonic() + window_s
@@ -55,11 +55,11 @@ class Tracer:
 
     @property
     def left_s(self) -> float:
-        """How long the window goes on if nobody ends it; 0 where there is none."""
+        """Time left in the window; 0 if tracing is off."""
         return max(0.0, self._end_s - time.monotonic()) if self.on else 0.0
 
     def span(self, name: str, begin_s: float, end_s: float, args: Args, requests: Iterable[int] = ()) -> None:
-        """Work that was done. To be called where `on` is set."""
+        """Record finished work. Call it only while `on` is set."""
         self._keep(TraceEvent(name, begin_s, end_s, args, list(dict.fromkeys(requests))), end_s)
 
     def counters(self, name: str, at_s: float, values: Args) -> None:
@@ -73,7 +73,7 @@ class Tracer:
         self._num_records += 1
 
     def take(self) -> tuple[list[TraceEvent], int]:
-        """End the window, and return its records, oldest first, and how many were lost. A second call has none."""
+        """End the window. Returns its events, oldest first, and the number of lost ones. A second call returns none."""
         self.on = False
         place = self._num_records % CAPACITY
         ring, self._ring = self._ring, []

@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from pipeline.errors import UserError
-from pipeline.runtime.child import say_why
+from pipeline.runtime.child import report_failure
 from pipeline.runtime.messages import Launch
 from pipeline.supervisor.process import SINGLE_THREADED, Child
 
@@ -53,7 +53,7 @@ class InlineChild(Child):
             if not isinstance(error, UserError):
                 logging.getLogger("pipeline").exception("failed")
                 reason = f"{type(error).__name__}: {reason}"
-            say_why(launch, reason)
+            report_failure(launch, reason)
         finally:
             os.close(self._end)
 

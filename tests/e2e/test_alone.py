@@ -146,7 +146,7 @@ def test_a_recording_ends_with_the_command_that_began_it(
         process.communicate(timeout=20)
         last = ["record", "schedule", "--out", str(tmp_path / "last.rec"), "--seconds", "0.2", "--pid", pid]
         assert main(last) == 1, "nobody knows yet that it was killed"
-        assert "is being recorded already" in capsys.readouterr().err
+        assert "is already being recorded" in capsys.readouterr().err
         until(lambda: main(last) == 0, "the stage to end it")
         with f.RecordingReader(first) as reader:
             assert len(list(reader)) > 3

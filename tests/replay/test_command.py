@@ -90,7 +90,7 @@ def test_mistakes_are_told_in_words(recording: Path, tmp_path: Path, capsys: pyt
         (("serve", "--record", "schedule"), "needs STAGE=FILE", 2),
         (("serve", "--record", "nothing=x"), "there is no stage 'nothing'", 2),
         (("serve", "--record", f"schedule={tmp_path}"), "can't be written", 2),
-        (("serve", "--set", "ingest.replicas=2", "--record", f"ingest={tmp_path}/x"), "say which of ingest.0", 2),
+        (("serve", "--set", "ingest.replicas=2", "--record", f"ingest={tmp_path}/x"), "choose one of ingest.0", 2),
         (("serve", "--record", f"ingest={tmp_path}/x", "--record", f"schedule={tmp_path}/x"), "into one file", 2),
         (("serve", "--break", "a:b"), "--break needs --foreground", 2),
         (("serve", "--inline", "--foreground", "ingest"), "--inline runs all stages", 2),

@@ -116,15 +116,15 @@ def test_what_others_can_read_or_guess_is_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "holds no key"),
-        (b"# only this\n\n", "holds no key"),
-        (b"good-key\nsecret key\n", "line 2: a key has 1 to 512 visible ASCII characters"),
+        (b"", "contains no key"),
+        (b"# only this\n\n", "contains no key"),
+        (b"good-key\nsecret key\n", "line 2: a key must have 1 to 512 visible ASCII characters"),
         (b"secret,one\n", "line 1: "),
         ("sécret\n".encode(), "line 1: "),
         (b"x" * 513, "line 1: "),
         (b"secret\x00one", "line 1: "),
         (b"\xff\xfe\x00secret", "is not text"),
-        (b"\n".join(b"key-%d" % i for i in range(MAX_KEYS + 1)), "at most 1024"),
+        (b"\n".join(b"key-%d" % i for i in range(MAX_KEYS + 1)), "the limit is 1024"),
         (b"#" * (1024**2 + 1), "is larger than"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_missing_file_and_an_empty_variable_do_not_open_the_server(tmp_path: P
     with pytest.raises(ConfigError, match="can't be read: Is a directory"):
         read(str(tmp_path), {})
     for empty in ("", " , \n"):
-        with pytest.raises(ConfigError, match="PIPELINE_API_KEYS: holds no key"):
+        with pytest.raises(ConfigError, match="PIPELINE_API_KEYS: contains no key"):
             read("", {"PIPELINE_API_KEYS": empty})
 
 

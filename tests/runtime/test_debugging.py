@@ -27,11 +27,11 @@ def hook() -> Iterator[None]:
         ("nowhere.at.all:x", "No module named 'nowhere'"),
         ("json", "needs MODULE:FUNCTION"),
         (":x", "needs MODULE:FUNCTION"),
-        ("asyncio:sleep", "only plain functions"),
-        ("json:JSONDecoder", "only plain functions"),
+        ("asyncio:sleep", "must be a plain function"),
+        ("json:JSONDecoder", "must be a plain function"),
     ],
 )
-def test_what_can_not_be_stopped_at_is_told(name: str, words: str) -> None:
+def test_break_at_rejects_what_is_not_a_plain_function(name: str, words: str) -> None:
     with pytest.raises(UserError, match=f"--break {name}: ") as error:
         debugging.install(name)
     assert words in str(error.value)

@@ -120,7 +120,7 @@ def test_ending_a_recording_does_not_wait_for_the_disk(
         assert state.ended and state.num_pending_bytes > 0 and not state.is_closed
         rig.load()  # the loop turns while nothing can be written
         rig.send(order(recording, TEXT_FACTS))
-        assert "is still writing that into" in rig.receive("supervisor", m.Answer).error
+        assert "is still writing its last recording into" in rig.receive("supervisor", m.Answer).error
         let_go.set()
         assert end_record(rig, recording) == recording.stat().st_size
         rig.send(m.EndRecord(3, path))
@@ -137,7 +137,7 @@ def test_an_idle_stage_whose_recorder_is_gone_can_be_recorded_again(text_dir: Pa
         rig.send(msgspec.structs.replace(order(first, TEXT_FACTS), lease_s=30.0))
         assert rig.receive("supervisor", m.Answer).error == ""
         rig.send(order(second, TEXT_FACTS))
-        assert "is being recorded already" in rig.receive("supervisor", m.Answer).error
+        assert "is already being recorded" in rig.receive("supervisor", m.Answer).error
         assert not state_of(rig, m.KeepRecord(2, str(first))).ended
         assert state_of(rig, m.KeepRecord(2, str(second))).is_closed, "that is another's"
         end_record(rig, first)

@@ -168,7 +168,7 @@ def test_it_does_not_listen_beyond_this_machine_without_keys(tmp_path: Path) -> 
         log = refused(f"gateway.host={where}")
         assert "pipeline: error: gateway.host: " in log and "api_keys_file" in log and "allow_unauthenticated" in log
     assert "gateway.zmq: tcp://*:9999 can be reached" in refused("gateway.zmq=tcp://*:9999")
-    assert "PIPELINE_API_KEYS: holds no key" in refused(environ={"PIPELINE_API_KEYS": " "})
+    assert "PIPELINE_API_KEYS: contains no key" in refused(environ={"PIPELINE_API_KEYS": " "})
     assert "can't be read" in refused(f"gateway.api_keys_file={tmp_path / 'none'}")
 
 

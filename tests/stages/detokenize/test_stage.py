@@ -150,11 +150,11 @@ def test_a_broken_invariant_ends_the_stage(model_dir):
         rig.receive("gateway")
 
 
-def test_a_folder_whose_tokenizer_is_of_another_kind_is_refused_in_words(tmp_path):
+def test_an_unsupported_tokenizer_is_refused_with_an_error_that_names_it(tmp_path):
     tokenizer = byte_level().from_str(byte_level().to_str())
     tokenizer.decoder = None
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="not known here"), Rig("detokenize", model_dir=tmp_path) as rig:
+    with pytest.raises(ValueError, match="is not supported"), Rig("detokenize", model_dir=tmp_path) as rig:
         rig.receive("supervisor", m.Ready)
 
 
