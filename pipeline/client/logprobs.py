@@ -1,4 +1,4 @@
-"""Log probabilities of ids, read from the records that the wire has of them (docs/protocol.md, Records)."""
+"""Decode log probabilities from the protocol's records (docs/protocol.md, Records)."""
 
 import struct
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ import msgspec
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """Of one id in its place, by the model's own distribution: before temperature, filters, penalties and grammars."""
+    """The log probability of one id at one position, before temperature, filters, penalties and grammars."""
 
     logprob: float
     rank: int | None = None
-    """1 for the likeliest; None for an id that was drawn and is not among those that were asked for."""
+    """1 for the likeliest; None for a sampled id that is not among the requested number of likeliest ids."""
     decoded_token: str | None = None
-    """Its text. What is no whole character stands as U+FFFD."""
+    """The id's text. An incomplete character is U+FFFD."""
     bytes: bytes = b""
-    """Its text's UTF-8, of which a character may be divided among ids."""
+    """The UTF-8 bytes of its text; a character may span several ids."""
 
 
 def logprobs_of(ids: Sequence[int], records: bytes, pieces: Sequence[bytes], num_top: int) -> list[dict[int, Logprob]]:
-    """For each record the id it is of, then the likeliest. Bytes behind the last whole record are left out, and where
-    there are fewer records than ids, the ids behind them."""
+    """For each record, the log probabilities of its id and of the likeliest ids. An incomplete record at the end, and
+    ids without a record, are ignored."""
     layout = struct.Struct(f"<f{num_top}i{num_top}f")
     whole = memoryview(records)[: len(records) // layout.size * layout.size]
     read = []

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of an `LLM` at work; where standard error is none, nothing."""
+"""Progress displays of an `LLM` on standard error; nothing is shown if it is not a terminal."""
 
 import sys
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from time import perf_counter
 from typing import Any
 
 REFRESH_PER_S = 4
-"""Drawing takes time from a server that shares its cores."""
+"""Low, because drawing takes CPU time from an embedded server."""
 
 
 def is_seen(progress: bool) -> bool:
-    """Whether anybody looks at a progress bar."""
+    """Whether progress is shown: it is requested, and standard error is a terminal."""
     try:
         return progress and sys.stderr.isatty()
     except (AttributeError, ValueError):  # no standard error, or a closed one
@@ -19,7 +19,7 @@ def is_seen(progress: bool) -> bool:
 
 
 class StartStatus:
-    """A line that says what a server does while it starts."""
+    """A status line for the start of a server."""
 
     def __init__(self, progress: bool) -> None:
         self._progress = progress
@@ -49,7 +49,7 @@ class StartStatus:
 
 
 class BatchBar:
-    """Counts what has come of a batch, and draws it if asked to. Counts come from one thread, `done` from another."""
+    """Counts the tokens of a batch, and may draw a progress bar. `count` and `done` are called in different threads."""
 
     def __init__(self) -> None:
         self.num_prompt_ids = 0
@@ -59,7 +59,7 @@ class BatchBar:
         self._task: Any = None
 
     def count(self, num_prompt: int, num_output: int) -> None:
-        """More ids have become known: of prompts, and of outputs."""
+        """Add new ids of prompts and outputs."""
         self.num_prompt_ids += num_prompt
         self.num_output_ids += num_output
 
@@ -69,18 +69,18 @@ class BatchBar:
             self._bar.advance(self._task)
 
     def all_read(self, num_items: int) -> None:
-        """There are so many requests, and no more."""
+        """The input is exhausted: set the total number of requests."""
         if self._bar is not None:
             self._bar.update(self._task, total=num_items)
 
     def rates(self) -> str:
-        """`in 1234.5, out 678.9 tokens/s`, since the beginning."""
+        """Average rates since the start, such as `in 1234.5, out 678.9 tokens/s`."""
         took_s = max(perf_counter() - self._begun_s, 1e-9)
         return f"in {self.num_prompt_ids / took_s:.1f}, out {self.num_output_ids / took_s:.1f} tokens/s"
 
     @contextmanager
     def drawn(self, progress: bool, num_items: int | None) -> Iterator[None]:
-        """Draw it inside, on a terminal; `num_items` is None where nobody knows yet."""
+        """Draw the bar while the body runs, if standard error is a terminal. `num_items` is None for an iterator."""
         if not is_seen(progress):
             yield
             return

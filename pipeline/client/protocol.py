@@ -1,12 +1,11 @@
-"""The client wire: every message between a client and the gateway's ZeroMQ door, one union for each direction.
+"""The client protocol: all messages between a client and a gateway's ZeroMQ endpoint, one union per direction.
 
-Published in docs/protocol.md for those who implement a client in another language, with a schema and test vectors that
-tools/export_protocol.py makes from these types. It is versioned apart from the package and from the messages between
-stages, and shares no struct with them: those may change, these may not.
+docs/protocol.md documents it for clients in other languages. tools/export_protocol.py generates the schema and the test
+vectors from these types. The protocol has a version of its own. It shares no struct with the messages between stages,
+because those may change and these may not.
 
-A message is one ZeroMQ frame that holds one MessagePack array: the message's tag, then its fields in this order. Fields
-are appended, never reordered or removed; a reader ignores what comes after the fields that it knows, and gives those
-that are missing at the end their default.
+A message is one ZeroMQ frame with one MessagePack array: the message's tag, then its fields in order. Fields are
+appended, never reordered or removed. A reader ignores additional fields at the end, and uses defaults for missing ones.
 """
 
 from typing import Annotated
@@ -17,15 +16,15 @@ from msgspec import Meta
 PROTOCOL_VERSION = 1
 
 MAX_CREDITS = 1024
-"""Deltas that one request may be granted ahead; more are cut to this."""
+"""Maximum number of deltas that a client can grant ahead; larger values are reduced to this."""
 MAX_CLIENT_CHARS = 200
-"""Of what a client calls itself."""
+"""Maximum length of a client's name."""
 MAX_NAME_CHARS = 256
-"""Of what a client calls a request."""
+"""Maximum length of a request's name."""
 MAX_SALT_CHARS = 1024
-"""Of what keeps a request's KV blocks apart from those of others."""
+"""Maximum length of a cache salt."""
 MAX_TIMEOUT_S = 1_000_000
-"""What a request may be given to end in: 11 days."""
+"""Maximum timeout of a request: 11 days."""
 
 RequestId = Annotated[
     int,

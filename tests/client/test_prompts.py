@@ -78,10 +78,10 @@ def test_texts_go_as_they_are(value: Any) -> None:
         ([2**40], f"prompts[3][0]: {2**40} is not one of the model's token ids 0..99"),
         (
             [1] * 16,
-            "prompts[3] has 16 token ids, and the longest that this server takes, with room for one more, has 15",
+            "prompts[3] has 16 token ids; the maximum is 15, which leaves room for one output token",
         ),
         ("a\ud800", "prompts[3] contains a lone surrogate, which is not a valid character"),
-        ("x" * 1001, "prompts[3] takes 1001 bytes, and this server accepts at most 1000"),
+        ("x" * 1001, "prompts[3] has 1001 bytes; this server accepts at most 1000"),
         ({"text": "a"}, "prompts[3] has keys that are not supported: text"),
         ({}, 'prompts[3] is a dict without the key "prompt" or "prompt_token_ids"'),
         (
@@ -99,7 +99,7 @@ def test_what_is_no_prompt_is_said_by_its_place(value: Any, words: str) -> None:
 
 def test_ids_that_the_server_cuts_may_be_as_many_as_there_are() -> None:
     ids = [1] * 100
-    with pytest.raises(PromptError, match=r"^prompt has 100 token ids, and the longest"):
+    with pytest.raises(PromptError, match=r"^prompt has 100 token ids; the maximum is"):
         prompt_of(ids, "prompt", info_for(SamplingParams(), INFO))
     cut = SamplingParams(truncate_prompt_tokens=5)
     assert prompt_of(ids, "prompt", info_for(cut, INFO)).prompt == p.TokensPrompt(packed(ids))
@@ -180,8 +180,8 @@ def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -
     ("value", "words"),
     [
         ("Hi", "messages must be a list of messages, not 'Hi'"),
-        ([], "messages is empty: at least one message is needed"),
-        (["Hi"], 'messages[0] must be a dict as {"role": "user", "content": "…"}, not \'Hi\''),
+        ([], "messages is empty: give at least one message"),
+        (["Hi"], 'messages[0] must be a dict such as {"role": "user", "content": "…"}, not \'Hi\''),
         ([{"role": "cook", "content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant,"),
         ([{"content": "x"}], "messages[0]['role'] must be one of system, developer, user, assistant, tool, not None"),
         ([{"role": "user"}], "messages[0]['content'] must be a text, not None"),
@@ -190,7 +190,10 @@ def test_what_is_wrong_with_a_chats_options_is_named(options: Any, words: str) -
             "messages[0] has keys that are not supported: audio, refusal",
         ),
         ([{"role": "assistant", "content": "x", "tool_calls": "c1"}], "messages[0]['tool_calls'] must be a list of "),
-        ([{"role": "assistant", "tool_calls": [{"id": "c1"}]}], "messages[0]['tool_calls'][0] must be a dict as {"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
+            "messages[0]['tool_calls'][0] must be a dict such as {",
+        ),
         ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0]['tool_call_id'] must be a text, not 1"),
         ([{"role": "user", "content": "x", "name": 1}], "messages[0]['name'] must be a text, not 1"),
         (
@@ -221,8 +224,8 @@ def test_parameters_are_for_all_or_for_each() -> None:
     [
         ([OTHER], "sampling_params has 1 entries for 2 prompts: give one, or one for each"),
         ([OTHER, 3], "sampling_params[1] must be SamplingParams, not 3"),
-        ({"n": 1}, "sampling_params must be SamplingParams, or a list with one for each prompt, not {'n': 1}"),
-        (3, "sampling_params must be SamplingParams, or a list with one for each prompt, not 3"),
+        ({"n": 1}, "sampling_params must be SamplingParams or a list of them, not {'n': 1}"),
+        (3, "sampling_params must be SamplingParams or a list of them, not 3"),
     ],
 )
 def test_what_is_no_parameters_is_said_at_once(value: Any, words: str) -> None:
@@ -234,5 +237,5 @@ def test_what_is_no_parameters_is_said_at_once(value: Any, words: str) -> None:
 def test_too_few_parameters_for_an_iterator_are_said_when_they_run_out() -> None:
     params = params_for(iter([OTHER]), None, DEFAULT)
     assert next(params) == OTHER
-    with pytest.raises(PromptError, match="has 1 entries, and there are more prompts"):
+    with pytest.raises(PromptError, match="has 1 entries, but there are more prompts"):
         next(params)

@@ -53,7 +53,7 @@ def test_a_batch_of_another_length_is_refused() -> None:
         options_for([1, 2], None, None, 3)
     options = options_for([1, 2], None, None, None)  # an iterator's length is not known
     assert len(list(islice(options, 2))) == 2
-    with pytest.raises(PromptError, match="priority has 2 entries, and there are more prompts"):
+    with pytest.raises(PromptError, match="priority has 2 entries, but there are more prompts"):
         next(options)
 
 

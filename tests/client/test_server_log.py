@@ -31,18 +31,18 @@ def test_both_forms_are_read(form: str) -> None:
         (logging.INFO, "supervisor.0", "ready on http://127.0.0.1:123", {"model": "m"}),
         (logging.ERROR, "supervisor.0", "gateway.0 died: was killed", {}),
     )
-    assert server_log.complaints(log) == "cannot start: execute: no memory; gateway.0 died: was killed"
+    assert server_log.errors(log) == "cannot start: execute: no memory; gateway.0 died: was killed"
     assert server_log.http_address(log) == "http://127.0.0.1:123"
-    assert server_log.last_words(log) == "gateway.0 died: was killed"
+    assert server_log.last_message(log) == "gateway.0 died: was killed"
 
 
 def test_what_is_no_event_is_told_as_it_is() -> None:
-    assert server_log.last_words("") == ""
-    assert server_log.last_words("downloading: 3.0 MB of 9.0 MB\n\n") == "downloading: 3.0 MB of 9.0 MB"
-    assert server_log.last_words('{"not": "ours"}\n') == '{"not": "ours"}'
-    assert server_log.last_words("{not json\n") == "{not json"
-    assert server_log.complaints("Traceback …\nValueError: x\n") == ""
-    assert server_log.complaints("pipeline: error: cannot listen on x\n") == "cannot listen on x"
+    assert server_log.last_message("") == ""
+    assert server_log.last_message("downloading: 3.0 MB of 9.0 MB\n\n") == "downloading: 3.0 MB of 9.0 MB"
+    assert server_log.last_message('{"not": "ours"}\n') == '{"not": "ours"}'
+    assert server_log.last_message("{not json\n") == "{not json"
+    assert server_log.errors("Traceback …\nValueError: x\n") == ""
+    assert server_log.errors("pipeline: error: cannot listen on x\n") == "cannot listen on x"
     assert server_log.http_address("starting\n") is None
 
 

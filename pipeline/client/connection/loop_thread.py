@@ -1,5 +1,4 @@
-"""An event loop in a thread of its own, for programs that block. Whether one runs in the caller's thread makes no
-difference."""
+"""An event loop in a thread of its own, for blocking callers. It works even if the caller's thread runs a loop."""
 
 import asyncio
 import threading
@@ -14,14 +13,14 @@ MAX_WORKERS = 2
 
 
 class LoopThread:
-    """Started at once, and to be closed. Usable from any thread but its own."""
+    """Starts at once; must be closed. Call it from any thread except its own."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # The loop's own executor needs a new thread to end, and there is none to be had when the interpreter ends.
+        # Shutting down the loop's default executor starts a thread, which fails at the interpreter's exit.
         self._executor = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix=name)
         self._loop.set_default_executor(self._executor)
-        # A daemon: threads that aren't are waited for before anything is closed at exit.
+        # At exit, the interpreter joins non-daemon threads before it runs finalizers, so those would never stop this.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -31,11 +30,11 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in it."""
+        """Whether the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin something. Raises RuntimeError where the loop is closed."""
+        """Start a coroutine. Raises RuntimeError if the loop is closed."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
@@ -43,7 +42,7 @@ class LoopThread:
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something and wait for it, which whatever interrupts the wait cancels."""
+        """Run a coroutine and wait for it. An interrupt of the wait cancels it."""
         future = self.submit(work)
         try:
             return future.result()
@@ -52,11 +51,11 @@ class LoopThread:
             raise
 
     def call(self, function: Callable[..., object], *args: object) -> None:
-        """Call something in the loop's thread, soon."""
+        """Schedule a call in the loop's thread."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def close(self) -> None:
-        """Cancel what is left, and end the thread. May be called again."""
+        """Cancel all tasks, and end the thread. May be called again."""
         if self._loop.is_closed():
             return
         self.run(_cancel_all())

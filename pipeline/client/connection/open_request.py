@@ -1,4 +1,4 @@
-"""One open request of an `AsyncLLM`: how it is let in, what has come of it, and how it ends."""
+"""One open request of an `AsyncLLM`: waiting for a slot, retries, collected output, and its end."""
 
 import asyncio
 import random
@@ -19,21 +19,21 @@ from pipeline.client.outputs import CompletionOutput, OutputKind, RequestOutput
 from pipeline.errors import PromptError, ServerFailed, UserError
 
 BUSY_CODES = ("overloaded", "starting")
-"""What a server says that will take the same request a little later."""
+"""Error codes after which the same request is sent again."""
 TIMED_OUT = "timeout"
-"""What it says of a request whose time is up before it has any output."""
-BUSY_FIRST_S, BUSY_MOST_S = 0.02, 1.0
-"""Pauses between tries to be let in: the first where the server says nothing, and the longest whatever it says, for
-that is an estimate."""
+"""The error code of a request that timed out without output."""
+BUSY_FIRST_S, BUSY_MAX_S = 0.02, 1.0
+"""The first pause between attempts, unless the server suggests one, and the longest. The server's suggestion is only an
+estimate."""
 BUSY_TIMEOUT_S = 600.0
-"""How long a server may take no request of ours, because others use it up."""
+"""Maximum time of attempts at a server that is busy with other clients."""
 
 
 class OpenRequest:
-    """A request from its beginning to its end, which is `close`, whatever happens before.
+    """One request. The owner must call `close` in any case.
 
     open() ──► more(), output(), more(), output() … ──► close()
-       waits for slots, then to be let in                  aborts what is still open
+       waits for slots, then for the server                aborts open sequences
     """
 
     def __init__(
@@ -41,54 +41,54 @@ class OpenRequest:
         name: str,
         client: AsyncClient,
         slots: Slots,
-        ready: CheckedPrompt,
+        prompt: CheckedPrompt,
         params: SamplingParams,
-        lost: Callable[[ConnectionLost], Awaitable[UserError]],
+        loss_error: Callable[[ConnectionLost], Awaitable[UserError]],
         options: RequestOptions,
         *,
-        is_own_name: bool = False,
+        has_caller_id: bool = False,
     ) -> None:
-        """`lost` finds the user's words for a connection that is lost. `is_own_name` says that the caller chose the
-        name, so that the server is to know it too."""
+        """`loss_error` returns the error to raise for a lost connection. With `has_caller_id`, the caller chose the
+        name, and it is sent to the server."""
         self.name = name
         self.prompt_ids: list[int] = []
         self._client = client
         self._slots = slots
-        self._ready = ready
+        self._prompt = prompt
         self._params = params
-        # A prompt's own salt wins over one that is for all of a batch.
-        self._options = options._replace(cache_salt=ready.cache_salt or options.cache_salt)
-        self._own_name = name if is_own_name else None
-        self._lost = lost
+        # A prompt's own salt has precedence over the batch's.
+        self._options = options._replace(cache_salt=prompt.cache_salt or options.cache_salt)
+        self._caller_id = name if has_caller_id else None
+        self._loss_error = loss_error
         self._num_slots = 0
         self._stream: Stream | None = None
-        self._whole = [self._nothing(index) for index in range(params.n)]
-        self._news: list[CompletionOutput] = []
+        self._outputs = [self._empty_output(index) for index in range(params.n)]
+        self._deltas: list[CompletionOutput] = []
         self._is_aborted = False
-        self._is_told = False
-        """Whether `more` has said that it was ended before any output came."""
+        self._has_reported_abort = False
+        """Whether `more` has reported the end of a request without output."""
         self._num_cached: int | None = None
         self._waiting: asyncio.Timeout | None = None
 
     async def open(self) -> None:
-        """Wait until the server has accepted it, or until it is aborted. Raises PromptError or ServerFailed."""
-        async with self._in_words():
+        """Wait until the server accepts the request or it is aborted. Raises PromptError or ServerFailed."""
+        async with self._as_user_errors():
             try:
                 async with self._abortable():
                     await self._slots.take(self._params.num_sequences)
                     self._num_slots = self._params.num_sequences
-                await self._let_in()
+                await self._send_until_accepted()
             except _Aborted:
                 pass
 
     async def more(self) -> int | None:
-        """Wait for news, which `output` then tells. Returns how many ids came, or None where all has been told.
+        """Wait for new output, which `output` then returns. Returns the number of new ids, or None at the end.
 
         Raises PromptError or ServerFailed.
         """
         if self._stream is None:
             return self._end_without_output()
-        async with self._in_words():
+        async with self._as_user_errors():
             try:
                 outputs = await self._stream.take()
             except RequestError as error:
@@ -98,16 +98,16 @@ class OpenRequest:
                 return self._end_without_output()
         if not outputs:
             return None
-        self._take_in(outputs)
-        if all(one.finished() for one in self._whole):
-            with suppress(RequestError, ConnectionLost):  # all of the output is here
-                await self._stream.closed()  # the next message
+        self._add(outputs)
+        if all(one.finished() for one in self._outputs):
+            with suppress(RequestError, ConnectionLost):  # the output is complete anyway
+                await self._stream.closed()  # the next message has num_cached_tokens
             self._num_cached = self._stream.num_cached_tokens
         return sum(len(output.token_ids) for output in outputs)
 
     def output(self, kind: OutputKind) -> RequestOutput:
-        """What has come: since the last `more` where `kind` is delta, else all of it."""
-        news = self._news if kind == "delta" else self._whole
+        """The output of the last `more` if `kind` is delta, otherwise all output so far."""
+        sequences = self._deltas if kind == "delta" else self._outputs
         outputs = [
             CompletionOutput(
                 one.index,
@@ -116,14 +116,14 @@ class OpenRequest:
                 one.finish_reason,
                 one.stop_reason,
                 None if one.logprobs is None else list(one.logprobs),
-                self._whole[one.index].cumulative_logprob,
+                self._outputs[one.index].cumulative_logprob,
             )
-            for one in news
+            for one in sequences
         ]
-        finished = all(one.finished() for one in self._whole)
+        finished = all(one.finished() for one in self._outputs)
         return RequestOutput(
             self.name,
-            self._ready.text,
+            self._prompt.text,
             list(self.prompt_ids),
             outputs,
             finished,
@@ -132,12 +132,12 @@ class OpenRequest:
         )
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Those of the prompt, once they are all there."""
+        """The prompt's log probabilities, if all are known."""
         known = None if self._stream is None else self._stream.prompt_logprobs
         return list(known) if known is not None and len(known) == len(self.prompt_ids) else None
 
     def abort(self) -> None:
-        """Have it ended. What comes last then says `finish_reason="abort"`."""
+        """Abort the request. Its last output has `finish_reason="abort"`."""
         self._is_aborted = True
         if self._stream is not None:
             self._stream.abort()
@@ -145,15 +145,15 @@ class OpenRequest:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """Abort it if it is open, and give back its slots."""
+        """Abort the request if it is open, and release its slots."""
         if self._stream is not None:
             self._stream.abort()
         if self._num_slots:
             self._slots.give(self._num_slots)
             self._num_slots = 0
 
-    async def _let_in(self) -> None:
-        """Have it accepted. A server that others use up is asked again, for a while."""
+    async def _send_until_accepted(self) -> None:
+        """Send the request, and retry while the server is busy."""
         loop = asyncio.get_running_loop()
         end, pause_s = loop.time() + BUSY_TIMEOUT_S, BUSY_FIRST_S
         while True:
@@ -168,29 +168,29 @@ class OpenRequest:
                 if error.code not in BUSY_CODES or loop.time() + pause_s > end:
                     raise
                 if error.retry_after_s is not None:
-                    pause_s = min(error.retry_after_s, BUSY_MOST_S)
+                    pause_s = min(error.retry_after_s, BUSY_MAX_S)
             except BaseException:
                 stream.abort()
                 raise
             async with self._abortable():
-                # Of different length, so that those who wait don't all come at once.
+                # Random pauses spread the retries of waiting requests.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, BUSY_MOST_S)
+            pause_s = min(2 * pause_s, BUSY_MAX_S)
         self._stream = stream
         self.prompt_ids = stream.prompt_token_ids or []
 
     def _send(self) -> Stream:
         try:
             options = self._options._asdict()
-            return self._client.generate(self._ready.prompt, self._params, name=self._own_name, **options)
+            return self._client.generate(self._prompt.prompt, self._params, name=self._caller_id, **options)
         except RequestTooLarge as error:
             raise PromptError(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large") from error
-        except (TypeError, ValueError) as error:  # such as a lone surrogate where nobody looked for one
+        except (TypeError, ValueError) as error:  # such as a lone surrogate in an unchecked field
             raise PromptError(str(error)) from error
 
     @asynccontextmanager
     async def _abortable(self) -> AsyncIterator[None]:
-        """A wait that `abort` ends, by raising _Aborted."""
+        """Run the body, and raise _Aborted if `abort` is called."""
         try:
             async with asyncio.timeout(0 if self._is_aborted else None) as self._waiting:
                 yield
@@ -202,8 +202,8 @@ class OpenRequest:
             raise _Aborted
 
     @asynccontextmanager
-    async def _in_words(self) -> AsyncIterator[None]:
-        """What the door says is raised as our own errors."""
+    async def _as_user_errors(self) -> AsyncIterator[None]:
+        """Convert errors of the connection to PromptError and ServerFailed."""
         try:
             yield
         except RequestError as error:
@@ -211,31 +211,29 @@ class OpenRequest:
                 raise ServerFailed(error.message) from error
             raise PromptError(error.message, status=error.status, code=error.code) from error
         except ConnectionLost as error:
-            raise await self._lost(error) from error
+            raise await self._loss_error(error) from error
 
     def _end_without_output(self) -> int | None:
-        """It was aborted before the server had it, or its time was up before there was any output: that is told
-        once."""
-        if self._is_told:
+        """Report, once, the end of a request that was aborted before it was sent, or that timed out without output."""
+        if self._has_reported_abort:
             return None
-        self._is_told = True
-        for one in self._whole:
+        self._has_reported_abort = True
+        for one in self._outputs:
             one.finish_reason = "abort"
-        self._news = self._whole
+        self._deltas = self._outputs
         return 0
 
-    def _nothing(self, index: int) -> CompletionOutput:
-        """What has come of a sequence before anything has."""
+    def _empty_output(self, index: int) -> CompletionOutput:
         if self._params.logprobs is None:
             return CompletionOutput(index, "", [])
         return CompletionOutput(index, "", [], logprobs=[], cumulative_logprob=0.0)
 
-    def _take_in(self, outputs: list[OutputDelta]) -> None:
-        news: dict[int, CompletionOutput] = {}
+    def _add(self, outputs: list[OutputDelta]) -> None:
+        deltas: dict[int, CompletionOutput] = {}
         for output in outputs:
             for one in (
-                self._whole[output.index],
-                news.setdefault(output.index, self._nothing(output.index)),
+                self._outputs[output.index],
+                deltas.setdefault(output.index, self._empty_output(output.index)),
             ):
                 one.text += output.text
                 one.token_ids += output.token_ids
@@ -245,8 +243,8 @@ class OpenRequest:
                     one.cumulative_logprob += sum(each[token_id].logprob for each, token_id in own)
                 one.finish_reason = output.finish_reason
                 one.stop_reason = output.stop_reason
-        self._news = list(news.values())
+        self._deltas = list(deltas.values())
 
 
 class _Aborted(Exception):
-    """A request was aborted before the server had it, or its time was up."""
+    """A request was aborted before it was accepted, or it timed out without output."""

@@ -1,11 +1,11 @@
-"""A bound on what is open at once, first come, first served. For one event loop."""
+"""A weighted semaphore with a first-come, first-served queue. For one event loop."""
 
 import asyncio
 from collections import deque
 
 
 class Slots:
-    """Some slots, of which each holder has a number. One that wants more than there are gets all of them alone."""
+    """A number of slots; a holder takes several at once. A request for more than all slots waits until all are free."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -17,9 +17,9 @@ class Slots:
         return self._num_taken
 
     async def take(self, num: int) -> None:
-        """Wait until `num` slots are free, and take them; to be given back with `give`.
+        """Wait until `num` slots are free, and take them; return them with `give`.
 
-        No deadline of its own: who is before in the queue gives back at the end of a request, and each has an end.
+        The wait has no deadline, because every request ends and then returns its slots.
         """
         if not self._waiting and self._fits(num):
             self._num_taken += num
@@ -30,15 +30,15 @@ class Slots:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._wake()  # those behind may fit
+                self._wake()  # later entries may fit now
             else:
-                self.give(num)  # it was our turn just now
+                self.give(num)  # the slots were granted just before the cancellation
             raise
 
     def give(self, num: int) -> None:
-        """Give back as many as were taken."""
+        """Return `num` slots."""
         self._num_taken -= num
-        assert self._num_taken >= 0, "more slots were given back than were taken"
+        assert self._num_taken >= 0, "more slots were returned than were taken"
         self._wake()
 
     def _fits(self, num: int) -> bool:

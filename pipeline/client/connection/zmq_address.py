@@ -1,8 +1,8 @@
-"""Where the ZeroMQ door listens: `gateway.zmq` in the words of libzmq, one address for each gateway.
+"""ZeroMQ addresses of the gateways, from the setting `gateway.zmq`.
 
 auto           ipc://@pipeline/<HTTP port>/door     an abstract Unix socket, for this user's processes
-ipc://…        a path, or an abstract name behind @; replicas after the first append .1, .2 …
-tcp://host:port                                     replicas after the first take the ports behind it
+ipc://…        a path, or an abstract name after @; further replicas append .1, .2 …
+tcp://host:port                                     further replicas use the following ports
 off
 """
 
@@ -16,17 +16,17 @@ from pipeline.config.zmq_setting import AUTO, OFF, problem_of
 from pipeline.errors import UserError
 
 CONNECT_S = 1.0
-"""Longest that a listener may take to show that it is there."""
+"""Maximum time to wait for a listener at the address to accept a connection."""
 
 
 def address_of(setting: str, http_port: int, replica: int = 0) -> str | None:
-    """The address of a gateway's door; None where there is none. Raises UserError for what is no address."""
+    """A gateway's ZeroMQ address; None if it is off. Raises UserError if the setting is invalid."""
     if setting == OFF:
         return None
     if problem := problem_of(setting):
         raise UserError(problem)
     address = f"ipc://@pipeline/{http_port}/door" if setting == AUTO else setting
-    address = address.replace("tcp://localhost:", "tcp://127.0.0.1:")  # libzmq binds to no names
+    address = address.replace("tcp://localhost:", "tcp://127.0.0.1:")  # libzmq can't bind to names
     if replica == 0:
         return address
     if address.startswith("ipc://"):
@@ -36,20 +36,19 @@ def address_of(setting: str, http_port: int, replica: int = 0) -> str | None:
 
 
 def check_free(address: str) -> None:
-    """See whether an address can be listened on, before anything that takes time. Raises OSError in words for the
-    user."""
+    """Check early in the start that an address is free. Raises OSError with a message for the user."""
     why = _ipc_taken(address.removeprefix("ipc://")) if address.startswith("ipc://") else _tcp_taken(address)
     if why:
         raise OSError(refusal(address, why))
 
 
 def refusal(address: str, why: str) -> str:
-    """That an address can't be listened on, in words for the user."""
+    """The message for the user if an address can't be bound."""
     return f"cannot listen on {address}: {why}; choose another gateway.zmq"
 
 
 def _ipc_taken(name: str) -> str:
-    """Why a Unix socket can't be opened there. libzmq would take the place of a file without asking."""
+    """Why a Unix socket can't be bound there; empty if it can. Checked here because libzmq replaces existing files."""
     if not name.startswith("@"):
         path = Path(name)
         if not path.parent.is_dir():
@@ -64,7 +63,7 @@ def _ipc_taken(name: str) -> str:
         try:
             probe.connect("\0" + name[1:] if name.startswith("@") else name)
         except (ConnectionRefusedError, FileNotFoundError):
-            return ""  # nobody listens, though a file may have been left behind
+            return ""  # no listener; at most a stale file
         except OSError as error:
             return error.strerror or str(error)
     return os.strerror(errno.EADDRINUSE)

@@ -1,8 +1,8 @@
-"""The first process of a server that belongs to another Python process. Run as a script by `server.py`, with the
-number of an inherited descriptor that holds an `EmbeddedLaunch`.
+"""The entry point of an embedded server. `server.py` runs it as a script with the number of an inherited descriptor
+that holds an `EmbeddedLaunch`.
 
-From here on it is the supervisor that `pipeline serve` runs. Besides it watches its owner, and ends when that does:
-however the owner ended, nothing is left of the server.
+It runs the same supervisor as `pipeline serve`. In addition it watches its owner process, and ends when the owner ends,
+for any reason.
 """
 
 import os
@@ -15,7 +15,7 @@ EXIT_ORPHANED = 4
 
 
 def main(launch_fd: int) -> int:
-    """Serve until told to stop. Returns the exit code, as `pipeline serve` does."""
+    """Serve until a stop signal. Returns the exit code of `pipeline serve`."""
     import msgspec
     import setproctitle
 
@@ -23,7 +23,7 @@ def main(launch_fd: int) -> int:
 
     with open(launch_fd, "rb") as file:
         launch = msgspec.msgpack.decode(file.read(), type=EmbeddedLaunch)
-    _end_with(launch.owner_fd, launch.death_fd)
+    _die_with_owner(launch.owner_fd, launch.death_fd)
     setproctitle.setproctitle("pipeline: supervisor.0")
 
     from pipeline.config.load import ConfigError
@@ -31,17 +31,17 @@ def main(launch_fd: int) -> int:
 
     try:
         return serve(launch.settings)
-    except (ConfigError, OSError) as error:  # no keys, or the address can't be listened on, in words for the user
+    except (ConfigError, OSError) as error:  # the message is for the user
         print(f"pipeline: error: {error}", file=sys.stderr)
         return EXIT_USAGE
 
 
-def _end_with(owner_fd: int, death_fd: int) -> None:
-    """End at once when the owner is gone.
+def _die_with_owner(owner_fd: int, death_fd: int) -> None:
+    """End at once when the owner ends.
 
-    `owner_fd` is its pidfd. `death_fd` is the reading end of a pipe that it holds the other end of: that is closed with
-    it too, but only when nobody has it who was forked from it. A death signal would come too soon: the kernel sends it
-    when the *thread* ends that started us.
+    `owner_fd` is its pidfd. `death_fd` is the read end of a pipe whose write end it holds; forked children of the owner
+    may keep that open. A parent-death signal would come too early: the kernel sends it when the *thread* that started
+    this process ends.
     """
     poll = select.poll()
     for fd in (owner_fd, death_fd):
@@ -55,7 +55,7 @@ def _end_with(owner_fd: int, death_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    # We were started by our path; nothing else that lies beside it is to be imported by a bare name.
+    # This script was started by its path: keep the files beside it from being imported by a bare name.
     import importlib.util
 
     _package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,10 +1,10 @@
-"""A server that belongs to this Python process: an ordinary supervisor with its stages, started by exec.
+"""An embedded server: an ordinary supervisor with its stages, started by exec and owned by this Python process.
 
-    EmbeddedServer() ──► starting ──► its ZeroMQ address accepts clients ──► close(): SIGTERM, a while, SIGKILL
-                        └──► it ends: `reason()` says why, in its own words
+    EmbeddedServer() ──► starting ──► its ZeroMQ address accepts clients ──► close(): SIGTERM, wait, SIGKILL
+                        └──► it ends: `reason()` has the errors in its log
 
-It never outlives this process, however that ends (see entry.py). Started by exec it needs no main guard, and
-nothing of this process, a notebook's running event loop for one, reaches it.
+It never outlives this process (see entry.py). Because it is started by exec, scripts need no main guard, and state of
+this process, such as a notebook's running event loop, does not affect it.
 """
 
 import asyncio
@@ -29,28 +29,28 @@ from pipeline.errors import StartError, UserError
 ENTRY = Path(__file__).with_name("entry.py")
 """The script that the server's first process runs; it imports this module."""
 STOP_S = 5.0
-"""How long a server may take to end by itself. Everything of this process was aborted before."""
+"""Maximum time to stop after a SIGTERM. This process's requests have been aborted before."""
 MAX_LOG_BYTES = 64 * 1024
-"""The most of a log that is read at once."""
+"""Maximum size of the end of the log that is read."""
 NUM_LAST_LINES = 20
-"""Of the log, where a server ends without saying why."""
+"""Number of log lines to show if a server ends without an error message."""
 
 
 class EmbeddedLaunch(msgspec.Struct, array_like=True, frozen=True):
-    """What the first process of the server is told."""
+    """The parameters of the server's first process."""
 
     settings: Settings
     owner_fd: int
-    """pidfd of the owner"""
+    """The owner's pidfd"""
     death_fd: int
-    """Reads end-of-file when the owner is gone."""
+    """The read end of a pipe; end-of-file when the owner has ended."""
 
 
 def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Settings:
-    """Settings from a file or preset, and over it a table such as `{"model": …, "schedule": {"max_num_seqs": 8}}`,
-    that was given to `caller`.
+    """Settings from a file or preset, overridden by a table such as `{"model": …, "schedule": {"max_num_seqs": 8}}`.
+    Errors name `caller` as the table's source.
 
-    Raises UserError with every problem, in the user's words.
+    Raises UserError with all problems.
     """
     try:
         return load(None if config is None else Path(config), tables={caller: dict(given)})
@@ -58,12 +58,12 @@ def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mappi
         raise UserError(str(error)) from error
 
 
-def private_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where the ZeroMQ door of a server of one's own is, and the settings for it with what is its owner's besides:
-    a door that nobody else knows, and HTTP on a free port; both may be given otherwise. Raises UserError."""
+def embedded_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The ZeroMQ address of an embedded server, and its settings. By default the address is random and HTTP uses a free
+    port. Raises UserError."""
     gateway = given.get("gateway", {})
     if not isinstance(gateway, Mapping):
-        return "", dict(given)  # wrong, which the settings will say
+        return "", dict(given)  # loading these settings will fail with an error
     address = gateway.get("zmq", "auto")
     if address == "off":
         raise UserError("gateway.zmq: can't be off: the Python client needs it")
@@ -73,7 +73,7 @@ def private_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 class EmbeddedServer:
-    """The process, its log and its end. Usable from any thread."""
+    """The server's process and its log. Thread-safe."""
 
     def __init__(
         self,
@@ -81,9 +81,8 @@ class EmbeddedServer:
         log_path: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it; waiting until it serves is the caller's. Its log goes to `log_path`, by default to a file that
-        nobody else sees and that goes with the last who has it open. Its environment is this process's, and `environ`
-        over it. Raises StartError."""
+        """Start the server, without waiting until it is ready. Its log goes to `log_path`, or to an unlinked temporary
+        file. Its environment is this process's, overridden by `environ`. Raises StartError."""
         self.settings = settings
         self.log_path = None if log_path is None else Path(log_path)
         log = _open_log(self.log_path)
@@ -100,7 +99,7 @@ class EmbeddedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                process_group=0,  # a terminal's Ctrl-C is for the owner
+                process_group=0,  # only the owner gets a terminal's Ctrl-C
                 env=os.environ | (environ or {}),
             )
         except BaseException as error:
@@ -125,7 +124,7 @@ class EmbeddedServer:
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end. Returns whether it came."""
+        """Wait at most `timeout_s` for the server's exit. Returns whether it has exited."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -133,10 +132,10 @@ class EmbeddedServer:
         return True
 
     async def ended(self) -> None:
-        """Wait for its end. No deadline of its own: a server may serve for ever."""
+        """Wait for the server's exit, without a deadline."""
         try:
             pidfd = os.pidfd_open(self.pid)
-        except ProcessLookupError:  # ended, and reaped
+        except ProcessLookupError:  # exited and reaped
             return
         loop = asyncio.get_running_loop()
         end = asyncio.Event()
@@ -148,7 +147,7 @@ class EmbeddedServer:
             os.close(pidfd)
 
     def log(self) -> str:
-        """The end of what it has logged so far."""
+        """The end of the log so far."""
         if self._log.closed:
             return ""
         end = os.fstat(self._log.fileno()).st_size
@@ -156,29 +155,29 @@ class EmbeddedServer:
         return os.pread(self._log.fileno(), end - begin, begin).decode("utf-8", "replace")
 
     def last_line(self) -> str:
-        """What it does just now, for a person."""
-        return server_log.last_words(self.log())
+        """The message of the last log line: what the server is doing."""
+        return server_log.last_message(self.log())
 
-    def complaints(self) -> str:
-        """What it has said that is wrong; empty where it has nothing to complain of."""
-        return server_log.complaints(self.log())
+    def errors(self) -> str:
+        """The supervisor's errors in the log; empty if there are none."""
+        return server_log.errors(self.log())
 
     def reason(self) -> str:
-        """Why it ended, in its own words, which come from its log."""
-        if said := self.complaints():
-            return said
+        """Why the server ended: the errors in its log, or its exit code and the last log lines."""
+        if errors := self.errors():
+            return errors
         last = "\n".join(self.log().splitlines()[-NUM_LAST_LINES:])
         code = self.exit_code
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
         return f"its first process {how}" + (f"; the end of its log:\n{last}" if last else "")
 
     def close(self) -> None:
-        """End it, and wait until it has ended. May be called again."""
+        """Stop the server, and wait for its exit. May be called again."""
         self._close()
 
 
 def _open_log(path: Path | None) -> IO[bytes]:
-    """A log to append to, and to read."""
+    """Open the log for appending and reading."""
     if path is None:
         return tempfile.TemporaryFile("a+b", buffering=0, prefix="pipeline-")
     try:
@@ -188,7 +187,7 @@ def _open_log(path: Path | None) -> IO[bytes]:
 
 
 def _close(owner_pid: int, process: "subprocess.Popen[bytes]", log: IO[bytes], death_write: int) -> None:
-    """Give everything back. In a process that was forked from the owner, only the copies."""
+    """Stop the server and release everything. A forked copy only closes its own descriptors."""
     if os.getpid() == owner_pid:
         _end(process)
     os.close(death_write)
@@ -196,13 +195,13 @@ def _close(owner_pid: int, process: "subprocess.Popen[bytes]", log: IO[bytes], d
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Let it end in order; its second signal says that it is urgent, and its children die with it whatever happens."""
-    for patience_s in (STOP_S, STOP_S):
+    """Send SIGTERM, a second one that skips the drain, then SIGKILL. The server's children die with it in any case."""
+    for _ in range(2):
         if process.poll() is not None:
             return
         process.terminate()
         try:
-            process.wait(patience_s)
+            process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             continue
         return

@@ -1,5 +1,5 @@
-"""What the log of a server says to whoever started it. Lines are those of logs.py, in either of its forms; others are
-of libraries, and of tracebacks."""
+"""Parse a server's log for its owner: lines in either format of logs.py. Other lines come from libraries and
+tracebacks."""
 
 import re
 from typing import NamedTuple
@@ -11,15 +11,15 @@ _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": ERROR, "C": "critical
 _TEXT = re.compile(r"^\d\d:\d\d:\d\d\.\d+ ([A-Z]) (\S+) (.*)$")
 _READY = re.compile(r'ready on (http://[^\s"]+)')
 _COMMAND = "pipeline: error: "
-"""How the command line begins what it has to say."""
+"""The prefix of the command line's error messages."""
 
 
 class LogLine(NamedTuple):
-    """One event."""
+    """One log line."""
 
     level: str
     stage: str
-    """As `schedule.0`."""
+    """Such as `schedule.0`."""
     text: str
 
 
@@ -33,7 +33,7 @@ _json: msgspec.json.Decoder[_JsonLine] = msgspec.json.Decoder(_JsonLine)
 
 
 def parsed(line: str) -> LogLine | None:
-    """A line as an event; None where it is none."""
+    """Parse a log line; None if it is not one."""
     if match := _TEXT.match(line):
         return LogLine(_LEVELS.get(match[1], match[1]), match[2], match[3])
     if line.startswith("{"):
@@ -45,8 +45,8 @@ def parsed(line: str) -> LogLine | None:
     return None
 
 
-def last_words(log: str) -> str:
-    """What it did last, for a person; empty where it has said nothing yet."""
+def last_message(log: str) -> str:
+    """The message of the last line; empty for an empty log."""
     for line in reversed(log.splitlines()):
         if line.strip():
             event = parsed(line)
@@ -54,19 +54,19 @@ def last_words(log: str) -> str:
     return ""
 
 
-def complaints(log: str) -> str:
-    """What the supervisor has said that is wrong; empty where it has nothing to complain of."""
-    said = []
+def errors(log: str) -> str:
+    """The supervisor's error messages, joined; empty if there are none."""
+    found = []
     for line in log.splitlines():
         event = parsed(line)
         if event is not None and event.level == ERROR and event.stage.startswith("supervisor"):
-            said.append(event.text)
+            found.append(event.text)
         elif line.startswith(_COMMAND):
-            said.append(line.removeprefix(_COMMAND))
-    return "; ".join(said)
+            found.append(line.removeprefix(_COMMAND))
+    return "; ".join(found)
 
 
 def http_address(log: str) -> str | None:
-    """Where it serves HTTP, once it does; for a log of level info."""
+    """The server's HTTP address; None if it is not ready yet. Needs log level info."""
     match = _READY.search(log)
     return match[1] if match else None

@@ -1,7 +1,7 @@
-"""Many requests of one call, from a thread that blocks: a bounded window of them is open, and results keep their order.
+"""Run a batch of requests from a blocking thread, with a bounded number of open ones. Results keep the prompts' order.
 
-the caller's thread   reads prompts ─► keeps the window full ─► waits for a result ─► …
-the loop's thread                        └─ a task for each request ─┘
+caller's thread   reads prompts ─► keeps the window full ─► waits for a result ─► …
+loop's thread                        └─ a task for each request ─┘
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from pipeline.errors import PromptError
 class BatchItem(NamedTuple):
     """One request of a batch."""
 
-    ready: CheckedPrompt
+    prompt: CheckedPrompt
     params: SamplingParams
     name: str
-    """What errors call it, as `prompts[17]`."""
+    """Its name in error messages, such as `prompts[17]`."""
     options: RequestOptions = RequestOptions()
 
 
 def run(
     thread: LoopThread, llm: AsyncLLM, items: Iterator[BatchItem], window: int, bar: BatchBar
 ) -> list[RequestOutput]:
-    """The outputs of all items, in their order. At most `window` are open or waiting at once; items are read as there
-    is room for them.
+    """Returns the outputs of all items, in order. At most `window` requests are open or waiting at once; further items
+    are read when one ends.
 
-    Raises PromptError, which names the item, and ServerFailed. Whatever is raised, an interrupt included, all that is
-    open has been aborted.
+    Raises PromptError, which names the item, or ServerFailed. After any exception, including an interrupt, all open
+    requests have been aborted.
     """
     batch = _Batch(llm, bar)
     outputs: list[RequestOutput | None] = []
     names: dict[int, str] = {}
-    """Of what is open."""
+    """Names of the open items, by place."""
     try:
         is_read = False
         while True:
@@ -71,11 +71,11 @@ def run(
 
 
 class _Batch:
-    """What is open, in the loop's thread."""
+    """The open requests, in the loop's thread."""
 
     def __init__(self, llm: AsyncLLM, bar: BatchBar) -> None:
         self.results: SimpleQueue[tuple[int, RequestOutput | BaseException]] = SimpleQueue()
-        """By the item's place. Bounded by the window."""
+        """(place of the item, result). The window bounds its size."""
         self._llm = llm
         self._bar = bar
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +86,7 @@ class _Batch:
         task.add_done_callback(self._tasks.discard)
 
     async def cancel(self) -> None:
-        """Abort all that is open."""
+        """Abort all open requests."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -95,7 +95,7 @@ class _Batch:
     async def _one(self, place: int, item: BatchItem) -> None:
         try:
             result: RequestOutput | BaseException
-            result = await self._llm.complete(item.ready, item.params, self._bar.count, item.options)
+            result = await self._llm.complete(item.prompt, item.params, self._bar.count, item.options)
         except BaseException as error:
             self.results.put((place, error))
             if isinstance(error, asyncio.CancelledError):

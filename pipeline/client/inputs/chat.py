@@ -1,24 +1,25 @@
-"""What a chat has besides the texts of its messages: calls of tools, and how the template is to write it."""
+"""Chat options and tool calls, checked and converted to the client protocol."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.client import protocol as p
+from pipeline.client.inputs.checks import shown
 
-MAX_SHOWN_CHARS = 100
 KEYS = (*p.ChatMessage.__struct_fields__, "reasoning_content")
-"""Of a message. The last is what OpenAI's clients call `reasoning`."""
+"""The keys of a message. `reasoning_content` is another name of `reasoning`."""
 
 
 class ChatOptions(NamedTuple):
-    """Of all conversations of a call, as they are sent."""
+    """The options of all conversations of a call, as they are sent."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: str | None = None
-    """JSON text, as the next"""
+    """JSON text"""
     chat_template_kwargs: str | None = None
+    """JSON text"""
 
     def prompt(self, messages: list[p.ChatMessage]) -> p.ChatPrompt:
         return p.ChatPrompt(
@@ -33,21 +34,21 @@ class ChatOptions(NamedTuple):
 def chat_options(
     add_generation_prompt: Any, continue_final_message: Any, tools: Any, chat_template_kwargs: Any
 ) -> ChatOptions:
-    """Raises TypeError or ValueError that names the argument."""
+    """Check and convert the options. Raises TypeError or ValueError that names the argument."""
     for name, flag in (
         ("add_generation_prompt", add_generation_prompt),
         ("continue_final_message", continue_final_message),
     ):
         if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, not {_shown(flag)}")
+            raise TypeError(f"{name} must be True or False, not {shown(flag)}")
     if add_generation_prompt and continue_final_message:
         raise ValueError("continue_final_message needs add_generation_prompt=False: the output continues a message")
     if tools is not None and (
         not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)
     ):
-        raise TypeError(f"tools must be a list of dicts, not {_shown(tools)}")
+        raise TypeError(f"tools must be a list of dicts, not {shown(tools)}")
     if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
-        raise TypeError(f"chat_template_kwargs must be a dict, not {_shown(chat_template_kwargs)}")
+        raise TypeError(f"chat_template_kwargs must be a dict, not {shown(chat_template_kwargs)}")
     return ChatOptions(
         add_generation_prompt,
         continue_final_message,
@@ -57,7 +58,7 @@ def chat_options(
 
 
 def unknown_keys(message: Mapping[str, Any]) -> list[str]:
-    """What a message has that no template is told of. Keys whose value is None say nothing."""
+    """A message's keys that are not supported. Keys with the value None are ignored."""
     return sorted(str(key) for key, value in message.items() if key not in KEYS and value is not None)
 
 
@@ -67,12 +68,12 @@ def reasoning_of(message: Mapping[str, Any]) -> Any:
 
 
 def tool_calls_of(calls: Any, where: str) -> list[p.ToolCall]:
-    """`tool_calls` of a message, in OpenAI's shape; arguments are JSON text or an object. Raises TypeError or
-    ValueError, calling it `where`."""
+    """Convert a message's `tool_calls` from OpenAI's format; arguments are JSON text or an object. Raises TypeError or
+    ValueError that names `where`."""
     if calls is None:
         return []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise TypeError(f"{where} must be a list of calls, not {_shown(calls)}")
+        raise TypeError(f"{where} must be a list of calls, not {shown(calls)}")
     return [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
 
 
@@ -83,7 +84,7 @@ def _tool_call(call: Any, where: str) -> p.ToolCall:
         case {"id": str(call_id), "function": {"name": str(name), "arguments": Mapping() as arguments}}:
             return p.ToolCall(call_id, name, _json(f"{where}.function.arguments", arguments))
     shape = '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}'
-    raise TypeError(f"{where} must be a dict as {shape}, not {_shown(call)}")
+    raise TypeError(f"{where} must be a dict such as {shape}, not {shown(call)}")
 
 
 def _json(name: str, value: Any) -> str:
@@ -95,8 +96,3 @@ def _json(name: str, value: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{name} is not valid JSON: {error}") from error
     return text
-
-
-def _shown(value: Any) -> str:
-    words = repr(value)
-    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"

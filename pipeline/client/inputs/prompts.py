@@ -1,6 +1,6 @@
-"""What a user gives as prompts, sampling parameters and conversations, told apart and checked before anything is sent.
+"""Check prompts, conversations and lists of sampling parameters before anything is sent.
 
-Errors name the prompt: `prompts[17]: …`. What needs the tokenizer is the server's to judge.
+Errors name the prompt: `prompts[17]: …`. Only the server checks what needs the tokenizer.
 """
 
 import array
@@ -27,17 +27,17 @@ _ID_LISTS = (list, tuple, range, array.array)
 
 class _Salted(TypedDict, total=False):
     cache_salt: str
-    """Only prompts with the same salt share what is computed of them."""
+    """Only prompts with the same salt share cached prefixes."""
 
 
 class TextPrompt(_Salted):
-    """vLLM's spelling of a text."""
+    """A text prompt in vLLM's format."""
 
     prompt: str
 
 
 class TokensPrompt(_Salted):
-    """vLLM's spelling of ids."""
+    """A prompt of token ids in vLLM's format."""
 
     prompt_token_ids: Sequence[int]
 
@@ -50,17 +50,17 @@ Conversation = Sequence[Message]
 
 
 class CheckedPrompt(NamedTuple):
-    """A prompt as it is sent."""
+    """A checked prompt in the form in which it is sent."""
 
     prompt: p.Prompt
     text: str | None
-    """What was given, where that was a text."""
+    """The text, if the prompt is one."""
     cache_salt: str | None = None
-    """The prompt's own."""
+    """The prompt's own salt."""
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a prompt and not several: a text, a dict, or ids."""
+    """Whether this is one prompt (a text, a dict, or ids), not several."""
     if isinstance(prompts, (str, Mapping, range, array.array)):
         return True
     if isinstance(prompts, np.ndarray):
@@ -69,12 +69,12 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def is_one_conversation(messages: Any) -> bool:
-    """Whether this is a conversation and not several: a list of messages."""
+    """Whether this is one conversation (a list of messages), not several."""
     return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], Mapping)
 
 
 def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
-    """One prompt for a server. Raises PromptError, calling it `where`."""
+    """Check one prompt. Raises PromptError that names `where`."""
     if isinstance(prompt, Mapping):
         key = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
         if unknown := sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})):
@@ -97,8 +97,8 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
         raise PromptError(f"{where} is empty: give at least one token id")
     if len(prompt) >= info.max_model_len:
         raise PromptError(
-            f"{where} has {len(prompt)} token ids, and the longest that this server takes, with room for one more, "
-            f"has {info.max_model_len - 1}"
+            f"{where} has {len(prompt)} token ids; the maximum is {info.max_model_len - 1}, which leaves room for one "
+            "output token"
         )
     for place, one in enumerate(prompt):
         if not _is_integer(one):
@@ -109,14 +109,14 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
 
 
 def info_for(params: SamplingParams, info: ServerInfo) -> ServerInfo:
-    """What a server takes where these are a prompt's parameters: one that it cuts may be of any length."""
+    """The limits for a prompt with these parameters: no maximum length if the server truncates the prompt."""
     return msgspec.structs.replace(info, max_model_len=sys.maxsize) if params.truncate_prompt_tokens else info
 
 
 def chat_options_of(
     add_generation_prompt: Any, continue_final_message: Any, tools: Any, chat_template_kwargs: Any
 ) -> ChatOptions:
-    """How the conversations of a call are written. Raises PromptError."""
+    """Check and convert the options of a call's conversations. Raises PromptError."""
     try:
         return chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
     except (TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ def chat_options_of(
 
 
 def chat_of(messages: Any, where: str, options: ChatOptions, info: ServerInfo) -> CheckedPrompt:
-    """One conversation for a server. Raises PromptError, calling it `where`."""
+    """Check one conversation. Raises PromptError that names `where`."""
     return CheckedPrompt(options.prompt(_checked_conversation(messages, where, info)), None)
 
 
@@ -132,13 +132,13 @@ def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise PromptError(f"{where} must be a list of messages, not {_shown(messages)}")
     if not messages:
-        raise PromptError(f"{where} is empty: at least one message is needed")
+        raise PromptError(f"{where} is empty: give at least one message")
     return [_checked_message(message, f"{where}[{place}]", info) for place, message in enumerate(messages)]
 
 
 def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessage:
     if not isinstance(message, Mapping):
-        raise PromptError(f'{where} must be a dict as {{"role": "user", "content": "…"}}, not {_shown(message)}')
+        raise PromptError(f'{where} must be a dict such as {{"role": "user", "content": "…"}}, not {_shown(message)}')
     if unknown := unknown_keys(message):
         raise PromptError(f"{where} has keys that are not supported: {', '.join(unknown)}")
     role, content = message.get("role"), message.get("content")
@@ -162,13 +162,13 @@ def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessag
 
 
 def _part(part: Any, where: str) -> str:
-    """A part of a message's content, as the OpenAI API has them."""
+    """The text of one content part of a message, in OpenAI's format."""
     match part:
         case {"type": "text", "text": str(text)}:
             return text
         case {"type": str(kind)} if kind != "text":
             raise PromptError(f"{where}: content of type {kind!r} is not supported, only text")
-    raise PromptError(f'{where} must be a dict as {{"type": "text", "text": "…"}}, not {_shown(part)}')
+    raise PromptError(f'{where} must be a dict such as {{"type": "text", "text": "…"}}, not {_shown(part)}')
 
 
 def _check_text(text: str, where: str, info: ServerInfo) -> None:
@@ -177,20 +177,18 @@ def _check_text(text: str, where: str, info: ServerInfo) -> None:
     except UnicodeEncodeError:
         raise PromptError(f"{where} contains a lone surrogate, which is not a valid character") from None
     if num_bytes > info.max_message_bytes:
-        raise PromptError(f"{where} takes {num_bytes} bytes, and this server accepts at most {info.max_message_bytes}")
+        raise PromptError(f"{where} has {num_bytes} bytes; this server accepts at most {info.max_message_bytes}")
 
 
 def params_for(params: Any, num_prompts: int | None, default: SamplingParams) -> Iterator[SamplingParams]:
-    """The parameters of each prompt: one for all, or one each; `num_prompts` is None where nobody knows it yet.
+    """The parameters of each prompt: one for all, or one for each. `num_prompts` is None for an iterator.
 
-    Raises PromptError, for a list that has another length at once.
+    Raises PromptError; for a list of the wrong length at once.
     """
     if params is None or isinstance(params, SamplingParams):
         return _same(params or default)
     if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
-        raise PromptError(
-            f"sampling_params must be SamplingParams, or a list with one for each prompt, not {_shown(params)}"
-        )
+        raise PromptError(f"sampling_params must be SamplingParams or a list of them, not {_shown(params)}")
     if isinstance(params, Sequence):
         if num_prompts is not None and len(params) != num_prompts:
             raise PromptError(
@@ -211,7 +209,7 @@ def _each(params: Iterable[Any], default: SamplingParams) -> Iterator[SamplingPa
     for place, one in enumerate(params):
         yield _check_params(one, place, default)
         num = place + 1
-    raise PromptError(f"sampling_params has {num} entries, and there are more prompts: give one, or one for each")
+    raise PromptError(f"sampling_params has {num} entries, but there are more prompts: give one, or one for each")
 
 
 def _check_params(one: Any, place: int, default: SamplingParams) -> SamplingParams:

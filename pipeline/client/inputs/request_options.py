@@ -1,37 +1,31 @@
-"""What a client says of one request besides its prompt and how tokens are drawn: its place in the queue, with whom it
-shares what is computed of its prompt, and how long it may take."""
+"""Request options besides the prompt and the sampling parameters: priority, cache salt and timeout."""
 
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from pipeline.client.inputs.checks import MAX_INT32, check_integer, shown
 from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
 from pipeline.errors import PromptError
 
-MAX_INT32 = 2**31 - 1
-MAX_SHOWN_CHARS = 100
-
 
 class RequestOptions(NamedTuple):
-    """As they are sent."""
+    """The options as they are sent."""
 
     priority: int = 0
-    """Lower goes first, where the server's policy is `priority`; elsewhere it takes 0 alone."""
+    """Lower goes first if the server's policy is `priority`. Other policies accept only 0."""
     cache_salt: str | None = None
-    """Only prompts with the same salt share what is computed of them."""
+    """Only prompts with the same salt share cached prefixes."""
     timeout_s: float | None = None
-    """From its arrival at the server to its end; None takes the server's own limit."""
+    """Maximum time from the arrival at the server to the end; None uses the server's setting."""
 
 
 def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) -> RequestOptions:
-    """Raises TypeError or ValueError that names the option and says what would be right."""
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise TypeError(f"priority must be an integer, not {_shown(priority)}")
-    if not -MAX_INT32 - 1 <= priority <= MAX_INT32:
-        raise ValueError(f"priority must be from {-MAX_INT32 - 1} to {MAX_INT32}, not {priority}")
+    """Check the options. Raises TypeError or ValueError that names the option and the valid values."""
+    check_integer("priority", priority, -MAX_INT32 - 1, MAX_INT32)
     if cache_salt is not None:
         if not isinstance(cache_salt, str):
-            raise TypeError(f"cache_salt must be a string, not {_shown(cache_salt)}")
+            raise TypeError(f"cache_salt must be a string, not {shown(cache_salt)}")
         if not 1 <= len(cache_salt) <= MAX_SALT_CHARS:
             raise ValueError(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters, not {len(cache_salt)}")
         try:
@@ -40,14 +34,14 @@ def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None) ->
             raise ValueError("cache_salt contains a lone surrogate, which is not a valid character") from None
     if timeout_s is not None:
         if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
-            raise TypeError(f"timeout_s must be a number, not {_shown(timeout_s)}")
+            raise TypeError(f"timeout_s must be a number, not {shown(timeout_s)}")
         if not (math.isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
             raise ValueError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:,}, not {timeout_s:g}")
     return RequestOptions(priority, cache_salt, timeout_s)
 
 
 def options_of(priority: Any, cache_salt: Any, timeout_s: Any) -> RequestOptions:
-    """Those of one request. Raises PromptError."""
+    """The options of one request. Raises PromptError."""
     try:
         return checked(0 if priority is None else priority, cache_salt, timeout_s)
     except (TypeError, ValueError) as error:
@@ -55,8 +49,8 @@ def options_of(priority: Any, cache_salt: Any, timeout_s: Any) -> RequestOptions
 
 
 def options_for(priority: Any, cache_salt: Any, timeout_s: Any, num_prompts: int | None) -> Iterator[RequestOptions]:
-    """Those of each prompt of a batch: `priority` is one for all, or a list with one for each; `num_prompts` is None
-    where nobody knows it yet. Raises PromptError, for what is given at once."""
+    """The options of each prompt of a batch. `priority` is one for all, or a list with one for each. `num_prompts` is
+    None for an iterator. Raises PromptError."""
     if priority is None or isinstance(priority, int) or not isinstance(priority, Sequence) or isinstance(priority, str):
         return _same(options_of(priority, cache_salt, timeout_s))
     if num_prompts is not None and len(priority) != num_prompts:
@@ -77,9 +71,4 @@ def _same(options: RequestOptions) -> Iterator[RequestOptions]:
 
 def _each(each: list[RequestOptions]) -> Iterator[RequestOptions]:
     yield from each
-    raise PromptError(f"priority has {len(each)} entries, and there are more prompts: give one, or one for each")
-
-
-def _shown(value: Any) -> str:
-    words = repr(value)
-    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"
+    raise PromptError(f"priority has {len(each)} entries, but there are more prompts: give one, or one for each")

@@ -1,4 +1,4 @@
-"""What a user wants the output to match: the names are vLLM's."""
+"""Structured-output parameters, with vLLM's names."""
 
 import json as text_json
 from collections.abc import Mapping
@@ -7,42 +7,42 @@ from typing import Any
 import msgspec
 
 from pipeline.client import protocol as p
+from pipeline.client.inputs.checks import shown
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-MAX_SHOWN_CHARS = 100
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One of these is given. Checked when it is made: raises TypeError or ValueError that names the field; whether a
-    schema, pattern or grammar can be served is the server's to say."""
+    """A constraint on the output: exactly one field is set. The constructor raises TypeError or ValueError that names
+    the invalid field. Only the server checks schemas, patterns and grammars."""
 
     json: Any = None
     """A JSON Schema: a dict, JSON text, or a class that has one (with `model_json_schema`, as pydantic's models)."""
     json_object: bool | None = None
     """True: any JSON object."""
     regex: str | None = None
-    """A pattern that all of the output matches."""
+    """A pattern that the whole output matches."""
     choice: list[str] | None = None
     """The output is one of these."""
     grammar: str | None = None
-    """In Lark's or EBNF notation."""
+    """A grammar in Lark or EBNF."""
     structural_tag: Any = None
     """A dict, or JSON text."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            what = f"not both {given[0]} and {given[1]}" if given else "and has none"
-            raise ValueError(f"structured_outputs must have one of {', '.join(KINDS)}, {what}")
+            found = f"not both {given[0]} and {given[1]}" if given else "and has none"
+            raise ValueError(f"structured_outputs must have one of {', '.join(KINDS)}, {found}")
         if self.json_object not in (None, True, False):
-            raise TypeError(f"json_object must be True or False, not {_shown(self.json_object)}")
+            raise TypeError(f"json_object must be True or False, not {shown(self.json_object)}")
         for name in ("regex", "grammar"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, not {_shown(value)}")
+                raise TypeError(f"{name} must be a string, not {shown(value)}")
         if self.choice is not None:
             choice = self.choice
             if not isinstance(choice, (list, tuple)) or not all(isinstance(one, str) for one in choice):
-                raise TypeError(f"choice must be a list of strings, not {_shown(choice)}")
+                raise TypeError(f"choice must be a list of strings, not {shown(choice)}")
             msgspec.structs.force_setattr(self, "choice", list(choice))
         for name in ("json", "structural_tag"):
             msgspec.structs.force_setattr(self, name, _text(name, getattr(self, name)))
@@ -50,7 +50,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{given[0]} must not be empty")
 
     def on_the_wire(self) -> p.StructuredOutputs:
-        """The same as the server is told it."""
+        """The message for the server."""
         for name in ("json", "regex", "grammar", "structural_tag"):
             if (source := getattr(self, name)) is not None:
                 return p.StructuredOutputs(name, source)
@@ -62,19 +62,14 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _text(name: str, value: Any) -> str | None:
-    """JSON text of what is given as such or as an object."""
+    """The JSON text of a text, a mapping, or a class with `model_json_schema`."""
     if value is None or isinstance(value, str):
         return value
     if callable(schema := getattr(value, "model_json_schema", None)):
         value = schema()
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict or JSON text, not {_shown(value)}")
+        raise TypeError(f"{name} must be a dict or JSON text, not {shown(value)}")
     try:
         return text_json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise type(error)(f"{name} is not valid JSON: {error}") from error
-
-
-def _shown(value: Any) -> str:
-    words = repr(value)
-    return words if len(words) <= MAX_SHOWN_CHARS else words[: MAX_SHOWN_CHARS - 1] + "…"

@@ -350,7 +350,7 @@ signal.pause()
     with script(tmp_path, tiny_model, rest) as one:
         fork = psutil.Process(int(one.wait_for("forked")))
         try:
-            assert "forked from" in one.wait_for("fork ")
+            assert "after a fork" in one.wait_for("fork ")
             family = [process for process in one.family() if process != fork]
             assert len(family) == 7
             assert one.wait_for("text") == "1", "the fork's close is not ours"

@@ -116,7 +116,7 @@ async def test_one_that_is_not_let_in_comes_again_when_the_server_says(
 ) -> None:
     """And not as soon as it would where nobody says anything."""
     monkeypatch.setattr("pipeline.client.connection.open_request.BUSY_FIRST_S", 1e-9)
-    monkeypatch.setattr("pipeline.client.connection.open_request.BUSY_MOST_S", 0.2)
+    monkeypatch.setattr("pipeline.client.connection.open_request.BUSY_MAX_S", 0.2)
     with Gate(tmp_path, max_open_sequences=1) as gate:
         async with AsyncLLM.attach(address_of(gate), timeout_s=PATIENCE_S) as llm:
             other = gate.post(CHAT)

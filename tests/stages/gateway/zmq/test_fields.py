@@ -32,7 +32,7 @@ from tests.stages.gateway.peers import (
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0] must be a string or {"),
         ({"role": "user", "content": "x", "audio": {}}, "messages[0] has keys that are not supported: audio"),
         ({"role": "tool", "content": "x", "tool_call_id": 1}, "messages[0].tool_call_id must be a string, not int"),
-        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "messages[0].tool_calls[0] must be a dict as {"),
+        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "messages[0].tool_calls[0] must be a dict such as {"),
     ],
 )
 async def test_what_is_no_message_is_said_before_it_is_sent(client: AsyncClient, message: Any, words: str) -> None:

@@ -1,0 +1,29 @@
+"""Checks that the client's parameter types share. Each error names the parameter and the valid values."""
+
+import math
+from typing import Any
+
+MAX_INT32 = 2**31 - 1
+MAX_SHOWN_CHARS = 100
+
+
+def check_integer(name: str, value: Any, least: int, most: int) -> None:
+    """Raises TypeError or ValueError unless `value` is an integer from `least` to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {shown(value)}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
+
+
+def check_number(name: str, value: Any, least: float, most: float) -> None:
+    """Raises TypeError or ValueError unless `value` is a finite number from `least` to `most`."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {shown(value)}")
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value:g}")
+
+
+def shown(value: Any) -> str:
+    """A value's repr for an error message, cut to MAX_SHOWN_CHARS."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
