@@ -1,0 +1,111 @@
+"""Settings of the gateway."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from pipeline.config.sections.base import MAX_BYTES, Frozen, Replicas, Seconds
+
+
+class GatewaySettings(Frozen, frozen=True):
+    """The process that holds client connections."""
+
+    replicas: Replicas = 1
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
+    zmq: Annotated[
+        str,
+        Meta(
+            description='Address of the ZeroMQ endpoint: "auto" is ipc://@pipeline/PORT/door with the HTTP port, for '
+            'processes of this user; or ipc://PATH, ipc://@NAME, tcp://HOST:PORT, or "off".'
+        ),
+    ] = "auto"
+    max_open_sequences: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="Maximum number of open sequences; a request with n counts as n sequences. Requests beyond "
+            "the limit get 503 at once. Replicas have equal shares.",
+        ),
+    ] = 1024
+    max_open_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**40,
+            description="Maximum number of prompt tokens of all open requests. Requests beyond the limit get 503 at "
+            "once, but a single request is accepted whatever its length. Replicas have equal shares.",
+        ),
+    ] = 1024**2
+    request_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Maximum time from the arrival of a request to its end, unless the request sets timeout_s. 0 "
+            "is unlimited.",
+        ),
+    ] = 0.0
+    max_body_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=MAX_BYTES,
+            description="Maximum size of a request in bytes: an HTTP body, or a message at the ZeroMQ endpoint.",
+        ),
+    ] = 4 * 1024**2
+    slow_client_timeout_s: Annotated[
+        Seconds,
+        Meta(description="Disconnect a client that reads none of its pending data for this long."),
+    ] = 60.0
+    api_keys_file: Annotated[
+        str,
+        Meta(
+            description="File of API keys, one per line; lines that begin with # are comments. With this file, or "
+            "with PIPELINE_API_KEYS in the environment, clients that use HTTP or tcp:// need one of the "
+            "keys. Empty: no file."
+        ),
+    ] = ""
+    allow_unauthenticated: Annotated[
+        bool,
+        Meta(
+            description="Accept clients from other machines without API keys. If this is off, a server without keys "
+            "does not start with an address that other machines can reach."
+        ),
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Host names that clients of a server without API keys may use (the Host header), besides IP "
+            "addresses, localhost, gateway.host and gateway.admin_host. Other names get 403. "
+            '"*.example.com" is every name below example.com, "*" any name. Ports do not matter.'
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins whose web pages may use a server without API keys, besides its own, such as "
+            '"https://chat.example.com". Requests from other pages (the Origin header) get 403. "*" is '
+            "any origin."
+        ),
+    ] = ()
+    share_prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="With API keys: let requests of different keys share the prefix cache. If this is off, a key "
+            "only reuses what its own requests computed, so that timing reveals nothing about the "
+            "prompts of others."
+        ),
+    ] = False
+    admin_host: Annotated[str, Meta(min_length=1, description="Address of the admin listener.")] = "127.0.0.1"
+    admin_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="Port of the admin listener, which serves /health and /metrics without API keys; the main "
+            "port then does not serve them. 0 picks a free port. -1 is off: the main port serves them, "
+            "also without keys.",
+        ),
+    ] = -1

@@ -1,0 +1,83 @@
+"""Settings that apply to single requests: limits, and the formats of chat replies."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from pipeline.config.sections.base import MAX_BYTES, Frozen, Seconds
+
+
+class LimitSettings(Frozen, frozen=True):
+    """Limits of one request; a request beyond them gets 400."""
+
+    max_n: Annotated[int, Meta(ge=1, le=65536, description="Maximum of n, the sequences of a prompt.")] = 128
+    max_best_of: Annotated[
+        int, Meta(ge=1, le=65536, description="Maximum of best_of, the sequences that a prompt generates.")
+    ] = 128
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Maximum of top_logprobs, logprobs and prompt_logprobs: the likeliest tokens in a reply.",
+        ),
+    ] = 20
+    max_stop_strings: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of stop strings.")] = 16
+    max_stop_token_ids: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of stop token ids.")] = 128
+    max_logit_bias: Annotated[int, Meta(ge=1, le=65536, description="Maximum number of entries in logit_bias.")] = 1024
+    max_bad_words: Annotated[int, Meta(ge=1, le=65536, description="Maximum number of entries in bad_words.")] = 1024
+    max_tools: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of tools in a chat.")] = 128
+    max_prompt_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=MAX_BYTES,
+            description="Maximum size of a prompt's text, or of all messages of a chat, in bytes.",
+        ),
+    ] = 4 * 1024**2
+    max_grammar_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024, le=MAX_BYTES, description="Maximum size of a schema, pattern or grammar for the output, in bytes."
+        ),
+    ] = 128 * 1024
+    max_json_depth: Annotated[
+        int,
+        Meta(ge=8, le=512, description="Maximum nesting of arrays and objects in a body; schemas have a lower limit."),
+    ] = 128
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, le=1024**2, description="Maximum size of an HTTP header, and of a request target, in bytes.")
+    ] = 8190
+    template_timeout_s: Annotated[Seconds, Meta(description="Maximum time for the chat template.")] = 2.0
+    grammar_timeout_s: Annotated[Seconds, Meta(description="Maximum time for checking a grammar.")] = 1.0
+    max_prompt_logprobs: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**31 - 1,
+            description="Maximum number of prompt log probabilities in one reply, those of the likeliest tokens "
+            "included. A prompt's count for each choice that returns them.",
+        ),
+    ] = 2**20
+
+
+class ChatSettings(Frozen, frozen=True):
+    """How the model writes tool calls and reasoning."""
+
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3", "mistral"],
+        Meta(
+            description='How the model writes tool calls: "hermes" is Hermes, Qwen 2.5 and Qwen 3, "llama3" Llama '
+            '3.1 to 3.3 and 4, "mistral" Mistral; "auto" detects it from the chat template, "none" '
+            "parses no calls."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
+        Meta(
+            description='How the model writes its reasoning: "deepseek_r1" and "qwen3" between <think> and </think>; '
+            'if the prompt has neither tag, a reply begins inside the reasoning ("deepseek_r1") or '
+            'before it ("qwen3"). "mistral" is between [THINK] and [/THINK]; "auto" detects it from the '
+            'chat template, "none" leaves reasoning in the content.'
+        ),
+    ] = "auto"

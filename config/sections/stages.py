@@ -1,0 +1,152 @@
+"""Settings of the stages behind the gateway."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Replicas
+
+
+class IngestSettings(Frozen, frozen=True):
+    """The process that validates, applies the chat template and tokenizes."""
+
+    replicas: Replicas = 1
+    arena_bytes: Annotated[
+        int,
+        Meta(
+            ge=65536, le=MAX_BYTES, description="Shared memory for prompt ids on their way to the scheduler, in bytes."
+        ),
+    ] = 16 * 1024**2
+
+
+class ScheduleSettings(Frozen, frozen=True):
+    """The process that decides what the next step computes."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Maximum number of running sequences.")] = 64
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=16, le=2**20, description="Maximum number of tokens in one step.")
+    ] = 96
+    block_size: Annotated[Literal[16], Meta(description="Number of tokens in one KV block.")] = 16
+    prefix_caching: Annotated[bool, Meta(description="Reuse the KV blocks of prompts with a common prefix.")] = True
+    max_steps_in_flight: Annotated[
+        Literal[0, 1, 2, 3, 4, "auto"],
+        Meta(
+            description="Maximum number of steps in flight: 1 waits for each result, 2 to 4 plan ahead while a step "
+            'runs, "auto" measures whether 1 or 2 is faster (on a GPU 2 or 3), and 0 is 1 on a CPU and 2 '
+            "on a GPU."
+        ),
+    ] = 0
+    policy: Annotated[
+        Literal["fcfs", "priority", "longest-prefix-match"],
+        Meta(
+            description='Order of waiting requests: "fcfs" is first come, first served; "priority" puts the lowest '
+            '"priority" value first; "longest-prefix-match" puts the prompt with the longest prefix in '
+            "the cache first."
+        ),
+    ] = "fcfs"
+    preemption: Annotated[
+        Literal["auto", "swap", "recompute"],
+        Meta(
+            description='What happens to the KV blocks of a preempted sequence: "swap" copies them to '
+            'execute.swap_bytes and back, "recompute" drops them and computes them again, "auto" chooses '
+            "what has taken less time so far."
+        ),
+    ] = "auto"
+    max_step_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="Maximum duration of a step in which sequences decode, predicted from earlier steps. Prompt "
+            "chunks are shortened to fit, to 16 tokens at least. 0 is unlimited.",
+        ),
+    ] = 0.0
+    long_prompt_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_TOKENS,
+            description="Prompts with more uncomputed tokens than this are long: they wait for shorter ones, and "
+            "long_prompt_max_slowdown limits how much they slow down a step in which others decode. 0: "
+            "no prompt is long.",
+        ),
+    ] = 1024
+    long_prompt_max_slowdown: Annotated[
+        float,
+        Meta(
+            ge=1.1,
+            le=1000,
+            description="Maximum duration of a step with a part of a long prompt, as a multiple of its duration "
+            "without it, predicted from earlier steps.",
+        ),
+    ] = 2.0
+    arena_bytes: Annotated[
+        int,
+        Meta(
+            ge=65536, le=MAX_BYTES, description="Shared memory for step arrays on their way to the executor, in bytes."
+        ),
+    ] = 16 * 1024**2
+
+
+class ExecuteSettings(Frozen, frozen=True):
+    """The process that computes a step: forward pass and sampling."""
+
+    device: Annotated[
+        Literal["cpu", "cuda"], Meta(description='Where the model runs; "cuda" is one NVIDIA GPU, Ampere or newer.')
+    ] = "cpu"
+    dtype: Annotated[Literal["bfloat16", "float32"], Meta(description="Precision of weights and KV cache.")] = (
+        "bfloat16"
+    )
+    kernels: Annotated[
+        Literal["auto", "avx512_bf16", "avx512", "avx2", "portable", "torch"],
+        Meta(
+            description="Kernels of the model: our own for an instruction set (compiled at the first start), or "
+            'torch; "auto" takes the fastest that this machine and the dtype support.'
+        ),
+    ] = "auto"
+    kv_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="Memory for KV blocks in bytes. 0 is 512 MiB on a CPU, and on a GPU what "
+            "execute.gpu_memory_utilization leaves.",
+        ),
+    ] = 0
+    programmatic_dependent_launch: Annotated[
+        bool,
+        Meta(
+            description="On a GPU, let each kernel of a step with few rows start before the previous one ends "
+            "(programmatic dependent launch). Off by default because it has not been measured."
+        ),
+    ] = False
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of the GPU's memory for weights, activations, graphs and KV blocks together, if "
+            "execute.kv_cache_bytes is 0.",
+        ),
+    ] = 0.9
+    swap_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="Shared memory for the KV blocks of preempted sequences, in bytes; 0 recomputes them.",
+        ),
+    ] = 0
+    num_threads: Annotated[
+        int, Meta(ge=0, le=4096, description="Number of threads that compute a step; 0 is one per core.")
+    ] = 0
+    arena_bytes: Annotated[
+        int,
+        Meta(ge=65536, le=MAX_BYTES, description="Shared memory for step results on their way back, in bytes."),
+    ] = 4 * 1024**2
+
+
+class DetokenizeSettings(Frozen, frozen=True):
+    """The process that turns ids into text and finds stop strings."""
+
+    replicas: Replicas = 1
