@@ -165,7 +165,7 @@ class OutputSequence:
 
     def add_records(self, num_before: int, records: bytes) -> None:
         """Add the records of settled ids, without the first `num_before`, which are here already, and without those of
-        ids behind a stop string."""
+        ids after a stop string."""
         num = len(self.ids) - len(self.records) // self.record_bytes
         self.records += records[num_before * self.record_bytes : (num_before + num) * self.record_bytes]
 

@@ -15,7 +15,7 @@ class BadWord(Exception):
 
 
 def as_ids(tokenizer: Tokenizer, words: Sequence[str], vocab_size: int) -> list[list[int]]:
-    """Encode each word as one to three runs of ids: at the start of a text, behind a space, and as it was given if it
+    """Encode each word as one to three runs of ids: at the start of a text, after a space, and as given if it
     starts with other white space than one blank.
 
     This is stricter than vLLM (SamplingParams.update_from_tokenizer), which omits the second form if it has another

@@ -72,7 +72,8 @@ class GrammarChecker:
         """When the next slow grammar may be passed on, by time.monotonic()."""
 
     def known(self, grammar: Grammar) -> str | None:
-        """Return the grammar in llguidance's form if the outcome is cached. Raises Refusal if it can't be used."""
+        """Return the grammar in llguidance's form if the outcome is cached. Raises RequestRefused if it can't be
+        used."""
         self._check_size(grammar)
         outcome = self._known.get(_key(grammar))
         if outcome is None:
@@ -83,7 +84,7 @@ class GrammarChecker:
         return outcome.grammar
 
     async def check(self, grammar: Grammar) -> str:
-        """Return the grammar in llguidance's form. Raises Refusal if it can't be used."""
+        """Return the grammar in llguidance's form. Raises RequestRefused if it can't be used."""
         if (known := self.known(grammar)) is not None:
             return known
         try:
@@ -122,7 +123,7 @@ class GrammarChecker:
             self._answers.pop(number, None)
 
     async def _take_turn(self, grammar: Grammar, took_s: float) -> None:
-        """Delay a slow grammar until its turn. Raises Refusal if that takes too long."""
+        """Delay a slow grammar until its turn. Raises RequestRefused if that takes too long."""
         wait_s = self._next_slow_s - time.monotonic()
         if wait_s > CHECK_TIMEOUT_S:
             raise _busy(grammar)
@@ -195,7 +196,7 @@ class GrammarChecker:
 
 
 def refusal(grammar: Grammar, why: str, place: int = -1) -> RequestRefused:
-    """A Refusal for the client. `place` is the index of the tool whose schema failed."""
+    """A RequestRefused for the client. `place` is the index of the tool whose schema failed."""
     what, param = NAMES.get(grammar.kind.removeprefix("compact_"), "the grammar"), grammar.param
     if place >= 0 and param == "tools":
         param = f"tools[{place}].function.parameters"

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders
 
 
 def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
-    """The most bytes of text in one id; None if ids may lose text (normalisation, unknown tokens, added tokens that
+    """The most bytes of text in one id; None if ids may lose text (normalization, unknown tokens, added tokens that
     strip spaces)."""
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
@@ -21,7 +21,7 @@ def longest_id_bytes(tokenizer: Tokenizer) -> int | None:
 
 
 def _keeps_every_byte(normalizer: Any) -> bool:
-    """Whether a normaliser removes nothing: there is none, or it adds SentencePiece's marks for spaces."""
+    """Whether a normalizer removes nothing: there is none, or it adds SentencePiece's marks for spaces."""
     if normalizer is None:
         return True
     return _only_marks_spaces(json.loads(normalizer.__getstate__()))

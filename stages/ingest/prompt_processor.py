@@ -1,9 +1,9 @@
 """Converts a client's prompt to token ids, or refuses it. No sockets, no shared memory.
 
     chat ──template──► text ──tokenizer──► ids ──cut()──► ids ──max_tokens()──► limit of output tokens
-    └───────────── encode() ─────────────┘               sampling() ► parameters, with words as ids
+    └───────────── encode() ─────────────┘               sampling() ► parameters, with bad words as ids
 
-Each may raise Refusal. `encode` takes about half a microsecond per character and lets other threads run.
+Each may raise RequestRefused. `encode` takes about half a microsecond per character and lets other threads run.
 """
 
 from collections.abc import Collection, Sequence
@@ -92,8 +92,8 @@ class PromptProcessor:
         is_short: bool = False,
     ) -> Ids:
         """The ids of a chat or a text, [n]. Chat templates write special tokens themselves; `now_s` is the time for
-        templates that write it, Unix seconds. Raises Refusal, or NeedsTime if it `is_short` but the chat's template
-        takes long."""
+        templates that write it, Unix seconds. Raises RequestRefused, or NeedsTime if it `is_short` but the chat's
+        template takes long."""
         is_chat = isinstance(prompt, ChatPrompt)
         text = self._render(prompt, options, now_s, is_short) if isinstance(prompt, ChatPrompt) else prompt.text
         self._check_size(text, prompt, options)
@@ -111,7 +111,7 @@ class PromptProcessor:
             raise _refusal(message, prompt) from error
 
     def cut(self, ids: Ids, submit: Submit) -> Ids:
-        """The last `truncate` ids of a prompt. Raises Refusal."""
+        """The last `truncate` ids of a prompt. Raises RequestRefused."""
         options = submit.prompt_options
         if options.truncate == 0:
             return ids
@@ -129,7 +129,7 @@ class PromptProcessor:
         return ids[-keep:]
 
     def sampling(self, submit: Submit) -> Sampling:
-        """How the output is drawn, with ids for what the client gave as text. Raises Refusal."""
+        """The sampling parameters, with bad words as ids. Raises RequestRefused."""
         sampling = submit.sampling
         self._check_known(sampling.stop_token_ids, "stop_token_ids")
         self._check_known(sampling.bias_ids, "logit_bias")
@@ -144,7 +144,7 @@ class PromptProcessor:
         return sampling
 
     def _check_some_left(self, sampling: Sampling) -> None:
-        """Refuse what forbids the very first id, whatever it is. Raises Refusal."""
+        """Refuse parameters that exclude every first id. Raises RequestRefused."""
         if not sampling.allowed_ids:
             return
         forbidden = {run[0] for run in sampling.bad_words if len(run) == 1}
@@ -158,7 +158,7 @@ class PromptProcessor:
             raise RequestRefused(Failure(400, message, "allowed_token_ids", "nothing_left"))
 
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
-        """Check everything that needs the ids. Returns the most tokens that may be generated. Raises Refusal."""
+        """Check everything that needs the ids. Returns the most tokens that may be generated. Raises RequestRefused."""
         param = _param(submit.prompt)
         self._check_ids(ids, submit.prompt)
         if submit.prompt_options.any_length:
@@ -185,7 +185,7 @@ class PromptProcessor:
 
     def check_outputs(self, outputs: Sequence[Ids], submit: Submit, max_tokens: int) -> bytes:
         """Check output ids that the client already has, one array per sequence. Returns a `Finish` for each, uint8:
-        STOP if the last id ends the sequence. Raises Refusal."""
+        STOP if the last id ends the sequence. Raises RequestRefused."""
         stops = set(submit.sampling.stop_token_ids)
         if not submit.sampling.ignore_eos or submit.sampling.grammar:
             stops.update(self._eos_ids)
@@ -200,7 +200,7 @@ class PromptProcessor:
                 )
             ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
             if ends and ends[0] < len(ids) - 1:
-                raise _received_refusal(index, f"has ids behind token id {ids[ends[0]]}, which ends a sequence")
+                raise _received_refusal(index, f"has ids after token id {ids[ends[0]]}, which ends a sequence")
             finishes.append(Finish.STOP if ends else Finish.NONE)
         return bytes(finishes)
 
@@ -237,7 +237,7 @@ class PromptProcessor:
 
     def _render(self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool) -> str:
         if not prompt.messages:
-            raise RequestRefused(Failure(400, "messages is empty: at least one message is needed", "messages"))
+            raise RequestRefused(Failure(400, "messages is empty: give at least one message", "messages"))
         max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
@@ -256,7 +256,7 @@ class PromptProcessor:
     def _too_long(self, num_tokens: str, param: str) -> RequestRefused:
         message = (
             f"this model's maximum context length is {self._max_model_len} tokens, and the prompt has {num_tokens}: "
-            "there must be room for at least one more"
+            "there must be room for at least one output token"
         )
         return RequestRefused(Failure(400, message, param, "context_length_exceeded"))
 

@@ -26,7 +26,7 @@ def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
 
 
 def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", tokenizer: Tokenizer) -> str | None:
-    """The end of a chat's text; None if it is not needed. Raises Refusal."""
+    """The end of a chat's text; None if it is not needed. Raises RequestRefused."""
     if not isinstance(submit.prompt, ChatPrompt):
         return None
     if not (submit.prompt_options.with_tail or submit.sampling.grammar):

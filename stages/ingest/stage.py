@@ -207,8 +207,8 @@ class IngestStage:
             self._encoding.pop(key, None)
 
     def _prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
-        """Prepare a prompt, whose ids the client may have given. Runs in either thread. Raises Refusal, or NeedsTime if
-        it `is_short` but takes long."""
+        """Prepare a prompt, whose ids the client may have given. Runs in either thread. Raises RequestRefused, or
+        NeedsTime if it `is_short` but takes long."""
         assert self._prompt_processor is not None
         prompt, options = submit.prompt, submit.prompt_options
         if ids is None:
@@ -235,7 +235,7 @@ class IngestStage:
 
     def _admit(self, submit: Submit, began_s: float, prepared: PreparedPrompt) -> None:
         """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises
-        Refusal."""
+        RequestRefused."""
         assert self._prompt_processor is not None
         ids, max_tokens, sampling = prepared.ids, prepared.max_tokens, prepared.sampling
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]

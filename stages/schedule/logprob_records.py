@@ -21,7 +21,7 @@ def expect_logprobs(rows: RowTracker, entries: StepEntries) -> ExpectedLogprobs 
     widths = rows.prompt_record_bytes[entries.rows]
     for place in np.flatnonzero(widths).tolist():
         row, start = int(entries.rows[place]), int(entries.starts[place])
-        # Position p returns the record of the id behind it.
+        # Position p returns the record of the next id.
         end = min(start + int(entries.counts[place]), int(rows.num_prompt[row]) - 1)
         sequence = rows.sequences[row]
         assert sequence is not None

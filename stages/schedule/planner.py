@@ -78,7 +78,7 @@ class Planner:
         return self._builder.build(entries, appended, adds, budget.shape)
 
     def _advance(self, running: Int64s, planned: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
-        """Add `counts` positions of these rows to the step, behind those planned, and the blocks that they fill to the
+        """Add `counts` positions of these rows to the step, after those planned, and the blocks that they fill to the
         prefix cache. A row that catches up with its `total` ids samples one."""
         rows = self._rows
         ends = planned + counts
@@ -101,7 +101,7 @@ class Planner:
     def _allocate_blocks(
         self, order: Int64s, planned: Int64s, counts: Int64s, total: Int64s
     ) -> tuple[Int64s, list[tuple[int, int]], bool]:
-        """Append the blocks that the granted positions need. If none is available, preempt the row behind that costs
+        """Append the blocks that the granted positions need. If none is available, preempt the later row that costs
         least to bring back, or the row itself if it is the last. So the first sequence always proceeds, and every
         sequence becomes the first. Returns the rows that run (`order` itself if all do), the (row, block) pairs, and
         whether any row was preempted.
@@ -124,7 +124,7 @@ class Planner:
                 victims.drop(np.concatenate((ending, (~rows.active[order]).nonzero()[0])))
             while rows.active[row] and not (pool.num_available or pool.num_retired or len(ending)):
                 assert victims is not None
-                victim = victims.take(behind=place)
+                victim = victims.take(after=place)
                 self._lifecycle.preempt(row if victim is None else victim)
                 preempted = True
             if not rows.active[row]:

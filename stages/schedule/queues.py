@@ -46,7 +46,7 @@ class SequenceQueue:
 
 
 class WaitingQueue:
-    """Sequences to be computed. Long prompts have a queue of their own, so that short ones behind them are found at
+    """Sequences to be computed. Long prompts have a queue of their own, so that short ones after them are found at
     once."""
 
     def __init__(self, policy: Policy, long_prompt_tokens: int) -> None:

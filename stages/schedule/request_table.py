@@ -100,7 +100,7 @@ class RequestStates:
         return None
 
     def _open(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
-        """Create a sequence behind output that the client has, or finish it at once if that is complete."""
+        """Create a sequence that continues output that the client has, or finish it at once if that is complete."""
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} has {len(ids)} ids, at most {limit} are allowed"
         order = (self._policy.rank(request), request.arrival_s, self._next_seq)

@@ -26,7 +26,7 @@ class HealthBody(msgspec.Struct):
     """free, cached and held make up the total"""
     swap_blocks: dict[str, int] | None = None
     depth: int | None = None
-    """steps in flight at most, as it is now"""
+    """current maximum number of steps in flight"""
     counters: dict[str, int] | None = None
     """since start"""
     open_requests: int = 0

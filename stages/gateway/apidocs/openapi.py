@@ -23,10 +23,10 @@ TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 SECURITY = "apiKey"
 
 TAGS = {
-    "Text": "Chats and texts, and what they would be to the model.",
-    "Tokens": "Token ids, texts and vectors.",
-    "Model": "What is served.",
-    "Server": "How the server is, and what an operator asks of it.",
+    "Text": "Chats and completions, and their prompts without running them.",
+    "Tokens": "Tokenization, token ids in and out, and embeddings.",
+    "Model": "The served model.",
+    "Server": "State of the server, and operations on it.",
 }
 _TAG_OF = {
     "chat_completions": "Text",
@@ -38,18 +38,18 @@ _TAG_OF = {
 }
 
 ERRORS: dict[int, str] = {
-    400: "What is asked for can't be read, or can't be done: `param` names the field.",
-    401: "No API key, or none of this server's.",
+    400: "The request is invalid or not supported: `param` names the field.",
+    401: "The API key is missing or invalid.",
     403: "Without API keys: the `Host` or `Origin` header is not one that this server allows.",
-    404: "There is no such model.",
-    408: "The body did not come in time.",
+    404: "The model does not exist.",
+    408: "The body did not arrive in time.",
     413: "The body is larger than `gateway.max_body_bytes`.",
-    415: "The body's `Content-Type` is not JSON, or it is packed otherwise than by gzip or deflate.",
-    417: "An Expect other than 100-continue.",
-    431: "A header, or the address, is too large.",
-    500: "The server failed on this request.",
-    503: "As much is open as may be, or the server takes no requests: `Retry-After` says when to try again.",
-    504: "The request's time was up, and it had no token yet.",
+    415: "The body's `Content-Type` is not JSON, or its `Content-Encoding` is not gzip or deflate.",
+    417: "An `Expect` header other than 100-continue.",
+    431: "A header or the request target is too large.",
+    500: "The server failed to process this request.",
+    503: "The server is overloaded, starting or shutting down: `Retry-After` says when to retry.",
+    504: "The request timed out before its first token.",
 }
 _ALWAYS = (400, 401, 403, 417, 431, 500, 503)
 _WITH_BODY = (408, 413, 415)
@@ -77,10 +77,10 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
             "title": "Pipeline",
             "version": VERSION,
             "summary": "An inference server for large language models.",
-            "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions. Fields that are "
-            "not named are ignored, null stands for a default, and of a field that comes twice the last counts.",
+            "description": "OpenAI's API for chats, completions and embeddings, with vLLM's additions. Unknown "
+            "fields are ignored, null selects the default, and the last value of a repeated field counts.",
         },
-        "servers": [{"url": "/", "description": "This one."}],
+        "servers": [{"url": "/", "description": "This server."}],
         "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
         "paths": paths,
         "components": {
@@ -129,8 +129,8 @@ def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
             {
                 "name": "X-Request-Id",
                 "in": "header",
-                "description": "Your own name for the request: the response brings it back, its id ends in it, and "
-                "/abort_requests takes it.",
+                "description": "Your own id of the request: the response repeats it, the response's id ends with it, "
+                "and /abort_requests accepts it.",
                 "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
             }
         )
@@ -149,7 +149,7 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
     if route.event is not None:
         name = schemas.of(route.event)["$ref"].rpartition("/")[2]
         words += f" With `stream`: server-sent events, each `data: ` and a {name} as JSON; the last is `data: [DONE]`. "
-        words += "Where it fails on the way, an event holds an ErrorBody."
+        words += "If the request fails after its first event, an event has an ErrorBody."
         content[EVENTS] = {"schema": {"type": "string", "description": f"Events of {name}."}}
     return {"description": words, "content": content}
 
@@ -182,7 +182,7 @@ def _error(status: int) -> dict[str, Any]:
 def _neutral(body: Any, neutral: Mapping[str, Sequence[Any]]) -> dict[str, Schema]:
     """Unsupported fields of the API, with their neutral values."""
     known = body.__struct_fields__
-    words = "Not supported: null, or the value that changes nothing."
+    words = "Not supported: must be null or the value that has no effect."
     return {
         name: {"enum": [None, *values], "description": words} for name, values in neutral.items() if name not in known
     }

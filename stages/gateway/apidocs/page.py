@@ -69,7 +69,7 @@ class _Page:
             f"<p>{escape(info['summary'])} {_text(info['description'])}</p>",
         ]
         if "security" in self._api:
-            parts.append("<p>RequestTable need an API key: <code>Authorization: Bearer KEY</code>.</p>")
+            parts.append("<p>Requests need an API key: <code>Authorization: Bearer KEY</code>.</p>")
         parts.append("<p>For programs: <a href=openapi.json>openapi.json</a>.</p>")
         for tag in self._api["tags"]:
             routes = [
@@ -80,7 +80,7 @@ class _Page:
             ]
             if routes:
                 parts += [f"<h2>{escape(tag['name'])}</h2><p class=soft>{_text(tag['description'])}</p>", *routes]
-        parts += ["<h2>Types</h2>", "<p class=soft>What bodies and replies are made of.</p>"]
+        parts += ["<h2>Types</h2>", "<p class=soft>The types of bodies and replies.</p>"]
         parts += [self._type(name, schema) for name, schema in sorted(self._schemas.items())]
         return "".join([*parts, "</body></html>"])
 
@@ -129,7 +129,7 @@ class _Page:
         return f"<details>{summary}{_anchor(f'type-{name}')}{self._fields(schema)}</details>"
 
     def _fields(self, schema: Object) -> str:
-        """The fields of an object, those that are needed first."""
+        """The fields of an object, required ones first."""
         fields, needed = self._properties(schema)
         if not fields:
             return f"<p>{self._kind(schema)}</p>"
@@ -157,7 +157,7 @@ class _Page:
         return " ".join(dict.fromkeys([*found, *(self._words(one) for one in schema.get("anyOf", ()))])).strip()
 
     def _kind(self, schema: Object) -> str:
-        """What a value may be, in a few words."""
+        """A short description of a value's type."""
         if "$ref" in schema:
             name = escape(schema["$ref"].rpartition("/")[2])
             return f"<a href=#type-{name}>{name}</a>"
@@ -173,8 +173,8 @@ class _Page:
 
 
 def _anchor(name: str) -> str:
-    """A link to the section it stands in. It is below the summary, for a browser that is sent to what is folded away
-    unfolds it."""
+    """A link to its own section. It is below the summary, because a browser opens a folded section that contains the
+    link's target."""
     return f'<p class=soft id="{escape(name)}"><a href="#{escape(name)}">#{escape(name)}</a></p>'
 
 
@@ -201,5 +201,5 @@ def _bounds(schema: Object) -> str:
 
 
 def _text(words: str) -> str:
-    """Plain words, with what stands in backquotes as code."""
+    """Escaped text; parts in backquotes become code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(words))

@@ -25,35 +25,38 @@ from pipeline.stages.gateway.parsing.conversation import (
 from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
 
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
-BestOf = Annotated[int, Meta(ge=1, description="Sequences that are generated, of which the n best are returned.")]
+BestOf = Annotated[int, Meta(ge=1, description="Number of sequences to generate; the n best are returned.")]
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: Annotated[bool, Meta(description="true adds an event with usage.")] | None = None
-    continuous_usage_stats: (
-        Annotated[bool, Meta(description="Together with include_usage: every event has usage.")] | None
-    ) = None
+    include_usage: Annotated[bool, Meta(description="true: an event with usage at the end.")] | None = None
+    continuous_usage_stats: Annotated[bool, Meta(description="With include_usage: every event has usage.")] | None = (
+        None
+    )
 
 
 class Body(SamplingFields, kw_only=True):
     """Fields of both endpoints."""
 
-    model: Annotated[str, Meta(description="The name that /v1/models gives.")]
-    max_tokens: Annotated[MaxTokens, Meta(description="The most tokens to generate.")] | None = None
+    model: Annotated[str, Meta(description="The model's name in /v1/models.")]
+    max_tokens: Annotated[MaxTokens, Meta(description="Maximum number of tokens to generate.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[bool, Meta(description="true adds token_ids and prompt_token_ids.")] | None = None
+    return_token_ids: (
+        Annotated[bool, Meta(description="true: the reply has token_ids and prompt_token_ids.")] | None
+    ) = None
     return_tokens_as_token_ids: (
-        Annotated[bool, Meta(description='true names tokens in log probabilities "token_id:123".')] | None
+        Annotated[bool, Meta(description='true: tokens in log probabilities are named "token_id:123".')] | None
     ) = None
     truncate_prompt_tokens: (
         Annotated[
-            int, Meta(ge=-1, lt=2**31, description="Keep this many of the prompt's last tokens; -1: as many as fit.")
+            int,
+            Meta(ge=-1, lt=2**31, description="Keep this many of the prompt's last tokens; -1 keeps as many as fit."),
         ]
         | None
     ) = None
     add_special_tokens: (
-        Annotated[bool, Meta(description="Whether the tokenizer puts its own around the prompt.")] | None
+        Annotated[bool, Meta(description="Whether the tokenizer adds special tokens to the prompt.")] | None
     ) = None
     request_id: str | None = None
     """An id chosen by the client; the header X-Request-Id takes precedence."""
@@ -77,7 +80,7 @@ class ChatBody(Body, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     """Takes precedence over max_tokens, which it replaces in OpenAI's API."""
     add_generation_prompt: bool | None = None
-    continue_final_message: Annotated[bool, Meta(description="true: the reply goes on with the last one.")] | None = (
+    continue_final_message: Annotated[bool, Meta(description="true: the reply continues the last message.")] | None = (
         None
     )
     tools: Tools = Raw()
@@ -87,8 +90,8 @@ class ChatBody(Body, kw_only=True):
     chat_template_kwargs: Kwargs = Raw()
     chat_template: Any = None
     reasoning_effort: ReasoningEffort | None = None
-    include_reasoning: Annotated[bool, Meta(description="false leaves reasoning out of the reply.")] | None = None
-    logprobs: Annotated[bool, Meta(description="true adds the log probability of each token.")] | None = None
+    include_reasoning: Annotated[bool, Meta(description="false: the reply has no reasoning.")] | None = None
+    logprobs: Annotated[bool, Meta(description="true: the reply has the log probability of each token.")] | None = None
     top_logprobs: (
         Annotated[int, Meta(ge=0, description="With logprobs: this many top logprobs for each token.")] | None
     ) = None
@@ -105,7 +108,7 @@ class CompletionBody(Body, kw_only=True):
     """Sequences that are generated, of which the n best are returned; by default n"""
     echo: bool | None = None
     logprobs: (
-        Annotated[int, Meta(ge=0, description="Log probabilities of the tokens, with this many top logprobs.")] | None
+        Annotated[int, Meta(ge=0, description="Return log probabilities, with this many top logprobs.")] | None
     ) = None
 
 

@@ -28,7 +28,7 @@ MAX_ID_CHARS = 256
 
 
 class ContentPart(msgspec.Struct):
-    type: Annotated[str, Meta(description="text; of an assistant's message also refusal")]
+    type: Annotated[str, Meta(description="text; in an assistant's message also refusal")]
     text: str | None = None
     refusal: str | None = None
 
@@ -49,10 +49,10 @@ class MessageParam(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallParam] | None = None
-    tool_call_id: Annotated[str, Meta(description="Of a tool's message: the call that it answers.")] | None = None
-    reasoning_content: Annotated[str, Meta(description="Of an assistant's message: what it thought before.")] | None = (
-        None
-    )
+    tool_call_id: (
+        Annotated[str, Meta(description="In a tool's message: the id of the call that it answers.")] | None
+    ) = None
+    reasoning_content: Annotated[str, Meta(description="In an assistant's message: its reasoning.")] | None = None
     reasoning: Annotated[str, Meta(description="As reasoning_content.")] | None = None
     refusal: str | None = None
     function_call: Any = None
@@ -111,14 +111,14 @@ Tools = Annotated[Raw, Meta(description="Functions that the model may call.", ex
 ToolChoice = Annotated[
     Raw,
     Meta(
-        description="With a function's name the reply calls that one.",
+        description="An object with a function's name requires a call of that function.",
         extra_json_schema={"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_CHOICE]},
     ),
 ]
 Documents = Annotated[Raw, Meta(description="Objects for the chat template.", extra_json_schema=OBJECTS)]
 Kwargs = Annotated[
     Raw,
-    Meta(description="Further names for the chat template.", extra_json_schema={"type": ["object", "null"]}),
+    Meta(description="Further variables for the chat template.", extra_json_schema={"type": ["object", "null"]}),
 ]
 
 

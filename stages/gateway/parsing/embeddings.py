@@ -29,25 +29,34 @@ POOLING = {"last": m.Pooling.LAST, "mean": m.Pooling.MEAN}
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
     """POST /v1/embeddings"""
 
-    model: Annotated[str, Meta(description="The name that /v1/models gives.")]
+    model: Annotated[str, Meta(description="The model's name in /v1/models.")]
     input: Annotated[str | list[str | Id | list[Id]], Meta(description="A text, texts, ids, or lists of ids.")]
     encoding_format: (
         Annotated[Literal["float", "base64"], Meta(description="base64 is of float32, little-endian.")] | None
     ) = None
-    dimensions: Annotated[int, Meta(ge=1, description="Length to cut vectors to; by default the model's.")] | None = (
-        None
-    )
-    pooling: Annotated[Literal["last", "mean"], Meta(description="Of which tokens; by default last.")] | None = None
-    """Ours"""
-    truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, lt=2**31, description="Keep this many of an input's last tokens; -1: as fit.")]
+    dimensions: (
+        Annotated[int, Meta(ge=1, description="Length that vectors are truncated to; default the model's.")] | None
+    ) = None
+    pooling: (
+        Annotated[Literal["last", "mean"], Meta(description="Which tokens' hidden states are used; default last.")]
         | None
     ) = None
-    add_special_tokens: Annotated[bool, Meta(description="By default true around texts.")] | None = None
-    request_id: Annotated[str, Meta(description="The client's own name for it.")] | None = None
+    """Ours"""
+    truncate_prompt_tokens: (
+        Annotated[
+            int, Meta(ge=-1, lt=2**31, description="Keep this many of an input's last tokens; -1 keeps as many as fit.")
+        ]
+        | None
+    ) = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Whether the tokenizer adds special tokens; default true for texts.")] | None
+    ) = None
+    request_id: Annotated[str, Meta(description="The client's own id of the request.")] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower goes first.")] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="From its arrival to its end.")] | None = None
+    timeout_s: (
+        Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Maximum time from the arrival to the end.")] | None
+    ) = None
 
 
 EMBEDDINGS_NEUTRAL: dict[str, tuple[Any, ...]] = {

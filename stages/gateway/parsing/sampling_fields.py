@@ -39,10 +39,8 @@ COUNTED = {
 class SamplingFields(StructuredFields, kw_only=True):
     """Fields of every route that generates."""
 
-    n: Annotated[int, Meta(ge=1, description="Choices for each prompt; by default 1.")] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the likeliest token; by default 1.")] | None = (
-        None
-    )
+    n: Annotated[int, Meta(ge=1, description="Number of choices for each prompt; default 1.")] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; default 1.")] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1, description="By default 1.")] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off.")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1, description="By default 0.")] | None = None
@@ -53,36 +51,49 @@ class SamplingFields(StructuredFields, kw_only=True):
             Meta(
                 ge=MIN_REPETITION_PENALTY,
                 le=MAX_REPETITION_PENALTY,
-                description="Above 1 makes tokens of the prompt and the output less likely; by default 1.",
+                description="Above 1 makes tokens of the prompt and the output less likely; default 1.",
             ),
         ]
         | None
     ) = None
     presence_penalty: (
-        Annotated[Penalty, Meta(description="Above 0 makes tokens of the output less likely; by default 0.")] | None
+        Annotated[Penalty, Meta(description="Above 0 makes tokens of the output less likely; default 0.")] | None
     ) = None
     frequency_penalty: (
-        Annotated[Penalty, Meta(description="As presence_penalty, as many times as they occur; by default 0.")] | None
+        Annotated[
+            Penalty, Meta(description="Like presence_penalty, multiplied by the number of occurrences; default 0.")
+        ]
+        | None
     ) = None
     logit_bias: (
-        Annotated[dict[str, float], Meta(description="Token ids, and what is added to their logits: -100 to 100.")]
+        Annotated[dict[str, float], Meta(description="Token ids and the values to add to their logits, -100 to 100.")]
         | None
     ) = None
-    allowed_token_ids: Annotated[list[Id], Meta(min_length=1, description="Only these are sampled.")] | None = None
-    bad_words: Annotated[list[ShortText], Meta(description="Texts that the output never has.")] | None = None
+    allowed_token_ids: Annotated[list[Id], Meta(min_length=1, description="Only these ids are sampled.")] | None = None
+    bad_words: Annotated[list[ShortText], Meta(description="Texts that the output must not contain.")] | None = None
     min_tokens: (
-        Annotated[int, Meta(ge=0, lt=2**31, description="Tokens before which nothing ends a choice; by default 0.")]
+        Annotated[
+            int, Meta(ge=0, lt=2**31, description="Nothing ends a choice before it has this many tokens; default 0.")
+        ]
         | None
     ) = None
-    stop: Annotated[str | list[ShortText], Meta(description="The text ends before the first that comes.")] | None = None
-    stop_token_ids: Annotated[list[Id], Meta(description="Ids that end a choice.")] | None = None
-    ignore_eos: Annotated[bool, Meta(description="true goes on behind the model's own end.")] | None = None
-    skip_special_tokens: Annotated[bool, Meta(description="false shows them; by default true.")] | None = None
+    stop: (
+        Annotated[str | list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
+    ) = None
+    stop_token_ids: Annotated[list[Id], Meta(description="Token ids that end a choice.")] | None = None
+    ignore_eos: Annotated[bool, Meta(description="true: continue after the model's end of sequence.")] | None = None
+    skip_special_tokens: (
+        Annotated[bool, Meta(description="false: the text has special tokens; default true.")] | None
+    ) = None
     spaces_between_special_tokens: Annotated[bool, Meta(description="Changes nothing.")] | None = None
     """vLLM's: no supported tokenizer puts spaces between special tokens."""
-    include_stop_str_in_output: Annotated[bool, Meta(description="true lets the text end behind it.")] | None = None
+    include_stop_str_in_output: (
+        Annotated[bool, Meta(description="true: the text ends after the stop string.")] | None
+    ) = None
     prompt_logprobs: (
-        Annotated[int, Meta(ge=0, description="Log probabilities of the prompt's tokens, with this many top logprobs.")]
+        Annotated[
+            int, Meta(ge=0, description="Return log probabilities of the prompt's tokens, with this many top logprobs.")
+        ]
         | None
     ) = None
 

@@ -31,16 +31,16 @@ OBJECTS = {"type": ["array", "null"]}
 class JsonSchemaFormat(msgspec.Struct, omit_defaults=True):
     """`json_schema` of `response_format`"""
 
-    name: Annotated[str, Meta(description="The client's name for it; changes nothing.")] | None = None
+    name: Annotated[str, Meta(description="The client's name for it; no effect.")] | None = None
     description: Annotated[str, Meta(description="Changes nothing.")] | None = None
     schema: Annotated[
         Raw,
         Meta(
-            description="A JSON Schema: an object. Properties beside those it names are none, unless it says so.",
+            description="A JSON Schema: an object. Further properties are not allowed unless it says so.",
             extra_json_schema=OBJECT,
         ),
     ] = Raw()
-    strict: Annotated[bool, Meta(description="The schema holds whatever this says.")] | None = None
+    strict: Annotated[bool, Meta(description="No effect: the schema is always enforced.")] | None = None
 
 
 class ResponseFormat(msgspec.Struct, omit_defaults=True):
@@ -48,32 +48,32 @@ class ResponseFormat(msgspec.Struct, omit_defaults=True):
 
     type: Annotated[str, Meta(extra_json_schema={"enum": list(RESPONSE_FORMATS)})]
     json_schema: JsonSchemaFormat | None = None
-    structures: Annotated[
-        Raw, Meta(description="Of structural_tag, the older form: what each tag begins.", extra_json_schema=OBJECTS)
-    ] = Raw()
+    structures: Annotated[Raw, Meta(description="structural_tag, older form: the tags.", extra_json_schema=OBJECTS)] = (
+        Raw()
+    )
     triggers: Annotated[
-        Raw, Meta(description="Of structural_tag, the older form: what makes tags begin.", extra_json_schema=OBJECTS)
+        Raw, Meta(description="structural_tag, older form: the texts that start a tag.", extra_json_schema=OBJECTS)
     ] = Raw()
-    format: Annotated[Raw, Meta(description="Of structural_tag, the newer form.", extra_json_schema=OBJECT)] = Raw()
+    format: Annotated[Raw, Meta(description="structural_tag, newer form.", extra_json_schema=OBJECT)] = Raw()
 
 
 class StructuredOutputsParam(msgspec.Struct, omit_defaults=True):
-    """vLLM's. One of the first six is given."""
+    """vLLM's. Exactly one of the first six is set."""
 
     json: Annotated[
-        Raw, Meta(description="A JSON Schema: an object, or a string that holds one.", extra_json_schema=OBJECT_OR_TEXT)
+        Raw, Meta(description="A JSON Schema: an object, or its JSON text.", extra_json_schema=OBJECT_OR_TEXT)
     ] = Raw()
     json_object: Annotated[bool, Meta(description="true: any JSON object.")] | None = None
-    regex: Annotated[str, Meta(description="A regular expression that all of the output matches.")] | None = None
+    regex: Annotated[str, Meta(description="A regular expression that the whole output matches.")] | None = None
     choice: Annotated[list[str], Meta(description="The output is one of these.")] | None = None
-    grammar: Annotated[str, Meta(description="A grammar in Lark's or EBNF notation.")] | None = None
+    grammar: Annotated[str, Meta(description="A grammar in Lark or EBNF.")] | None = None
     structural_tag: Annotated[
-        Raw, Meta(description="An object, or a string that holds one.", extra_json_schema=OBJECT_OR_TEXT)
+        Raw, Meta(description="An object, or its JSON text.", extra_json_schema=OBJECT_OR_TEXT)
     ] = Raw()
-    disable_fallback: Annotated[bool, Meta(description="Nothing is ever fallen back to.")] | None = None
-    disable_any_whitespace: Annotated[bool, Meta(description="JSON has no white space.")] | None = None
+    disable_fallback: Annotated[bool, Meta(description="No effect: there is no fallback.")] | None = None
+    disable_any_whitespace: Annotated[bool, Meta(description="The JSON output has no white space.")] | None = None
     disable_additional_properties: (
-        Annotated[bool, Meta(description="Objects of json have no properties but those that it names.")] | None
+        Annotated[bool, Meta(description="Objects in `json` have no further properties.")] | None
     ) = None
     whitespace_pattern: str | None = None
 
@@ -89,7 +89,7 @@ class StructuredFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     guided_regex: Annotated[str, Meta(description="As structured_outputs.regex.")] | None = None
     guided_choice: Annotated[list[str], Meta(description="As structured_outputs.choice.")] | None = None
     guided_grammar: Annotated[str, Meta(description="As structured_outputs.grammar.")] | None = None
-    guided_decoding_backend: Annotated[str, Meta(description="Changes nothing: there is one.")] | None = None
+    guided_decoding_backend: Annotated[str, Meta(description="No effect: there is only one backend.")] | None = None
 
 
 def grammar_of(fields: StructuredFields, caps: Caps) -> m.Grammar | None:

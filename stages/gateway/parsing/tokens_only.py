@@ -22,9 +22,9 @@ class GenerateSamplingParams(SamplingFields, kw_only=True, omit_defaults=True):
 
     max_tokens: Annotated[MaxTokens, Meta(description="By default 16.")] | None = None
     logprobs: (
-        Annotated[int, Meta(ge=0, description="Log probabilities of the ids, with this many top logprobs.")] | None
+        Annotated[int, Meta(ge=0, description="Return log probabilities, with this many top logprobs.")] | None
     ) = None
-    detokenize: Annotated[bool, Meta(description="Changes nothing: the reply has no text.")] | None = None
+    detokenize: Annotated[bool, Meta(description="No effect: the reply has no text.")] | None = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -32,13 +32,17 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
     token_ids: Annotated[list[Id], Meta(min_length=1, description="The prompt.")]
     sampling_params: GenerateSamplingParams
-    model: Annotated[str, Meta(description="By default the one that is served.")] | None = None
-    request_id: Annotated[str, Meta(description="The client's own name for it, which the reply repeats.")] | None = None
+    model: Annotated[str, Meta(description="The served model by default.")] | None = None
+    request_id: Annotated[str, Meta(description="The client's own id of the request; the reply repeats it.")] | None = (
+        None
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower goes first.")] | None = None
-    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="From its arrival to its end.")] | None = None
+    timeout_s: (
+        Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Maximum time from the arrival to the end.")] | None
+    ) = None
     """Ours"""
 
 

@@ -20,7 +20,7 @@ from pipeline.stages.gateway.request import Request, SequenceOutput
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
     object: str = "embedding"
-    index: Annotated[int, Meta(description="Which of the inputs.")]
+    index: Annotated[int, Meta(description="Index of the input.")]
     embedding: Annotated[list[float] | str, Meta(description="Numbers, or base64 of float32, little-endian.")]
 
 

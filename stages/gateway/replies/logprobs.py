@@ -21,7 +21,7 @@ from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
 IMPOSSIBLE = -9999.0
 
-Bytes = Annotated[list[int], Meta(description="Of the token's text, in UTF-8; null if unknown.")]
+Bytes = Annotated[list[int], Meta(description="UTF-8 of the token's text; null if unknown.")]
 
 
 class TopLogprob(msgspec.Struct):
@@ -36,9 +36,9 @@ class TokenLogprob(msgspec.Struct):
     """An output token."""
 
     token: str
-    logprob: Annotated[float, Meta(description="By the model's own distribution, before temperature and filters.")]
+    logprob: Annotated[float, Meta(description="Before temperature and filters.")]
     bytes: Bytes | None
-    top_logprobs: Annotated[list[TopLogprob], Meta(description="The likeliest, likeliest first.")]
+    top_logprobs: Annotated[list[TopLogprob], Meta(description="The likeliest tokens, likeliest first.")]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -49,11 +49,11 @@ class ChatLogprobs(msgspec.Struct):
 class TextLogprobs(msgspec.Struct):
     """Parallel lists, one entry for each token."""
 
-    text_offset: Annotated[list[int], Meta(description="Characters of the choice's text before the token.")]
+    text_offset: Annotated[list[int], Meta(description="Number of characters of the choice's text before the token.")]
     token_logprobs: Annotated[list[float | None], Meta(description="null for the first token of a prompt.")]
     tokens: list[str]
     top_logprobs: Annotated[
-        list[dict[str, float] | None], Meta(description="Of the likeliest tokens, and of the token itself.")
+        list[dict[str, float] | None], Meta(description="The likeliest tokens, and the token itself.")
     ]
 
 

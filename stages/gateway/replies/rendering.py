@@ -23,7 +23,7 @@ Parse = Callable[[bytes, RequestLimits], ParsedRequest]
 class Rendered(msgspec.Struct):
     """POST /v1/chat/completions/render"""
 
-    request_id: Annotated[str, Meta(description="The client's own name for it, or one that is drawn.")]
+    request_id: Annotated[str, Meta(description="The client's own id of the request, or a random one.")]
     token_ids: Annotated[list[int], Meta(description="The prompt.")]
     sampling_params: GenerateSamplingParams
     model: str
@@ -31,7 +31,7 @@ class Rendered(msgspec.Struct):
     stream_options: StreamOptions | None
     cache_salt: str | None
     priority: int
-    prompt: Annotated[str, Meta(description="What the ids say, special tokens shown.")]
+    prompt: Annotated[str, Meta(description="The text of the ids, with special tokens.")]
     """Pipeline's addition"""
 
 

@@ -26,7 +26,7 @@ from pipeline.stages.gateway.request import Request
 
 class GenerateChoice(msgspec.Struct):
     index: int
-    logprobs: Annotated[ChatLogprobs, Meta(description="Tokens are called token_id:123.")] | None
+    logprobs: Annotated[ChatLogprobs, Meta(description="Tokens are named token_id:123.")] | None
     finish_reason: FinishReason | None
     token_ids: list[int]
 

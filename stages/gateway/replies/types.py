@@ -17,12 +17,13 @@ FinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length",
 Assistant = Annotated[str, Meta(extra_json_schema={"enum": ["assistant"]})]
 TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
 PromptLogprobs = Annotated[
-    list[dict[str, PromptLogprob] | None], Meta(description="With prompt_logprobs: by ids, null for the first.")
+    list[dict[str, PromptLogprob] | None],
+    Meta(description="With prompt_logprobs: for each token, by id; null for the first."),
 ]
 
 
 class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: Annotated[int, Meta(description="Found in the prefix cache, and not computed.")]
+    cached_tokens: Annotated[int, Meta(description="Found in the prefix cache.")]
 
 
 class Usage(msgspec.Struct):
@@ -49,7 +50,7 @@ class ReplyMessage(msgspec.Struct):
     refusal: None = None
     tool_calls: list[ReplyToolCall] | UnsetType = UNSET
     reasoning_content: Annotated[str, Meta(description="The reasoning before the content.")] | UnsetType = UNSET
-    reasoning: Annotated[str, Meta(description="As reasoning_content.")] | UnsetType = UNSET
+    reasoning: Annotated[str, Meta(description="Same as reasoning_content.")] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -16,7 +16,7 @@ from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Written behind the message that the output continues, to find its end in the rendered text. The trailing space shows
+"""Written after the message that the output continues, to find its end in the rendered text. The trailing space shows
 whether the template strips its messages."""
 
 OWN_FIELDS = {
@@ -71,7 +71,7 @@ def has_tools(prompt: ChatPrompt) -> bool:
 
 
 def up_to_tag(text: str, prompt: ChatPrompt) -> str:
-    """Cut the text behind the last message's content. Raises BadChat if the template has omitted it.
+    """Cut the text after the last message's content. Raises BadChat if the template has omitted it.
 
     As in transformers: a template that strips messages strips the tag's space too, and then the space before the tag is
     not the message's."""

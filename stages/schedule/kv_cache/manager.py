@@ -35,7 +35,7 @@ class ComputedPrefix(msgspec.Struct):
     num_computed: int
     """Positions whose KV is there, or will be after the step's copies."""
     num_new_blocks: int
-    """Blocks to allocate behind the shared ones."""
+    """Blocks to allocate after the shared ones."""
     fork_of: int = -1
     """The row that the sequence forks from."""
 
@@ -95,7 +95,7 @@ class KVCacheManager:
         return self._find_fork(sequence, hits) or self._find_cached(sequence, hits)
 
     def _find_cached(self, sequence: Sequence, hits: list[int]) -> ComputedPrefix:
-        """In the prefix cache, and behind it in swap space."""
+        """In the prefix cache, then in swap space."""
         num_computed = len(hits) * self._block_size
         if sequence.swapped is not None:
             num_computed = max(num_computed, sequence.swapped.num_computed)

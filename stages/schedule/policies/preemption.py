@@ -63,10 +63,10 @@ class Victims:
         self._ranks = rows.rank[candidates]
         self._left = np.ones(len(candidates), np.bool_)
 
-    def take(self, behind: int = -1, above: int | None = None) -> int | None:
-        """Remove and return a row: of the candidates behind a place, of the highest rank among them, the one that costs
+    def take(self, after: int = -1, above: int | None = None) -> int | None:
+        """Remove and return a row: of the candidates after a place, of the highest rank among them, the one that costs
         least to resume; of equals, the last. Returns None if there is none, or if its rank is not above `above`."""
-        places = self._left[behind + 1 :].nonzero()[0] + behind + 1
+        places = self._left[after + 1 :].nonzero()[0] + after + 1
         if len(places) == 0 or (above is not None and self._ranks[places[-1]] <= above):
             return None
         places = places[self._ranks[places] == self._ranks[places[-1]]]

@@ -7,7 +7,7 @@
     T   positions that the other rows compute, in chunks
     P   (query, key) pairs of the chunks: for `count` positions from `start` on, count · (start + count / 2)
 
-The model minimises the relative error over two memories:
+The model minimizes the relative error over two memories:
 
 - the last `WINDOW` steps, which show how fast the machine is now;
 - the mean step of each kind ever observed (kinds are sizes of D, T and their contexts, by powers of 2 or 4). All kinds

@@ -245,7 +245,7 @@ def test_ids_that_a_client_has_end_a_sequence_where_the_executor_would_have(prom
         ([[1, 2, 3, 4, 5]], r"received\[0\] has 5 ids, but at most 4 may be generated"),
         ([[1], [258]], r"received\[1\] has token id 258, not one of the model's 0\.\.257"),
         ([[-1]], r"token id -1"),
-        ([[257, 1]], r"received\[0\] has ids behind token id 257, which ends a sequence"),
+        ([[257, 1]], r"received\[0\] has ids after token id 257, which ends a sequence"),
     ],
 )
 def test_ids_that_no_stream_can_have_given_are_refused(
