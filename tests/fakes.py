@@ -40,7 +40,7 @@ def record(token_id: int, num_top: int) -> bytes:
     return data.tobytes()
 
 
-def expected(prompt: list[int], sampling: m.Sampling, index: int, max_tokens: int) -> tuple[list[int], Finish]:
+def expected(prompt: list[int], sampling: m.GenerationOptions, index: int, max_tokens: int) -> tuple[list[int], Finish]:
     """The ids that a sequence must generate, whatever else happens."""
     ids = list(prompt)
     for _ in range(max_tokens):
@@ -54,7 +54,7 @@ class _Row:
     def __init__(self, add: m.RowAdd, ids: list[int], blocks: "np.ndarray[Any, Any]") -> None:
         self.generation = add.generation
         self.index = add.index
-        self.sampling = msgspec.msgpack.decode(add.sampling, type=m.Sampling)
+        self.sampling = msgspec.msgpack.decode(add.sampling, type=m.GenerationOptions)
         self.ids = dict(enumerate(ids))
         self.table: list[int] = blocks.tolist()
         self.num_prompt = add.num_prompt

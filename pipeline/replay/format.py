@@ -22,7 +22,8 @@ from pipeline.runtime.messages import ExecuteFacts
 from pipeline.version import VERSION
 
 MAGIC = b"PLRECORD"
-FORMAT = 1
+FORMAT = 2
+"""Raised when a message changes otherwise than by a new last field: recordings of another format are refused."""
 MAX_FRAME_BYTES = 2**30
 """No entry is larger: a length beyond it is damage."""
 _HEAD = Struct("<II")

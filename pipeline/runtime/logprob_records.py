@@ -13,7 +13,21 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.runtime.messages import GenerationOptions, Pooling
+
 RecordArray = np.ndarray[Any, np.dtype[np.void]]
+
+
+def record_bytes(options: GenerationOptions, hidden_size: int) -> int:
+    """Bytes of the record of each output id; 0: no records."""
+    if options.pooling != Pooling.NONE:
+        return embedding_bytes(hidden_size)
+    return logprob_bytes(options.num_logprobs) if options.num_logprobs >= 0 else 0
+
+
+def prompt_record_bytes(options: GenerationOptions) -> int:
+    """Bytes of the record of each prompt id but the first; 0: no records. The first of n sequences has them."""
+    return logprob_bytes(options.num_prompt_logprobs) if options.num_prompt_logprobs >= 0 else 0
 
 
 def logprob_bytes(num_top: int) -> int:

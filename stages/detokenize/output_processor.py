@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
+from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype, record_bytes
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
@@ -61,9 +61,10 @@ class OutputSequence:
         self,
         opening: m.Open,
         outputs: list[int],
-        options: m.TextOptions,
+        options: m.GenerationOptions,
         stops: StopStrings,
         vocabulary: Vocabulary,
+        record_bytes: int = 0,
     ) -> None:
         """`outputs` are ids of the opening that the client already has."""
         self.request_id = opening.request_id
@@ -83,7 +84,8 @@ class OutputSequence:
         self.ids: list[int] = []
         self.id_offset = 0
         self.options = options
-        self.record_bytes = options.record_bytes
+        self.record_bytes = record_bytes
+        """Bytes of the record of each id; 0: no records."""
         self.records = bytearray()
         """Logprob records of `ids`, if the request asks for them."""
         self.prompt_records = bytearray()
@@ -171,7 +173,7 @@ class OutputSequence:
 
     def add_prompt_records(self, start: int, records: bytes) -> None:
         """Add records of the prompt, `start` of which come before. Records that were added before are skipped."""
-        width = logprob_bytes(self.options.prompt_num_top)
+        width = logprob_bytes(self.options.num_prompt_logprobs)
         num_known = self.prompt_offset + len(self.prompt_records) // width
         assert start <= num_known, f"prompt records {num_known} to {start} of request {self.request_id:x} are missing"
         self.prompt_records += records[(num_known - start) * width :]
@@ -184,7 +186,7 @@ class OutputSequence:
         self.ids.clear()
         self.records.clear()
         if self.prompt_records:
-            self.prompt_offset += len(self.prompt_records) // logprob_bytes(self.options.prompt_num_top)
+            self.prompt_offset += len(self.prompt_records) // logprob_bytes(self.options.num_prompt_logprobs)
             self.prompt_records.clear()
         self.first = None
 
@@ -194,7 +196,9 @@ class OutputProcessor:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._options = msgspec.msgpack.Decoder(m.TextOptions)
+        self.hidden_size = 0
+        """Dimensions of an embedding; `Start` sets it."""
+        self._options = msgspec.msgpack.Decoder(m.GenerationOptions)
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         """Of live sequences, which share them: an automaton of long strings takes a while to build."""
         self._live: dict[int, OutputSequence] = {}
@@ -212,11 +216,13 @@ class OutputProcessor:
         """Open a sequence with the `outputs` of its opening. Returns an `Abort` for schedule if their text has a stop
         string."""
         assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
-        options = self._options.decode(opening.text)
+        options = self._options.decode(opening.options)
         key = tuple(options.stop)
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
-        sequence = self._live[opening.seq] = OutputSequence(opening, outputs or [], options, stops, self._vocabulary)
+        sequence = self._live[opening.seq] = OutputSequence(
+            opening, outputs or [], options, stops, self._vocabulary, record_bytes(options, self.hidden_size)
+        )
         if not sequence.finish:
             return []
         self._unsent[sequence.gateway][opening.seq] = sequence
@@ -321,14 +327,14 @@ class OutputProcessor:
         """The bytes of each of its ids and of the likeliest ids in its records."""
         if not (sequence.options.with_pieces and sequence.records):
             return []
-        names = np.frombuffer(bytes(sequence.records), logprob_dtype(sequence.options.num_top))["top_ids"].tolist()
+        names = np.frombuffer(bytes(sequence.records), logprob_dtype(sequence.options.num_logprobs))["top_ids"].tolist()
         pairs = zip(sequence.ids, names, strict=True)
         return [self._bytes_of(named) for token_id, top_ids in pairs for named in (token_id, *top_ids)]
 
     def _prompt_pieces(self, sequence: OutputSequence) -> list[bytes]:
         if not sequence.options.with_pieces:
             return []
-        records = np.frombuffer(bytes(sequence.prompt_records), logprob_dtype(sequence.options.prompt_num_top))
+        records = np.frombuffer(bytes(sequence.prompt_records), logprob_dtype(sequence.options.num_prompt_logprobs))
         return list(map(self._bytes_of, records["top_ids"].reshape(-1).tolist()))
 
     def _bytes_of(self, token_id: int) -> bytes:

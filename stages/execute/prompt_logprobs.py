@@ -50,5 +50,5 @@ def prompt_places(
         if num > 0:
             places.append(int(offsets[i]) + np.arange(num))
             ids.append(table.ids[row, start + 1 : start + 1 + num])
-            num_top.append(np.full(num, table.prompt_num_top[row], np.int32))
+            num_top.append(np.full(num, table.num_prompt_logprobs[row], np.int32))
     return np.concatenate(places), np.concatenate(ids), np.concatenate(num_top)

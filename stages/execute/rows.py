@@ -19,7 +19,7 @@ from pipeline.kernels.logprob_inputs import NO_LOGPROBS
 from pipeline.kernels.noise import noise_keys, sequence_key
 from pipeline.kernels.sampling_inputs import GREEDY_BELOW, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
-from pipeline.runtime.messages import Finish, Pooling, RowAdd, Sampling
+from pipeline.runtime.messages import Finish, GenerationOptions, Pooling, RowAdd
 from pipeline.shm.arrays import Array
 from pipeline.stages.execute.sampling_features import NOT_GREEDY, SamplingFeature, logits_processors_of, single
 
@@ -64,9 +64,9 @@ class RowTable:
         self.requested_features = 0
         """By any row."""
         self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
-        self.num_top: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.num_logprobs: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         """Of the records of its ids."""
-        self.prompt_num_top: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.num_prompt_logprobs: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
         self.logits_processors: list[LogitsProcessors | None] = [None] * max_num_seqs
         self._native_logits_processors = np.zeros(max_num_seqs, LOGITS_PROCESSORS)
@@ -100,7 +100,7 @@ class RowTable:
         index: int,
         ids: IntArray,
         blocks: IntArray,
-        sampling: Sampling,
+        options: GenerationOptions,
         eos_ids: Collection[int],
         fork_of: int = -1,
         num_prompt: int = 0,
@@ -120,38 +120,38 @@ class RowTable:
         self.num_blocks[row] = 0
         self.append_blocks(np.full(len(blocks), row, np.int32), blocks)
         self.num_prompt[row] = num_prompt
-        self._set_sampling(row, index, sampling, eos_ids)
+        self._set_sampling(row, index, options, eos_ids)
 
-    def take_in(self, add: RowAdd, sampling: Sampling, eos_ids: Collection[int], take: Take) -> None:
-        """`add`, as a step's message has it; `sampling` is what it holds, decoded."""
+    def take_in(self, add: RowAdd, options: GenerationOptions, eos_ids: Collection[int], take: Take) -> None:
+        """`add` from a step's message; `options` are its own, decoded."""
         ids, blocks = take(add.ids, np.int32), take(add.blocks, np.int32)
-        self.add(add.row, add.generation, add.index, ids, blocks, sampling, eos_ids, add.fork_of, add.num_prompt)
+        self.add(add.row, add.generation, add.index, ids, blocks, options, eos_ids, add.fork_of, add.num_prompt)
 
-    def _set_sampling(self, row: int, index: int, sampling: Sampling, eos_ids: Collection[int]) -> None:
-        self.temperature[row] = single(sampling.temperature)
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
-        self.top_k[row] = min(sampling.top_k, self.vocab_size)
-        self.keys[row] = sequence_key(sampling.seed, index)
-        self.stops[row] = frozenset(sampling.stop_token_ids).union(
+    def _set_sampling(self, row: int, index: int, options: GenerationOptions, eos_ids: Collection[int]) -> None:
+        self.temperature[row] = single(options.temperature)
+        self.top_p[row] = options.top_p
+        self.min_p[row] = options.min_p
+        self.top_k[row] = min(options.top_k, self.vocab_size)
+        self.keys[row] = sequence_key(options.seed, index)
+        self.stops[row] = frozenset(options.stop_token_ids).union(
             # With a grammar one is allowed only where the output may end, and if ignored only where it has to.
-            () if sampling.ignore_eos and not sampling.grammar else eos_ids
+            () if options.ignore_eos and not options.compiled_grammar else eos_ids
         )
-        self.num_top[row] = sampling.num_top if sampling.with_logprobs else NO_LOGPROBS
-        # A request's prompt is told of once, by its first sequence.
-        self.prompt_num_top[row] = sampling.prompt_num_top if index == 0 else NO_LOGPROBS
-        self.pooling[row] = Pooling(sampling.pooling)
-        self.features[row] = features = self._set_features(row, sampling, eos_ids)
+        self.num_logprobs[row] = options.num_logprobs
+        # The first sequence of a request returns the records of its prompt.
+        self.num_prompt_logprobs[row] = options.num_prompt_logprobs if index == 0 else NO_LOGPROBS
+        self.pooling[row] = Pooling(options.pooling)
+        self.features[row] = features = self._set_features(row, options, eos_ids)
         self.requested_features |= features
 
-    def _set_features(self, row: int, sampling: Sampling, eos_ids: Collection[int]) -> int:
-        features = SamplingFeature.PROMPT_LOGPROBS if self.prompt_num_top[row] >= 0 else 0
+    def _set_features(self, row: int, options: GenerationOptions, eos_ids: Collection[int]) -> int:
+        features = SamplingFeature.PROMPT_LOGPROBS if self.num_prompt_logprobs[row] >= 0 else 0
         if self.pooling[row]:
             # Nothing is drawn for it, so nothing can stop it.
             self.stops[row] = frozenset()
             return features | SamplingFeature.EMBEDDING
         logits_processors = logits_processors_of(
-            sampling, self.ids[row], int(self.num_prompt[row]), eos_ids, self.vocab_size
+            options, self.ids[row], int(self.num_prompt[row]), eos_ids, self.vocab_size
         )
         if logits_processors is not None:
             self.logits_processors[row] = logits_processors
@@ -159,9 +159,9 @@ class RowTable:
             features |= SamplingFeature.LOGITS_PROCESSORS
         if self.temperature[row] >= GREEDY_BELOW:
             features |= SamplingFeature.RANDOM
-        if sampling.grammar:
+        if options.compiled_grammar:
             features |= SamplingFeature.GRAMMAR_MASK
-        if self.num_top[row] >= 0:
+        if self.num_logprobs[row] >= 0:
             features |= SamplingFeature.LOGPROBS
         return features
 
@@ -236,7 +236,7 @@ class RowTable:
         else:
             sampling_inputs.unmask(num)
         if requested_features & SamplingFeature.LOGPROBS:
-            sampling_inputs.logprobs.lay_out(self.num_top[rows])
+            sampling_inputs.logprobs.lay_out(self.num_logprobs[rows])
         else:
             sampling_inputs.logprobs.clear(num)
 

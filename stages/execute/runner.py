@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import ExecuteFacts, Sampling, Step
+from pipeline.runtime.messages import ExecuteFacts, GenerationOptions, Step
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
@@ -77,7 +77,7 @@ class RowChanges:
     ) -> None:
         self._table, self._masks, self._pool, self._eos_ids = table, masks, pool, eos_ids
         self._mirror = mirror
-        self._samplings = msgspec.msgpack.Decoder(Sampling)
+        self._options = msgspec.msgpack.Decoder(GenerationOptions)
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't continue, and why. The row's next sampled id is then `NO_ID`, with this error."""
 
@@ -93,12 +93,12 @@ class RowChanges:
                 self.failed.pop(row, None)
                 self._pool.drop(row)
         for add in step.adds:
-            sampling = self._samplings.decode(add.sampling)
-            table.take_in(add, sampling, self._eos_ids, take)
+            options = self._options.decode(add.options)
+            table.take_in(add, options, self._eos_ids, take)
             if mirror is not None and (error := mirror.add(add.row)) is not None:
                 self.failed[add.row] = error
             if table.features[add.row] & SamplingFeature.GRAMMAR_MASK:
-                self._masks.add(add.row, sampling, add.num_prompt)
+                self._masks.add(add.row, options, add.num_prompt)
         blocks = take(step.block_rows, np.int32), take(step.block_ids, np.int32)
         (table if mirror is None else mirror).append_blocks(*blocks)
 

@@ -1,4 +1,4 @@
-"""Converts a request's `Sampling` to what the sampler reads, once for each row that is added. Pure.
+"""Converts a request's `GenerationOptions` to what the sampler reads, once for each row that is added. Pure.
 
 The gateway has validated the request. Token ids outside the vocabulary are ignored.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.kernels.logits_processors import NO_IDS, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import NOTHING_LEFT, Sampling
+from pipeline.runtime.messages import NOTHING_LEFT, GenerationOptions
 
 
 class SamplingFeature:
@@ -38,36 +38,36 @@ def single(value: float) -> float:
 
 
 def logits_processors_of(
-    sampling: Sampling, ids: IntArray, num_prompt: int, eos_ids: Collection[int], vocab_size: int
+    options: GenerationOptions, ids: IntArray, num_prompt: int, eos_ids: Collection[int], vocab_size: int
 ) -> LogitsProcessors | None:
     """The logits processors of a row, or None if it has none. `ids` is the row's array of token ids."""
-    runs, num_runs = pack_runs(sampling.bad_words, vocab_size) if sampling.bad_words else (NO_IDS, 0)
+    runs, num_runs = pack_runs(options.bad_words_ids, vocab_size) if options.bad_words_ids else (NO_IDS, 0)
     bias = {
         token: value
-        for token, value in zip(sampling.bias_ids, sampling.bias_values, strict=True)
+        for token, value in zip(options.bias_ids, options.bias_values, strict=True)
         if 0 <= token < vocab_size
     }
-    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    if not (bias or num_runs or sampling.allowed_ids or sampling.min_tokens > 0) and penalties == (1, 0, 0):
+    penalties = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
+    if not (bias or num_runs or options.allowed_ids or options.min_tokens > 0) and penalties == (1, 0, 0):
         return None
     allowed = None
-    if sampling.allowed_ids:
-        allowed = bits_of(_inside(np.frombuffer(sampling.allowed_ids, "<i4"), vocab_size), vocab_size)
+    if options.allowed_ids:
+        allowed = bits_of(_inside(np.frombuffer(options.allowed_ids, "<i4"), vocab_size), vocab_size)
     # min_tokens excludes end-of-sequence ids too, even if they do not stop this output.
-    enders = list({*eos_ids, *sampling.stop_token_ids}) if sampling.min_tokens > 0 else []
+    enders = list({*eos_ids, *options.stop_token_ids}) if options.min_tokens > 0 else []
     return LogitsProcessors(
         ids=ids,
         num_prompt=num_prompt,
-        repetition=single(sampling.repetition_penalty),
-        presence=single(sampling.presence_penalty),
-        frequency=single(sampling.frequency_penalty),
+        repetition=single(options.repetition_penalty),
+        presence=single(options.presence_penalty),
+        frequency=single(options.frequency_penalty),
         bias_ids=np.array(list(bias), np.int32),
         bias_values=np.array([single(value) for value in bias.values()], np.float32),
         allowed=allowed,
         runs=runs,
         num_runs=num_runs,
         enders=_inside(np.array(enders, np.int64), vocab_size),
-        min_tokens=min(max(0, sampling.min_tokens), LONGEST),
+        min_tokens=min(max(0, options.min_tokens), LONGEST),
     )
 
 

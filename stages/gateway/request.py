@@ -132,7 +132,7 @@ class PromptRequest(msgspec.Struct, eq=False):
     @property
     def generates(self) -> bool:
         """Whether schedule runs it. Otherwise only ingest does."""
-        return self.submit.max_tokens != 0
+        return self.submit.options.max_tokens != 0
 
     @property
     def is_finished(self) -> bool:
@@ -141,12 +141,12 @@ class PromptRequest(msgspec.Struct, eq=False):
 
     @property
     def num_prompt_records(self) -> int:
-        return len(self.prompt_records) // logprob_bytes(max(0, self.submit.text.prompt_num_top))
+        return len(self.prompt_records) // logprob_bytes(max(0, self.submit.options.num_prompt_logprobs))
 
     @property
     def has_prompt_records(self) -> bool:
         """Whether all prompt records that are expected have arrived."""
-        if self.submit.text.prompt_num_top < 0 or self.is_finished:
+        if self.submit.options.num_prompt_logprobs < 0 or self.is_finished:
             return True
         return self.prompt_ids is not None and self.num_prompt_records >= len(self.prompt_ids) - 1
 
@@ -155,7 +155,7 @@ class PromptRequest(msgspec.Struct, eq=False):
         skipped."""
         num_known = self.num_prompt_records - offset
         assert num_known >= 0, "prompt records are missing"
-        num_top = self.submit.text.prompt_num_top
+        num_top = self.submit.options.num_prompt_logprobs
         self.prompt_records += records[num_known * logprob_bytes(num_top) :]
         self.prompt_pieces += pieces[num_known * num_top :]
 
@@ -241,9 +241,9 @@ class Request:
     @property
     def choices(self) -> list[SequenceOutput]:
         """The sequences to return: all of them, or with best_of the n best of each prompt."""
-        if self.parsed.best_of is None:
+        if not self.parsed.is_best_of:
             return self.sequences
-        num_top = self.parsed.text.num_top
+        num_top = self.parsed.options.num_logprobs
         return [one for each in self.prompt_requests for one in best(each.sequences, self.parsed.n, num_top)]
 
     @property

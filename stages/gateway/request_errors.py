@@ -29,9 +29,9 @@ def rejection_error(prompt_request: PromptRequest, failure: m.Failure) -> ApiErr
 
 def sequence_error(prompt_request: PromptRequest, error: str) -> ApiError:
     """A sequence ended with an error: 400 if the client's fields exclude every token, else 500."""
-    submit = prompt_request.submit
+    options = prompt_request.submit.options
     if error.startswith(m.NOTHING_LEFT):
-        param = "allowed_token_ids" if submit.sampling.allowed_ids else "bad_words" if submit.bad_words else None
+        param = "allowed_token_ids" if options.allowed_ids else "bad_words" if options.bad_words else None
         return ApiError(HTTPStatus.BAD_REQUEST, error, sampling_param(prompt_request.request, param), "nothing_left")
     message = "the server could not finish this request" + (f": {error}" if error else "")
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)

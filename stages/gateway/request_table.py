@@ -141,7 +141,7 @@ class RequestTable:
             self._table[prompt_request.id] = prompt_request
             self._idle.clear()
             if prompt_request.generates:
-                self.metrics.opened(parsed.num_sequences, parsed.n, parsed.max_tokens)
+                self.metrics.opened(parsed.num_sequences, parsed.n, parsed.options.max_tokens)
             self._stage.log.debug("opened", extra=log_fields(prompt_request, response_id=request.id))
         self._set_deadline(request)
         return request
@@ -151,22 +151,18 @@ class RequestTable:
         # The client's seed is used for each prompt, so that a list gives what each prompt gives alone. Without one,
         # equal prompts get different outputs.
         seed = replay.randbits(64) if parsed.seed is None else parsed.seed
+        cache_salt = parsed.options.cache_salt
+        if not self._shares_cache:
+            cache_salt = scoped_salt(parsed.scope, cache_salt)
         return m.Submit(
             request_id=replay.randbits(63),
             attempt=FIRST_ATTEMPT,
             gateway=self._stage.replica,
             arrival_s=replay.time(),
             prompt=prompt,
-            n=parsed.num_sequences,
-            max_tokens=parsed.max_tokens,
-            sampling=msgspec.structs.replace(parsed.sampling, seed=seed),
-            text=parsed.text,
+            options=msgspec.structs.replace(parsed.options, seed=seed, cache_salt=cache_salt),
             outputs=list(parsed.outputs),
             prompt_options=parsed.prompt_options,
-            priority=parsed.priority,
-            cache_salt=parsed.cache_salt if self._shares_cache else scoped_salt(parsed.scope, parsed.cache_salt),
-            grammar=parsed.grammar,
-            bad_words=parsed.bad_words,
         )
 
     def _set_deadline(self, request: Request) -> None:
@@ -308,7 +304,7 @@ class RequestTable:
     def _settle(self, prompt_request: PromptRequest) -> None:
         """Return its credits."""
         if self._table.pop(prompt_request.id, None) is not None:
-            self.admission.give(prompt_request.submit.n, prompt_request.num_counted, time.monotonic())
+            self.admission.give(prompt_request.submit.options.n, prompt_request.num_counted, time.monotonic())
         if not self._table:
             self._idle.set()
 

@@ -52,7 +52,7 @@ def times_of(request: "Request", now_s: float = 0.0) -> RequestTimings:
         for prompt_request in request.prompt_requests
         for sequence in prompt_request.sequences
     ]
-    if request.parsed.best_of is not None:
+    if request.parsed.is_best_of:
         # Returned sequences come first, so their index is that of their choice.
         places = {id(sequence): place for place, sequence in enumerate(request.choices)}
         pairs.sort(key=lambda pair: places.get(id(pair[1]), len(places)))

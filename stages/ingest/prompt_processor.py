@@ -1,7 +1,7 @@
 """Converts a client's prompt to token ids, or refuses it. No sockets, no shared memory.
 
     chat ──template──► text ──tokenizer──► ids ──cut()──► ids ──max_tokens()──► limit of output tokens
-    └───────────── encode() ─────────────┘               sampling() ► parameters, with bad words as ids
+    └───────────── encode() ─────────────┘               complete() ► options, with bad words as ids
 
 Each may raise RequestRefused. `encode` takes about half a microsecond per character and lets other threads run.
 """
@@ -20,10 +20,10 @@ from pipeline.runtime.messages import (
     ExecuteFacts,
     Failure,
     Finish,
+    GenerationOptions,
     IdsPrompt,
     Prompt,
     PromptOptions,
-    Sampling,
     Submit,
     TextPrompt,
 )
@@ -124,33 +124,34 @@ class PromptProcessor:
             )
             raise RequestRefused(Failure(400, message, "truncate_prompt_tokens"))
         if keep == -1:
-            following = 0 if options.any_length else 1 if submit.max_tokens is None else submit.max_tokens
+            following = 0 if options.any_length else submit.options.max_tokens
+            following = 1 if following is None else following
             keep = max(self._max_model_len - following, 1)
         return ids[-keep:]
 
-    def sampling(self, submit: Submit) -> Sampling:
-        """The sampling parameters, with bad words as ids. Raises RequestRefused."""
-        sampling = submit.sampling
-        self._check_known(sampling.stop_token_ids, "stop_token_ids")
-        self._check_known(sampling.bias_ids, "logit_bias")
-        self._check_known(np.frombuffer(sampling.allowed_ids, np.int32), "allowed_token_ids")
-        if submit.bad_words:
+    def complete(self, options: GenerationOptions, max_tokens: int) -> GenerationOptions:
+        """Check the options against the vocabulary, and add what needs the tokenizer. Raises RequestRefused."""
+        self._check_known(options.stop_token_ids, "stop_token_ids")
+        self._check_known(options.bias_ids, "logit_bias")
+        self._check_known(np.frombuffer(options.allowed_ids, np.int32), "allowed_token_ids")
+        runs: list[list[int]] = []
+        if options.bad_words:
             try:
-                runs = bad_words.as_ids(self._tokenizer, submit.bad_words, self._vocab_size)
+                runs = bad_words.as_ids(self._tokenizer, options.bad_words, self._vocab_size)
             except BadWord as error:
                 raise RequestRefused(Failure(400, str(error), "bad_words")) from error
-            sampling = msgspec.structs.replace(sampling, bad_words=runs)
-        self._check_some_left(sampling)
-        return sampling
+        completed = msgspec.structs.replace(options, max_tokens=max_tokens, bad_words=[], bad_words_ids=runs)
+        self._check_first_token(completed)
+        return completed
 
-    def _check_some_left(self, sampling: Sampling) -> None:
-        """Refuse parameters that exclude every first id. Raises RequestRefused."""
-        if not sampling.allowed_ids:
+    def _check_first_token(self, options: GenerationOptions) -> None:
+        """Refuse options that exclude every first id. Raises RequestRefused."""
+        if not options.allowed_ids:
             return
-        forbidden = {run[0] for run in sampling.bad_words if len(run) == 1}
-        if sampling.min_tokens > 0:
-            forbidden.update(self._eos_ids, sampling.stop_token_ids)
-        if forbidden.issuperset(np.frombuffer(sampling.allowed_ids, np.int32).tolist()):
+        forbidden = {run[0] for run in options.bad_words_ids if len(run) == 1}
+        if options.min_tokens > 0:
+            forbidden.update(self._eos_ids, options.stop_token_ids)
+        if forbidden.issuperset(np.frombuffer(options.allowed_ids, np.int32).tolist()):
             message = (
                 "'allowed_token_ids' leaves no first token: 'bad_words', or 'min_tokens' with the stop tokens, "
                 "excludes all of them"
@@ -168,26 +169,26 @@ class PromptProcessor:
             return 0
         if len(ids) == 0:
             raise _refusal("the prompt is empty", submit.prompt)
-        room = self._max_model_len - len(ids)
-        if room < 1 and (submit.max_tokens != 0 or room < 0):
+        max_tokens, room = submit.options.max_tokens, self._max_model_len - len(ids)
+        if room < 1 and (max_tokens != 0 or room < 0):
             raise self._too_long(str(len(ids)), param)
-        if submit.max_tokens is None:
+        if max_tokens is None:
             return room
-        if submit.max_tokens < 0:
-            raise RequestRefused(Failure(400, f"max_tokens can't be {submit.max_tokens}", "max_tokens"))
-        if submit.max_tokens > room:
+        if max_tokens < 0:
+            raise RequestRefused(Failure(400, f"max_tokens can't be {max_tokens}", "max_tokens"))
+        if max_tokens > room:
             message = (
                 f"this model's maximum context length is {self._max_model_len} tokens; you asked for "
-                f"{len(ids) + submit.max_tokens}: {len(ids)} in the prompt and {submit.max_tokens} to generate"
+                f"{len(ids) + max_tokens}: {len(ids)} in the prompt and {max_tokens} to generate"
             )
             raise RequestRefused(Failure(400, message, "max_tokens", "context_length_exceeded"))
-        return submit.max_tokens
+        return max_tokens
 
     def check_outputs(self, outputs: Sequence[Ids], submit: Submit, max_tokens: int) -> bytes:
         """Check output ids that the client already has, one array per sequence. Returns a `Finish` for each, uint8:
         STOP if the last id ends the sequence. Raises RequestRefused."""
-        stops = set(submit.sampling.stop_token_ids)
-        if not submit.sampling.ignore_eos or submit.sampling.grammar:
+        stops = set(submit.options.stop_token_ids)
+        if not submit.options.ignore_eos or submit.options.compiled_grammar:
             stops.update(self._eos_ids)
         finishes = bytearray()
         for index, ids in enumerate(outputs):
@@ -274,7 +275,7 @@ def cost_chars(submit: Submit) -> int:
     """About the cost of encoding a request, in characters of a long text."""
     prompt = submit.prompt
     size = 0 if isinstance(prompt, IdsPrompt) else num_chars(prompt)
-    return size + sum(len(word) + WORD_CHARS for word in submit.bad_words)
+    return size + sum(len(word) + WORD_CHARS for word in submit.options.bad_words)
 
 
 def num_chars(prompt: ChatPrompt | TextPrompt) -> int:

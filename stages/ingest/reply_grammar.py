@@ -5,7 +5,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.runtime.messages import ChatPrompt, Failure, Grammar, Sampling, Submit
+from pipeline.runtime.messages import ChatPrompt, Failure, GenerationOptions, Grammar, Submit
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.ingest.prompt_processor import RequestRefused
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -29,7 +29,7 @@ def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", toke
     """The end of a chat's text; None if it is not needed. Raises RequestRefused."""
     if not isinstance(submit.prompt, ChatPrompt):
         return None
-    if not (submit.prompt_options.with_tail or submit.sampling.grammar):
+    if not (submit.prompt_options.with_tail or submit.options.compiled_grammar):
         return None
     try:
         with panics_as_errors():
@@ -39,8 +39,9 @@ def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", toke
         raise RequestRefused(Failure(400, message, "messages")) from error
 
 
-def after_reasoning(sampling: Sampling, tail: str | None, formats: ChatFormats) -> Sampling:
+def after_reasoning(options: GenerationOptions, tail: str | None, formats: ChatFormats) -> GenerationOptions:
     """Allow free reasoning before the grammar if the model reasons."""
-    if tail is None or not sampling.grammar:
-        return sampling
-    return msgspec.structs.replace(sampling, grammar=formats.after_reasoning(sampling.grammar, tail))
+    if tail is None or not options.compiled_grammar:
+        return options
+    grammar = formats.after_reasoning(options.compiled_grammar, tail)
+    return msgspec.structs.replace(options, compiled_grammar=grammar)

@@ -20,10 +20,9 @@ import numpy as np
 import uvloop
 from tokenizers import Tokenizer
 
-from pipeline.runtime import logprob_records
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import AsyncInbox
-from pipeline.runtime.messages import Failure, IdsPrompt, Launch, Sampling, Submit
+from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
 from pipeline.runtime.stage import Stage
 from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
@@ -47,11 +46,11 @@ Key = tuple[int, int]
 
 
 class PreparedPrompt(NamedTuple):
-    """A prompt that is ready to be computed, with the parts of it that the client asked to see."""
+    """A prompt that is ready to be computed, and the parts of it that the reply shows."""
 
     ids: Ids
     max_tokens: int
-    sampling: Sampling
+    options: GenerationOptions
     text: str | None
     token_strs: list[str] | None
     pieces: list[bytes] | None
@@ -150,8 +149,8 @@ class IngestStage:
     def _begin(self, key: Key, submit: Submit) -> None:
         assert self._prompt_processor is not None, "a request came before Start"
         began_s = self._stage.replay_context.monotonic()
-        if submit.grammar is not None and not submit.sampling.grammar:
-            self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, submit.grammar))
+        if (grammar := submit.options.grammar) is not None:
+            self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, grammar))
             return
         try:
             ids = self._given_ids(submit.prompt) if isinstance(submit.prompt, IdsPrompt) else None
@@ -186,8 +185,8 @@ class IngestStage:
         if isinstance(outcome, RequestRefused):
             self._reject(submit, outcome.failure)
             return
-        sampling = msgspec.structs.replace(submit.sampling, grammar=outcome)
-        self._begin(key, msgspec.structs.replace(submit, sampling=sampling, grammar=None))
+        options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=outcome)
+        self._begin(key, msgspec.structs.replace(submit, options=options))
 
     async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -210,23 +209,24 @@ class IngestStage:
         """Prepare a prompt, whose ids the client may have given. Runs in either thread. Raises RequestRefused, or
         NeedsTime if it `is_short` but takes long."""
         assert self._prompt_processor is not None
-        prompt, options = submit.prompt, submit.prompt_options
+        prompt, prompt_options = submit.prompt, submit.prompt_options
         if ids is None:
             assert not isinstance(prompt, IdsPrompt)
-            ids = self._prompt_processor.encode(prompt, options, submit.arrival_s, is_short=is_short)
+            ids = self._prompt_processor.encode(prompt, prompt_options, submit.arrival_s, is_short=is_short)
         ids = self._prompt_processor.cut(ids, submit)
         max_tokens = self._prompt_processor.max_tokens(ids, submit)
         tail = reply_grammar.tail(submit, ids, self._tokenizer)
-        sampling = reply_grammar.after_reasoning(self._prompt_processor.sampling(submit), tail, self._formats)
+        options = self._prompt_processor.complete(submit.options, max_tokens)
+        options = reply_grammar.after_reasoning(options, tail, self._formats)
         text = token_strs = pieces = None
-        if options.with_text:
-            is_cut = options.truncate != 0
+        if prompt_options.with_text:
+            is_cut = prompt_options.truncate != 0
             text = self._prompt_echo.text(prompt, ids.tolist(), is_continued=max_tokens > 0, is_cut=is_cut)
-        if options.with_token_strs:
+        if prompt_options.with_token_strs:
             token_strs = self._prompt_echo.token_strs(ids.tolist())
-        if options.with_pieces:
+        if prompt_options.with_pieces:
             pieces = self._prompt_echo.pieces(ids.tolist())
-        return PreparedPrompt(ids, max_tokens, sampling, text, token_strs, pieces, tail)
+        return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail)
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
@@ -237,7 +237,7 @@ class IngestStage:
         """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises
         RequestRefused."""
         assert self._prompt_processor is not None
-        ids, max_tokens, sampling = prepared.ids, prepared.max_tokens, prepared.sampling
+        ids, max_tokens = prepared.ids, prepared.max_tokens
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
         finishes = self._prompt_processor.check_outputs(outputs, submit, max_tokens)
         array = self._stage.arrays.put(ids, readers=2 if max_tokens else 1)
@@ -255,19 +255,9 @@ class IngestStage:
             gateway=submit.gateway,
             arrival_s=submit.arrival_s,
             prompt_ids=array,
-            n=submit.n,
-            max_tokens=max_tokens,
-            sampling=msgspec.Raw(self._packer.encode(sampling)),
-            text=msgspec.Raw(self._packer.encode(submit.text)),
+            options=msgspec.Raw(self._packer.encode(prepared.options)),
             outputs=[self._stage.arrays.put(output) for output in outputs],
             finishes=finishes,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-            record_bytes=submit.text.record_bytes,
-            prompt_record_bytes=logprob_records.logprob_bytes(sampling.prompt_num_top)
-            if sampling.prompt_num_top >= 0
-            else 0,
-            needs_full_prefill=sampling.prompt_num_top >= 0 or sampling.pooling != m.Pooling.NONE,
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 

@@ -214,7 +214,7 @@ class Planner:
             ids=self._put(ids[num_prompt:] if found.fork_of >= 0 else ids),
             num_prompt=num_prompt,
             blocks=self._put(np.array(blocks, np.int32)),
-            sampling=request.sampling,
+            options=request.raw_options,
             request_id=request.request_id,
             fork_of=found.fork_of,
         )

@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import Raw
 
-from pipeline.runtime.messages import FirstTimes
+from pipeline.runtime.messages import FirstTimes, GenerationOptions
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
@@ -15,22 +15,20 @@ NO_ROW = -1
 
 
 class RequestState(msgspec.Struct, eq=False):
-    """One prompt, for which `n` sequences are generated."""
+    """One prompt, for which `options.n` sequences are generated."""
 
     request_id: int
     attempt: int
     gateway: int
     arrival_s: float
     prompt: Ids
-    n: int
-    max_tokens: int
-    sampling: Raw
-    text: Raw
+    options: GenerationOptions
+    raw_options: Raw
+    """The same, encoded, for other stages."""
     open_sequences: dict[int, "Sequence"] = {}
     """By index: sequences that have not finished. The request is kept until `Closed`, even without any."""
     queued_s: float = 0.0
     """When it was admitted, by time.monotonic()."""
-    priority: int = 0
     root: bytes = prefix.ROOT
     """The root of its prefix keys."""
     keys: list[bytes] = []
@@ -41,8 +39,18 @@ class RequestState(msgspec.Struct, eq=False):
     """Bytes of the record of each prompt id but the first; its first sequence gets them."""
     num_prompt_records: int = 0
     """Prompt records received so far."""
-    needs_full_prefill: bool = False
-    """Each sequence computes the whole prompt, without prefix cache and swap space."""
+
+    @property
+    def n(self) -> int:
+        return self.options.n
+
+    @property
+    def priority(self) -> int:
+        return self.options.priority
+
+    @property
+    def needs_full_prefill(self) -> bool:
+        return self.options.needs_full_prefill
 
 
 class Sequence(msgspec.Struct, eq=False):

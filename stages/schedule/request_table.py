@@ -2,9 +2,11 @@
 
 from collections import OrderedDict
 
+import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Ids, Put, Take
 from pipeline.stages.schedule.kv_cache import prefix
@@ -45,6 +47,7 @@ class RequestStates:
         self._output_buffer = output_buffer
         self._put = put
         self._take = take
+        self._decoder = msgspec.msgpack.Decoder(m.GenerationOptions)
         self._tombstones: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._next_seq = 1
 
@@ -52,7 +55,9 @@ class RequestStates:
         """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Refuse`."""
         prompt = self._take(message.prompt_ids, np.int32).astype(np.int32, copy=False)
         outputs = [self._take(ids, np.int32) for ids in message.outputs]
-        limit = min(len(prompt) + message.max_tokens, self._config.max_model_len)
+        options = self._decoder.decode(message.options)
+        assert options.max_tokens is not None, "ingest sets max_tokens"
+        limit = min(len(prompt) + options.max_tokens, self._config.max_model_len)
         failure = self._failure_of(message, len(prompt), limit)
         if failure is not None:
             return [m.Refuse(message.request_id, message.attempt, message.gateway, failure)]
@@ -63,23 +68,19 @@ class RequestStates:
             message.gateway,
             message.arrival_s,
             prompt,
-            message.n,
-            message.max_tokens,
-            message.sampling,
-            message.text,
+            options,
+            message.options,
             queued_s=self._lifecycle.now_s,
-            priority=message.priority,
-            root=prefix.root(message.cache_salt) if message.cache_salt else prefix.ROOT,
-            record_bytes=message.record_bytes,
-            prompt_record_bytes=message.prompt_record_bytes,
-            needs_full_prefill=message.needs_full_prefill,
+            root=prefix.root(options.cache_salt) if options.cache_salt else prefix.ROOT,
+            record_bytes=record_bytes(options, self._config.hidden_size),
+            prompt_record_bytes=prompt_record_bytes(options),
         )
         self.by_id[request.request_id] = request
         return [
             self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
             if outputs
             else self._open(request, index, limit, NO_IDS, Finish.NONE)
-            for index in range(request.n)
+            for index in range(options.n)
         ]
 
     def _failure_of(self, message: m.Admit, num_prompt: int, limit: int) -> m.Failure | None:
@@ -119,7 +120,7 @@ class RequestStates:
             index,
             request.gateway,
             request.prompt[-PROMPT_TAIL:].tobytes(),
-            request.text,
+            request.raw_options,
             self._put(outputs),
             int(finish),
         )

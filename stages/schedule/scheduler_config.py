@@ -32,6 +32,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Prompts with more tokens to compute are long."""
     long_prompt_max_slowdown: float = UNLIMITED
     """Bound of a step with a part of a long prompt, relative to the step without it."""
+    hidden_size: int = 0
+    """Dimensions of an embedding."""
 
     @classmethod
     def of(cls, settings: ScheduleSettings, facts: ExecuteFacts) -> "SchedulerConfig":
@@ -49,4 +51,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             max_step_s=settings.max_step_ms / 1000 or UNLIMITED,
             long_prompt_tokens=settings.long_prompt_tokens or MAX_TOKENS,
             long_prompt_max_slowdown=settings.long_prompt_max_slowdown,
+            hidden_size=facts.hidden_size,
         )

@@ -152,9 +152,9 @@ class ScheduleStage:
         for opening in openings:
             self._openings[self._replica_of(opening)].append(opening)
         what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
-        self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": message.n}})
+        self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": len(openings)}})
         if (trace := self._stage.trace).on:
-            trace.span("admit", begin_s, time.monotonic(), {"n": message.n}, (message.request_id,))
+            trace.span("admit", begin_s, time.monotonic(), {"n": len(openings)}, (message.request_id,))
 
     def _settle(self, result: m.StepResult) -> None:
         scheduler, begin_s = self._scheduler, time.monotonic()

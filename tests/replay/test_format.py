@@ -129,7 +129,7 @@ def test_arrays_are_found_wherever_a_message_has_them() -> None:
     step = m.Step(1, 1, one, [add, add], b"", b"", b"", b"", b"", b"")
     assert list(refs(step)) == [one, two, three, two, three]
     assert copies(step, memories) == [b"AAA", b"BBB", b"CCC", b"BBB", b"CCC"]
-    ids = m.Submit(1, 1, 0, 0.0, m.IdsPrompt(two), 1, None, m.Sampling(), m.TextOptions())
+    ids = m.Submit(1, 1, 0, 0.0, m.IdsPrompt(two), 1, None, m.GenerationOptions(), m.GenerationOptions())
     assert list(refs(ids)) == [two]
 
 

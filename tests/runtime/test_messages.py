@@ -30,23 +30,24 @@ INBOXES: dict[str, Any] = {
 
 IDS = bytes.fromhex("0100000002000000")
 REF = ShmRef("ingest.0", 64, 8192, 3)
-SAMPLING = m.Sampling(0.5, 0.25, 40, 0.125, 2**64 - 1, [7, 8], True)
-WHOLE_SAMPLING = m.Sampling(
-    with_logprobs=True,
+SAMPLING = m.GenerationOptions(
+    temperature=0.5, top_p=0.25, top_k=40, min_p=0.125, seed=2**64 - 1, stop_token_ids=[7, 8], ignore_eos=True
+)
+WHOLE_SAMPLING = m.GenerationOptions(
+    num_logprobs=2,
     repetition_penalty=1.25,
     presence_penalty=0.5,
     frequency_penalty=-0.5,
     bias_ids=[3],
     bias_values=[-1.5],
     allowed_ids=IDS,
-    bad_words=[[1, 2], [3]],
+    bad_words_ids=[[1, 2], [3]],
     min_tokens=4,
-    num_top=2,
-    prompt_num_top=1,
+    num_prompt_logprobs=1,
     pooling=m.Pooling.MEAN,
-    grammar='{"grammars": []}',
+    compiled_grammar='{"grammars": []}',
 )
-TEXT = m.TextOptions(["\n\n", "é"], True, False, [7])
+TEXT = m.GenerationOptions(stop=["\n\n", "é"], include_stop=True, skip_special_tokens=False, stop_token_ids=[7])
 FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
 STATS = ServerStats(
     "77-ab",
@@ -165,7 +166,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         2,
         16,
         packed(WHOLE_SAMPLING),
-        packed(m.TextOptions(record_bytes=20, num_top=2, prompt_num_top=1, with_pieces=True, min_tokens=3)),
+        packed(m.GenerationOptions(num_logprobs=2, num_prompt_logprobs=1, with_pieces=True, min_tokens=3)),
         record_bytes=20,
         prompt_record_bytes=12,
         needs_full_prefill=True,

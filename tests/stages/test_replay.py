@@ -55,7 +55,7 @@ def talk(rig: Rig, first: int, num: int = 3) -> None:
     arena = rig.arena("schedule.0")
     seqs = range(first, first + num)
     for seq in seqs:
-        rig.send(opening(seq, m.TextOptions(stop=["STOP"])), "schedule.0")
+        rig.send(opening(seq, m.GenerationOptions(stop=["STOP"])), "schedule.0")
     rig.send(settled([(seq, 0, ids_of("hello "), m.Finish.NONE) for seq in seqs]), "schedule.0")
     long = "x🤖" * 700
     big = settled([(seq, 6, ids_of(long), m.Finish.NONE) for seq in seqs], lambda array: arena.put(array.tobytes()))
@@ -300,7 +300,7 @@ def test_ingest_judges_grammars_as_it_did_whatever_its_checker_came_to(tmp_path:
 
 def run_steps(rig: Rig, row: int, first_step: int, num: int = 4) -> None:
     prompt = list(range(7, 47))
-    add = row_add(row, prompt, [3 * row, 3 * row + 1, 3 * row + 2], m.Sampling(temperature=2.0, seed=5))
+    add = row_add(row, prompt, [3 * row, 3 * row + 1, 3 * row + 2], m.GenerationOptions(temperature=2.0, seed=5))
     rig.send(make_step([(row, 0, 40, True)], adds=[add], step_id=first_step), "schedule.0")
     rig.receive("schedule", m.StepResult)
     for i in range(num):

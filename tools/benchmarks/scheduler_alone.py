@@ -12,8 +12,6 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 SAMPLED_ID = 5
 VOCAB_SIZE = 32000
-NO_PARAMS = msgspec.Raw(msgspec.msgpack.encode(m.Sampling()))
-NO_TEXT = msgspec.Raw(msgspec.msgpack.encode(m.TextOptions()))
 
 
 def answer(scheduler: Scheduler, step: m.Step) -> m.StepResult:
@@ -34,7 +32,8 @@ def answer(scheduler: Scheduler, step: m.Step) -> m.StepResult:
 
 def admission(number: int, prompt: "np.ndarray[tuple[int], np.dtype[np.int32]]", num_output: int) -> m.Admit:
     """A request with one sequence, older than those with higher numbers."""
-    return m.Admit(number, 1, 0, float(number), prompt.tobytes(), 1, num_output, NO_PARAMS, NO_TEXT)
+    options = msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions(max_tokens=num_output)))
+    return m.Admit(number, 1, 0, float(number), prompt.tobytes(), options)
 
 
 def request_cost(

@@ -17,7 +17,8 @@ class Open(Message, frozen=True, tag="open"):
     gateway: int
     prompt_tail: bytes
     """int32; the prompt's last ids: a first output token may continue a character or a word of it"""
-    text: Raw
+    options: Raw
+    """`GenerationOptions`"""
     outputs: Array = b""
     """int32; output ids that the client has already"""
     finish: int = Finish.NONE

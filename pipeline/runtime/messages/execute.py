@@ -19,7 +19,8 @@ class RowAdd(msgspec.Struct, array_like=True, frozen=True):
     num_prompt: int
     blocks: Array
     """int32; its block table so far"""
-    sampling: Raw
+    options: Raw
+    """`GenerationOptions`"""
     request_id: int = 0
     """Only for traces."""
     fork_of: int = -1

@@ -66,10 +66,10 @@ class Deltas(Message, frozen=True, tag="deltas"):
     sent_s: float = 0.0
     """When detokenize sent this."""
     records: list[bytes] = []
-    """By entry, the records of its ids, or nothing if its `TextOptions` don't ask for them; see
+    """By entry, the records of its ids, or nothing if the request has none; see
     pipeline/runtime/logprob_records.py. Empty if no entry has any; likewise the next."""
     pieces: list[list[bytes]] = []
-    """By entry, if its `TextOptions` ask for them: for each record the bytes of its id, then of the ids it names."""
+    """By entry, if `GenerationOptions.with_pieces` is set: for each record the bytes of its id, then of its top ids."""
     prompt_places: list[int] = []
     """Entries with records of their prompt's ids; the next three are parallel. Such an entry may have no ids."""
     prompt_offsets: list[int] = []
@@ -77,8 +77,8 @@ class Deltas(Message, frozen=True, tag="deltas"):
     prompt_records: list[bytes] = []
     """Of prompt ids, from the second on"""
     prompt_pieces: list[list[bytes]] = []
-    """If `TextOptions` ask for pieces: the bytes of the ids in each record. Those of the prompt's own ids are in
-    `Accepted`."""
+    """If `GenerationOptions.with_pieces` is set: the bytes of the top ids in each record. Those of the prompt's own ids
+    are in `Accepted`."""
     errors: list[str] = []
     """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
 

@@ -1,4 +1,4 @@
-"""The parts of a request: its prompt, how its tokens are sampled, and how its ids become text."""
+"""The parts of a request: its prompt, the options of its generation, and how ingest prepares it."""
 
 from enum import IntEnum
 
@@ -7,9 +7,41 @@ import msgspec
 from pipeline.shm.arrays import Array
 
 
-class Sampling(msgspec.Struct, array_like=True, frozen=True):
-    """How tokens are sampled. Read by the executor only; schedule passes it on undecoded."""
+class Pooling(IntEnum):
+    """How a prompt's hidden states, after the last norm, become its embedding."""
 
+    NONE = 0
+    MEAN = 1
+    LAST = 2
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """The client's constraint on the output, as the client gave it. Ingest compiles it."""
+
+    kind: str
+    """json_object, json_schema, closed_schema (objects have no properties except those it names), regex, choice,
+    grammar or structural_tag; or calls, of tools. With the prefix `compact_`, the JSON of an object, a schema or a tag
+    has no white space"""
+    source: str = ""
+    """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/text/formats); a
+    pattern; a grammar"""
+    param: str = ""
+    """The field of the request, for errors."""
+
+
+class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How output is generated from a prompt.
+
+    The gateway's parsing builds it, and ingest completes it (`max_tokens`, `bad_words_ids`, `compiled_grammar`).
+    `Submit`, `Admit`, `Open` and `RowAdd` hold it whole. A new request field is added here, in parsing, and in the
+    stage that uses it.
+    """
+
+    n: int = 1
+    """Sequences to generate."""
+    max_tokens: int | None = None
+    """Maximum number of output ids. None: as many as fit, until ingest knows how many. 0: none; `Accepted` closes the
+    request, and schedule never gets it."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -17,12 +49,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     """0 is off."""
     min_p: float = 0.0
     seed: int = 0
-    """u64, always set by the gateway. Sequence i of n samples with a key derived from (seed, i)."""
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    with_logprobs: bool = False
-    """The record of each id has its log probability under the model's own distribution: before temperature, filters,
-    penalties and masks."""
+    """u64. Sequence i of n samples with a key derived from (seed, i)."""
     repetition_penalty: float = 1.0
     """Above 0; 1 is off. See kernels/penalties.py, also for the next two."""
     presence_penalty: float = 0.0
@@ -33,46 +60,43 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     """Parallel: the biases."""
     allowed_ids: bytes = b""
     """int32, ascending; empty allows all"""
-    bad_words: list[list[int]] = []
+    bad_words: list[str] = []
+    """Texts that the output must not contain; ingest replaces them by `bad_words_ids`."""
+    bad_words_ids: list[list[int]] = []
     """Runs of ids that the output never contains: the last id of a run is not sampled after the others."""
     min_tokens: int = 0
-    """The output has at least this many ids before one that ends it."""
-    num_top: int = 0
-    """The record of each id also has this many of the likeliest ids; see pipeline/runtime/logprob_records.py."""
-    prompt_num_top: int = -1
-    """Likewise for the ids of the prompt, all but the first; -1: no records of them."""
-    pooling: int = 0
-    """`Pooling`. One id is sampled, which has no meaning; its record is the prompt's embedding."""
-    grammar: str = ""
-    """The grammar of the output in llguidance's own form (JSON or Lark), checked by ingest; empty allows anything."""
-
-
-class TextOptions(msgspec.Struct, array_like=True, frozen=True):
-    """How ids become text. Read by detokenize only; schedule passes it on undecoded."""
-
+    """No stop string, stop id or end-of-sequence id ends the output before it has this many ids."""
     stop: list[str] = []
     """Stop strings. The text ends before the first match."""
-    include_stop: bool = False
-    skip_special_tokens: bool = True
     stop_token_ids: list[int] = []
-    """Only for `stop_reason`, which names the id that stopped the sequence. The executor does the stopping."""
-    record_bytes: int = 0
-    """Bytes of each id's record, see `Sampling`; 0: no records. The gateway gets the records of the ids that count."""
-    num_top: int = 0
-    """As in `Sampling`; likewise"""
-    prompt_num_top: int = -1
+    ignore_eos: bool = False
+    include_stop: bool = False
+    """The text ends behind the stop string, not before it."""
+    skip_special_tokens: bool = True
+    num_logprobs: int = -1
+    """Each output id has a record with its logprob and this many top logprobs; -1: no records. Logprobs are those of
+    the model's own distribution: before temperature, filters, penalties and masks."""
+    num_prompt_logprobs: int = -1
+    """The same for the ids of the prompt, all but the first."""
     with_pieces: bool = False
     """The gateway gets the bytes of each id in a record."""
-    min_tokens: int = 0
-    """Stop strings that end within the text of the first `min_tokens` ids are ignored."""
+    pooling: int = Pooling.NONE
+    """If it is set, one id is sampled, which has no meaning, and its record is the prompt's embedding."""
+    grammar: Grammar | None = None
+    """The client's constraint on the output; ingest replaces it by `compiled_grammar`."""
+    compiled_grammar: str = ""
+    """The grammar of the output in llguidance's own form (JSON or Lark); empty allows anything."""
+    priority: int = 0
+    """Lower goes first if the scheduler's policy is `priority`."""
+    cache_salt: str = ""
+    """Only prompts with the same salt share KV blocks. With API keys it is the client's own salt within the scope of
+    its key (`api_keys.scoped_salt`)."""
 
-
-class Pooling(IntEnum):
-    """How a prompt's hidden states, after the last norm, become its embedding."""
-
-    NONE = 0
-    MEAN = 1
-    LAST = 2
+    @property
+    def needs_full_prefill(self) -> bool:
+        """Whether each sequence must compute every position of the prompt in one go: nothing comes from the prefix
+        cache, and a preempted prefill starts again from the beginning."""
+        return self.num_prompt_logprobs >= 0 or self.pooling != Pooling.NONE
 
 
 class ToolCall(msgspec.Struct, array_like=True, frozen=True):
@@ -145,17 +169,3 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     with_pieces: bool = False
     with_tail: bool = False
     """The end of a chat's text, which shows whether it opens the model's reasoning; see pipeline/text/formats."""
-
-
-class Grammar(msgspec.Struct, array_like=True, frozen=True):
-    """The client's constraint on the output, as the client gave it. Ingest turns it into `Sampling.grammar`."""
-
-    kind: str
-    """json_object, json_schema, closed_schema (objects have no properties except those it names), regex, choice,
-    grammar or structural_tag; or calls, of tools. With the prefix `compact_`, the JSON of an object, a schema or a tag
-    has no white space"""
-    source: str = ""
-    """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/text/formats); a
-    pattern; a grammar"""
-    param: str = ""
-    """The field of the request, for errors."""

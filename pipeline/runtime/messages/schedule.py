@@ -15,27 +15,13 @@ class Admit(Message, frozen=True, tag="admit"):
     arrival_s: float
     prompt_ids: Array
     """int32"""
-    n: int
-    max_tokens: int
-    """Maximum number of output ids; prompt and output together fit into max_model_len."""
-    sampling: Raw
-    """`Sampling`, undecoded."""
-    text: Raw
-    """`TextOptions`, undecoded."""
+    options: Raw
+    """`GenerationOptions`, which schedule passes on unchanged. `max_tokens` is set, and prompt and output together fit
+    into max_model_len."""
     outputs: list[Array] = []
     """int32; output ids that are known already, one array for each sequence; empty for a new request"""
     finishes: bytes = b""
     """uint8, parallel: `Finish`; STOP if the last of these ids ends the sequence, else NONE"""
-    priority: int = 0
-    """As in `Submit`; likewise"""
-    cache_salt: str = ""
-    record_bytes: int = 0
-    """Bytes of each output id's record; 0: no records."""
-    prompt_record_bytes: int = 0
-    """Likewise for the prompt's ids, all but the first, by the first sequence of the request"""
-    needs_full_prefill: bool = False
-    """Each sequence computes every position of the prompt in one go: nothing comes from the prefix cache, and a
-    preempted prefill starts again from the beginning."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):

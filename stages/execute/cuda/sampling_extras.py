@@ -121,7 +121,7 @@ class SamplingExtras:
         logits, requested_features = self._model.logits[: step.num_samples], table.requested_features
         shapes = bool(requested_features & (SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK))
         num_top = np.full(step.num_samples, NO_LOGPROBS, np.int32)
-        num_top[: len(rows)] = table.num_top[rows]
+        num_top[: len(rows)] = table.num_logprobs[rows]
         builder: _LogprobBuilder | None = None
         if requested_features & SamplingFeature.LOGPROBS and (num_top >= 0).any():
             builder = _LogprobBuilder(self._device, num_top, self._logprob_scratch)

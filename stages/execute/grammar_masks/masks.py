@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import Sampling
+from pipeline.runtime.messages import GenerationOptions
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.supervisor.process_usage import usage_of
 
@@ -72,13 +72,14 @@ class Masks:
             )
             self._is_ready = False
 
-    def add(self, row: int, sampling: Sampling, num_prompt: int) -> None:
+    def add(self, row: int, options: GenerationOptions, num_prompt: int) -> None:
         """A row with a grammar."""
-        self._rows[row] = _Row(Begin(sampling.grammar, sampling.stop_token_ids, sampling.ignore_eos), num_prompt, 0)
+        begin = Begin(options.compiled_grammar, options.stop_token_ids, options.ignore_eos)
+        self._rows[row] = _Row(begin, num_prompt, 0)
         self.start()
         try:
             if self._look_ready():
-                self._send(Order([], [sampling.grammar], 0, []))
+                self._send(Order([], [options.compiled_grammar], 0, []))
         except Gone:
             self._stop()
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
 
@@ -69,7 +69,7 @@ class Instant:
         """Bytes of the records of ids, and of those of the prompt's."""
         self._prompt_widths = np.zeros(max_num_seqs, np.int64)
         self._num_prompt = np.zeros(max_num_seqs, np.int64)
-        self._samplings = msgspec.msgpack.Decoder(m.Sampling)
+        self._options = msgspec.msgpack.Decoder(m.GenerationOptions)
 
     def step(self, stage: Stage[m.ExecuteInbox], step: m.Step) -> m.StepResult:
         arrays = stage.arrays
@@ -103,13 +103,8 @@ class Instant:
         )
 
     def _add(self, add: m.RowAdd) -> None:
-        row, sampling = add.row, self._samplings.decode(add.sampling)
+        row, options = add.row, self._options.decode(add.options)
         self._generations[row] = add.generation
         self._num_prompt[row] = add.num_prompt
-        asks_of_prompt = sampling.prompt_num_top >= 0 and add.index == 0
-        self._prompt_widths[row] = logprob_bytes(sampling.prompt_num_top) if asks_of_prompt else 0
-        self._widths[row] = 0
-        if sampling.pooling:
-            self._widths[row] = embedding_bytes(self._hidden_size)
-        elif sampling.with_logprobs:
-            self._widths[row] = logprob_bytes(sampling.num_top)
+        self._prompt_widths[row] = prompt_record_bytes(options) if add.index == 0 else 0
+        self._widths[row] = record_bytes(options, self._hidden_size)

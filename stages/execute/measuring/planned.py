@@ -15,10 +15,10 @@ from pipeline.runtime import messages as m
 Entry = tuple[int, int, int, bool]
 """Row, start, count, whether it is sampled."""
 
-GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)
 
 
-def row_add(row: int, ids: Sequence[int], blocks: Sequence[int], sampling: m.Sampling = GREEDY) -> m.RowAdd:
+def row_add(row: int, ids: Sequence[int], blocks: Sequence[int], options: m.GenerationOptions = GREEDY) -> m.RowAdd:
     """A sequence takes a row, with all blocks that it will ever need."""
     return m.RowAdd(
         row=row,
@@ -27,7 +27,7 @@ def row_add(row: int, ids: Sequence[int], blocks: Sequence[int], sampling: m.Sam
         ids=i32(ids),
         num_prompt=len(ids),
         blocks=i32(blocks),
-        sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)),
+        options=msgspec.Raw(msgspec.msgpack.encode(options)),
     )
 
 

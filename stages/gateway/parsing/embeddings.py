@@ -7,7 +7,6 @@ from msgspec import Meta
 
 from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import embedding_bytes
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing import request_ids
 from pipeline.stages.gateway.parsing.bodies import with_unsupported
@@ -92,18 +91,20 @@ def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
         model=decoded.model,
         prompts=prompts,
         n=1,
-        max_tokens=1,
         max_tokens_param="input",
         seed=0,
-        sampling=m.Sampling(temperature=0.0, pooling=POOLING[decoded.pooling or "last"]),
-        text=m.TextOptions(record_bytes=embedding_bytes(hidden_size)),
+        options=m.GenerationOptions(
+            max_tokens=1,
+            temperature=0.0,
+            pooling=POOLING[decoded.pooling or "last"],
+            priority=priority_of(decoded.priority, limits),
+            cache_salt=decoded.cache_salt or "",
+        ),
         stream=False,
         include_usage=False,
         prompt_options=m.PromptOptions(decoded.add_special_tokens, truncate=truncate),
         prompt_param="input",
         request_id=request_ids.checked(decoded.request_id, "request_id"),
-        priority=priority_of(decoded.priority, limits),
-        cache_salt=decoded.cache_salt or "",
         timeout_s=decoded.timeout_s,
         embedding=EmbeddingOptions(dimensions=decoded.dimensions, is_base64=decoded.encoding_format == "base64"),
     )

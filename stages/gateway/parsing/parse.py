@@ -44,11 +44,9 @@ from pipeline.stages.gateway.parsing.prompt_fields import (
 from pipeline.stages.gateway.parsing.sampling_fields import (
     check_counts,
     check_num_allowed,
-    sampling_of,
+    generation_options,
     seed_of,
-    text_of,
 )
-from pipeline.stages.gateway.parsing.structured_outputs import grammar_of
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top, with_details
 from pipeline.text.formats.chat_formats import ChatFormats
 
@@ -107,12 +105,13 @@ def _with_reply(parsed: ParsedRequest, chat: ChatBody, formats: ChatFormats) -> 
     if form is None:
         return parsed
     replace = msgspec.structs.replace
-    skip = parsed.text.skip_special_tokens and not formats.needs_specials(form.tool_choice)
+    options = parsed.options
+    skip = options.skip_special_tokens and not formats.needs_specials(form.tool_choice)
+    grammar = calls_grammar(prompt, formats, options.grammar)
     return replace(
         parsed,
         reply=form,
-        text=replace(parsed.text, skip_special_tokens=skip),
-        grammar=calls_grammar(prompt, formats, parsed.grammar),
+        options=replace(options, skip_special_tokens=skip, grammar=grammar),
         prompt_options=replace(parsed.prompt_options, with_tail=formats.reasoning is not None),
     )
 
@@ -169,8 +168,9 @@ def _with_echo(parsed: ParsedRequest) -> ParsedRequest:
         with_text=isinstance(parsed.prompts[0], m.IdsPrompt),
     )
     parsed = msgspec.structs.replace(parsed, echo=True, prompt_options=options)
-    if parsed.max_tokens == 0 and parsed.details.prompt_record_num_top >= 0:
-        return msgspec.structs.replace(parsed, max_tokens=1, hides_output=True)
+    if parsed.options.max_tokens == 0 and parsed.details.prompt_record_num_top >= 0:
+        one = msgspec.structs.replace(parsed.options, max_tokens=1)
+        return msgspec.structs.replace(parsed, options=one, hides_output=True)
     return parsed
 
 
@@ -211,11 +211,9 @@ def _lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limit
         model=limits.model,
         prompts=[prompt],
         n=1,
-        max_tokens=0,
         max_tokens_param="max_tokens",
         seed=0,
-        sampling=m.Sampling(),
-        text=m.TextOptions(),
+        options=m.GenerationOptions(max_tokens=0),
         stream=False,
         include_usage=False,
         prompt_options=options,
@@ -244,15 +242,15 @@ def parsed_request_of(
     n = body.n or 1
     is_scored = num_sequences > n
     _check_num_sequences(num_sequences, num, "best_of" if is_scored else "n", limits)
-    options = _stream_options(body)
-    sampling, text = with_details(
-        sampling_of(body, max_tokens, limits.vocab_size),
-        text_of(body),
-        details,
-        is_scored=is_scored,
-        with_pieces=with_pieces,
+    stream_options = _stream_options(body)
+    options = msgspec.structs.replace(
+        generation_options(body, max_tokens, limits),
+        n=num_sequences,
+        priority=priority_of(body.priority, limits),
+        cache_salt=body.cache_salt or "",
     )
-    check_num_allowed(sampling, num * num_sequences)
+    options = with_details(options, details, is_scored=is_scored, with_pieces=with_pieces)
+    check_num_allowed(options, num * num_sequences)
     prompt_list = prompts()
     check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes)
     return ParsedRequest(
@@ -260,27 +258,20 @@ def parsed_request_of(
         model=body.model,
         prompts=prompt_list,
         n=n,
-        best_of=num_sequences if is_scored else None,
-        max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
         seed=seed_of(body.seed),
-        sampling=sampling,
-        text=text,
+        options=options,
         prompt_options=m.PromptOptions(
             body.add_special_tokens,
             truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens),
-            with_pieces=text.with_pieces and details.prompt_record_num_top >= 0,
+            with_pieces=options.with_pieces and details.prompt_record_num_top >= 0,
         ),
         stream=bool(body.stream),
-        include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        include_usage=bool(stream_options.include_usage),
+        continuous_usage=bool(stream_options.include_usage and stream_options.continuous_usage_stats),
         request_id=request_ids.checked(body.request_id, "request_id"),
         timings=bool(body.timings),
-        priority=priority_of(body.priority, limits),
-        cache_salt=body.cache_salt or "",
         timeout_s=body.timeout_s,
-        grammar=grammar_of(body, limits.caps),
-        bad_words=body.bad_words or [],
         details=details,
     )
 

@@ -47,16 +47,17 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
         message = f"'received' must have one entry for each of n = {parsed.n} sequences, not {len(generate.received)}"
         raise invalid("received", message, "invalid_value")
     (prompt,) = parsed.prompts
-    grammar = (
-        calls_grammar(prompt, limits.formats, parsed.grammar) if isinstance(prompt, m.ChatPrompt) else parsed.grammar
-    )
+    options = parsed.options
+    if isinstance(prompt, m.ChatPrompt):
+        grammar = calls_grammar(prompt, limits.formats, options.grammar)
+        options = msgspec.structs.replace(options, grammar=grammar)
     return msgspec.structs.replace(
         parsed,
         stream=True,
         outputs=[_whole_ids(ids, f"received[{i}]") for i, ids in enumerate(generate.received)],
         request_id=request_ids.checked(generate.name, "name"),
         timings=generate.timings,
-        grammar=grammar,
+        options=options,
     )
 
 

@@ -39,7 +39,7 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked client request. RequestTable sets `sampling.seed`, for each prompt.
+    """A checked client request. RequestTable completes `options` for each prompt: its seed, and the scope of its salt.
 
     Recordings hold it, so its field names must not change.
     """
@@ -48,14 +48,12 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompts: list[m.Prompt]
     n: int
-    """Sequences to return for each prompt."""
-    max_tokens: int | None
+    """Sequences to return for each prompt: with best_of, the best of `options.n`."""
     max_tokens_param: str
-    """The field that sets it."""
+    """The field that sets `options.max_tokens`."""
     seed: int | None
     """u64; None for a random seed"""
-    sampling: m.Sampling
-    text: m.TextOptions
+    options: m.GenerationOptions
     stream: bool
     include_usage: bool
     outputs: list[bytes] = []
@@ -71,15 +69,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The reply has timings."""
     received_s: float = 0.0
     """When the request began to arrive, by time.monotonic(); 0 if unknown."""
-    priority: int = 0
-    cache_salt: str = ""
     timeout_s: float | None = None
     """From `received_s` to its end; None for the server's default."""
-    best_of: int | None = None
-    """Sequences to generate for each prompt, of which the n best are returned; None to generate and return n."""
-    grammar: m.Grammar | None = None
-    """Constrains the output."""
-    bad_words: list[str] = []
     details: TokenDetailOptions = TokenDetailOptions()
     """Which token details the reply has."""
     hides_output: bool = False
@@ -99,7 +90,12 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_sequences(self) -> int:
         """Sequences to generate for each prompt."""
-        return self.best_of or self.n
+        return self.options.n
+
+    @property
+    def is_best_of(self) -> bool:
+        """Whether the n best of its sequences are returned."""
+        return self.options.n > self.n
 
     @property
     def is_lookup(self) -> bool:

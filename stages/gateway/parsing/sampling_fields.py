@@ -12,7 +12,8 @@ from msgspec import Meta
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, shown
-from pipeline.stages.gateway.parsing.structured_outputs import StructuredFields
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.parsing.structured_outputs import StructuredFields, grammar_of
 
 MAX_STOP_CHARS = 256
 """Longest stop string, and longest entry of bad_words."""
@@ -107,9 +108,9 @@ def check_counts(fields: SamplingFields, caps: Caps) -> None:
             raise invalid(name, message, "invalid_value")
 
 
-def check_num_allowed(sampling: m.Sampling, num_sequences: int) -> None:
+def check_num_allowed(options: m.GenerationOptions, num_sequences: int) -> None:
     """Check the ids of all sequences together: many may start in one step. Raises ApiError."""
-    num_ids = len(sampling.allowed_ids) // 4
+    num_ids = len(options.allowed_ids) // 4
     if num_ids * num_sequences > MAX_ALLOWED:
         message = (
             f"'allowed_token_ids' has {num_ids} entries for each of {num_sequences} sequences, and at most "
@@ -118,36 +119,32 @@ def check_num_allowed(sampling: m.Sampling, num_sequences: int) -> None:
         raise invalid("allowed_token_ids", message, "invalid_value")
 
 
-def sampling_of(fields: SamplingFields, max_tokens: int | None, vocab_size: int | None) -> m.Sampling:
-    """Sampling parameters, without the seed and logprobs. Call `check_counts` first. Raises ApiError."""
-    bias = _bias(fields.logit_bias or {}, vocab_size)
+def generation_options(fields: SamplingFields, max_tokens: int | None, limits: RequestLimits) -> m.GenerationOptions:
+    """The options that all routes share. Call `check_counts` first. Raises ApiError."""
+    bias = _bias(fields.logit_bias or {}, limits.vocab_size)
     stop_ids = fields.stop_token_ids or []
-    _check_ids(stop_ids, "stop_token_ids", vocab_size)
-    return m.Sampling(
+    _check_ids(stop_ids, "stop_token_ids", limits.vocab_size)
+    return m.GenerationOptions(
+        n=fields.n or 1,
+        max_tokens=max_tokens,
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=max(0, fields.top_k or 0),
         min_p=fields.min_p or 0.0,
-        stop_token_ids=stop_ids,
-        ignore_eos=bool(fields.ignore_eos),
         repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         bias_ids=list(bias),
         bias_values=list(bias.values()),
-        allowed_ids=_allowed(fields.allowed_token_ids, vocab_size),
+        allowed_ids=_allowed(fields.allowed_token_ids, limits.vocab_size),
+        bad_words=fields.bad_words or [],
         min_tokens=_min_tokens(fields.min_tokens or 0, max_tokens),
-    )
-
-
-def text_of(fields: SamplingFields) -> m.TextOptions:
-    """Detokenization parameters, without logprobs. Call `check_counts` first. Raises ApiError."""
-    return m.TextOptions(
         stop=_stop(fields.stop),
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(fields.ignore_eos),
         include_stop=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens is not False,
-        stop_token_ids=fields.stop_token_ids or [],
-        min_tokens=fields.min_tokens or 0,
+        grammar=grammar_of(fields, limits.caps),
     )
 
 

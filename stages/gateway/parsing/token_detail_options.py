@@ -3,7 +3,6 @@
 import msgspec
 
 from pipeline.config.settings import LimitSettings as Caps
-from pipeline.runtime import logprob_records
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 
@@ -24,7 +23,7 @@ class TokenDetailOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_record_num_top(self) -> int:
-        """Top logprobs in the records of prompt ids; -1 for no records. See `Sampling.prompt_num_top`."""
+        """Top logprobs in the records of prompt ids; -1 for no records. See `GenerationOptions.num_prompt_logprobs`."""
         echoed = self.num_top if self.with_echo else None
         return max((num for num in (echoed, self.prompt_num_top) if num is not None), default=-1)
 
@@ -54,19 +53,17 @@ def check_num_top(param: str, num_top: int | None, caps: Caps) -> int | None:
 
 
 def with_details(
-    sampling: m.Sampling, text: m.TextOptions, details: TokenDetailOptions, *, is_scored: bool, with_pieces: bool = True
-) -> tuple[m.Sampling, m.TextOptions]:
+    options: m.GenerationOptions, details: TokenDetailOptions, *, is_scored: bool, with_pieces: bool = True
+) -> m.GenerationOptions:
     """Add what the stages must send for these details. `is_scored`: sequences are ranked by their logprobs, even if
     these are not returned."""
-    num_top, prompt_num_top = details.num_top or 0, details.prompt_record_num_top
-    has_records = is_scored or details.num_top is not None
-    return (
-        msgspec.structs.replace(sampling, with_logprobs=has_records, num_top=num_top, prompt_num_top=prompt_num_top),
-        msgspec.structs.replace(
-            text,
-            record_bytes=logprob_records.logprob_bytes(num_top) if has_records else 0,
-            num_top=num_top,
-            prompt_num_top=prompt_num_top,
-            with_pieces=with_pieces and (details.num_top is not None or prompt_num_top >= 0),
-        ),
+    num_prompt_logprobs = details.prompt_record_num_top
+    num_logprobs = details.num_top
+    if num_logprobs is None:
+        num_logprobs = 0 if is_scored else -1
+    return msgspec.structs.replace(
+        options,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        with_pieces=with_pieces and (details.num_top is not None or num_prompt_logprobs >= 0),
     )

@@ -82,10 +82,11 @@ def parse_tokens_only(body: bytes, limits: RequestLimits) -> ParsedRequest:
         parsed = _ask(decoded, limits)
     except ApiError as error:
         raise _in_params(error) from error
-    grammar = parsed.grammar
-    if grammar is not None:
+    options = parsed.options
+    if (grammar := options.grammar) is not None:
         grammar = msgspec.structs.replace(grammar, param=f"sampling_params.{grammar.param}")
-    return msgspec.structs.replace(parsed, is_tokens_only=True, grammar=grammar, prompt_param="token_ids")
+        options = msgspec.structs.replace(options, grammar=grammar)
+    return msgspec.structs.replace(parsed, is_tokens_only=True, options=options, prompt_param="token_ids")
 
 
 def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:

@@ -55,17 +55,18 @@ class Rendering:
         self._max_model_len = limits.max_prompt_tokens
         if parsed.echo:
             raise invalid("echo", "'echo' cannot be rendered: there is no output")
-        options = msgspec.structs.replace(parsed.prompt_options, any_length=True, with_text=True, with_pieces=False)
+        prompt_options = msgspec.structs.replace(
+            parsed.prompt_options, any_length=True, with_text=True, with_pieces=False
+        )
         return msgspec.structs.replace(
             parsed,
             n=1,
-            best_of=None,
-            max_tokens=0,
+            options=msgspec.structs.replace(parsed.options, n=1, max_tokens=0),
             stream=False,
             include_usage=False,
             continuous_usage=False,
             hides_output=False,
-            prompt_options=options,
+            prompt_options=prompt_options,
         )
 
     def body_of(self, request: Request) -> bytes:
@@ -88,15 +89,15 @@ class Rendering:
             model=parsed.model,
             stream=parsed.stream,
             stream_options=body.stream_options,
-            cache_salt=parsed.cache_salt or None,
-            priority=parsed.priority,
+            cache_salt=parsed.options.cache_salt or None,
+            priority=parsed.options.priority,
             prompt=prompt_request.prompt_text or "",
         )
 
     def _params(self, body: Body, num_ids: int) -> GenerateSamplingParams:
         """The client's parameters, with max_tokens filled in."""
         fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
-        max_tokens = self._parsed.max_tokens
+        max_tokens = self._parsed.options.max_tokens
         if max_tokens is None and self._max_model_len is not None:
             max_tokens = max(1, self._max_model_len - num_ids)
         return GenerateSamplingParams(**fields, max_tokens=max_tokens, logprobs=self._parsed.details.num_top)

@@ -19,7 +19,7 @@ def body_of(request: Request) -> bytes:
 def is_large(request: Request) -> bool:
     """Whether to build the body in a thread, so that the event loop is not blocked."""
     size = sum(len(one.records) for one in request.sequences) + sum(
-        len(one.prompt_records) * one.submit.n for one in request.prompt_requests
+        len(one.prompt_records) * one.submit.options.n for one in request.prompt_requests
     )
     return size > LARGE_BYTES
 

@@ -51,7 +51,7 @@ class TokenDetailFormatter:
         num_ids = self._sequence.num_ids - self._num_sent
         if self._is_first and self._options.with_echo and self._prompt_request.prompt_ids is not None:
             num_ids += len(self._prompt_request.prompt_ids)
-        return 0 if self._options.num_top is None else num_ids * (1 + self._parsed.text.num_top)
+        return 0 if self._options.num_top is None else num_ids * (1 + self._parsed.options.num_logprobs)
 
     @property
     def is_waiting(self) -> bool:
@@ -101,7 +101,7 @@ class TokenDetailFormatter:
 
     def _decode_records(self, ids: list[int]) -> list[logprobs.DecodedRecord]:
         """Decode the records of these ids, and drop them from the sequence."""
-        sequence, num_top = self._sequence, self._parsed.text.num_top
+        sequence, num_top = self._sequence, self._parsed.options.num_logprobs
         num_bytes = len(ids) * logprob_bytes(num_top)
         decoded = list(logprobs.decode_records(ids, bytes(sequence.records[:num_bytes]), sequence.pieces, num_top))
         sequence.records.clear()
@@ -121,7 +121,7 @@ def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogpr
 
 def decode_prompt_records(prompt_request: PromptRequest) -> list[logprobs.DecodedRecord]:
     ids = [] if prompt_request.prompt_ids is None else prompt_request.prompt_ids.tolist()
-    num_top = prompt_request.submit.text.prompt_num_top
+    num_top = prompt_request.submit.options.num_prompt_logprobs
     return logprobs.decode_prompt_records(
         ids, bytes(prompt_request.prompt_records), prompt_request.pieces or [], prompt_request.prompt_pieces, num_top
     )

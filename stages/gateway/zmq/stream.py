@@ -49,7 +49,7 @@ class ZmqStream:
         """Sequences whose end has not been sent. With best_of, none until all have finished."""
         self._num_prompt_records = 0
         """Prompt records that have been sent."""
-        self._is_choosing = request.parsed.best_of is not None
+        self._is_choosing = request.parsed.is_best_of
         if not self._is_choosing:
             self._take(request.sequences)
         self._is_aborted = False
@@ -170,7 +170,7 @@ class ZmqStream:
         if begin == end:
             return p.Delta(self.request_id, outputs)
         (prompt_request,) = self._request.prompt_requests
-        num_top = prompt_request.submit.text.prompt_num_top
+        num_top = prompt_request.submit.options.num_prompt_logprobs
         width = logprob_bytes(num_top)
         records = bytes(prompt_request.prompt_records[begin * width : end * width])
         pieces = prompt_request.prompt_pieces[begin * num_top : end * num_top]
@@ -181,7 +181,7 @@ class ZmqStream:
         assert prompt_request.prompt_ids is not None
         ids = prompt_request.prompt_ids.astype("<i4").tobytes()
         return p.Accepted(
-            self.request_id, ids, prompt_request.submit.sampling.seed, self._request.id, prompt_request.pieces or []
+            self.request_id, ids, prompt_request.submit.options.seed, self._request.id, prompt_request.pieces or []
         )
 
     def _finished(self) -> p.Finished:

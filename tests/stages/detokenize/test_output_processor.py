@@ -24,8 +24,10 @@ def ids_of(text: str) -> list[int]:
     return [BYTES[byte] for byte in text.encode()]
 
 
-def opening(seq: int, options: m.TextOptions | None = None, gateway: int = 0, tail: list[int] | None = None) -> m.Open:
-    raw = msgspec.Raw(msgspec.msgpack.encode(options or m.TextOptions()))
+def opening(
+    seq: int, options: m.GenerationOptions | None = None, gateway: int = 0, tail: list[int] | None = None
+) -> m.Open:
+    raw = msgspec.Raw(msgspec.msgpack.encode(options or m.GenerationOptions()))
     return m.Open(seq, 1000 + seq, 2, seq % 3, gateway, np.array(tail or [], np.int32).tobytes(), raw)
 
 
@@ -72,7 +74,7 @@ def tell(processor: OutputProcessor, told: Told) -> None:
 
 
 def run_one(
-    ids: list[int], finish: int, options: m.TextOptions | None = None, cuts: list[int] | None = None
+    ids: list[int], finish: int, options: m.GenerationOptions | None = None, cuts: list[int] | None = None
 ) -> tuple[Told, list[m.Abort]]:
     """One sequence, its ids grouped by `cuts`, told after each message."""
     processor, told, aborts = OutputProcessor(VOCABULARY), Told(), []
@@ -94,7 +96,7 @@ OUTPUTS = st.lists(
     max_size=24,
 )
 OPTIONS = st.builds(
-    m.TextOptions,
+    m.GenerationOptions,
     stop=st.lists(st.text("ab \n\ufffd", max_size=3), max_size=3),
     include_stop=st.booleans(),
     skip_special_tokens=st.booleans(),
@@ -103,7 +105,7 @@ OPTIONS = st.builds(
 FINISHES = st.sampled_from([m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT, m.Finish.ERROR])
 
 
-def outcome(ids: list[int], finish: int, options: m.TextOptions) -> tuple[str, list[int], int, str | int | None]:
+def outcome(ids: list[int], finish: int, options: m.GenerationOptions) -> tuple[str, list[int], int, str | int | None]:
     """What a client must have in the end: text, ids, finish, stop reason; by the whole text and the naive rule."""
     stopped_by_id = finish == m.Finish.STOP
     asked_for = stopped_by_id and ids[-1] in options.stop_token_ids
@@ -183,7 +185,7 @@ def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
 
 
 def test_the_id_that_stopped_it_counts_but_is_not_shown():
-    told, _ = run_one([*ids_of("hi"), END], m.Finish.STOP, m.TextOptions(skip_special_tokens=False))
+    told, _ = run_one([*ids_of("hi"), END], m.Finish.STOP, m.GenerationOptions(skip_special_tokens=False))
     assert (told.text[5], told.ids[5]) == ("hi", [*ids_of("hi"), END])
     assert told.closing[5] == (m.Finish.STOP, None)
 
@@ -191,14 +193,14 @@ def test_the_id_that_stopped_it_counts_but_is_not_shown():
 def test_a_stop_id_that_was_asked_for_is_the_reason_and_shown_on_request():
     [stop_id] = ids_of("!")
     for include_stop, text in ((False, "hi"), (True, "hi!")):
-        options = m.TextOptions(stop_token_ids=[stop_id], include_stop=include_stop)
+        options = m.GenerationOptions(stop_token_ids=[stop_id], include_stop=include_stop)
         told, _ = run_one(ids_of("hi!"), m.Finish.STOP, options)
         assert (told.text[5], told.closing[5]) == (text, (m.Finish.STOP, stop_id))
 
 
 def test_a_stop_string_asks_schedule_to_end_the_sequence_once_and_drops_what_follows():
     processor, told = OutputProcessor(VOCABULARY), Told()
-    processor.open(opening(5, m.TextOptions(stop=["b c"])))
+    processor.open(opening(5, m.GenerationOptions(stop=["b c"])))
     aborts = processor.settle([5], [0], [6], ids_of("ab cde"), [m.Finish.NONE])
     assert aborts == [m.Abort(1005, 2, 2, m.Finish.STOP)]
     tell(processor, told)
@@ -211,14 +213,14 @@ def test_a_stop_string_asks_schedule_to_end_the_sequence_once_and_drops_what_fol
 
 
 def test_a_stop_string_that_schedules_closing_completes_needs_no_abort():
-    told, aborts = run_one(ids_of("ab"), m.Finish.LENGTH, m.TextOptions(stop=["b"]))
+    told, aborts = run_one(ids_of("ab"), m.Finish.LENGTH, m.GenerationOptions(stop=["b"]))
     assert aborts == []
     assert (told.text[5], told.closing[5]) == ("a", (m.Finish.STOP, "b"))
 
 
 def test_text_that_may_begin_a_stop_string_waits_while_its_ids_go_on():
     processor, told = OutputProcessor(VOCABULARY), Told()
-    processor.open(opening(5, m.TextOptions(stop=["xyz"])))
+    processor.open(opening(5, m.GenerationOptions(stop=["xyz"])))
     processor.settle([5], [0], [3], ids_of("axy"), [m.Finish.NONE])
     tell(processor, told)
     assert (told.text[5], told.ids[5]) == ("a", ids_of("axy"))

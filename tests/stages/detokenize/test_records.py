@@ -9,7 +9,7 @@ from pipeline.stages.detokenize.output_processor import OutputProcessor
 from tests.fakes import record
 from tests.stages.detokenize.test_output_processor import VOCABULARY, ids_of, opening
 
-ASKING = m.TextOptions(stop=["stop"], record_bytes=logprob_bytes(1), num_top=1)
+ASKING = m.GenerationOptions(stop=["stop"], num_logprobs=1)
 WORDS = ids_of("it has to stop here and now")
 WIDTH = logprob_bytes(1)
 NUM_COUNTED = len("it has to stop")
@@ -52,7 +52,7 @@ def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every:
 
 def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
     processor = OutputProcessor(VOCABULARY)
-    processor.open(opening(5, m.TextOptions(record_bytes=WIDTH)))
+    processor.open(opening(5, m.GenerationOptions()))
     processor.settle([5], [0], [4], WORDS[:4], [m.Finish.NONE], records=records_of(WORDS[:4]))
     processor.settle([5], [2], [6], WORDS[2:8], [m.Finish.STOP], records=records_of(WORDS[2:8]))
     assert told(processor.deltas(0)) == [(WORDS[:8], records_of(WORDS[:8]))]
@@ -87,7 +87,7 @@ def bytes_of(token_id: int) -> bytes:
 
 @pytest.mark.parametrize("num_top", [0, 1, 3])
 def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> None:
-    asking = m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
+    asking = m.GenerationOptions(num_logprobs=num_top, with_pieces=True)
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(3, None))
     processor.open(opening(4, asking))
@@ -99,7 +99,7 @@ def test_the_bytes_of_the_ids_that_records_name_come_with_them(num_top: int) -> 
 
 @pytest.mark.parametrize("with_pieces", [False, True])
 def test_prompt_records_are_sent_once_and_before_the_end(with_pieces: bool) -> None:
-    options = m.TextOptions(prompt_num_top=2, with_pieces=with_pieces)
+    options = m.GenerationOptions(num_prompt_logprobs=2, with_pieces=with_pieces)
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(3, None))
     processor.open(opening(4, options))
@@ -138,7 +138,7 @@ def test_the_reason_of_an_error_reaches_the_gateway() -> None:
 def test_a_stop_string_counts_that_ends_behind_the_first_ids(min_tokens: int) -> None:
     """Also one that begins within them."""
     processor = OutputProcessor(VOCABULARY)
-    processor.open(opening(5, m.TextOptions(stop=["stop"], min_tokens=min_tokens)))
+    processor.open(opening(5, m.GenerationOptions(stop=["stop"], min_tokens=min_tokens)))
     processor.settle([5], [0], [6], WORDS[:6], [m.Finish.NONE])
     processor.settle([5], [6], [len(WORDS) - 6], WORDS[6:], [m.Finish.LENGTH])
     text = "".join(processor.deltas(0).texts)

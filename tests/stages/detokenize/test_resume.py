@@ -20,7 +20,7 @@ from tests.stages.detokenize.test_output_processor import (
 )
 
 
-def offsets_by_id(ids: list[int], options: m.TextOptions) -> list[int]:
+def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
     """Characters that an uninterrupted client has been shown with each number of ids, while its sequence goes on."""
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(5, options))
@@ -38,11 +38,13 @@ def offsets_by_id(ids: list[int], options: m.TextOptions) -> list[int]:
 
 @settings(max_examples=600, deadline=None)
 @given(OUTPUTS, FINISHES, OPTIONS, st.integers(0, 24))
-@example(ids_of("a☔b"), m.Finish.LENGTH, m.TextOptions(), 2)  # inside a character
-@example(ids_of("xENDy"), m.Finish.LENGTH, m.TextOptions(stop=["END"]), 2)  # inside a stop string
-@example([*ids_of("ab"), END], m.Finish.STOP, m.TextOptions(stop_token_ids=[END], include_stop=True), 3)
-@example([*ids_of("ab"), BYTES[0xE2]], m.Finish.LENGTH, m.TextOptions(), 3)
-def test_cut_anywhere_the_same_text_follows(ids: list[int], finish: m.Finish, options: m.TextOptions, cut: int) -> None:
+@example(ids_of("a☔b"), m.Finish.LENGTH, m.GenerationOptions(), 2)  # inside a character
+@example(ids_of("xENDy"), m.Finish.LENGTH, m.GenerationOptions(stop=["END"]), 2)  # inside a stop string
+@example([*ids_of("ab"), END], m.Finish.STOP, m.GenerationOptions(stop_token_ids=[END], include_stop=True), 3)
+@example([*ids_of("ab"), BYTES[0xE2]], m.Finish.LENGTH, m.GenerationOptions(), 3)
+def test_cut_anywhere_the_same_text_follows(
+    ids: list[int], finish: m.Finish, options: m.GenerationOptions, cut: int
+) -> None:
     text, shown_ids, closing, reason = outcome(ids, finish, options)
     cut = min(cut, len(shown_ids))
     if finish in (m.Finish.ABORT, m.Finish.ERROR):

@@ -86,7 +86,7 @@ def test_the_text_continues_the_prompt(rig):
 
 
 def test_a_stop_string_is_reported_to_gateway_and_schedule_and_the_closing_is_dropped(rig):
-    say(rig, opening(1, m.TextOptions(stop=["stop"])))
+    say(rig, opening(1, m.GenerationOptions(stop=["stop"])))
     say(rig, settled([(1, 0, ids_of("go stop and"), m.Finish.NONE)]))
     told = told_until_closed(rig, 1)
     assert (told.text[1], told.ids[1]) == ("go ", ids_of("go stop"))
@@ -186,7 +186,7 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
         assert schedule.send(message)
         until(lambda: detokenize.turn() or stage.inbox.num_received > num)
 
-    stop = m.TextOptions(stop=["."])
+    stop = m.GenerationOptions(stop=["."])
     text = "one two three"
     for seq in range(3):
         turn_with(opening(seq, stop))
@@ -233,9 +233,9 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
 
 def test_the_options_that_schedule_passes_on_are_those_of_the_gateway(rig):
     """They travel undecoded, inside the message."""
-    options = m.TextOptions(["\n"], True, False, [3])
+    options = m.GenerationOptions(stop=["\n"], include_stop=True, skip_special_tokens=False, stop_token_ids=[3])
     admit = m.Admit(
-        5, 0, 0, 0.0, b"", 1, 4, msgspec.Raw(msgspec.msgpack.encode(m.Sampling())), opening(5, options).text
+        5, 0, 0, 0.0, b"", 1, 4, msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions())), opening(5, options).text
     )
     passed_on = msgspec.msgpack.decode(msgspec.msgpack.encode(admit), type=m.Admit).text
     say(rig, m.Open(5, 1005, 2, 2, 0, b"", passed_on))
@@ -259,7 +259,7 @@ def test_resumed_ids_come_by_shared_memory_and_only_new_output_is_sent(rig):
 
 
 def test_a_stop_string_that_a_client_has_already_ends_the_sequence_at_once(rig):
-    options = m.TextOptions(stop=["END"])
+    options = m.GenerationOptions(stop=["END"])
     known = np.array(ids_of("the END"), np.int32).tobytes()
     say(rig, msgspec.structs.replace(opening(1, options), outputs=known))
     told = rig.receive("gateway", m.Deltas)

@@ -14,7 +14,7 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from pipeline.stages.execute.runner import Sampled
 
-GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)
 
 
 def settings(
@@ -47,7 +47,7 @@ def row_add(
     row: int,
     ids: list[int],
     blocks: list[int],
-    sampling: m.Sampling = GREEDY,
+    sampling: m.GenerationOptions = GREEDY,
     *,
     index: int = 0,
     generation: int = 1,
@@ -106,7 +106,7 @@ class GivenMasks:
         self.failed: dict[int, str] = {}
         """By place."""
 
-    def add(self, row: int, sampling: m.Sampling, num_prompt: int) -> None:
+    def add(self, row: int, sampling: m.GenerationOptions, num_prompt: int) -> None:
         pass
 
     def drop(self, rows: Any) -> None:
@@ -173,7 +173,7 @@ class Driver:
         chunk: int | None = None,
         shared: list[list[int]] | None = None,
         cached: list[int] | None = None,
-        sampling: m.Sampling = GREEDY,
+        sampling: m.GenerationOptions = GREEDY,
     ) -> list[list[int]]:
         """`num` ids for each prompt, all rows in one batch. `chunk` bounds the tokens of a prompt in one step;
         `shared[i]` are blocks that hold the first `cached[i]` ids of prompt i already."""

@@ -37,10 +37,10 @@ class Ask(msgspec.Struct, frozen=True):
     """Further fields of its sampling."""
 
     @property
-    def sampling(self) -> m.Sampling:
+    def sampling(self) -> m.GenerationOptions:
         temperature = 0.0 if self.seed == GREEDY else 1.3
         plain = {"temperature": temperature, "seed": max(0, self.seed), "ignore_eos": True}
-        return m.Sampling(**{**plain, **dict(self.samplings)})
+        return m.GenerationOptions(**{**plain, **dict(self.samplings)})
 
     def record_bytes(self, facts: m.ExecuteFacts) -> int:
         if self.sampling.pooling:
@@ -141,7 +141,7 @@ class Pair:
             n=ask.n,
             max_tokens=ask.max_tokens,
             sampling=raw(ask.sampling),
-            text=raw(m.TextOptions()),
+            text=raw(m.GenerationOptions()),
             priority=ask.priority,
             record_bytes=ask.record_bytes(self._runner.facts),
             prompt_record_bytes=ask.prompt_record_bytes,

@@ -42,7 +42,7 @@ def text_of(ids: list[int]) -> str:
 class Seq:
     """A sequence: how it is drawn, what it has, how it ended."""
 
-    sampling: m.Sampling
+    sampling: m.GenerationOptions
     prompt: list[int] = field(default_factory=lambda: ids_of("say: "))
     index: int = 0
     output: list[int] = field(default_factory=list)
@@ -131,8 +131,8 @@ def lark(pattern: str) -> str:
     return f"start: /{pattern}/"
 
 
-def sampling(grammar: str = "", **how: Any) -> m.Sampling:
-    return m.Sampling(**{"temperature": 1.0, "seed": 5, "grammar": grammar, **how})
+def sampling(grammar: str = "", **how: Any) -> m.GenerationOptions:
+    return m.GenerationOptions(**{"temperature": 1.0, "seed": 5, "grammar": grammar, **how})
 
 
 def largest_id(seq: Seq) -> int:

@@ -19,7 +19,7 @@ from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
-DRAWN = m.Sampling(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
+DRAWN = m.GenerationOptions(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
 BLOCK_BYTES = {"native": 3 * 2 * 16 * 2 * 16 * 2, "torch": 3 * 2 * 16 * 2 * 16 * 4}
 """Layers x halves x tokens x heads x dimensions x bytes of a number."""
 NUM_SWAP_BLOCKS = 9
@@ -193,7 +193,9 @@ def decode(driver: Driver, row: int, position: int, num: int) -> tuple[list[int]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(driver: Driver, sampling: m.Sampling) -> None:
+def test_a_row_that_was_swapped_out_goes_on_as_if_it_had_not_been(
+    driver: Driver, sampling: m.GenerationOptions
+) -> None:
     """Its old blocks are overwritten by another row in the very step that copies them, and it comes back elsewhere."""
     prompt = random_ids(37, 1)
     driver.step([(0, 0, 37, True)], adds=[row_add(0, prompt, [4, 7, 2, 9], sampling)])
@@ -249,7 +251,9 @@ def test_two_rows_change_places_through_one_slot(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_forks_go_on_from_the_blocks_of_a_prompt_and_a_copy_of_the_last(driver: Driver, sampling: m.Sampling) -> None:
+def test_forks_go_on_from_the_blocks_of_a_prompt_and_a_copy_of_the_last(
+    driver: Driver, sampling: m.GenerationOptions
+) -> None:
     """The last block of the prompt is half full: each fork has a copy of it, and writes behind the prompt there."""
     prompt = random_ids(39, 5)
     alone = []

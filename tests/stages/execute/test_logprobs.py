@@ -15,12 +15,12 @@ from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 
-GREEDY = m.Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)
 SAMPLINGS = [
     GREEDY,
-    m.Sampling(temperature=1.3, seed=5, ignore_eos=True),
-    m.Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=2**64 - 1, ignore_eos=True),
-    m.Sampling(temperature=2.0, top_p=0.5, seed=11, ignore_eos=True),
+    m.GenerationOptions(temperature=1.3, seed=5, ignore_eos=True),
+    m.GenerationOptions(temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=2**64 - 1, ignore_eos=True),
+    m.GenerationOptions(temperature=2.0, top_p=0.5, seed=11, ignore_eos=True),
 ]
 NUM_STEPS = 12
 
@@ -38,13 +38,13 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.runner.close()
 
 
-def asking(sampling: m.Sampling) -> m.Sampling:
-    return m.Sampling(
-        **{name: getattr(sampling, name) for name in m.Sampling.__struct_fields__} | {"with_logprobs": True}
+def asking(sampling: m.GenerationOptions) -> m.GenerationOptions:
+    return m.GenerationOptions(
+        **{name: getattr(sampling, name) for name in m.GenerationOptions.__struct_fields__} | {"with_logprobs": True}
     )
 
 
-def generate(driver: Driver, samplings: list[m.Sampling]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def generate(driver: Driver, samplings: list[m.GenerationOptions]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """A row for each, of prompts of different lengths. Returns ids [steps, rows], log probabilities
     [steps, rows that ask], and what logits there are."""
     driver.clear()
@@ -103,7 +103,7 @@ def test_a_step_after_those_who_asked_says_nothing(driver: Driver) -> None:
 def test_a_row_that_ended_has_none_and_a_step_without_a_draw_says_nothing(driver: Driver) -> None:
     first = int(generate(driver, [GREEDY])[0][0, 0])
     driver.clear()
-    stopping = m.Sampling(temperature=0.0, ignore_eos=True, stop_token_ids=[first], with_logprobs=True)
+    stopping = m.GenerationOptions(temperature=0.0, ignore_eos=True, stop_token_ids=[first], num_logprobs=0)
     adds = [
         row_add(row, random_ids(3, 0), driver.take_blocks(16), one)
         for row, one in enumerate((stopping, asking(GREEDY)))

@@ -34,8 +34,8 @@ FORMATS: dict[str, list[Format]] = {
     "mixed": ["q4_0", "bf16", "q8_0", "q4_1", "q4_0"],
 }
 GROUPED_SHAPE = {"hidden_size": 96, "intermediate_size": 64}
-DRAWN = m.Sampling(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
-FILTERED = m.Sampling(temperature=1.2, top_k=30, top_p=0.9, seed=5, ignore_eos=True)
+DRAWN = m.GenerationOptions(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
+FILTERED = m.GenerationOptions(temperature=1.2, top_k=30, top_p=0.9, seed=5, ignore_eos=True)
 
 MAX_ERROR = {"wide": 5e-3, "bf16": 0.1}
 """Of logits with a standard deviation around 1. With activations in float32 only the order of sums differs, but by that
@@ -262,7 +262,9 @@ def test_logits_are_the_same_bits_alone_batched_chunked_and_behind_a_prefix(driv
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, FILTERED], ids=["greedy", "drawn", "filtered"])
-def test_texts_are_the_same_alone_batched_chunked_and_after_a_preemption(driver: Native, sampling: m.Sampling) -> None:
+def test_texts_are_the_same_alone_batched_chunked_and_after_a_preemption(
+    driver: Native, sampling: m.GenerationOptions
+) -> None:
     prompts = [random_ids(num, num) for num in (40, 3, 17, 25, 31)]
     alone = []
     for prompt in prompts:
@@ -326,7 +328,7 @@ def test_seeds_and_indices_draw_their_own(plain: Native) -> None:
     ids = set()
     for index, seed in [(0, 1), (1, 1), (0, 2)]:
         plain.clear()
-        sampling = m.Sampling(temperature=3.0, seed=seed, ignore_eos=True)
+        sampling = m.GenerationOptions(temperature=3.0, seed=seed, ignore_eos=True)
         add = row_add(0, random_ids(10, 0), plain.take_blocks(32), sampling, index=index)
         plain.step([(0, 0, 10, True)], adds=[add])
         for position in range(10, 16):
@@ -340,7 +342,7 @@ def test_an_id_that_stops_a_row_ends_it_and_no_other(plain: Native, by: str) -> 
     prompts = [random_ids(20, seed) for seed in range(2)]
     first, other = plain.generate([prompts[0]], 1)[0][0], plain.generate([prompts[1]], 3)[0]
     plain.clear()
-    stops = m.Sampling(temperature=0.0, ignore_eos=by != "eos", stop_token_ids=[first] if by != "eos" else [])
+    stops = m.GenerationOptions(temperature=0.0, ignore_eos=by != "eos", stop_token_ids=[first] if by != "eos" else [])
     plain.runner._changes._eos_ids = [first] if by == "eos" else [EOS_ID]
     adds = [row_add(0, prompts[0], plain.take_blocks(32), stops), row_add(1, prompts[1], plain.take_blocks(32))]
     result = plain.step([(0, 0, 20, True), (1, 0, 20, True)], adds=adds)
@@ -359,7 +361,7 @@ def test_a_step_draws_only_when_its_masks_are_there_and_python_runs_meanwhile(ti
     mask = masks.words[0]
     mask[:] = 2**32 - 1
     ids: list[int] = []
-    masked = m.Sampling(temperature=0.0, ignore_eos=True, grammar="any")
+    masked = m.GenerationOptions(temperature=0.0, ignore_eos=True, compiled_grammar="any")
     add = row_add(0, random_ids(20, 0), driver.take_blocks(32), masked)
     step = threading.Thread(target=lambda: ids.extend(driver.step([(0, 0, 20, True)], adds=[add]).ids.tolist()))
     step.start()

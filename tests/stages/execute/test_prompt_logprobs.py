@@ -56,7 +56,7 @@ class Executor:
             states = self._model.model(torch.tensor([ids]), past_key_values=self._cache()).last_hidden_state
         return states[0].double().numpy()
 
-    def prompts(self, samplings: list[m.Sampling], chunk: int = 128, index: int = 0) -> list[Any]:
+    def prompts(self, samplings: list[m.GenerationOptions], chunk: int = 128, index: int = 0) -> list[Any]:
         """Compute each of PROMPTS, with its wish, in chunks of at most so many tokens. Returns each step's result."""
         driver = self.driver
         driver.clear()
@@ -101,8 +101,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     made.driver.runner.close()
 
 
-def asking(**samplings: Any) -> m.Sampling:
-    return m.Sampling(**{"temperature": 0.0, "ignore_eos": True, **samplings})
+def asking(**samplings: Any) -> m.GenerationOptions:
+    return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **samplings})
 
 
 def assert_told(executor: Executor, told: Any, logprobs: np.ndarray, token: int) -> None:

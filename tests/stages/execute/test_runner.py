@@ -14,7 +14,7 @@ from tests.stages.execute.driver import GREEDY, Driver, make_step, row_add, sett
 
 PROMPT = [5, 9, 200, 31, 7, 7, 120, 88, 64, 3]
 
-SAMPLED = m.Sampling(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
+SAMPLED = m.GenerationOptions(temperature=1.5, seed=2**64 - 3, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def driver(shared: Driver) -> Driver:
     return shared
 
 
-def start(driver: Driver, sampling: m.Sampling, *, row: int = 0, generation: int = 1, index: int = 0) -> int:
+def start(driver: Driver, sampling: m.GenerationOptions, *, row: int = 0, generation: int = 1, index: int = 0) -> int:
     """Add a row with PROMPT and compute it. Returns the id that came."""
     add = row_add(row, PROMPT, driver.take_blocks(64), sampling, generation=generation, index=index)
     result = driver.step([(row, 0, len(PROMPT), True)], adds=[add])
@@ -72,9 +72,9 @@ def test_an_id_that_stops_a_row_ends_it_for_steps_already_planned(tiny_dir: Path
     driver.clear()
     if by == "eos":
         driver.runner._changes._eos_ids = [first]
-        sampling = m.Sampling(temperature=0.0)
+        sampling = m.GenerationOptions(temperature=0.0)
     else:
-        sampling = m.Sampling(temperature=0.0, ignore_eos=True, stop_token_ids=[first, 299])
+        sampling = m.GenerationOptions(temperature=0.0, ignore_eos=True, stop_token_ids=[first, 299])
     try:
         other = row_add(1, PROMPT[:5], driver.take_blocks(32), generation=9)
         mine = row_add(0, PROMPT, driver.take_blocks(64), sampling, generation=8)
@@ -103,14 +103,14 @@ def test_ignore_eos_goes_on(driver: Driver) -> None:
     driver.clear()
     driver.runner._changes._eos_ids = [first]
     try:
-        start(driver, m.Sampling(temperature=0.0, ignore_eos=True))
+        start(driver, m.GenerationOptions(temperature=0.0, ignore_eos=True))
         assert driver.runner.rows.num_live == 1
     finally:
         driver.runner._changes._eos_ids = [EOS_ID]
 
 
 def test_a_row_is_dropped_and_taken_by_another_in_one_step(driver: Driver) -> None:
-    first = start(driver, m.Sampling(temperature=0.0, ignore_eos=True), generation=1)
+    first = start(driver, m.GenerationOptions(temperature=0.0, ignore_eos=True), generation=1)
     add = row_add(0, PROMPT, driver.take_blocks(32), generation=2)
     result = driver.step([(0, 0, 10, True)], drops=[0], adds=[add])
     assert result.generations.tolist() == [2] and result.ids.tolist() == [first]
@@ -142,7 +142,7 @@ def test_sampled_text_goes_on_the_same_after_a_preemption(driver: Driver) -> Non
 
 
 def test_each_index_and_each_seed_draws_its_own(driver: Driver) -> None:
-    sampling = [m.Sampling(temperature=3.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)]
+    sampling = [m.GenerationOptions(temperature=3.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)]
     ids = []
     for row, (index, one) in enumerate(zip((0, 1, 0), sampling, strict=True)):
         start(driver, one, row=row, index=index)

@@ -37,7 +37,7 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 class Rows:
     """As many rows as are wished for, all with the same ids."""
 
-    def __init__(self, samplings: list[m.Sampling]) -> None:
+    def __init__(self, samplings: list[m.GenerationOptions]) -> None:
         num = len(samplings)
         self.table = RowTable(num, 64, 1, VOCAB_SIZE)
         self.sampling_inputs = SamplingInputs(num, VOCAB_SIZE)
@@ -58,9 +58,9 @@ class Rows:
 @pytest.mark.parametrize("place", range(len(FEATURES)))
 def test_draws_follow_what_the_wishes_leave(place: int) -> None:
     """In this order: what is forbidden, bias, penalties, temperature, min_p, top_k, top_p."""
-    sampling = m.Sampling(temperature=1.3, **FEATURES[place])
+    sampling = m.GenerationOptions(temperature=1.3, **FEATURES[place])
     num, rounds = 400, 20
-    rows = Rows([m.Sampling(**{**as_fields(sampling), "seed": seed}) for seed in range(num)])
+    rows = Rows([m.GenerationOptions(**{**as_fields(sampling), "seed": seed}) for seed in range(num)])
     logits = logits_of(place)
     drawn = []
     for _ in range(rounds):
@@ -73,13 +73,15 @@ def test_draws_follow_what_the_wishes_leave(place: int) -> None:
     assert_follows(torch.from_numpy(np.concatenate(drawn)).long(), expected)
 
 
-def as_fields(sampling: m.Sampling) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in m.Sampling.__struct_fields__}
+def as_fields(sampling: m.GenerationOptions) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in m.GenerationOptions.__struct_fields__}
 
 
 def test_rows_of_any_mix_draw_what_they_draw_alone() -> None:
     samplings = [
-        m.Sampling(temperature=0.0 if i % 3 == 0 else 1.1, seed=i, with_logprobs=i % 2 == 0, num_top=i % 4, **sampling)
+        m.GenerationOptions(
+            temperature=0.0 if i % 3 == 0 else 1.1, seed=i, num_logprobs=i % 4 if i % 2 == 0 else -1, **sampling
+        )
         for i, sampling in enumerate(FEATURES * 3)
     ]
     rows = Rows(samplings)
@@ -103,7 +105,7 @@ def test_numbers_that_are_none_and_infinite_ones(temperature: float) -> None:
     texts = [[NAN, 1, NAN, -INF], [NAN] * 4, [-INF] * 4, [0, INF, 1, INF], [NAN, -INF, -3e38, NAN], [NAN, INF, 0, 0]]
     logits = torch.full((len(texts), VOCAB_SIZE), -INF)
     logits[:, 10:14] = torch.tensor(texts)
-    rows = Rows([m.Sampling(temperature=temperature, seed=i, top_p=0.9, top_k=3) for i in range(len(texts))])
+    rows = Rows([m.GenerationOptions(temperature=temperature, seed=i, top_p=0.9, top_k=3) for i in range(len(texts))])
     assert rows.sample(logits).tolist() == [11, -1, -1, 11, 12, 11]
     # Beside such rows others draw what they draw.
     logits[1] = logits_of(4)
@@ -114,7 +116,10 @@ def test_numbers_that_are_none_and_infinite_ones(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_masks_and_what_is_allowed_come_together(temperature: float) -> None:
     allowed = np.arange(20, 40, dtype=np.int32).tobytes()
-    samplings = [m.Sampling(temperature=temperature, grammar="any", allowed_ids=allowed, seed=i) for i in range(3)]
+    samplings = [
+        m.GenerationOptions(temperature=temperature, compiled_grammar="any", allowed_ids=allowed, seed=i)
+        for i in range(3)
+    ]
     rows = Rows(samplings)
     for place, ids in enumerate(([10, 30], [10, 11], list(range(VOCAB_SIZE)))):
         rows.sampling_inputs.mask_words[place] = bits_of(np.array(ids, np.int32), VOCAB_SIZE)

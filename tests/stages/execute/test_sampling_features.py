@@ -44,11 +44,11 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.runner.close()
 
 
-def asking(**samplings: Any) -> m.Sampling:
-    return m.Sampling(**{"temperature": 0.0, "ignore_eos": True, **samplings})
+def asking(**samplings: Any) -> m.GenerationOptions:
+    return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **samplings})
 
 
-def generate(driver: Driver, samplings: list[m.Sampling], num: int) -> list[list[int]]:
+def generate(driver: Driver, samplings: list[m.GenerationOptions], num: int) -> list[list[int]]:
     """Up to `num` ids behind PROMPT for each, in one batch; -1 where a row had ended."""
     driver.clear()
     adds = [row_add(row, PROMPT, driver.take_blocks(64), sampling) for row, sampling in enumerate(samplings)]
@@ -62,7 +62,7 @@ def generate(driver: Driver, samplings: list[m.Sampling], num: int) -> list[list
     return texts
 
 
-def biased(ids: list[int], value: float = 100.0, **others: Any) -> m.Sampling:
+def biased(ids: list[int], value: float = 100.0, **others: Any) -> m.GenerationOptions:
     """Greedy, for nothing but these."""
     return asking(bias_ids=ids, bias_values=[value] * len(ids), **others)
 
@@ -217,11 +217,11 @@ def test_masks_that_do_not_come_are_an_error_and_the_step_can_be_computed_again(
 
 def test_a_wish_of_nothing_is_none() -> None:
     ids = np.zeros(9, np.int32)
-    nothing = m.Sampling(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1, stop_token_ids=[4], with_logprobs=True)
+    nothing = m.GenerationOptions(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1, stop_token_ids=[4], num_logprobs=0)
     assert logits_processors_of(nothing, ids, 3, [EOS_ID], VOCAB_SIZE) is None
-    unheard = m.Sampling(bias_ids=[VOCAB_SIZE], bias_values=[3.0], bad_words=[[], [-4]])
+    unheard = m.GenerationOptions(bias_ids=[VOCAB_SIZE], bias_values=[3.0], bad_words_ids=[[], [-4]])
     assert logits_processors_of(unheard, ids, 3, [EOS_ID], VOCAB_SIZE) is None
-    huge = m.Sampling(bias_ids=[1], bias_values=[1e300], repetition_penalty=1e300, min_tokens=2**62)
+    huge = m.GenerationOptions(bias_ids=[1], bias_values=[1e300], repetition_penalty=1e300, min_tokens=2**62)
     logits_processors = logits_processors_of(huge, ids, 3, [EOS_ID], VOCAB_SIZE)
     assert (
         logits_processors is not None
@@ -230,7 +230,7 @@ def test_a_wish_of_nothing_is_none() -> None:
     )
 
 
-def add_row(table: RowTable, row: int, sampling: m.Sampling) -> None:
+def add_row(table: RowTable, row: int, sampling: m.GenerationOptions) -> None:
     ids, blocks = np.arange(1, 9, dtype=np.int32), np.array([row], np.int32)
     table.add(row, 1, 0, ids, blocks, sampling, [EOS_ID], -1, 6)
 

@@ -65,7 +65,7 @@ def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None
 
 
 def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(rig: Rig, tiny_dir: Path) -> None:
-    sampling = m.Sampling(temperature=2.0, seed=4, ignore_eos=True)
+    sampling = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
     expected = Driver(tiny_dir, settings()).generate([PROMPT], 3, sampling=sampling)[0]
     assert len(set(expected)) == 3
     begin(rig)
@@ -231,8 +231,8 @@ def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> Non
 
 
 def test_an_instant_executor_tells_as_much_as_a_model_would(tiny_dir: Path) -> None:
-    scored = m.Sampling(with_logprobs=True, num_top=3, prompt_num_top=1)
-    pooled, silent = m.Sampling(pooling=m.Pooling.MEAN, prompt_num_top=0), m.Sampling()
+    scored = m.GenerationOptions(num_logprobs=3, num_prompt_logprobs=1)
+    pooled, silent = m.GenerationOptions(pooling=m.Pooling.MEAN, num_prompt_logprobs=0), m.GenerationOptions()
     rig = Rig("execute", settings(), tiny_dir)
     rig.launch = msgspec.structs.replace(rig.launch, entry=topology.INSTANT)
     with rig:

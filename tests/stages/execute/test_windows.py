@@ -58,7 +58,7 @@ def serve(runner: CpuRunner, num_blocks: int) -> tuple[list[list[int]], int, int
                 n=1,
                 max_tokens=NUM_TOKENS,
                 sampling=raw(GREEDY),
-                text=raw(m.TextOptions()),
+                text=raw(m.GenerationOptions()),
             )
             for told in scheduler.admit(message):
                 assert isinstance(told, m.Open)

@@ -80,8 +80,8 @@ def submit(
         prompt=m.TextPrompt(prompt) if isinstance(prompt, str) else prompt,
         n=2,
         max_tokens=max_tokens,
-        sampling=m.Sampling(seed=7, stop_token_ids=list(stop_token_ids)),
-        text=m.TextOptions(stop=["x"]),
+        sampling=m.GenerationOptions(seed=7, stop_token_ids=list(stop_token_ids)),
+        text=m.GenerationOptions(stop=["x"]),
     )
 
 

@@ -84,14 +84,14 @@ def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
 @pytest.mark.parametrize(
     ("sampling", "param"),
     [
-        (m.Sampling(bias_ids=[1, 258], bias_values=[1.0, 1.0]), "logit_bias"),
-        (m.Sampling(allowed_ids=np.array([-1, 2], np.int32).tobytes()), "allowed_token_ids"),
-        (m.Sampling(allowed_ids=np.array([2, 258], np.int32).tobytes()), "allowed_token_ids"),
-        (m.Sampling(stop_token_ids=[2**63]), "stop_token_ids"),
+        (m.GenerationOptions(bias_ids=[1, 258], bias_values=[1.0, 1.0]), "logit_bias"),
+        (m.GenerationOptions(allowed_ids=np.array([-1, 2], np.int32).tobytes()), "allowed_token_ids"),
+        (m.GenerationOptions(allowed_ids=np.array([2, 258], np.int32).tobytes()), "allowed_token_ids"),
+        (m.GenerationOptions(stop_token_ids=[2**63]), "stop_token_ids"),
     ],
 )
 def test_ids_that_the_model_does_not_have_are_refused(
-    prompts: PromptProcessor, sampling: m.Sampling, param: str
+    prompts: PromptProcessor, sampling: m.GenerationOptions, param: str
 ) -> None:
     with pytest.raises(RequestRefused, match=r"not one of the model's 0\.\.257") as caught:
         prompts.sampling(msgspec.structs.replace(tiny.submit("x"), sampling=sampling))
@@ -126,7 +126,7 @@ def test_what_leaves_no_first_token_is_refused(
     ids = {97: begun[0][0], 98: begun[1][0]}
     allowed = np.array([ids.get(one, one) for one in sampling.pop("allowed")], np.int32).tobytes()
     asked = msgspec.structs.replace(
-        tiny.submit("x"), sampling=m.Sampling(allowed_ids=allowed, **sampling), bad_words=words
+        tiny.submit("x"), sampling=m.GenerationOptions(allowed_ids=allowed, **sampling), bad_words=words
     )
     if is_left:
         assert prompts.sampling(asked).allowed_ids == allowed

@@ -265,7 +265,7 @@ def test_the_executor_gets_the_grammar(rig: Rig) -> None:
     for request_id in (1, 2):  # checked, then known
         rig.send(structured("json_object", request_id=request_id), "gateway.0")
         admit = rig.receive("schedule", m.Admit)
-        sampling = msgspec.msgpack.decode(admit.sampling, type=m.Sampling)
+        sampling = msgspec.msgpack.decode(admit.sampling, type=m.GenerationOptions)
         assert json.loads(sampling.grammar)["grammars"][0]["json_schema"]["type"] == "object"
         assert sampling.seed == 7
 

@@ -26,7 +26,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def ask(rig: Rig, prompt: m.Prompt, options: PromptOptions, max_tokens: int | None = 0) -> None:
-    submit = m.Submit(1, 1, 0, 0.0, prompt, 1, max_tokens, m.Sampling(), m.TextOptions(), prompt_options=options)
+    submit = m.Submit(
+        1, 1, 0, 0.0, prompt, 1, max_tokens, m.GenerationOptions(), m.GenerationOptions(), prompt_options=options
+    )
     rig.send(submit, "gateway.0")
 
 
@@ -104,7 +106,16 @@ class TestLookups:
                 text = m.TextPrompt("a long story of the sea. " * 8000)
                 options = PromptOptions(any_length=True)
                 submit = m.Submit(
-                    request_id, 1, 0, 0.0, text, 1, 0, m.Sampling(), m.TextOptions(), prompt_options=options
+                    request_id,
+                    1,
+                    0,
+                    0.0,
+                    text,
+                    1,
+                    0,
+                    m.GenerationOptions(),
+                    m.GenerationOptions(),
+                    prompt_options=options,
                 )
                 rig.send(submit, "gateway.0")
             rig.send(m.Abort(2, 1), "gateway.0")

@@ -221,7 +221,7 @@ def test_smollm2_writes_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
 
 
 def resumed(outputs: list[list[int]], *, ignore_eos: bool = False, stop: tuple[int, ...] = ()) -> m.Submit:
-    sampling = m.Sampling(stop_token_ids=list(stop), ignore_eos=ignore_eos)
+    sampling = m.GenerationOptions(stop_token_ids=list(stop), ignore_eos=ignore_eos)
     return msgspec.structs.replace(tiny.submit("hi", max_tokens=4), n=len(outputs), sampling=sampling)
 
 

@@ -54,7 +54,7 @@ def submit(thinks: str, grammar: m.Grammar | None, **chat: Any) -> m.Submit:
 
 
 def grammar(rig: Rig) -> str:
-    return msgspec.msgpack.decode(rig.receive("schedule", m.Admit).sampling, type=m.Sampling).grammar
+    return msgspec.msgpack.decode(rig.receive("schedule", m.Admit).sampling, type=m.GenerationOptions).grammar
 
 
 def takes(engine: Engine, grammar: str, text: str) -> bool:

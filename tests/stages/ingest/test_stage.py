@@ -56,8 +56,8 @@ def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
     text = tiny.byte_tokenizer().decode(ids_in(rig, admit.prompt_ids), skip_special_tokens=False)
     assert text == "<s>user:hi</s><s>assistant:"
     assert (admit.n, admit.max_tokens, admit.arrival_s, admit.gateway) == (2, 5, 5.0, 0)
-    assert msgspec.msgpack.decode(admit.sampling, type=m.Sampling) == m.Sampling(seed=7)
-    assert msgspec.msgpack.decode(admit.text, type=m.TextOptions) == m.TextOptions(stop=["x"])
+    assert msgspec.msgpack.decode(admit.sampling, type=m.GenerationOptions) == m.GenerationOptions(seed=7)
+    assert msgspec.msgpack.decode(admit.text, type=m.GenerationOptions) == m.GenerationOptions(stop=["x"])
 
 
 def test_priority_and_salt_go_on_to_schedule(rig: Rig) -> None:
@@ -256,15 +256,15 @@ def test_ids_that_a_client_has_are_handed_on_by_shared_memory_with_how_they_end(
 def test_schedule_gets_the_record_widths_of_a_prompt(rig: Rig) -> None:
     asked = msgspec.structs.replace(
         tiny.submit("hi", max_tokens=1),
-        sampling=m.Sampling(prompt_num_top=3),
-        text=m.TextOptions(record_bytes=12, prompt_num_top=3),
+        sampling=m.GenerationOptions(num_prompt_logprobs=3),
+        text=m.GenerationOptions(num_prompt_logprobs=3),
         bad_words=["ab"],
     )
     rig.send(asked, "gateway.0")
     admit = rig.receive("schedule", m.Admit)
     assert (admit.record_bytes, admit.prompt_record_bytes, admit.needs_full_prefill) == (12, 4 + 8 * 3, True)
-    assert len(msgspec.msgpack.decode(admit.sampling, type=m.Sampling).bad_words[0]) == 2
-    pooled = m.Sampling(pooling=m.Pooling.MEAN)
+    assert len(msgspec.msgpack.decode(admit.sampling, type=m.GenerationOptions).bad_words[0]) == 2
+    pooled = m.GenerationOptions(pooling=m.Pooling.MEAN)
     rig.send(msgspec.structs.replace(tiny.submit("x" * 63, max_tokens=1), sampling=pooled), "gateway.0")
     admit = rig.receive("schedule", m.Admit)
     assert (admit.prompt_record_bytes, admit.needs_full_prefill) == (0, True)

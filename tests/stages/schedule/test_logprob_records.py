@@ -56,12 +56,11 @@ class Asks:
         **how: Any,
     ) -> None:
         """`failing` are ids at which the executor fails."""
-        sampling = m.Sampling(
+        sampling = m.GenerationOptions(
             seed=request_id,
             stop_token_ids=how.pop("stop", []),
-            with_logprobs=scored,
-            num_top=num_top,
-            prompt_num_top=prompt_num_top,
+            num_logprobs=num_top if scored else -1,
+            num_prompt_logprobs=prompt_num_top,
             bias_ids=how.pop("failing", []),
         )
         width = logprob_bytes(num_top) if scored else 0
@@ -74,7 +73,7 @@ class Asks:
             n=n,
             max_tokens=how.pop("max_tokens", 40),
             sampling=raw(sampling),
-            text=raw(m.TextOptions(record_bytes=width, num_top=num_top, prompt_num_top=prompt_num_top)),
+            text=raw(m.GenerationOptions(num_logprobs=num_top, num_prompt_logprobs=prompt_num_top)),
             record_bytes=width,
             prompt_record_bytes=logprob_bytes(prompt_num_top) if prompt_num_top >= 0 else 0,
             needs_full_prefill=prompt_num_top >= 0,
@@ -106,7 +105,7 @@ class Asks:
         ids = np.frombuffer(message.ids, np.int32).tolist()
         for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             assert seq not in self.finishes
-            width = len(record(0, msgspec.msgpack.decode(self._text_of(seq), type=m.TextOptions).prompt_num_top))
+            width = len(record(0, msgspec.msgpack.decode(self._text_of(seq), type=m.GenerationOptions).prompt_num_top))
             assert start * width == len(self.prompts[seq])
             self.prompts[seq] += records
         begin = recorded = 0
@@ -159,7 +158,7 @@ def test_every_id_comes_with_its_own(depth: int, report_every: int, memory: dict
     """Some ask and some don't; they stop by ids or by length, fork, and are preempted by either means."""
     asks = Asks(depth, **memory)
     for i in range(1, 9):
-        stop = [expected(prompt(i), m.Sampling(seed=i), 0, 40)[0][25]] if i % 3 == 0 else []
+        stop = [expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)[0][25]] if i % 3 == 0 else []
         asks.admit(i, prompt(i), scored=i % 2 == 0, n=1 + i % 4, stop=stop, num_top=i % 3)
     asks.run(report_every)
     load = asks.scheduler.load()
@@ -197,7 +196,9 @@ def test_each_prompt_id_has_one_record(depth: int, report_every: int, memory: di
         num_top = request_id % 4 - 1
         is_told = index == 0 and num_top >= 0
         assert asks.prompts[seq] == (told_of(prompt(1 + request_id // 3)[1:], num_top) if is_told else b"")
-        assert asks.ids[seq] == expected(prompt(1 + request_id // 3), m.Sampling(seed=request_id), index, 40)[0]
+        assert (
+            asks.ids[seq] == expected(prompt(1 + request_id // 3), m.GenerationOptions(seed=request_id), index, 40)[0]
+        )
     assert asks.scheduler.rows.num_recorded == 0
 
 
@@ -213,11 +214,11 @@ def test_a_prompt_with_records_uses_no_cached_blocks() -> None:
 def test_a_sequence_ends_with_the_reason_if_no_id_can_be_sampled(depth: int) -> None:
     asks = Asks(depth)
     for i in range(1, 6):
-        ids, _ = expected(prompt(i), m.Sampling(seed=i), 0, 40)
+        ids, _ = expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)
         asks.admit(i, prompt(i), scored=True, failing=[ids[17 + i]] if i % 2 else [])
     asks.run()
     for i in range(1, 6):
-        ids, _ = expected(prompt(i), m.Sampling(seed=i), 0, 40)
+        ids, _ = expected(prompt(i), m.GenerationOptions(seed=i), 0, 40)
         seq = asks.seqs[i, 0]
         num_drawn = ids.index(ids[17 + i]) if i % 2 else 40
         assert asks.ids[seq] == ids[:num_drawn]
@@ -262,7 +263,7 @@ def test_one_that_is_ended_has_those_of_the_ids_that_were_settled() -> None:
 
 def test_resumed_sequences_have_records_of_new_ids_alone() -> None:
     asks = Asks(1)
-    whole, _ = expected(prompt(1), m.Sampling(seed=1), 0, 40)
+    whole, _ = expected(prompt(1), m.GenerationOptions(seed=1), 0, 40)
     asks.admit(1, prompt(1), scored=True, outputs=[np.array(whole[:13], np.int32).tobytes()], finishes=b"\0")
     asks.run()
     seq = asks.seqs[1, 0]

@@ -79,7 +79,7 @@ class TestTheScheduler:
         bench.check()
         run(bench)
         seq = next(iter(bench.opened))
-        whole, finish = expected(prompt, m.Sampling(), 0, 60)
+        whole, finish = expected(prompt, m.GenerationOptions(), 0, 60)
         assert (bench.received[seq], bench.finished[seq]) == (whole, finish)
         assert bench.scheduler.load().num_blocks_free == LIMITS.num_blocks, "what it computed was kept to be found"
         assert cached_by(bench, prompt + whole) == 0

@@ -22,7 +22,7 @@ def resume(
     request_id: int = 1,
 ) -> list[m.Open]:
     """Admit a request behind ids. Returns its openings; what the client has counts as received."""
-    sampling = m.Sampling(seed=3, stop_token_ids=stop)
+    sampling = m.GenerationOptions(seed=3, stop_token_ids=stop)
     admit = m.Admit(
         request_id=request_id,
         attempt=1,
@@ -32,7 +32,7 @@ def resume(
         n=len(outputs),
         max_tokens=max_tokens,
         sampling=raw(sampling),
-        text=raw(m.TextOptions()),
+        text=raw(m.GenerationOptions()),
         outputs=[np.array(ids, np.int32).tobytes() for ids in outputs],
         finishes=bytes(finishes),
     )
@@ -52,9 +52,9 @@ def resume(
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, STOP_AT - 1, STOP_AT, 30])
 def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> None:
-    whole, _ = expected(PROMPT, m.Sampling(seed=3), 0, 30)
+    whole, _ = expected(PROMPT, m.GenerationOptions(seed=3), 0, 30)
     stop = [whole[STOP_AT - 1]] if stops else []
-    whole, finish = expected(PROMPT, m.Sampling(seed=3, stop_token_ids=stop), 0, 30)
+    whole, finish = expected(PROMPT, m.GenerationOptions(seed=3, stop_token_ids=stop), 0, 30)
     known = whole[:cut]
     ended = Finish.STOP if stops and len(known) == len(whole) else Finish.NONE
     bench = Bench(config(), depth)
@@ -73,7 +73,7 @@ def test_cut_anywhere_the_same_ids_follow(depth: int, stops: bool, cut: int) -> 
 
 
 def test_sequences_of_n_go_on_each_from_its_own_place() -> None:
-    wholes = [expected(PROMPT, m.Sampling(seed=3), index, 20)[0] for index in range(3)]
+    wholes = [expected(PROMPT, m.GenerationOptions(seed=3), index, 20)[0] for index in range(3)]
     bench = Bench(config(), depth=2)
     openings = resume(bench, [wholes[0], [], wholes[2][:5]], [Finish.NONE] * 3, 20, [])
     assert [opening.finish for opening in openings] == [Finish.LENGTH, Finish.NONE, Finish.NONE]
@@ -85,7 +85,7 @@ def test_sequences_of_n_go_on_each_from_its_own_place() -> None:
 def test_what_was_known_is_computed_again_after_a_preemption_too() -> None:
     bench = Bench(config(num_blocks=9, max_num_seqs=4), depth=2)
     bench.admit(range(200, 240), max_tokens=60, arrival_s=-1.0)
-    whole, _ = expected(PROMPT, m.Sampling(seed=3), 0, 50)
+    whole, _ = expected(PROMPT, m.GenerationOptions(seed=3), 0, 50)
     (opening,) = resume(bench, [whole[:11]], [Finish.NONE], 50, [], request_id=2)
     bench.run()
     assert bench.scheduler.load().num_preemptions > 0
@@ -96,7 +96,7 @@ def test_what_was_known_is_computed_again_after_a_preemption_too() -> None:
 def test_only_the_prompt_counts_as_prompt_and_as_cached() -> None:
     """Ids that were received are computed as a prompt is, and are none."""
     bench = Bench(config(), depth=1)
-    whole, _ = expected(PROMPT, m.Sampling(seed=3), 0, 30)
+    whole, _ = expected(PROMPT, m.GenerationOptions(seed=3), 0, 30)
     for request_id in (1, 2):
         resume(bench, [whole[:25]], [Finish.NONE], 30, [], request_id)
         bench.run()

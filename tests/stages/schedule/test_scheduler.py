@@ -40,7 +40,7 @@ class Bench:
         self.prompts: dict[int, bytes] = {}
         self.errors: dict[int, str] = {}
         self.finished: dict[int, Finish] = {}
-        self.wanted: dict[int, tuple[m.Admit, m.Sampling]] = {}
+        self.wanted: dict[int, tuple[m.Admit, m.GenerationOptions]] = {}
         self.refused: list[m.Refuse] = []
         self.in_rows: dict[int, int] = {}
         """Row → sequence, as far as the executor was told."""
@@ -70,12 +70,11 @@ class Bench:
     ) -> int:
         """`num_top` and `prompt_num_top` at -1 want no records; at the ids `failing` the executor fails."""
         number = next(self._ids)
-        sampling = m.Sampling(
+        sampling = m.GenerationOptions(
             seed=seed,
             stop_token_ids=list(stop),
-            with_logprobs=num_top >= 0,
-            num_top=max(0, num_top),
-            prompt_num_top=prompt_num_top,
+            num_logprobs=max(0, num_top) if num_top >= 0 else -1,
+            num_prompt_logprobs=prompt_num_top,
             bias_ids=list(failing),
         )
         message = m.Admit(
@@ -87,7 +86,7 @@ class Bench:
             n=n,
             max_tokens=max_tokens,
             sampling=raw(sampling),
-            text=raw(m.TextOptions()),
+            text=raw(m.GenerationOptions()),
             priority=priority,
             cache_salt=salt,
             record_bytes=logprob_bytes(num_top) if num_top >= 0 else 0,
@@ -256,7 +255,7 @@ def test_a_sequence_generates_exactly_its_ids(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_stop_id_ends_a_sequence_and_later_steps_in_flight_add_nothing(depth: int) -> None:
     prompt = list(range(20))
-    ids, _ = expected(prompt, m.Sampling(), 0, 6)
+    ids, _ = expected(prompt, m.GenerationOptions(), 0, 6)
     bench = Bench(config(), depth)
     bench.admit(prompt, max_tokens=40, stop=[ids[5]])
     assert bench.run() == 6 + depth - 1, "those that were in flight when it came"

@@ -38,7 +38,7 @@ class Around:
 
     def admit(self, request_id: int, prompt: range, max_tokens: int = 1, priority: int = 0) -> None:
         ids = np.array(prompt, np.int32).tobytes()
-        text, sampling = raw(m.TextOptions()), raw(m.Sampling(temperature=0.0))
+        text, sampling = raw(m.GenerationOptions()), raw(m.GenerationOptions(temperature=0.0))
         admit = m.Admit(request_id, 1, 0, float(request_id), ids, 1, max_tokens, sampling, text, priority=priority)
         self.rig.send(admit, "ingest.0")
 

@@ -44,7 +44,7 @@ class Neighbours:
 
     def admit(self, request_id: int, prompt: list[int], max_tokens: int = 6, n: int = 1) -> None:
         ids = self.rig.arena("ingest.0").put(np.array(prompt, np.int32).tobytes())
-        text, sampling = raw(m.TextOptions()), raw(m.Sampling())
+        text, sampling = raw(m.GenerationOptions()), raw(m.GenerationOptions())
         message = m.Admit(request_id, 1, 0, float(request_id), ids, n, max_tokens, sampling, text)
         self.rig.send(message, "ingest.0")
 
@@ -97,7 +97,7 @@ def test_requests_come_in_and_exactly_their_ids_go_out(depth: Literal[1, 2, 3, 4
         for seq, opening in around.opened.items():
             number = opening.request_id
             assert (around.received[seq], around.finished[seq]) == expected(
-                prompts[number], m.Sampling(), 0, 5 + number
+                prompts[number], m.GenerationOptions(), 0, 5 + number
             )
             tail = np.frombuffer(opening.prompt_tail, np.int32).tolist()
             assert tail == prompts[number][-8:]
@@ -124,7 +124,7 @@ def test_what_overtakes_the_start_is_handled_after_it() -> None:
             requests[2]: Finish.ABORT,
             requests[3]: Finish.LENGTH,
         }
-        assert around.received[requests[1]] == expected(list(range(2000)), m.Sampling(), 0, 3)[0]
+        assert around.received[requests[1]] == expected(list(range(2000)), m.GenerationOptions(), 0, 3)[0]
         rig.receive("ingest", m.Release)
 
 
@@ -186,7 +186,7 @@ def test_depth_auto_finds_the_better_and_every_id_is_right(device: Literal["cpu"
         around.until_finished(4)
         for seq, opening in around.opened.items():
             number = opening.request_id
-            assert around.received[seq] == expected(prompts[number], m.Sampling(), 0, 330)[0]
+            assert around.received[seq] == expected(prompts[number], m.GenerationOptions(), 0, 330)[0]
 
 
 def test_a_long_prompt_comes_and_goes_by_shared_memory_and_both_slabs_return() -> None:
@@ -279,7 +279,7 @@ def test_a_result_of_another_incarnation_is_dropped() -> None:
         stale = m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0)
         rig.send(stale, "execute.0")
         around.until_finished(1)
-        assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 2)[0]
+        assert around.received[1] == expected([1, 2, 3], m.GenerationOptions(), 0, 2)[0]
 
 
 def test_a_result_that_arrives_before_start_is_dropped() -> None:
@@ -292,7 +292,7 @@ def test_a_result_that_arrives_before_start_is_dropped() -> None:
         around = Neighbours(rig)
         around.admit(1, [1, 2, 3], max_tokens=2)
         around.until_finished(1)
-        assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 2)[0]
+        assert around.received[1] == expected([1, 2, 3], m.GenerationOptions(), 0, 2)[0]
 
 
 def test_a_stage_that_was_never_started_stops() -> None:
@@ -359,12 +359,12 @@ def test_what_detokenize_does_not_take_is_offered_again_and_nothing_is_lost() ->
             around.admit(1, [1, 2, 3], max_tokens=12)
             around.until_finished(1)
             assert refused == 25
-            assert around.received[1] == expected([1, 2, 3], m.Sampling(), 0, 12)[0]
+            assert around.received[1] == expected([1, 2, 3], m.GenerationOptions(), 0, 12)[0]
 
 
 def test_ids_that_a_client_has_come_and_go_by_shared_memory_and_the_sequence_goes_on_behind_them() -> None:
     prompt, num_known = list(range(30)), 1200
-    whole, _ = expected(prompt, m.Sampling(), 0, num_known + 4)
+    whole, _ = expected(prompt, m.GenerationOptions(), 0, num_known + 4)
     with Rig("schedule") as rig:
         rig.start(FACTS)
         around = Neighbours(rig)
@@ -372,7 +372,7 @@ def test_ids_that_a_client_has_come_and_go_by_shared_memory_and_the_sequence_goe
         known = arena.put(np.array(whole[:num_known], np.int32).tobytes())
         assert isinstance(known, ShmRef)
         ids = np.array(prompt, np.int32).tobytes()
-        text, sampling = raw(m.TextOptions()), raw(m.Sampling())
+        text, sampling = raw(m.GenerationOptions()), raw(m.GenerationOptions())
         finishes = bytes([Finish.NONE])
         rig.send(m.Admit(1, 1, 0, 1.0, ids, 1, num_known + 4, sampling, text, [known], finishes), "ingest.0")
         around.until_finished(1)

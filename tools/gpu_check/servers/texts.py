@@ -41,19 +41,18 @@ MAX_TOKENS = 2**31 - 1
 
 DRAWS = {
     "greedy": steps.GREEDY,
-    "drawn": m.Sampling(temperature=0.9, seed=17, ignore_eos=True),
-    "with wishes": m.Sampling(
+    "drawn": m.GenerationOptions(temperature=0.9, seed=17, ignore_eos=True),
+    "logits processors": m.GenerationOptions(
         temperature=0.0,
         ignore_eos=True,
         repetition_penalty=1.3,
         presence_penalty=0.3,
         bias_ids=[5, 40],
         bias_values=[1.5, -2.0],
-        bad_words=[[7], [8, 9]],
-        with_logprobs=True,
-        num_top=3,
+        bad_words_ids=[[7], [8, 9]],
+        num_logprobs=3,
     ),
-    "drawn, filtered": m.Sampling(temperature=1.2, seed=23, top_k=50, top_p=0.9, min_p=0.01, ignore_eos=True),
+    "drawn, filtered": m.GenerationOptions(temperature=1.2, seed=23, top_k=50, top_p=0.9, min_p=0.01, ignore_eos=True),
 }
 
 
@@ -136,11 +135,11 @@ def _compare(
     try:
         exact.keep_logits()
         ways = WAYS[:1] if early else WAYS if not context.interpreted else (WAYS[0], WAYS[4])
-        for draw, sampling in DRAWS.items():
-            expected = exact.of(WAYS[0], sampling)
+        for draw, options in DRAWS.items():
+            expected = exact.of(WAYS[0], options)
             for way in ways if draw == "greedy" else ways[-1:]:
-                found = ours.of(way, sampling)
-                yield _judge(f"{what}, {draw}, {way.name}", exact, sampling, expected, found, dtype)
+                found = ours.of(way, options)
+                yield _judge(f"{what}, {draw}, {way.name}", exact, options, expected, found, dtype)
         if not context.small or context.interpreted:
             yield _without_syncs(ours, what)
     finally:
@@ -164,7 +163,12 @@ def _settings(config: ModelConfig, plan: "Plan", dtype: str, device: str) -> Set
 
 
 def _judge(
-    case: str, exact: "Texts", sampling: m.Sampling, expected: list[list[int]], found: list[list[int]], dtype: str
+    case: str,
+    exact: "Texts",
+    options: m.GenerationOptions,
+    expected: list[list[int]],
+    found: list[list[int]],
+    dtype: str,
 ) -> Reading:
     """How many ids are the same; and where texts part, the farthest that the two ids of one were apart."""
     same, worst = 0, 0.0
@@ -174,7 +178,7 @@ def _judge(
         same += len(right) if parted is None else parted
         if parted is not None:
             ids = [*prompt, *right[:parted]]
-            worst = max(worst, exact.gap(ids, len(prompt), right[parted], ours[parted], sampling))
+            worst = max(worst, exact.gap(ids, len(prompt), right[parted], ours[parted], options))
     num = sum(map(len, expected))
     note = f"{same} of {num} ids before texts part; the number is how far the ids there were apart, in spreads"
     return Reading(
@@ -224,34 +228,34 @@ class Texts:
     def keep_logits(self) -> None:
         self.runner.program.keep_logits()
 
-    def of(self, way: Way, sampling: m.Sampling) -> list[list[int]]:
+    def of(self, way: Way, options: m.GenerationOptions) -> list[list[int]]:
         """A text behind each prompt, from empty memory."""
         prompts = self.plan.prompts
         if way.together:
             first = prompts[0][:PREFIX]
             shared = [PREFIX if way.shares and p[:PREFIX] == first and len(p) > PREFIX else 0 for p in prompts]
-            return self._texts(prompts, way, sampling, shared)
-        return [text for prompt in prompts for text in self._texts([prompt], way, sampling, [0])]
+            return self._texts(prompts, way, options, shared)
+        return [text for prompt in prompts for text in self._texts([prompt], way, options, [0])]
 
-    def gap(self, ids: list[int], num_prompt: int, right: int, ours: int, sampling: m.Sampling) -> float:
+    def gap(self, ids: list[int], num_prompt: int, right: int, ours: int, options: m.GenerationOptions) -> float:
         """How much less than `right` the id `ours` is behind `ids`, of which a prompt has `num_prompt`, in standard
         deviations of the logits; by this runner's logits, and for what is drawn by the noise and the filters too."""
         logits = self._logits(ids)
         spread = float(logits.std())
-        logits_processors = logits_processors_of(sampling, np.array(ids, np.int32), num_prompt, [], len(logits))
+        logits_processors = logits_processors_of(options, np.array(ids, np.int32), num_prompt, [], len(logits))
         if logits_processors is not None:
             apply_logits_processors(logits, logits_processors, len(ids))
-        if sampling.temperature == 0:
+        if options.temperature == 0:
             return float(logits[right] - logits[ours]) / spread
-        scaled = (logits - logits.max()) / sampling.temperature
-        key = noise_keys(np.array([sequence_key(sampling.seed, 0)], np.uint64), np.array([len(ids)]))
+        scaled = (logits - logits.max()) / options.temperature
+        key = noise_keys(np.array([sequence_key(options.seed, 0)], np.uint64), np.array([len(ids)]))
         race = scaled - exponential(halves(key), len(logits))[0].log()
-        unit = spread / sampling.temperature
+        unit = spread / options.temperature
         floor = thresholds(
             scaled[None],
-            torch.tensor([sampling.top_k]),
-            torch.tensor([sampling.top_p]),
-            torch.tensor([sampling.min_p]),
+            torch.tensor([options.top_k]),
+            torch.tensor([options.top_p]),
+            torch.tensor([options.min_p]),
         )[0]
         # Either may be one that the filters only just keep, or only just don't.
         at_edge = min(abs(float(scaled[i] - floor)) for i in (right, ours)) / unit
@@ -265,7 +269,7 @@ class Texts:
         return logits
 
     def _texts(
-        self, prompts: Sequence[list[int]], way: Way, sampling: m.Sampling, shared: Sequence[int]
+        self, prompts: Sequence[list[int]], way: Way, options: m.GenerationOptions, shared: Sequence[int]
     ) -> list[list[int]]:
         computed = list(shared)
         common = list(range(steps.num_blocks(max(computed))))
@@ -277,7 +281,7 @@ class Texts:
         for row, prompt in enumerate(prompts):
             theirs = common[: steps.num_blocks(computed[row])]
             own = steps.num_blocks(len(prompt) + self.plan.num_new) - len(theirs)
-            adds.append(steps.row_add(row, prompt, [*theirs, *range(next_block, next_block + own)], sampling))
+            adds.append(steps.row_add(row, prompt, [*theirs, *range(next_block, next_block + own)], options))
             next_block += own
         known = [list(prompt) for prompt in prompts]
         wanted = [len(prompt) + self.plan.num_new for prompt in prompts]

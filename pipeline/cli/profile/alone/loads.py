@@ -108,8 +108,8 @@ class IngestDriver(_NothingToClose):
     def _submit(self) -> None:
         number, self._next = self._next, self._next + 1
         prompt = m.ChatPrompt([m.ChatMessage("user", f"{number} {self._text}")])
-        text = m.TextOptions()
-        message = m.Submit(number, 1, 0, time.time(), prompt, 1, NUM_OUTPUT, m.Sampling(seed=number), text)
+        options = m.GenerationOptions(max_tokens=NUM_OUTPUT, seed=number)
+        message = m.Submit(number, 1, 0, time.time(), prompt, options)
         self._sent[number] = time.monotonic()
         self._harness.send(message, "gateway.0")
 
@@ -130,8 +130,7 @@ class ScheduleDriver(_NothingToClose):
         self._next = 1
         self._generations = np.zeros(harness.settings.schedule.max_num_seqs, np.uint32)
         self._of_seq: dict[int, int] = {}
-        self._sampling = msgspec.Raw(msgspec.msgpack.encode(m.Sampling()))
-        self._text = msgspec.Raw(msgspec.msgpack.encode(m.TextOptions()))
+        self._options = msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions(max_tokens=NUM_OUTPUT)))
         self._answered_at = 0.0
         self.num_tokens = 0
         self.latencies_s: list[float] = []
@@ -159,7 +158,7 @@ class ScheduleDriver(_NothingToClose):
         number, self._next = self._next, self._next + 1
         prompt = ids_of(number, 0, NUM_PROMPT) + number % 1000
         ids = self._harness.arena("ingest.0").put(prompt.tobytes())
-        message = m.Admit(number, 1, 0, float(number), ids, 1, NUM_OUTPUT, self._sampling, self._text)
+        message = m.Admit(number, 1, 0, float(number), ids, self._options)
         self._harness.send(message, "ingest.0")
         self._num_open += 1
 
@@ -234,7 +233,7 @@ class DetokenizeDriver(_NothingToClose):
         self._starts = self._places.copy()
         self._counts = np.ones(num_streams, np.int32)
         self._next_seq = num_streams + 1
-        self._text = msgspec.Raw(msgspec.msgpack.encode(m.TextOptions()))
+        self._options = msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions()))
         self.num_tokens = 0
         self.latencies_s: list[float] = []
         for seq in self._seqs.tolist():
@@ -243,7 +242,7 @@ class DetokenizeDriver(_NothingToClose):
 
     def _open(self, seq: int) -> None:
         tail = ids_of(seq, 0, 8).tobytes()
-        self._harness.send(m.Open(seq, seq, 1, 0, 0, tail, self._text), "schedule.0")
+        self._harness.send(m.Open(seq, seq, 1, 0, 0, tail, self._options), "schedule.0")
 
     def turn(self) -> None:
         harness = self._harness

@@ -91,7 +91,7 @@ def test_random_plans(pair: Pair, seed: int) -> None:
             row = next(row for row in range(NUM_ROWS) if row not in live)
             generation += 1
             ids = [chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 9))]
-            sampling = m.Sampling(stop_token_ids=chance.sample(range(VOCAB_SIZE), 60), **waiting.pop())
+            sampling = m.GenerationOptions(stop_token_ids=chance.sample(range(VOCAB_SIZE), 60), **waiting.pop())
             blocks = list(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW))
             adds.append(row_add(row, ids, blocks, sampling, generation=generation))
             live[row] = {"known": len(ids), "computed": 0, "over": 0, "pools": int(sampling.pooling > 0)}
@@ -115,7 +115,7 @@ def test_steps_are_launched_before_the_last_is_known(pair: Pair) -> None:
     in a step that decodes, and logprobs that end with it."""
     pair.clear()
     prompt = [5, 9, 200, 31, 7]
-    samplings = [m.Sampling(temperature=1.0, seed=9), m.Sampling(temperature=0.0, with_logprobs=True, num_top=1)]
+    samplings = [m.GenerationOptions(temperature=1.0, seed=9), m.GenerationOptions(temperature=0.0, num_logprobs=1)]
     adds = [row_add(row, prompt[: 5 - row], [row], sampling) for row, sampling in enumerate(samplings)]
     steps = [make_step([(0, 0, 5, True), (1, 0, 4, True)], adds=adds, step_id=1)]
     steps += [make_step([(0, 4 + i, 1, True), (1, 3 + i, 1, True)], step_id=1 + i) for i in range(1, 4)]

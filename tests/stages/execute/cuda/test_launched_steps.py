@@ -27,7 +27,7 @@ class AskedMasks:
         self.asked: list[dict[int, list[int]]] = []
         """Of each step: all ids of each row."""
 
-    def add(self, row: int, sampling: m.Sampling, num_prompt: int) -> None:
+    def add(self, row: int, sampling: m.GenerationOptions, num_prompt: int) -> None:
         pass
 
     def drop(self, rows: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_row_that_is_pooled_and_dropped_still_has_the_record_that_is_awaited(d
     """The scheduler cuts the records of a step by what it planned."""
     driver.clear()
     runner = driver.runner
-    samplings = [m.Sampling(pooling=m.Pooling.MEAN), m.Sampling(pooling=m.Pooling.LAST)]
+    samplings = [m.GenerationOptions(pooling=m.Pooling.MEAN), m.GenerationOptions(pooling=m.Pooling.LAST)]
     adds = [row_add(row, [5, 9, 7], [row], sampling) for row, sampling in enumerate(samplings)]
     runner.launch(make_step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds), take)
     runner.launch(make_step(drops=[0]), take)
@@ -66,8 +66,8 @@ def test_masks_are_asked_for_rows_that_go_on_alone_with_all_of_their_ids(
     masks = AskedMasks(runner)
     monkeypatch.setattr(runner, "masks", masks)
     monkeypatch.setattr(runner._changes, "_masks", masks)
-    ends = m.Sampling(grammar="a", allowed_ids=i32([9]), stop_token_ids=[9])
-    goes_on = m.Sampling(grammar="a", temperature=0.0, ignore_eos=True)
+    ends = m.GenerationOptions(compiled_grammar="a", allowed_ids=i32([9]), stop_token_ids=[9])
+    goes_on = m.GenerationOptions(compiled_grammar="a", temperature=0.0, ignore_eos=True)
     adds = [row_add(0, [5, 9, 7], [0], ends), row_add(1, [5, 9], [1], goes_on)]
     runner.launch(make_step([(0, 0, 3, True), (1, 0, 2, True)], adds=adds), take)
     runner.launch(make_step([(0, 3, 1, True), (1, 2, 1, True)]), take)

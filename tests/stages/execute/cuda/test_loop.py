@@ -26,7 +26,10 @@ SCHEDULE = "schedule.0"
 
 def test_steps_planned_ahead_go_on_from_ids_the_scheduler_has_not_seen(slight_dir: Path, tmp_path: Path) -> None:
     """And a recording of it is replayed: results are published when they were."""
-    drawn, greedy = m.Sampling(temperature=2.0, seed=4, ignore_eos=True), m.Sampling(temperature=0.0, ignore_eos=True)
+    drawn, greedy = (
+        m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True),
+        m.GenerationOptions(temperature=0.0, ignore_eos=True),
+    )
     config = on_device()
     cpu = Driver(slight_dir, on_cpu(config))
     expected = [cpu.generate([PROMPT], 4, sampling=sampling)[0] for sampling in (drawn, greedy)]

@@ -33,7 +33,7 @@ def next_id(ids: list[int]) -> int:
     return FIRST_ID + hash_of(ids, 0, 0) % (VOCAB_SIZE - FIRST_ID)
 
 
-def outputs(prompt: list[int], sampling: m.Sampling, max_tokens: int) -> tuple[list[int], Finish]:
+def outputs(prompt: list[int], sampling: m.GenerationOptions, max_tokens: int) -> tuple[list[int], Finish]:
     """What a sequence generates, whatever happens around it."""
     ids = list(prompt)
     while len(ids) < len(prompt) + max_tokens:
@@ -74,7 +74,7 @@ class ExactMasks:
         self.words = np.zeros_like(runner.masks.words)
         self._rows: set[int] = set()
 
-    def add(self, row: int, sampling: m.Sampling, num_prompt: int) -> None:
+    def add(self, row: int, sampling: m.GenerationOptions, num_prompt: int) -> None:
         self._rows.add(row)
 
     def drop(self, rows: Any) -> None:
@@ -122,7 +122,7 @@ class CudaBench(Bench):
         result = m.StepResult(1, step_id, *parts, compute_s=0.01, wait_s=0.0, copy_s=0.0, errors=list(made.errors))
         self.scheduler.settle(result)
 
-    def begin(self, prompt: list[int], sampling: m.Sampling, max_tokens: int, n: int = 1) -> int:
+    def begin(self, prompt: list[int], sampling: m.GenerationOptions, max_tokens: int, n: int = 1) -> int:
         number = next(self._ids)
         message = m.Admit(
             request_id=number,
@@ -133,7 +133,7 @@ class CudaBench(Bench):
             n=n,
             max_tokens=max_tokens,
             sampling=raw(sampling),
-            text=raw(m.TextOptions()),
+            text=raw(m.GenerationOptions()),
         )
         for told in self.scheduler.admit(message):
             assert isinstance(told, m.Open)
@@ -164,14 +164,14 @@ def test_rows_come_and_go_while_steps_are_in_flight(slight_dir: Path, monkeypatc
     monkeypatch.setattr(runner._changes, "_masks", masks)
     assert (runner.facts.num_blocks, runner.facts.num_swap_blocks) == (5, 12)
     bench = CudaBench(runner, SchedulerConfig(5, 80, 4, 64, num_swap_blocks=12, preemption="swap"), depth=3)
-    plain = m.Sampling(temperature=0.0, ignore_eos=True)
+    plain = m.GenerationOptions(temperature=0.0, ignore_eos=True)
     shared = list(range(20, 38))
     stop = outputs(shared, plain, 9)[0][-1]
     for begin in (100, 130):
         bench.begin(list(range(begin, begin + 28)), plain, 8)
     aborted = bench.begin(list(range(200, 211)), plain, 30)
-    bench.begin(shared, m.Sampling(temperature=0.0, ignore_eos=True, stop_token_ids=[stop]), 30, n=2)
-    bench.begin(list(range(240, 250)), m.Sampling(temperature=0.0, grammar="g", ignore_eos=True), 5)
+    bench.begin(shared, m.GenerationOptions(temperature=0.0, ignore_eos=True, stop_token_ids=[stop]), 30, n=2)
+    bench.begin(list(range(240, 250)), m.GenerationOptions(temperature=0.0, compiled_grammar="g", ignore_eos=True), 5)
     bench.fill()
     for i in range(200):
         if i == 12:

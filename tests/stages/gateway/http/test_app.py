@@ -52,8 +52,8 @@ class TestAChat:
         assert (submit.attempt, submit.gateway, submit.n, submit.max_tokens) == (1, 0, 2, 9)
         assert 0 <= submit.request_id < 2**63
         assert submit.arrival_s > 1e9
-        assert submit.sampling == m.Sampling(temperature=0.0, seed=7)
-        assert submit.text == m.TextOptions(["x"])
+        assert submit.sampling == m.GenerationOptions(temperature=0.0, seed=7)
+        assert submit.text == m.GenerationOptions(stop=["x"])
         for index in (1, 0):
             gate.finish(submit, f"choice {index}", index)
         choices = response.result().json()["choices"]

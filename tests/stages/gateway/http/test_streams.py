@@ -247,7 +247,7 @@ class TestAClientThatLeaves:
 
 
 def test_a_delta_of_a_request_that_nobody_knows_is_answered_with_abort(gate: Gate) -> None:
-    unknown = m.Submit(77, 3, 0, 0.0, m.TextPrompt(""), 1, 1, m.Sampling(), m.TextOptions())
+    unknown = m.Submit(77, 3, 0, 0.0, m.TextPrompt(""), 1, 1, m.GenerationOptions(), m.GenerationOptions())
     gate.delta(unknown, "x")
     for stage in ("ingest", "schedule"):
         assert gate.rig.receive(stage, m.Abort) == m.Abort(77, 3)

@@ -46,8 +46,8 @@ def refused(body: Any, parse: Any = parse_chat) -> ApiError:
 class TestDefaults:
     def test_are_those_of_openai(self) -> None:
         parsed = chat()
-        assert parsed.sampling == m.Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        assert parsed.text == m.TextOptions()
+        assert parsed.sampling == m.GenerationOptions(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+        assert parsed.text == m.GenerationOptions()
         assert (parsed.n, parsed.max_tokens, parsed.seed, parsed.stream, parsed.include_usage) == (
             1,
             None,
@@ -69,12 +69,16 @@ class TestDefaults:
 class TestFields:
     def test_sampling_reaches_the_executor(self) -> None:
         parsed = chat(temperature=0, top_p=0.5, top_k=7, min_p=0.1, stop_token_ids=[3, 4], ignore_eos=True)
-        assert parsed.sampling == m.Sampling(0.0, 0.5, 7, 0.1, 0, [3, 4], True)
+        assert parsed.sampling == m.GenerationOptions(
+            temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, seed=0, stop_token_ids=[3, 4], ignore_eos=True
+        )
         assert chat(top_k=-1).sampling.top_k == 0
 
     def test_text_options_reach_detokenize(self) -> None:
         parsed = chat(stop="x", include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3])
-        assert parsed.text == m.TextOptions(["x"], True, False, [3])
+        assert parsed.text == m.GenerationOptions(
+            stop=["x"], include_stop=True, skip_special_tokens=False, stop_token_ids=[3]
+        )
         assert chat(stop=["a", "b"]).text.stop == ["a", "b"]
 
     @pytest.mark.parametrize(

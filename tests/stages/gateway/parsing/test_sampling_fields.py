@@ -31,14 +31,14 @@ class TestWhereTheyGo:
     @pytest.mark.parametrize(
         ("fields", "sampling"),
         [
-            ({"repetition_penalty": 1.2}, m.Sampling(repetition_penalty=1.2)),
-            ({"presence_penalty": -2}, m.Sampling(presence_penalty=-2.0)),
-            ({"frequency_penalty": 0.5}, m.Sampling(frequency_penalty=0.5)),
-            ({"logit_bias": {"5": -100, "0": 1.5}}, m.Sampling(bias_ids=[5, 0], bias_values=[-100.0, 1.5])),
-            ({"allowed_token_ids": [7, 3, 7]}, m.Sampling(allowed_ids=np.array([3, 7], "<i4").tobytes())),
+            ({"repetition_penalty": 1.2}, m.GenerationOptions(repetition_penalty=1.2)),
+            ({"presence_penalty": -2}, m.GenerationOptions(presence_penalty=-2.0)),
+            ({"frequency_penalty": 0.5}, m.GenerationOptions(frequency_penalty=0.5)),
+            ({"logit_bias": {"5": -100, "0": 1.5}}, m.GenerationOptions(bias_ids=[5, 0], bias_values=[-100.0, 1.5])),
+            ({"allowed_token_ids": [7, 3, 7]}, m.GenerationOptions(allowed_ids=np.array([3, 7], "<i4").tobytes())),
         ],
     )
-    def test_to_the_executor(self, fields: dict[str, Any], sampling: m.Sampling) -> None:
+    def test_to_the_executor(self, fields: dict[str, Any], sampling: m.GenerationOptions) -> None:
         assert chat(**fields).sampling == sampling
         assert completion(**fields).sampling == sampling
 
@@ -74,8 +74,8 @@ class TestDetails:
     def test_log_probabilities_of_ids_are_asked_of_the_stages(self, num_top: int) -> None:
         for parsed in (chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)):
             assert parsed.details == TokenDetailOptions(num_top=num_top)
-            assert parsed.sampling == m.Sampling(with_logprobs=True, num_top=num_top)
-            assert parsed.text == m.TextOptions(record_bytes=logprob_bytes(num_top), num_top=num_top, with_pieces=True)
+            assert parsed.sampling == m.GenerationOptions(num_logprobs=num_top)
+            assert parsed.text == m.GenerationOptions(num_logprobs=num_top, with_pieces=True)
             assert not parsed.prompt_options.with_pieces
 
     def test_of_the_prompt(self) -> None:
@@ -209,7 +209,7 @@ class TestWhatTheyCanNotBe:
 
 
 def test_allowed_ids_are_bounded_by_what_all_sequences_bring_along() -> None:
-    sampling = m.Sampling(allowed_ids=np.arange(2**18, dtype="<i4").tobytes())
+    sampling = m.GenerationOptions(allowed_ids=np.arange(2**18, dtype="<i4").tobytes())
     sampling_fields.check_num_allowed(sampling, 4)
     with pytest.raises(ApiError, match="for each of 5 sequences") as error:
         sampling_fields.check_num_allowed(sampling, 5)

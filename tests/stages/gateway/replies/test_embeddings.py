@@ -63,8 +63,8 @@ class TestParse:
     def test_the_stages_are_asked_for_a_vector(self) -> None:
         body = BODY | {"input": [[1, 2], [3]], "pooling": "mean", "truncate_prompt_tokens": -1}
         parsed = parse_embeddings(json.dumps(body).encode(), KNOWN)
-        assert parsed.sampling == m.Sampling(temperature=0.0, pooling=m.Pooling.MEAN)
-        assert parsed.text == m.TextOptions(record_bytes=32)
+        assert parsed.sampling == m.GenerationOptions(temperature=0.0, pooling=m.Pooling.MEAN)
+        assert parsed.text == m.GenerationOptions()
         assert (parsed.max_tokens, parsed.prompt_options.truncate, len(parsed.prompts)) == (1, -1, 2)
         assert parse_embeddings(json.dumps(BODY).encode(), KNOWN).sampling.pooling == m.Pooling.LAST
 

@@ -36,8 +36,8 @@ class TestParse:
         )
         parsed = parse_tokens_only(json.dumps(body).encode(), KNOWN)
         assert parsed.prompts == [m.IdsPrompt(np.array([1, 2, 3], "<i4").tobytes())]
-        assert parsed.sampling == m.Sampling(temperature=0.0, min_tokens=1, with_logprobs=True, num_top=2)
-        assert parsed.text == m.TextOptions(stop=["x"], min_tokens=1, record_bytes=20, num_top=2)
+        assert parsed.sampling == m.GenerationOptions(temperature=0.0, min_tokens=1, num_logprobs=2)
+        assert parsed.text == m.GenerationOptions(stop=["x"], min_tokens=1, num_logprobs=2)
         assert (parsed.model, parsed.n, parsed.max_tokens) == ("tiny", 2, 5)
         assert parsed.grammar == m.Grammar("regex", "a", "sampling_params.structured_outputs.regex")
         assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).max_tokens == 16
