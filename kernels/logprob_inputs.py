@@ -1,9 +1,11 @@
 """Memory for logprobs: the log probability of an id, and the top ids with theirs.
 
-A logprob record is float32 logprob · num_top × int32 ids · num_top × float32 logprobs. Where the vocabulary has fewer
-ids than that, the last ones are -1, with -inf. Entry i belongs to the i-th row of logits.
+A logprob record is float32 logprob · num_top × int32 ids · num_top × float32 logprobs. If the vocabulary has fewer ids
+than that, the last ones are -1, with -inf. A row may give the ids: then the record has these, in their order. Entry i
+belongs to the i-th row of logits.
 """
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -26,14 +28,17 @@ class LogprobInputs:
         self.num_top: IntArray = np.zeros(max_num_rows, np.int32)
         self.addresses: AddressArray = np.zeros(max_num_rows, np.uint64)
         """Address of each record; 0 for none."""
+        self.given_ids: AddressArray = np.zeros(max_num_rows, np.uint64)
+        """Address of the row's own `num_top` ids, int32, which its owner keeps; 0 for the likeliest ids."""
         self.widths: LongArray = np.zeros(0, np.int64)
         """Bytes of each record; empty if no row requests logprobs"""
         self.memory: ByteArray = np.empty(0, np.uint8)
         """The records, concatenated."""
 
-    def lay_out(self, num_top: IntArray) -> None:
+    def lay_out(self, num_top: IntArray, given_ids: AddressArray | None = None) -> None:
         """Make room for the records of these rows, `NO_LOGPROBS` for those that have none."""
         num = len(num_top)
+        self.given_ids[:num] = 0 if given_ids is None else given_ids
         self.widths = np.where(num_top >= 0, 4 + 8 * num_top.astype(np.int64), 0)
         ends = np.cumsum(self.widths)
         self.memory = np.empty(int(ends[-1]) if num else 0, np.uint8)
@@ -52,6 +57,12 @@ class LogprobInputs:
         num_top, begin = int(self.num_top[i]), int(self.addresses[i]) - self.memory.ctypes.data
         words = self.memory[begin : begin + 4 + 8 * num_top].view(np.float32)
         return words[:1], words[1 : 1 + num_top].view(np.int32), words[1 + num_top :]
+
+    def given(self, i: int) -> IntArray | None:
+        """The ids that row i gives, or None."""
+        if not (address := int(self.given_ids[i])):
+            return None
+        return np.ctypeslib.as_array((ctypes.c_int32 * int(self.num_top[i])).from_address(address))
 
 
 class ScoreInputs:

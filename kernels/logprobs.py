@@ -41,8 +41,12 @@ def write_logprobs(logits: Tensor, ids: IntArray, logprobs: LogprobInputs) -> No
     values = log_softmax(rows).float().cpu()
     for place, i in enumerate(asking.tolist()):
         logprob, top_ids, top_logprobs = logprobs.views(i)
-        num = min(len(top_ids), rows.shape[1])
-        top = likeliest(rows[place], num).cpu()
+        given = logprobs.given(i)
+        if given is None:
+            top = likeliest(rows[place], min(len(top_ids), rows.shape[1])).cpu()
+        else:
+            top = torch.from_numpy(given.astype(np.int64))
+        num = len(top)
         logprob[0] = values[place, ids[i]]
         top_ids[:num], top_ids[num:] = top.numpy(), -1
         top_logprobs[:num], top_logprobs[num:] = values[place, top].numpy(), -np.inf

@@ -44,11 +44,11 @@ static inline void find_top(const Row& row, const float* logits, int num, const 
 }  // namespace sampling
 
 // Write the logprobs of an id: the natural logarithm of its probability by the softmax of logits [vocab]; the `num_top`
-// likeliest ids; their logarithms. `out` is aligned to 4 and has room for all of it. Behind the last id of the
+// likeliest ids, or the ids `given` if that is not null; their logarithms. `out` is aligned to 4 and has room for all of it. Behind the last id of the
 // vocabulary come -1 with -inf. Sums are those of inputs, so logprobs are the same on every ISA. Where the largest logit
 // is infinite, the logarithm is 0 for its ids and -inf for others; never NaN. `memory` is of sample_scratch_bytes.
-static inline void write_logprobs(const float* logits, int vocab, int32_t id, int num_top, uint8_t* out,
-                                uint8_t* scratch) {
+static inline void write_logprobs(const float* logits, int vocab, int32_t id, int num_top, const int32_t* given,
+                                  uint8_t* out, uint8_t* scratch) {
     using namespace sampling;
     const SamplingScratch memory(scratch, vocab);
     const Row row(logits, vocab, memory);
@@ -62,8 +62,11 @@ static inline void write_logprobs(const float* logits, int vocab, int32_t id, in
     int32_t* const ids = reinterpret_cast<int32_t*>(out + 4);
     float* const values = reinterpret_cast<float*>(out + 4 + 4 * size_t(num_top));
     *reinterpret_cast<float*>(out) = logprob(id);
-    const int num = std::min(num_top, vocab);
-    if (num > 0) find_top(row, logits, num, memory, ids);
+    const int num = given ? num_top : std::min(num_top, vocab);
+    if (given)
+        memcpy(ids, given, num * sizeof(int32_t));
+    else if (num > 0)
+        find_top(row, logits, num, memory, ids);
     for (int i = 0; i < num_top; i++) {
         if (i >= num) ids[i] = NO_ID;
         values[i] = i < num ? logprob(ids[i]) : -INFINITY;

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """Of `program.cpp`; raised with every change of its interface."""
 
 PANEL = 16
@@ -132,12 +132,15 @@ SAMPLING_ARRAYS = (
 class NativeSamplingArrays(Structure):
     """`SamplingInputs` in sampler.h: addresses of the arrays of the Python `SamplingInputs`."""
 
-    _fields_ = tuple((name, c_void_p) for name in (*SAMPLING_ARRAYS, "num_top", "logprobs"))
+    _fields_ = tuple((name, c_void_p) for name in (*SAMPLING_ARRAYS, "num_top", "logprobs", "given_ids"))
 
     @classmethod
     def of(cls, sampling_inputs: SamplingInputs) -> Self:
-        logprobs = sampling_inputs.logprobs.num_top.ctypes.data, sampling_inputs.logprobs.addresses.ctypes.data
-        return cls(*(getattr(sampling_inputs, name).ctypes.data for name in SAMPLING_ARRAYS), *logprobs)
+        logprobs = sampling_inputs.logprobs
+        return cls(
+            *(getattr(sampling_inputs, name).ctypes.data for name in SAMPLING_ARRAYS),
+            *(array.ctypes.data for array in (logprobs.num_top, logprobs.addresses, logprobs.given_ids)),
+        )
 
 
 class NativeScoreArrays(Structure):

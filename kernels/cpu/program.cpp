@@ -150,7 +150,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 7; }
+int abi_version() { return 8; }
 
 // --- threads
 

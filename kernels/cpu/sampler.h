@@ -69,6 +69,7 @@ struct SamplingInputs {
     int32_t* ids;
     const int32_t* num_top;
     uint8_t* const* logprobs;  // or null for no logprobs; not read where `greedy` is set
+    const int32_t* const* given_ids;  // ids that the logprobs are of, or null for the likeliest
 };
 
 class Sample final : public Op {
@@ -103,7 +104,9 @@ class Sample final : public Op {
                                : sample(logits, vocab_size_, inputs_.temperature[row], inputs_.top_k[row],
                                       inputs_.top_p[row], inputs_.min_p[row], inputs_.keys[row], scratch.memory);
         inputs_.ids[row] = id;
-        if (logprobs && id != NO_ID) write_logprobs(model, vocab_size_, id, inputs_.num_top[row], logprobs, scratch.memory);
+        if (logprobs && id != NO_ID)
+            write_logprobs(model, vocab_size_, id, inputs_.num_top[row], inputs_.given_ids[row], logprobs,
+                           scratch.memory);
     }
 
    private:
@@ -143,7 +146,7 @@ class Score final : public Op {
 
     void tile(const Step&, int row, const Scratch& scratch) override {
         write_logprobs(logits_ + size_t(row) * vocab_size_, vocab_size_, scores_.ids[row], scores_.num_top[row],
-                     scores_.logprobs[row], scratch.memory);
+                       nullptr, scores_.logprobs[row], scratch.memory);
     }
 
    private:

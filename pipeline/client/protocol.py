@@ -203,6 +203,13 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     structured_outputs: Annotated[
         StructuredOutputs | None, Meta(description="A constraint that the output must match. Null is none.")
     ] = None
+    logprob_token_ids: Annotated[
+        list[int],
+        Meta(
+            description="At most 128 ids. If there are any, records of output ids have the log probabilities of these "
+            "ids, in this order, instead of the most likely ones."
+        ),
+    ] = []
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processors import LOGITS_PROCESSORS, LogitsProcessors
+from pipeline.kernels.logits_processors import LOGITS_PROCESSORS, NO_IDS, LogitsProcessors
 from pipeline.kernels.logprob_inputs import NO_LOGPROBS
 from pipeline.kernels.noise import noise_keys, sequence_key
 from pipeline.kernels.sampling_inputs import GREEDY_BELOW, SamplingInputs
@@ -67,6 +67,10 @@ class RowTable:
         self.num_logprobs: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         """Of the records of its ids."""
         self.num_prompt_logprobs: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
+        self.logprob_token_ids: list[IntArray] = [NO_IDS] * max_num_seqs
+        """Ids that the records have instead of the likeliest ones, if there are any."""
+        self._logprob_id_addresses: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
+        """Where they are; 0 for none."""
         self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
         self.logits_processors: list[LogitsProcessors | None] = [None] * max_num_seqs
         self._native_logits_processors = np.zeros(max_num_seqs, LOGITS_PROCESSORS)
@@ -138,6 +142,11 @@ class RowTable:
             () if options.ignore_eos and not options.compiled_grammar else eos_ids
         )
         self.num_logprobs[row] = options.num_logprobs
+        self.logprob_token_ids[row] = given = np.array(options.logprob_token_ids, np.int32)
+        if len(given):
+            assert len(given) == options.num_logprobs, f"row {row} has {len(given)} ids for records of another size"
+            assert given.min() >= 0 and given.max() < self.vocab_size, f"row {row} has ids outside of the vocabulary"
+        self._logprob_id_addresses[row] = given.ctypes.data if len(given) else 0
         # The first sequence of a request returns the records of its prompt.
         self.num_prompt_logprobs[row] = options.num_prompt_logprobs if index == 0 else NO_LOGPROBS
         self.pooling[row] = Pooling(options.pooling)
@@ -236,7 +245,7 @@ class RowTable:
         else:
             sampling_inputs.unmask(num)
         if requested_features & SamplingFeature.LOGPROBS:
-            sampling_inputs.logprobs.lay_out(self.num_logprobs[rows])
+            sampling_inputs.logprobs.lay_out(self.num_logprobs[rows], self._logprob_id_addresses[rows])
         else:
             sampling_inputs.logprobs.clear(num)
 

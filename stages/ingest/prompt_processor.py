@@ -133,6 +133,7 @@ class PromptProcessor:
         """Check the options against the vocabulary, and add what needs the tokenizer. Raises RequestRefused."""
         self._check_known(options.stop_token_ids, "stop_token_ids")
         self._check_known(options.bias_ids, "logit_bias")
+        self._check_known(options.logprob_token_ids, "logprob_token_ids")
         self._check_known(np.frombuffer(options.allowed_ids, np.int32), "allowed_token_ids")
         runs: list[list[int]] = []
         if options.bad_words:

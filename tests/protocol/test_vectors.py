@@ -59,7 +59,7 @@ def test_the_page_has_a_section_for_every_message_and_part() -> None:
     page = PAGE.read_text()
     structs = {name: kind for name, kind in vars(p).items() if isinstance(kind, type) and kind.__module__ == p.__name__}
     for name, kind in structs.items():
-        if name != "Message":
+        if name != "WireMessage":
             heading = kind.__struct_config__.tag if kind in KINDS.values() else name
             assert re.search(rf"^### {heading}$", page, re.MULTILINE), f"docs/protocol.md has no section on {heading}"
             assert f"<!-- fields of {name} -->" in page
@@ -95,7 +95,13 @@ def test_sampling_params_have_the_limits_of_http() -> None:
     from pipeline.config.settings import LimitSettings
     from pipeline.stages.gateway.parsing import sampling_fields, structured_outputs
 
-    for name in ("MAX_STOP_CHARS", "MAX_BIAS", "MIN_REPETITION_PENALTY", "MAX_REPETITION_PENALTY"):
+    for name in (
+        "MAX_STOP_CHARS",
+        "MAX_LOGPROB_TOKEN_IDS",
+        "MAX_BIAS",
+        "MIN_REPETITION_PENALTY",
+        "MAX_REPETITION_PENALTY",
+    ):
         assert getattr(sampling_params, name) == getattr(sampling_fields, name)
     assert {f"max_{name}" for name in sampling_params.MOST} <= set(LimitSettings.__struct_fields__)
     for name, most in sampling_params.MOST.items():

@@ -42,7 +42,8 @@ export class ConnectionLost extends Error {
 /**
  * One request: an async iterable of outputs `{index, text, token_ids, text_offset, token_offset, finish_reason, stop_reason,
  * logprobs}`, the last of which is an array with an entry for each id, and null where `logprobs` were not asked for. An entry is
- * {tokenId, logprob, piece, top: [{tokenId, logprob, piece}, …]}, where `piece` has the bytes of the id's text.
+ * {tokenId, logprob, piece, top: [{tokenId, logprob, piece}, …]}, where `piece` has the bytes of the id's text. `top` has the
+ * most likely ids, or those of `logprob_token_ids`.
  */
 export class Stream {
   #client;
@@ -55,9 +56,9 @@ export class Stream {
   #isClosed = false;
   #wake = () => {};
 
-  constructor(client, requestId, { logprobs = null, prompt_logprobs = null } = {}) {
+  constructor(client, requestId, { logprobs = null, prompt_logprobs = null, logprob_token_ids = [] } = {}) {
     this.#client = client;
-    this.#numTop = logprobs;
+    this.#numTop = logprob_token_ids.length || logprobs;
     this.#promptNumTop = prompt_logprobs;
     this.requestId = requestId;
     /** Of the prompt's ids what `logprobs` of an output has, null for the first; complete when all outputs have come. Null

@@ -72,6 +72,7 @@ const PARTS = {
     ["logprobs", plain, null],
     ["prompt_logprobs", plain, null],
     ["structured_outputs", optional(part("structuredOutputs")), null],
+    ["logprob_token_ids", plain, []],
   ],
   output: [
     ["index", plain],

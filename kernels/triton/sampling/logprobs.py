@@ -7,6 +7,7 @@ row. It is still there where nothing shapes them; where something does, `top_log
 have records.
 
     logits ──_block_stats──► blocks' and strips' largest, weights ──_top_logprobs──► normalizer, likeliest ids
+                                                               given ids ──_given_logprobs──► instead of the likeliest
                                                         ids, logits or copy ──_token_logprobs──► the ids' own
 
 A record is a row of words: its id's log probability (float32), room for `most` ids (int32), and for as many log
@@ -77,13 +78,15 @@ class LogprobScratch:
         """[S, V]; the logits of samples with records, as `top_logprobs` has seen them"""
 
 
-def top_logprobs(out: Tensor, logits: Tensor, num_top: Tensor, scratch: LogprobScratch, *, keep: bool) -> None:
+def top_logprobs(
+    out: Tensor, logits: Tensor, num_top: Tensor, max_top: int, scratch: LogprobScratch, *, keep: bool
+) -> None:
     """Leave in out [S, 1 + 2 most] int32 all of each record but its first word. logits [S, V] float32; num_top [S]
-    int32 is how many likeliest ids each sample wants, -1 where it has no record: its words are left alone. With `keep`,
-    `token_logprobs` will find the logits in `scratch.kept`."""
+    int32 is the number of likeliest ids in each sample's record, at most `max_top`; -1 for no record: its words are
+    left alone. With `keep`, `token_logprobs` will find the logits in `scratch.kept`."""
     num, most = len(num_top), (out.shape[1] - 1) // 2
     assert logits.shape[1] == scratch.vocab_size and num <= len(scratch.found) and logits.stride(1) == 1
-    assert most <= scratch.max_top and (not keep or scratch.kept.shape[1] == scratch.vocab_size)
+    assert max_top <= min(most, scratch.max_top) and (not keep or scratch.kept.shape[1] == scratch.vocab_size)
     _block_stats[(scratch.num_blocks, num)](
         *(scratch.largest, scratch.weights, scratch.tops, scratch.kept, logits, num_top),
         logits.stride(0),
@@ -105,9 +108,21 @@ def top_logprobs(out: Tensor, logits: Tensor, num_top: Tensor, scratch: LogprobS
         scratch.num_strips,
         next_power_of_2(scratch.num_strips),
         # Two variants, whatever is asked for.
-        FEW if most <= FEW else scratch.found.shape[1],
+        FEW if max_top <= FEW else scratch.found.shape[1],
         scratch.found.shape[1],
         num_warps=16,
+    )
+
+
+def given_logprobs(out: Tensor, logits: Tensor, given: Tensor, scratch: LogprobScratch) -> None:
+    """Leave ids and log probabilities of given ids in out [S, 1 + 2 most] int32, behind `top_logprobs` of the same
+    logits [S, V]. given [S, G] int32, G at most `most`; -1 ends a sample's ids."""
+    num, num_given = given.shape
+    _given_logprobs[(num, triton.cdiv(num_given, SAMPLES))](
+        *(out, scratch.normalizers, logits, given, num_given, out.stride(0), (out.shape[1] - 1) // 2),
+        logits.stride(0),
+        SAMPLES,
+        num_warps=1,
     )
 
 
@@ -261,6 +276,31 @@ def _write_ranked(out, found, found_ids, wanted, num, top, log_total, most, PADD
     logprobs = tl.where(places < num, _logprob(values, top, log_total), -_INF)
     tl.store(out + rank, ids, mask=places < wanted)
     tl.store(out + most + rank, logprobs.to(tl.int32, bitcast=True), mask=places < wanted)
+
+
+@triton.jit(do_not_specialize=["num_given", "out_stride", "most"])
+def _given_logprobs(
+    out,
+    normalizers,
+    logits,
+    given,
+    num_given,
+    out_stride,
+    most,
+    STRIDE: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    sample = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * IDS + tl.arange(0, IDS)
+    ids = tl.load(given + sample * num_given + places, mask=places < num_given, other=-1)
+    is_given = ids >= 0
+    logit = tl.load(logits + sample * STRIDE + ids, mask=is_given, other=-_INF)
+    logit = tl.where(logit > -_INF, logit, -_INF)
+    top = tl.load(normalizers + 2 * sample)
+    log_total = tl.load(normalizers + 2 * sample + 1)
+    record = out + sample * out_stride + 1
+    tl.store(record + places, ids, mask=is_given)
+    tl.store(record + most + places, _logprob(logit, top, log_total).to(tl.int32, bitcast=True), mask=is_given)
 
 
 @triton.jit(do_not_specialize=["num", "out_stride"])

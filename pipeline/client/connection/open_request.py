@@ -14,7 +14,7 @@ from pipeline.client.errors import ConnectionLost, RequestError, RequestTooLarge
 from pipeline.client.inputs.prompts import CheckedPrompt
 from pipeline.client.inputs.request_options import RequestOptions
 from pipeline.client.inputs.sampling_params import SamplingParams
-from pipeline.client.logprobs import Logprob
+from pipeline.client.logprobs import Logprob, num_logprobs
 from pipeline.client.outputs import CompletionOutput, OutputKind, RequestOutput
 from pipeline.errors import PromptError, ServerFailed, UserError
 
@@ -224,7 +224,7 @@ class OpenRequest:
         return 0
 
     def _empty_output(self, index: int) -> CompletionOutput:
-        if self._params.logprobs is None:
+        if num_logprobs(self._params) is None:
             return CompletionOutput(index, "", [])
         return CompletionOutput(index, "", [], logprobs=[], cumulative_logprob=0.0)
 

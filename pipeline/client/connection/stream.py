@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.client import protocol as p
 from pipeline.client.connection.wire import OutputDelta, error_of, output_of, unpacked
-from pipeline.client.logprobs import Logprob, logprobs_of
+from pipeline.client.logprobs import Logprob, logprobs_of, num_logprobs
 
 WINDOW = 32
 """Maximum number of unread deltas of a stream; more are granted when half of them have been read."""
@@ -45,7 +45,8 @@ class Stream:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         """For each of the prompt's ids, as `OutputDelta.logprobs`, and None for the first. Grows as deltas are read, if
         requested; complete at the end."""
-        self._num_top, self._prompt_num_top = params.logprobs, params.prompt_logprobs
+        self._num_top, self._prompt_num_top = num_logprobs(params), params.prompt_logprobs
+        self._is_ranked = not params.logprob_token_ids
         self._prompt_pieces: list[bytes] = []
         self._send = send
         self._deltas: deque[p.Delta] = deque()
@@ -110,7 +111,7 @@ class Stream:
             await self._change()
         delta = self._deltas.popleft()
         self._take_prompt(delta)
-        self._outputs.extend(output_of(output, self._num_top) for output in delta.outputs)
+        self._outputs.extend(output_of(output, self._num_top, is_ranked=self._is_ranked) for output in delta.outputs)
         self._num_read += 1
         if self._num_read >= WINDOW // 2 and not self._is_closed:
             self._send(p.Credit(self.request_id, self._num_read))

@@ -53,7 +53,7 @@ def unpacked(data: bytes) -> list[int]:
     return list(struct.unpack_from(f"<{len(data) // 4}i", data))
 
 
-def output_of(output: p.Output, num_top: int | None) -> OutputDelta:
+def output_of(output: p.Output, num_top: int | None, *, is_ranked: bool = True) -> OutputDelta:
     ids = unpacked(output.token_ids)
     return OutputDelta(
         output.index,
@@ -63,7 +63,7 @@ def output_of(output: p.Output, num_top: int | None) -> OutputDelta:
         output.stop_reason,
         output.text_offset,
         output.token_offset,
-        None if num_top is None else logprobs_of(ids, output.records, output.pieces, num_top),
+        None if num_top is None else logprobs_of(ids, output.records, output.pieces, num_top, is_ranked=is_ranked),
     )
 
 

@@ -13,6 +13,7 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_BIAS = 100.0
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_CHARS = 256
 """Maximum length of a stop string, and of an entry in bad_words."""
 MOST = {
@@ -76,6 +77,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ids in its place."""
     prompt_logprobs: int | None = None
     """Return the same for the prompt's ids in `RequestOutput.prompt_logprobs`."""
+    logprob_token_ids: list[int] | None = None
+    """Return the log probabilities of these ids, at most 128, in `CompletionOutput.logprobs`, instead of those of the
+    likeliest ids; stored as a list."""
     structured_outputs: StructuredOutputsParams | None = None
     """A constraint that the output must match."""
 
@@ -131,6 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         kept: dict[str, Any] = {
             "stop": _texts("stop", stop, MOST["stop_strings"]),
             "stop_token_ids": _ids("stop_token_ids", self.stop_token_ids or [], MOST["stop_token_ids"]),
+            "logprob_token_ids": _ids("logprob_token_ids", self.logprob_token_ids or [], MAX_LOGPROB_TOKEN_IDS),
             "bad_words": _texts("bad_words", self.bad_words, MOST["bad_words"]),
             "logit_bias": _bias(self.logit_bias),
         }

@@ -91,6 +91,9 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     cache_salt: str = ""
     """Only prompts with the same salt share KV blocks. With API keys it is the client's own salt within the scope of
     its key (`api_keys.scoped_salt`)."""
+    logprob_token_ids: list[int] = []
+    """If there are any, the records of output ids have the logprobs of these `num_logprobs` ids, in this order, instead
+    of the top logprobs."""
 
     @property
     def needs_full_prefill(self) -> bool:

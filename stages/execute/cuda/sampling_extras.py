@@ -6,7 +6,7 @@ These launches are not captured in a graph, because they differ from step to ste
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,9 +85,10 @@ class SamplingExtras:
             )
             yield
         # Kernels are compiled for few of the likeliest, and for as many as there can be.
-        for num_top in sorted({0, self._max_num_top}):
+        variants: list[tuple[int, list[IntArray]]] = [(num_top, []) for num_top in sorted({0, self._max_num_top})]
+        for num_top, given in [*variants, (1, [np.zeros(1, np.int32)])]:
             for keep in (False, True):
-                builder = _LogprobBuilder(self._device, np.array([num_top], np.int32), self._logprob_scratch)
+                builder = _LogprobBuilder(self._device, np.array([num_top], np.int32), self._logprob_scratch, given)
                 builder.note(logits, keep=keep)
                 builder.complete(self._logprob_scratch.kept if keep else logits, self._step_graphs.sampled_ids[:1], 1)
                 yield
@@ -124,7 +125,8 @@ class SamplingExtras:
         num_top[: len(rows)] = table.num_logprobs[rows]
         builder: _LogprobBuilder | None = None
         if requested_features & SamplingFeature.LOGPROBS and (num_top >= 0).any():
-            builder = _LogprobBuilder(self._device, num_top, self._logprob_scratch)
+            given = [table.logprob_token_ids[row] for row in rows.tolist()]
+            builder = _LogprobBuilder(self._device, num_top, self._logprob_scratch, given)
             builder.note(logits, keep=shapes)
         if shapes:
             on_device = self._rows.on_device
@@ -157,18 +159,34 @@ class SamplingExtras:
 class _LogprobBuilder:
     """Logprobs that are being computed on the device."""
 
-    def __init__(self, device: Device, num_top: IntArray, scratch: LogprobScratch) -> None:
-        """`num_top` [M] are how many of the likeliest each has, -1 where it is none."""
+    def __init__(
+        self, device: Device, num_top: IntArray, scratch: LogprobScratch, given: Sequence[IntArray] = ()
+    ) -> None:
+        """`num_top` [M] is the number of top logprobs of each, -1 for no record. `given`: the ids that a record has
+        instead of the likeliest, if there are any; the first entries of M."""
         self._device, self._scratch, self._num_top = device, scratch, num_top
-        self._num_top_there = device.send(num_top)
         width = 1 + 2 * max(0, int(num_top.max()))
         self._words = torch.zeros((len(num_top), width), dtype=torch.int32, device=device.where)
+        self._given: Tensor | None = None
+        num_likeliest = num_top.copy()
+        if num_given := max(map(len, given), default=0):
+            ids = np.full((len(num_top), num_given), -1, np.int32)
+            for place, each in enumerate(given):
+                ids[place, : len(each)] = each
+                num_likeliest[place] = num_top[place] if not len(each) else 0
+            self._given = device.send(ids)
+        self._max_likeliest = int(num_likeliest.max())
+        self._num_likeliest = device.send(num_likeliest)
 
     def note(self, logits: Tensor, *, keep: bool) -> None:
-        """Take down what is said of the likeliest; with `keep` the logits too, for they will be changed."""
-        logprobs.top_logprobs(self._words, logits, self._num_top_there, self._scratch, keep=keep)
+        """Compute what does not depend on the sampled id; with `keep`, copy the logits, because they will change."""
+        logprobs.top_logprobs(
+            self._words, logits, self._num_likeliest, max(0, self._max_likeliest), self._scratch, keep=keep
+        )
+        if self._given is not None:
+            logprobs.given_logprobs(self._words, logits, self._given, self._scratch)
 
     def complete(self, logits: Tensor, ids: Tensor, num: int) -> PendingLogprobs:
         """And what is said of the ids; the first `num` are sent on their way."""
-        logprobs.token_logprobs(self._words, logits, ids, self._num_top_there, self._scratch)
+        logprobs.token_logprobs(self._words, logits, ids, self._num_likeliest, self._scratch)
         return PendingLogprobs(self._device.fetch(self._words[:num]), self._num_top[:num])

@@ -249,6 +249,10 @@ def parsed_request_of(
         priority=priority_of(body.priority, limits),
         cache_salt=body.cache_salt or "",
     )
+    if options.logprob_token_ids and details.num_top is None:
+        raise invalid("logprob_token_ids", "'logprob_token_ids' is only allowed together with 'logprobs'")
+    if options.logprob_token_ids and max_tokens == 0:
+        raise invalid("logprob_token_ids", "'logprob_token_ids' is not allowed with max_tokens = 0: there is no output")
     options = with_details(options, details, is_scored=is_scored, with_pieces=with_pieces)
     check_num_allowed(options, num * num_sequences)
     prompt_list = prompts()

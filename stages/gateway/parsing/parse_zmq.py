@@ -38,7 +38,7 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
         limits,
         is_chat=isinstance(generate.prompt, p.ChatPrompt),
         best_of=body.best_of,
-        details=details_of(body, check_num_top("logprobs", body.logprobs, limits.caps), limits),
+        details=details_of(body, _num_top(body, limits), limits),
     )
     if generate.received and parsed.num_sequences > parsed.n:
         message = "'received' is not allowed with best_of > n: sequences are not streamed then"
@@ -59,6 +59,12 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
         timings=generate.timings,
         options=options,
     )
+
+
+def _num_top(body: ParamsBody, limits: RequestLimits) -> int | None:
+    """Top logprobs of the reply. `logprob_token_ids` alone request logprobs, as in vLLM's SamplingParams."""
+    num_top = 0 if body.logprobs is None and body.logprob_token_ids else body.logprobs
+    return check_num_top("logprobs", num_top, limits.caps)
 
 
 def _prompt_of(prompt: p.Prompt, limits: RequestLimits) -> m.Prompt:

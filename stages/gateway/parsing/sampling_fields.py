@@ -24,6 +24,9 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 """vLLM allows all values above 0, but logits scaled by values outside this range overflow."""
 
+MAX_LOGPROB_TOKEN_IDS = 128
+"""As in vLLM."""
+
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -91,6 +94,16 @@ class SamplingFields(StructuredFields, kw_only=True):
     include_stop_str_in_output: (
         Annotated[bool, Meta(description="true: the text ends after the stop string.")] | None
     ) = None
+    logprob_token_ids: (
+        Annotated[
+            list[Id],
+            Meta(
+                max_length=MAX_LOGPROB_TOKEN_IDS,
+                description="With logprobs: return log probabilities of these ids instead of the likeliest ones.",
+            ),
+        ]
+        | None
+    ) = None
     prompt_logprobs: (
         Annotated[
             int, Meta(ge=0, description="Return log probabilities of the prompt's tokens, with this many top logprobs.")
@@ -124,6 +137,7 @@ def generation_options(fields: SamplingFields, max_tokens: int | None, limits: R
     bias = _bias(fields.logit_bias or {}, limits.vocab_size)
     stop_ids = fields.stop_token_ids or []
     _check_ids(stop_ids, "stop_token_ids", limits.vocab_size)
+    _check_ids(fields.logprob_token_ids or [], "logprob_token_ids", limits.vocab_size)
     return m.GenerationOptions(
         n=fields.n or 1,
         max_tokens=max_tokens,
@@ -145,6 +159,7 @@ def generation_options(fields: SamplingFields, max_tokens: int | None, limits: R
         include_stop=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens is not False,
         grammar=grammar_of(fields, limits.caps),
+        logprob_token_ids=fields.logprob_token_ids or [],
     )
 
 

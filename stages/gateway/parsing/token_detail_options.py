@@ -58,7 +58,7 @@ def with_details(
     """Add what the stages must send for these details. `is_scored`: sequences are ranked by their logprobs, even if
     these are not returned."""
     num_prompt_logprobs = details.prompt_record_num_top
-    num_logprobs = details.num_top
+    num_logprobs = len(options.logprob_token_ids) or details.num_top
     if num_logprobs is None:
         num_logprobs = 0 if is_scored else -1
     return msgspec.structs.replace(

@@ -55,7 +55,6 @@ PARAMS_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "extra_args": ({},),
     "logits_processors": ([],),
-    "logprob_token_ids": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
     "watermarking": (False,),
@@ -104,7 +103,8 @@ def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:
         cache_salt=decoded.cache_salt,
         timeout_s=decoded.timeout_s,
     )
-    num_top = check_num_top("logprobs", params.logprobs, limits.caps)
+    num_top = 0 if params.logprobs is None and params.logprob_token_ids else params.logprobs
+    num_top = check_num_top("logprobs", num_top, limits.caps)
 
     def prompts() -> list[m.Prompt]:
         check_num_ids(len(decoded.token_ids), "token_ids", limits.max_prompt_tokens)

@@ -78,7 +78,9 @@ class TokenDetailFormatter:
             return details
         if self._parsed.is_chat or self._parsed.is_tokens_only:
             chat = (
-                logprobs.of_chat(self._decode_records(ids), options.num_top, names_ids=options.names_ids)
+                logprobs.of_chat(
+                    self._decode_records(ids), self._parsed.options.num_logprobs, names_ids=options.names_ids
+                )
                 if ids
                 else None
             )
@@ -96,7 +98,8 @@ class TokenDetailFormatter:
             logprobs.add_first(details, first, piece, offsets, names_ids=names_ids)
             prompt = logprobs.of_text(decode_prompt_records(prompt_request), num_top, offsets, names_ids=names_ids)
             _append(details, prompt)
-        _append(details, logprobs.of_text(self._decode_records(ids), num_top, offsets, names_ids=names_ids))
+        num_logprobs = self._parsed.options.num_logprobs
+        _append(details, logprobs.of_text(self._decode_records(ids), num_logprobs, offsets, names_ids=names_ids))
         return details if details.tokens else None
 
     def _decode_records(self, ids: list[int]) -> list[logprobs.DecodedRecord]:

@@ -18,8 +18,9 @@ void logits_processors_row(float* logits, int vocab, const LogitsProcessors* log
     apply_logits_processors(logits, vocab, *logits_processors, num_known, memory);
 }
 
-void logprobs_row(const float* logits, int vocab, int32_t id, int num_top, uint8_t* out, uint8_t* memory) {
-    write_logprobs(logits, vocab, id, num_top, out, memory);
+void logprobs_row(const float* logits, int vocab, int32_t id, int num_top, const int32_t* given, uint8_t* out,
+                  uint8_t* memory) {
+    write_logprobs(logits, vocab, id, num_top, given, out, memory);
 }
 
 int32_t greedy_row(const float* logits, int vocab) { return greedy(logits, vocab); }

@@ -46,7 +46,7 @@ class Rows:
         assert changed[-1] == CANARY
         return changed[:-1]
 
-    def logprobs(self, logits: np.ndarray, token: int, num_top: int) -> bytes:
+    def logprobs(self, logits: np.ndarray, token: int, num_top: int, given: np.ndarray | None = None) -> bytes:
         logits = np.ascontiguousarray(logits, np.float32)
         before, num_bytes = logits.tobytes(), 4 + 8 * num_top
         out = np.full(num_bytes + 64, CANARY, np.uint8)
@@ -57,6 +57,7 @@ class Rows:
                 len(logits),
                 token,
                 num_top,
+                ctypes.c_void_p(None if given is None else given.ctypes.data),
                 ctypes.c_void_p(out.ctypes.data),
                 memory,
             ),

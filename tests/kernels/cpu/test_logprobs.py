@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given as draws
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipeline.kernels.logprob_inputs import LogprobInputs
@@ -17,7 +18,7 @@ from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.samplers import ISAS, Rows, load
 
 INF = float("inf")
-Record = Callable[[np.ndarray, int, int], bytes]
+Record = Callable[..., bytes]
 
 
 @pytest.fixture(scope="session", params=["torch", *ISAS])
@@ -27,10 +28,11 @@ def logprobs(request: pytest.FixtureRequest, sampler_cache: Path) -> Record:
     return Rows(load(request.param, sampler_cache)).logprobs
 
 
-def in_torch(logits: np.ndarray, token: int, num_top: int) -> bytes:
+def in_torch(logits: np.ndarray, token: int, num_top: int, given: np.ndarray | None = None) -> bytes:
     """The second row of three, whose neighbours want others."""
     records = LogprobInputs(8)
-    records.lay_out(np.array([1, num_top, -1], np.int32))
+    addresses = np.array([0, 0 if given is None else given.ctypes.data, 0], np.uint64)
+    records.lay_out(np.array([1, num_top, -1], np.int32), addresses)
     rows = torch.from_numpy(np.stack([logits[::-1], logits, logits]).astype(np.float32))
     write_logprobs(rows, np.array([0, token, 0], np.int32), records)
     return records.memory[12:].tobytes()
@@ -79,6 +81,23 @@ def test_the_likeliest_ids_are_those_of_a_sort(logprobs: Record, vocab_size: int
         check(logprobs, logits, 0, vocab_size)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 65, 2048])
+@pytest.mark.parametrize("num_given", [1, 2, 128])
+def test_given_ids_replace_the_most_likely_ones(logprobs: Record, vocab_size: int, num_given: int) -> None:
+    """In the order in which they are given, also more often than the vocabulary has ids."""
+    rng = np.random.default_rng(num_given)
+    logits = rng.normal(0, 3, vocab_size).astype(np.float32)
+    logits[rng.random(vocab_size) < 0.1] = -INF
+    given = rng.integers(0, vocab_size, num_given).astype(np.int32)
+    token = int(rng.integers(vocab_size))
+    found = np.frombuffer(logprobs(logits, token, num_given, given), logprob_dtype(num_given))[0]
+    wanted = expected(logits, token, vocab_size)
+    of_id = dict(zip(wanted["top_ids"].tolist(), wanted["top_logprobs"].tolist(), strict=True))
+    assert found["top_ids"].tolist() == given.tolist()
+    np.testing.assert_allclose(found["top_logprobs"], [of_id[one] for one in given.tolist()], rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(found["logprob"], wanted["logprob"], rtol=1e-6, atol=2e-6)
+
+
 LOGIT = st.one_of(
     st.sampled_from([-INF, float("nan"), 0.0, -0.0, 1.0, 1.5, -2.0, 1e-45, 3e38, -3e38, -3.4028235e38]),
     st.floats(-50, 50, width=32),
@@ -86,7 +105,7 @@ LOGIT = st.one_of(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(LOGIT | st.just(INF), min_size=1, max_size=90), st.integers(1, 9), st.integers(0, 1000), st.data())
+@draws(st.lists(LOGIT | st.just(INF), min_size=1, max_size=90), st.integers(1, 9), st.integers(0, 1000), st.data())
 def test_any_logits_are_told_of_and_never_by_no_number(
     logprobs: Record, values: list[float], times: int, num_top: int, data: st.DataObject
 ) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, token_logprobs, top_logprobs
+from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, given_logprobs, token_logprobs, top_logprobs
 from pipeline.kernels.triton.sampling.sample import BLOCK
 from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.test_logprobs import expected
@@ -24,7 +24,7 @@ def told(logits: np.ndarray, ids: list[int], num_top: list[int], *, keep: bool) 
     scratch = LogprobScratch(num + 1, vocab_size, most, "cpu", keeps=keep)
     wanted, tokens = torch.tensor(num_top, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32)
     seen = before.clone()
-    top_logprobs(out, seen, wanted, scratch, keep=keep)
+    top_logprobs(out, seen, wanted, most, scratch, keep=keep)
     assert (out[:, 0] == UNTOUCHED).all() and torch.equal(seen.view(torch.int32), before.view(torch.int32))
     if keep:
         seen.fill_(NAN)
@@ -72,6 +72,33 @@ def test_a_thousand_likeliest_ids() -> None:
 
 def test_a_vocabulary_with_fewer_ids_than_are_asked_for() -> None:
     check(normal(2, 7), [6, 2], [9, 40])
+
+
+def test_given_ids_replace_the_most_likely_ones() -> None:
+    """Each row gives other ids or none, in any order, some of them twice; their logprobs are those of a sort."""
+    vocab_size = BLOCK + 77
+    logits = normal(4, vocab_size).astype(np.float32)
+    logits[2, 5] = NAN
+    given = [[7, 3, BLOCK + 76, 3], [], [5, 9], list(range(40))]
+    num_top = [4, 2, 2, 40]
+    ids = np.full((4, 40), -1, np.int32)
+    for row, each in enumerate(given):
+        ids[row, : len(each)] = each
+    natural = torch.tensor([0, 2, 0, 0], dtype=torch.int32)
+    before, out = torch.from_numpy(logits), torch.full((4, 81), UNTOUCHED, dtype=torch.int32)
+    scratch = LogprobScratch(4, vocab_size, 2, "cpu", keeps=False)
+    top_logprobs(out, before, natural, 2, scratch, keep=False)
+    given_logprobs(out, before, torch.from_numpy(ids), scratch)
+    token_logprobs(out, before, torch.tensor([1, 2, 3, 4], dtype=torch.int32), natural, scratch)
+    for words, row, token, each, num in zip(out.numpy(), logits, [1, 2, 3, 4], given, num_top, strict=True):
+        wanted = expected(row, token, vocab_size)
+        of_id = dict(zip(wanted["top_ids"].tolist(), wanted["top_logprobs"].tolist(), strict=True))
+        chosen = each or wanted["top_ids"][:num].tolist()
+        assert words[1 : 1 + num].tolist() == chosen
+        found = words.view(np.float32)
+        np.testing.assert_allclose(found[0], wanted["logprob"], rtol=1e-6, atol=2e-6)
+        np.testing.assert_allclose(found[41 : 41 + num], [of_id[one] for one in chosen], rtol=1e-6, atol=2e-6)
+        assert (words[1 + num : 41] == UNTOUCHED).all() and (words[41 + num :] == UNTOUCHED).all()
 
 
 def test_what_has_no_number_has_no_probability() -> None:

@@ -242,7 +242,7 @@ def _token_logprobs(context: Context) -> Iterator[Reading]:
             scratch = LogprobScratch(num, vocab_size, most, device)
             gpu.poison(out)
             seen = logits.clone()
-            top_logprobs(out, seen, num_top.to(device), scratch, keep=True)
+            top_logprobs(out, seen, num_top.to(device), most, scratch, keep=True)
             gpu.poison(seen)
             token_logprobs(out, scratch.kept, tokens.to(device), num_top.to(device), scratch)
             words = out.cpu()

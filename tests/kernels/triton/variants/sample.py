@@ -4,7 +4,7 @@ import torch
 
 from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
-from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, token_logprobs, top_logprobs
+from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, given_logprobs, token_logprobs, top_logprobs
 from pipeline.kernels.triton.sampling.sample import SamplingScratch, sample
 
 LLAMA, SMOLLM = 128256, 49152
@@ -49,5 +49,7 @@ def _record(vocab_size: int, max_top: int, *, keep: bool) -> None:
     scratch = LogprobScratch(2, vocab_size, max_top, "cpu", keeps=keep)
     logits, out = torch.zeros(2, vocab_size), torch.zeros(2, 1 + 2 * max_top, dtype=torch.int32)
     ids, num_top = torch.zeros(2, 2, dtype=torch.int32)
-    top_logprobs(out, logits, num_top, scratch, keep=keep)
+    top_logprobs(out, logits, num_top, max_top, scratch, keep=keep)
+    if max_top:
+        given_logprobs(out, logits, ids[:, None], scratch)
     token_logprobs(out, logits, ids, num_top, scratch)
