@@ -102,8 +102,8 @@ def test_a_receiver_that_hangs_makes_the_edge_full_and_nothing_taken_is_lost(wir
     """Its I/O thread lives on; were there no bound on that side, it would take messages without end."""
     inbox = wires.inbox()
     outbox = wires.outbox(bound=10)
-    text = m.GenerationOptions(stop=["x" * 10_000])
-    opening = m.Open(1, 2, 0, 0, 0, b"", msgspec.Raw(msgspec.msgpack.encode(text)))
+    options = m.GenerationOptions(stop=["x" * 10_000])
+    opening = m.Open(1, 2, 0, 0, 0, b"", msgspec.Raw(msgspec.msgpack.encode(options)))
     num_sent = 0
     refused_since = time.monotonic()
     while time.monotonic() - refused_since < 0.3:

@@ -30,24 +30,54 @@ INBOXES: dict[str, Any] = {
 
 IDS = bytes.fromhex("0100000002000000")
 REF = ShmRef("ingest.0", 64, 8192, 3)
-SAMPLING = m.GenerationOptions(
-    temperature=0.5, top_p=0.25, top_k=40, min_p=0.125, seed=2**64 - 1, stop_token_ids=[7, 8], ignore_eos=True
+OPTIONS = m.GenerationOptions(
+    n=2,
+    max_tokens=16,
+    temperature=0.5,
+    top_p=0.25,
+    top_k=40,
+    min_p=0.125,
+    seed=2**64 - 1,
+    stop=["\n\n", "é"],
+    stop_token_ids=[7, 8],
+    ignore_eos=True,
+    include_stop=True,
+    skip_special_tokens=False,
 )
-WHOLE_SAMPLING = m.GenerationOptions(
-    num_logprobs=2,
+GIVEN_OPTIONS = m.GenerationOptions(
+    n=2,
+    max_tokens=16,
+    temperature=0.5,
+    top_p=0.25,
+    top_k=40,
+    min_p=0.125,
+    seed=2**64 - 1,
     repetition_penalty=1.25,
     presence_penalty=0.5,
     frequency_penalty=-0.5,
     bias_ids=[3],
     bias_values=[-1.5],
     allowed_ids=IDS,
-    bad_words_ids=[[1, 2], [3]],
+    bad_words=["bad"],
     min_tokens=4,
+    stop=["\n\n", "é"],
+    stop_token_ids=[7, 8],
+    ignore_eos=True,
+    include_stop=True,
+    skip_special_tokens=False,
+    num_logprobs=2,
     num_prompt_logprobs=1,
+    with_pieces=True,
     pooling=m.Pooling.MEAN,
-    compiled_grammar='{"grammars": []}',
+    grammar=m.Grammar("regex", "a+", "guided_regex"),
+    priority=-3,
+    cache_salt="mine",
 )
-TEXT = m.GenerationOptions(stop=["\n\n", "é"], include_stop=True, skip_special_tokens=False, stop_token_ids=[7])
+"""As the gateway sends them."""
+COMPLETED_OPTIONS = msgspec.structs.replace(
+    GIVEN_OPTIONS, bad_words=[], bad_words_ids=[[1, 2], [3]], grammar=None, compiled_grammar='{"grammars": []}'
+)
+"""As ingest sends them."""
 FIRST = m.FirstTimes(1, 1.5, 2.5, 3.5, 16)
 STATS = ServerStats(
     "77-ab",
@@ -128,49 +158,41 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "drain": m.Drain(30.0),
     "stage_died": m.StageDied("execute.0", "killed by signal 9"),
     "submit of a chat": m.Submit(
-        REQUEST_ID, 1, 0, 1.5, m.ChatPrompt([m.ChatMessage("user", "hi", "ada")], False), 2, None, SAMPLING, TEXT
+        REQUEST_ID,
+        1,
+        0,
+        1.5,
+        m.ChatPrompt([m.ChatMessage("user", "hi", "ada")], False),
+        msgspec.structs.replace(OPTIONS, max_tokens=None),
     ),
-    "submit of text": m.Submit(REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT),
-    "submit of ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT),
-    "submit behind ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), 2, 16, SAMPLING, TEXT, [IDS, b""]),
+    "submit of text": m.Submit(REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), OPTIONS),
+    "submit of ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), OPTIONS),
+    "submit behind ids": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), OPTIONS, [IDS, b""]),
     "submit of a text to look at": m.Submit(
         REQUEST_ID,
         1,
         0,
         1.5,
         m.TextPrompt("hi"),
-        1,
-        0,
-        SAMPLING,
-        TEXT,
+        msgspec.structs.replace(OPTIONS, n=1, max_tokens=0),
         prompt_options=m.PromptOptions(False, True, True, True),
     ),
     "submit with a priority": m.Submit(
-        REQUEST_ID, 1, 0, 1.5, m.TextPrompt("hi"), 2, 16, SAMPLING, TEXT, priority=-3, cache_salt="mine"
-    ),
-    "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
-    "release": m.Release([0, 64], [1, 2]),
-    "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT)),
-    "admit behind ids": m.Admit(
-        REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), [IDS, REF], b"\x00\x01"
-    ),
-    "admit with a priority": m.Admit(
-        REQUEST_ID, 1, 0, 1.5, REF, 2, 16, packed(SAMPLING), packed(TEXT), priority=-3, cache_salt="mine"
-    ),
-    "admit with records": m.Admit(
         REQUEST_ID,
         1,
         0,
         1.5,
-        REF,
-        2,
-        16,
-        packed(WHOLE_SAMPLING),
-        packed(m.GenerationOptions(num_logprobs=2, num_prompt_logprobs=1, with_pieces=True, min_tokens=3)),
-        record_bytes=20,
-        prompt_record_bytes=12,
-        needs_full_prefill=True,
+        m.TextPrompt("hi"),
+        msgspec.structs.replace(OPTIONS, priority=-3, cache_salt="mine"),
     ),
+    "abort": m.Abort(REQUEST_ID, 1, 2, m.Finish.STOP),
+    "release": m.Release([0, 64], [1, 2]),
+    "admit": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, packed(OPTIONS)),
+    "admit behind ids": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, packed(OPTIONS), [IDS, REF], b"\x00\x01"),
+    "admit with a priority": m.Admit(
+        REQUEST_ID, 1, 0, 1.5, REF, packed(msgspec.structs.replace(OPTIONS, priority=-3, cache_salt="mine"))
+    ),
+    "admit with every option": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, packed(COMPLETED_OPTIONS)),
     "deltas with records": m.Deltas(
         [1],
         [0],
@@ -235,14 +257,9 @@ SAMPLES: dict[str, msgspec.Struct] = {
             "[]",
             '{"a": 1}',
         ),
-        1,
-        16,
-        WHOLE_SAMPLING,
-        TEXT,
+        GIVEN_OPTIONS,
         [],
         m.PromptOptions(truncate=-1, with_pieces=True),
-        grammar=m.Grammar("regex", "a+", "guided_regex"),
-        bad_words=["bad"],
     ),
     "accepted with the end of its text": m.Accepted(REQUEST_ID, 1, IDS, tail="<think>\n"),
     "accepted with pieces": m.Accepted(REQUEST_ID, 1, IDS, pieces=[b"a", b"\xc3"]),
@@ -251,7 +268,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         1,
         7,
         IDS,
-        [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING), fork_of=2)],
+        [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(OPTIONS), fork_of=2)],
         IDS,
         IDS,
         REF,
@@ -265,9 +282,9 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "closed": m.Closed(REQUEST_ID, 1),
     "reset_prefix_cache": m.ResetPrefixCache(1, 7),
     "prefix_cache_reset": m.PrefixCacheReset(1, 7, 64),
-    "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(SAMPLING))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
-    "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT)),
-    "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(TEXT), REF, m.Finish.STOP),
+    "step": m.Step(1, 7, IDS, [m.RowAdd(3, 4, 1, REF, 5, IDS, packed(OPTIONS))], IDS, IDS, REF, IDS, IDS, b"\x01\x00"),
+    "open": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(OPTIONS)),
+    "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(OPTIONS), REF, m.Finish.STOP),
     "settled": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01"),
     "settled with times": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01", [FIRST], 4.5),
     "refuse": m.Refuse(REQUEST_ID, 1, 0, FAILURE),
@@ -316,6 +333,12 @@ def test_every_member_of_every_inbox_has_a_sample():
     for union in INBOXES.values():
         assert set(get_args(union)) <= sampled
     assert set(CONTROL_REQUESTS) <= sampled
+
+
+def test_every_field_of_the_options_is_sampled_with_a_value_other_than_its_default():
+    default = m.GenerationOptions()
+    for name in m.GenerationOptions.__struct_fields__:
+        assert any(getattr(one, name) != getattr(default, name) for one in (GIVEN_OPTIONS, COMPLETED_OPTIONS)), name
 
 
 def test_every_inbox_takes_what_the_supervisor_says_to_any_stage():

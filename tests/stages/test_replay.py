@@ -278,10 +278,10 @@ def test_ingest_judges_grammars_as_it_did_whatever_its_checker_came_to(tmp_path:
     recording = tmp_path / "grammars.rec"
     with Rig("ingest", Settings(), model_dir=tiny.folder(tmp_path), record=recording) as rig:
         rig.start(tiny.facts())
-        good = msgspec.structs.replace(tiny.submit("hi", request_id=1), grammar=m.Grammar("regex", "a+"))
+        good = tiny.submit("hi", request_id=1, grammar=m.Grammar("regex", "a+"))
         rig.send(good, "gateway.0")
         rig.receive("gateway", m.Accepted)
-        hostile = msgspec.structs.replace(tiny.submit("hi", request_id=2), grammar=m.Grammar("grammar", ENDLESS))
+        hostile = tiny.submit("hi", request_id=2, grammar=m.Grammar("grammar", ENDLESS))
         rig.send(hostile, "gateway.0")
         (checker,) = [one for one in psutil.Process().children() if "grammars" in one.cmdline()[0]]
         end_s = time.monotonic() + 10

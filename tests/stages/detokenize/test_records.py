@@ -52,10 +52,25 @@ def test_behind_a_stop_string_none_count_however_ids_come(size: int, tell_every:
 
 def test_ids_that_come_twice_count_once_and_the_id_that_stops_counts() -> None:
     processor = OutputProcessor(VOCABULARY)
-    processor.open(opening(5, m.GenerationOptions()))
+    processor.open(opening(5, m.GenerationOptions(num_logprobs=1)))
     processor.settle([5], [0], [4], WORDS[:4], [m.Finish.NONE], records=records_of(WORDS[:4]))
     processor.settle([5], [2], [6], WORDS[2:8], [m.Finish.STOP], records=records_of(WORDS[2:8]))
     assert told(processor.deltas(0)) == [(WORDS[:8], records_of(WORDS[:8]))]
+
+
+def test_an_embedding_is_a_record_as_wide_as_the_model() -> None:
+    processor = OutputProcessor(VOCABULARY)
+    processor.hidden_size = 3
+    embedding = np.arange(3, dtype="<f4").tobytes()
+    for seq, options in ((3, m.GenerationOptions(pooling=m.Pooling.MEAN)), (4, ASKING), (5, None)):
+        processor.open(opening(seq, options))
+    records = embedding + records_of(WORDS[1:2])
+    processor.settle([3, 4, 5], [0, 0, 0], [1, 1, 1], WORDS[:3], [m.Finish.LENGTH] * 3, records=records)
+    assert told(processor.deltas(0)) == [
+        (WORDS[:1], embedding),
+        (WORDS[1:2], records_of(WORDS[1:2])),
+        (WORDS[2:3], b""),
+    ]
 
 
 def test_those_who_do_not_ask_have_none_beside_those_who_do() -> None:

@@ -19,7 +19,7 @@ from tests.runtime.test_channels import until
 from tests.stages.detokenize.test_output_processor import Told, ids_of, opening
 from tests.stages.detokenize.vocabularies import byte_level
 
-FACTS = m.ExecuteFacts(num_blocks=8, block_size=16, max_model_len=128, vocab_size=420)
+FACTS = m.ExecuteFacts(num_blocks=8, block_size=16, max_model_len=128, vocab_size=420, hidden_size=3)
 
 
 @pytest.fixture
@@ -232,16 +232,23 @@ def test_output_that_a_full_socket_refuses_is_merged_and_sent_later(model_dir, m
 
 
 def test_the_options_that_schedule_passes_on_are_those_of_the_gateway(rig):
-    """They travel undecoded, inside the message."""
+    """They travel as the same bytes, inside the message."""
     options = m.GenerationOptions(stop=["\n"], include_stop=True, skip_special_tokens=False, stop_token_ids=[3])
-    admit = m.Admit(
-        5, 0, 0, 0.0, b"", 1, 4, msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions())), opening(5, options).text
-    )
-    passed_on = msgspec.msgpack.decode(msgspec.msgpack.encode(admit), type=m.Admit).text
+    admit = m.Admit(5, 0, 0, 0.0, b"", opening(5, options).options)
+    passed_on = msgspec.msgpack.decode(msgspec.msgpack.encode(admit), type=m.Admit).options
     say(rig, m.Open(5, 1005, 2, 2, 0, b"", passed_on))
     say(rig, settled([(5, 0, ids_of("a\nb"), m.Finish.NONE)]))
     told = told_until_closed(rig, 5)
     assert (told.text[5], told.closing[5]) == ("a\n", (m.Finish.STOP, "\n"))
+
+
+def test_the_width_of_an_embedding_follows_from_start(rig):
+    say(rig, opening(1, m.GenerationOptions(pooling=m.Pooling.LAST)))
+    say(rig, opening(2, m.GenerationOptions(pooling=m.Pooling.MEAN)))
+    embeddings = [np.arange(begin, begin + 3, dtype="<f4").tobytes() for begin in (0, 3)]
+    entries = [(1, 0, ids_of("a"), m.Finish.LENGTH), (2, 0, ids_of("b"), m.Finish.LENGTH)]
+    say(rig, msgspec.structs.replace(settled(entries), records=b"".join(embeddings)))
+    assert rig.receive("gateway", m.Deltas).records == embeddings
 
 
 def test_resumed_ids_come_by_shared_memory_and_only_new_output_is_sent(rig):

@@ -203,7 +203,7 @@ class Gate:
     def serve(self, text: str = "Hello") -> m.Submit:
         """Play the stages for the next request: accept it and answer each of its sequences with `text`."""
         submit = self.begin()
-        for index in range(submit.n):
+        for index in range(submit.options.n):
             self.finish(submit, text, index)
         return submit
 

@@ -162,6 +162,6 @@ def is_open(gate: Gate) -> bool:
     """Play stages that end what is aborted; whether anything is open then."""
     while not gate.rig.nothing("ingest", 0):
         message = gate.rig.receive("ingest")
-        for index in range(message.n if isinstance(message, m.Submit) else 0):
+        for index in range(message.options.n if isinstance(message, m.Submit) else 0):
             gate.finish(message, index=index, finish=m.Finish.ABORT)
     return bool(gate.rig.load().num_open_requests)

@@ -29,7 +29,7 @@ REFUSED = m.Failure(499, "the request was aborted", code="aborted")
 
 def was_ended(gate: Gate, *submits: m.Submit) -> None:
     """Both stages were asked to end these requests, once."""
-    for stage in ("ingest", "schedule") if submits[0].max_tokens != 0 else ("ingest",):
+    for stage in ("ingest", "schedule") if submits[0].options.max_tokens != 0 else ("ingest",):
         ids = [gate.rig.receive(stage, m.Abort).request_id for _ in submits]
         assert sorted(ids) == sorted(submit.request_id for submit in submits)
 
@@ -64,7 +64,7 @@ class TestWithoutAnyToken:
         if where == "ingest":
             gate.reject(submit, REFUSED)
         else:
-            for index in range(submit.n):
+            for index in range(submit.options.n):
                 gate.finish(submit, index=index, finish=Finish.ABORT)
         assert gate.closed() == (submit.request_id, 1), "else schedule keeps a tombstone"
         nothing_is_left(gate)

@@ -51,9 +51,9 @@ def test_requests_are_counted_by_sequence_with_their_sizes(gate: Gate) -> None:
     submits = [gate.submit(), gate.submit()]
     for submit in submits:
         gate.accept(submit, num_ids=5)
-        for index in range(submit.n):
+        for index in range(submit.options.n):
             gate.delta(submit, "a", 2, index=index)
-        for index in range(submit.n):
+        for index in range(submit.options.n):
             gate.delta(submit, "b", 1, index=index, finish=Finish.LENGTH if index else Finish.STOP)
     assert [reply.result().status_code for reply in replies] == [200, 200]
     counts = counts_of(gate)

@@ -41,7 +41,7 @@ def salt_of(gate: Gate, key: str | None, **fields: Any) -> str:
     response = post(gate, key, CHAT | fields)
     submit = gate.serve()
     assert response.result().status_code == 200
-    return submit.cache_salt
+    return submit.options.cache_salt
 
 
 class TestScopes:
@@ -89,7 +89,7 @@ class TestThePrefixCache:
                     peer.say(p.Hello(1, 1, "a test", key))
                     peer.hear(p.Welcome)
                     peer.generate()
-                    assert gate.serve().cache_salt == salt
+                    assert gate.serve().options.cache_salt == salt
 
     def test_ipc_listener_accepts_a_key_too(self, tmp_path: Path) -> None:
         with locked(tmp_path) as gate:
@@ -99,7 +99,7 @@ class TestThePrefixCache:
                     peer.say(p.Hello(1, 1, "a test", shown))
                     peer.hear(p.Welcome)
                     peer.generate()
-                    assert gate.serve().cache_salt == salt
+                    assert gate.serve().options.cache_salt == salt
 
 
 class TestAborts:
@@ -184,9 +184,9 @@ def test_lists_and_ids_are_salted_too(tmp_path: Path) -> None:
         salt = salt_of(gate, KEY)
         gate.client.headers.update(bearer(KEY))
         several = gate.complete(COMPLETION | {"prompt": ["a", "b"]})
-        assert [gate.serve().cache_salt for _ in range(2)] == [salt, salt]
+        assert [gate.serve().options.cache_salt for _ in range(2)] == [salt, salt]
         ids = gate.post({"token_ids": [1], "sampling_params": {}}, "/inference/v1/generate")
-        assert gate.serve().cache_salt == salt
+        assert gate.serve().options.cache_salt == salt
         assert (several.result().status_code, ids.result().status_code) == (200, 200)
         rendered = gate.post(CHAT | {"cache_salt": "a"}, "/v1/chat/completions/render")
         gate.accept(gate.submit())

@@ -147,7 +147,7 @@ def test_priorities_are_taken_if_the_policy_is_by_priority(tmp_path: Path, polic
     with Gate(tmp_path, policy=policy) as gate:
         answer = gate.complete(COMPLETION | {"priority": 3})
         if status == 200:
-            assert gate.serve().priority == 3
+            assert gate.serve().options.priority == 3
         assert answer.result().status_code == status
 
 

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.config.settings import LimitSettings
@@ -68,21 +70,22 @@ def submit(
     *,
     request_id: int = 1,
     attempt: int = 0,
-    max_tokens: int | None = None,
-    stop_token_ids: tuple[int, ...] = (),
+    **options: Any,
 ) -> m.Submit:
-    """A request, with a text prompt where `prompt` is a string."""
+    """A request, with a text prompt where `prompt` is a string. `options` are fields of `GenerationOptions`."""
     return m.Submit(
         request_id=request_id,
         attempt=attempt,
         gateway=0,
         arrival_s=5.0,
         prompt=m.TextPrompt(prompt) if isinstance(prompt, str) else prompt,
-        n=2,
-        max_tokens=max_tokens,
-        sampling=m.GenerationOptions(seed=7, stop_token_ids=list(stop_token_ids)),
-        text=m.GenerationOptions(stop=["x"]),
+        options=m.GenerationOptions(**{"n": 2, "seed": 7, "stop": ["x"], **options}),
     )
+
+
+def options_of(admit: m.Admit) -> m.GenerationOptions:
+    """The options that schedule gets."""
+    return msgspec.msgpack.decode(admit.options, type=m.GenerationOptions)
 
 
 def chat(*contents: str, role: str = "user") -> m.ChatPrompt:

@@ -82,7 +82,7 @@ def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "param"),
+    ("options", "param"),
     [
         (m.GenerationOptions(bias_ids=[1, 258], bias_values=[1.0, 1.0]), "logit_bias"),
         (m.GenerationOptions(allowed_ids=np.array([-1, 2], np.int32).tobytes()), "allowed_token_ids"),
@@ -91,24 +91,25 @@ def test_ids_that_are_cut_off_are_checked_too(prompts: PromptProcessor) -> None:
     ],
 )
 def test_ids_that_the_model_does_not_have_are_refused(
-    prompts: PromptProcessor, sampling: m.GenerationOptions, param: str
+    prompts: PromptProcessor, options: m.GenerationOptions, param: str
 ) -> None:
     with pytest.raises(RequestRefused, match=r"not one of the model's 0\.\.257") as caught:
-        prompts.sampling(msgspec.structs.replace(tiny.submit("x"), sampling=sampling))
+        prompts.complete(options, 5)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, param)
 
 
 def test_bad_words_are_ids_in_what_the_executor_gets(prompts: PromptProcessor, tmp_path: Path) -> None:
-    asked = msgspec.structs.replace(tiny.submit("x"), bad_words=["ab"])
+    asked = tiny.submit("x", bad_words=["ab"]).options
     ids = prompts.encode(m.TextPrompt("ab")).tolist()
-    assert prompts.sampling(asked) == msgspec.structs.replace(asked.sampling, bad_words=[ids])
+    completed = msgspec.structs.replace(asked, max_tokens=5, bad_words=[], bad_words_ids=[ids])
+    assert prompts.complete(asked, 5) == completed
     with pytest.raises(RequestRefused) as caught:
-        prompts.sampling(msgspec.structs.replace(asked, bad_words=[""]))
+        prompts.complete(msgspec.structs.replace(asked, bad_words=[""]), 5)
     assert caught.value.failure.param == "bad_words"
 
 
 @pytest.mark.parametrize(
-    ("sampling", "words", "is_left"),
+    ("options", "words", "is_left"),
     [
         ({"allowed": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 1}, [], False),
         ({"allowed": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 0}, [], True),
@@ -119,19 +120,17 @@ def test_bad_words_are_ids_in_what_the_executor_gets(prompts: PromptProcessor, t
     ],
 )
 def test_what_leaves_no_first_token_is_refused(
-    prompts: PromptProcessor, sampling: dict[str, Any], words: list[str], is_left: bool
+    prompts: PromptProcessor, options: dict[str, Any], words: list[str], is_left: bool
 ) -> None:
     """Its sequence would end with an error of the server at once."""
     begun = [prompts.encode(m.TextPrompt(word)).tolist() for word in "ab"]
     ids = {97: begun[0][0], 98: begun[1][0]}
-    allowed = np.array([ids.get(one, one) for one in sampling.pop("allowed")], np.int32).tobytes()
-    asked = msgspec.structs.replace(
-        tiny.submit("x"), sampling=m.GenerationOptions(allowed_ids=allowed, **sampling), bad_words=words
-    )
+    allowed = np.array([ids.get(one, one) for one in options.pop("allowed")], np.int32).tobytes()
+    asked = m.GenerationOptions(allowed_ids=allowed, bad_words=words, **options)
     if is_left:
-        assert prompts.sampling(asked).allowed_ids == allowed
+        assert prompts.complete(asked, 5).allowed_ids == allowed
         return
     with pytest.raises(RequestRefused, match="leaves no first token") as caught:
-        prompts.sampling(asked)
+        prompts.complete(asked, 5)
     failure = caught.value.failure
     assert (failure.status, failure.param, failure.code) == (400, "allowed_token_ids", "nothing_left")

@@ -257,17 +257,15 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def structured(kind: str, source: str = "", request_id: int = 1, prompt: str = "hi") -> m.Submit:
-    submit = tiny.submit(prompt, request_id=request_id)
-    return msgspec.structs.replace(submit, grammar=m.Grammar(kind, source, "response_format"))
+    return tiny.submit(prompt, request_id=request_id, grammar=m.Grammar(kind, source, "response_format"))
 
 
 def test_the_executor_gets_the_grammar(rig: Rig) -> None:
     for request_id in (1, 2):  # checked, then known
         rig.send(structured("json_object", request_id=request_id), "gateway.0")
-        admit = rig.receive("schedule", m.Admit)
-        sampling = msgspec.msgpack.decode(admit.sampling, type=m.GenerationOptions)
-        assert json.loads(sampling.grammar)["grammars"][0]["json_schema"]["type"] == "object"
-        assert sampling.seed == 7
+        options = tiny.options_of(rig.receive("schedule", m.Admit))
+        assert json.loads(options.compiled_grammar)["grammars"][0]["json_schema"]["type"] == "object"
+        assert (options.grammar, options.seed) == (None, 7)
 
 
 def test_a_bad_one_is_rejected_and_others_go_by(rig: Rig) -> None:

@@ -55,9 +55,9 @@ PROMPTS = {
         "prompt",
     ),
     "cut": (msgspec.structs.replace(tiny.submit(LONG), prompt_options=PromptOptions(truncate=5)), "prompt"),
-    "bad words": (msgspec.structs.replace(tiny.submit("hi"), bad_words=["x", tiny.PANICS]), "bad_words"),
+    "bad words": (tiny.submit("hi", bad_words=["x", tiny.PANICS]), "bad_words"),
     "bad words of a long prompt": (
-        msgspec.structs.replace(tiny.submit("b" * ingest_stage.LONG_CHARS), bad_words=[tiny.PANICS]),
+        tiny.submit("b" * ingest_stage.LONG_CHARS, bad_words=[tiny.PANICS]),
         "bad_words",
     ),
 }
@@ -82,7 +82,7 @@ def test_ids_beyond_int32_are_a_400_that_names_the_prompt(tmp_path: Path, token_
         failure = refused(rig, tiny.submit("b" * length + "z"))
         assert (failure.status, failure.param) == (400, "prompt")
         assert "above 2147483647" in failure.message
-        failure = refused(rig, msgspec.structs.replace(tiny.submit("hi"), bad_words=["z"]))
+        failure = refused(rig, tiny.submit("hi", bad_words=["z"]))
         assert (failure.status, failure.param) == (400, "bad_words")
 
 

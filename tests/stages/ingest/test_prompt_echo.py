@@ -26,9 +26,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def ask(rig: Rig, prompt: m.Prompt, options: PromptOptions, max_tokens: int | None = 0) -> None:
-    submit = m.Submit(
-        1, 1, 0, 0.0, prompt, 1, max_tokens, m.GenerationOptions(), m.GenerationOptions(), prompt_options=options
-    )
+    submit = m.Submit(1, 1, 0, 0.0, prompt, m.GenerationOptions(max_tokens=max_tokens), prompt_options=options)
     rig.send(submit, "gateway.0")
 
 
@@ -105,18 +103,8 @@ class TestLookups:
             for request_id in (1, 2):  # the first keeps the one thread
                 text = m.TextPrompt("a long story of the sea. " * 8000)
                 options = PromptOptions(any_length=True)
-                submit = m.Submit(
-                    request_id,
-                    1,
-                    0,
-                    0.0,
-                    text,
-                    1,
-                    0,
-                    m.GenerationOptions(),
-                    m.GenerationOptions(),
-                    prompt_options=options,
-                )
+                nothing = m.GenerationOptions(max_tokens=0)
+                submit = m.Submit(request_id, 1, 0, 0.0, text, nothing, prompt_options=options)
                 rig.send(submit, "gateway.0")
             rig.send(m.Abort(2, 1), "gateway.0")
             rejected = rig.receive("gateway", m.Rejected)
@@ -155,7 +143,7 @@ class TestAnEcho:
         prompt = ids_prompt([LETTERS.index("a"), LETTERS.index("Ã")])
         ask(rig, prompt, PromptOptions(with_text=True), max_tokens=3)
         assert rig.receive("gateway", m.Accepted).text == "a"
-        assert rig.receive("schedule", m.Admit).max_tokens == 3
+        assert tiny.options_of(rig.receive("schedule", m.Admit)).max_tokens == 3
         assert accepted(rig, prompt, PromptOptions(with_text=True))[0].text == "a\ufffd"
 
     def test_of_a_text_is_what_was_written(self) -> None:

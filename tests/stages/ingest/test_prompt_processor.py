@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -34,8 +33,9 @@ def refused(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
 def ids_of(prompts: PromptProcessor, submit: m.Submit) -> tuple[list[int], int]:
     prompt = submit.prompt
     ids = np.frombuffer(prompt.ids, np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt)
-    prompts.sampling(submit)
-    return ids.tolist(), prompts.max_tokens(ids, submit)
+    room = prompts.max_tokens(ids, submit)
+    prompts.complete(submit.options, room)
+    return ids.tolist(), room
 
 
 def given_ids(*ids: int) -> m.IdsPrompt:
@@ -100,7 +100,7 @@ def test_ids_outside_the_vocabulary_are_refused(prompts: PromptProcessor, ids: t
 
 @pytest.mark.parametrize("stop_id", [-1, 258, 2**62])
 def test_stop_ids_outside_the_vocabulary_are_refused(prompts: PromptProcessor, stop_id: int) -> None:
-    failure = refused(prompts, tiny.submit("x", stop_token_ids=(0, stop_id)))
+    failure = refused(prompts, tiny.submit("x", stop_token_ids=[0, stop_id]))
     assert (failure.status, failure.param) == (400, "stop_token_ids")
 
 
@@ -160,10 +160,10 @@ def test_begin_and_end_tokens_come_from_the_models_config(tmp_path: Path) -> Non
         st.lists(st.integers(-(2**31), 2**31 - 1), max_size=80).map(lambda ids: given_ids(*ids)),
     ),
     max_tokens=st.none() | st.integers(-(2**63), 2**63 - 1),
-    stop_token_ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
 )
 def test_whatever_is_asked_ends_in_ids_that_fit_or_in_a_refusal_that_travels(
-    prompts: PromptProcessor, prompt: m.Prompt, max_tokens: int | None, stop_token_ids: tuple[int, ...]
+    prompts: PromptProcessor, prompt: m.Prompt, max_tokens: int | None, stop_token_ids: list[int]
 ) -> None:
     submit = tiny.submit(prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
     try:
@@ -221,8 +221,7 @@ def test_smollm2_writes_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
 
 
 def resumed(outputs: list[list[int]], *, ignore_eos: bool = False, stop: tuple[int, ...] = ()) -> m.Submit:
-    sampling = m.GenerationOptions(stop_token_ids=list(stop), ignore_eos=ignore_eos)
-    return msgspec.structs.replace(tiny.submit("hi", max_tokens=4), n=len(outputs), sampling=sampling)
+    return tiny.submit("hi", max_tokens=4, n=len(outputs), stop_token_ids=list(stop), ignore_eos=ignore_eos)
 
 
 def checked(prompts: PromptProcessor, outputs: list[list[int]], **options: Any) -> bytes:

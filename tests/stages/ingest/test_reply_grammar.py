@@ -48,13 +48,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def submit(thinks: str, grammar: m.Grammar | None, **chat: Any) -> m.Submit:
     kwargs = json.dumps({"thinks": thinks})
     prompt = m.ChatPrompt([m.ChatMessage("user", "hi")], template_kwargs=kwargs, **chat)
-    asked = tiny.submit(prompt)
+    asked = tiny.submit(prompt, grammar=grammar)
     options = msgspec.structs.replace(asked.prompt_options, with_tail=True)
-    return msgspec.structs.replace(asked, grammar=grammar, prompt_options=options)
+    return msgspec.structs.replace(asked, prompt_options=options)
 
 
 def grammar(rig: Rig) -> str:
-    return msgspec.msgpack.decode(rig.receive("schedule", m.Admit).sampling, type=m.GenerationOptions).grammar
+    return tiny.options_of(rig.receive("schedule", m.Admit)).compiled_grammar
 
 
 def takes(engine: Engine, grammar: str, text: str) -> bool:

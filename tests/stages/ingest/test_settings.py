@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from pipeline.config.settings import LimitSettings, Settings
@@ -36,7 +35,7 @@ def test_grammar_timeout_s_is_what_the_check_of_a_grammar_has(tmp_path: Path, gr
         rig.start(tiny.facts())
         for number in range(NUM_TRIES):
             grammar = m.Grammar("grammar", f"{ENDLESS}\n// {number}")
-            rig.send(msgspec.structs.replace(tiny.submit(tiny.chat("hi")), grammar=grammar), "gateway.0")
+            rig.send(tiny.submit(tiny.chat("hi"), grammar=grammar), "gateway.0")
             failure = rig.receive("gateway", m.Rejected).failure
             if failure.status == 400:
                 break

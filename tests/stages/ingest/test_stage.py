@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import IngestSettings, LimitSettings, Settings
 from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.prompt_processor import PromptProcessor
@@ -55,15 +56,14 @@ def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
     assert ids_in(rig, admit.prompt_ids) == ids_in(rig, accepted.prompt_ids)
     text = tiny.byte_tokenizer().decode(ids_in(rig, admit.prompt_ids), skip_special_tokens=False)
     assert text == "<s>user:hi</s><s>assistant:"
-    assert (admit.n, admit.max_tokens, admit.arrival_s, admit.gateway) == (2, 5, 5.0, 0)
-    assert msgspec.msgpack.decode(admit.sampling, type=m.GenerationOptions) == m.GenerationOptions(seed=7)
-    assert msgspec.msgpack.decode(admit.text, type=m.GenerationOptions) == m.GenerationOptions(stop=["x"])
+    assert (admit.arrival_s, admit.gateway) == (5.0, 0)
+    assert tiny.options_of(admit) == m.GenerationOptions(n=2, max_tokens=5, seed=7, stop=["x"])
 
 
 def test_priority_and_salt_go_on_to_schedule(rig: Rig) -> None:
-    rig.send(msgspec.structs.replace(tiny.submit("hi"), priority=-7, cache_salt="tenant é"), "gateway.0")
-    admit = rig.receive("schedule", m.Admit)
-    assert (admit.priority, admit.cache_salt) == (-7, "tenant é")
+    rig.send(tiny.submit("hi", priority=-7, cache_salt="tenant é"), "gateway.0")
+    options = tiny.options_of(rig.receive("schedule", m.Admit))
+    assert (options.priority, options.cache_salt) == (-7, "tenant é")
 
 
 def test_a_refused_request_is_answered_to_the_gateway_alone(rig: Rig) -> None:
@@ -253,23 +253,21 @@ def test_ids_that_a_client_has_are_handed_on_by_shared_memory_with_how_they_end(
         assert (failure.status, failure.param) == (400, "received")
 
 
-def test_schedule_gets_the_record_widths_of_a_prompt(rig: Rig) -> None:
-    asked = msgspec.structs.replace(
-        tiny.submit("hi", max_tokens=1),
-        sampling=m.GenerationOptions(num_prompt_logprobs=3),
-        text=m.GenerationOptions(num_prompt_logprobs=3),
-        bad_words=["ab"],
-    )
+def test_record_widths_follow_from_what_schedule_gets(rig: Rig) -> None:
+    def widths(options: m.GenerationOptions) -> tuple[int, int, bool]:
+        return record_bytes(options, 5), prompt_record_bytes(options), options.needs_full_prefill
+
+    asked = tiny.submit("hi", max_tokens=1, num_logprobs=1, num_prompt_logprobs=3, bad_words=["ab"])
     rig.send(asked, "gateway.0")
-    admit = rig.receive("schedule", m.Admit)
-    assert (admit.record_bytes, admit.prompt_record_bytes, admit.needs_full_prefill) == (12, 4 + 8 * 3, True)
-    assert len(msgspec.msgpack.decode(admit.sampling, type=m.GenerationOptions).bad_words[0]) == 2
-    pooled = m.GenerationOptions(pooling=m.Pooling.MEAN)
-    rig.send(msgspec.structs.replace(tiny.submit("x" * 63, max_tokens=1), sampling=pooled), "gateway.0")
-    admit = rig.receive("schedule", m.Admit)
-    assert (admit.prompt_record_bytes, admit.needs_full_prefill) == (0, True)
+    options = tiny.options_of(rig.receive("schedule", m.Admit))
+    assert widths(options) == (12, 4 + 8 * 3, True)
+    assert options.bad_words == [] and len(options.bad_words_ids[0]) == 2
+    rig.send(tiny.submit("x" * 63, max_tokens=1, pooling=m.Pooling.MEAN), "gateway.0")
+    assert widths(tiny.options_of(rig.receive("schedule", m.Admit))) == (4 * 5, 0, True)
     rig.send(tiny.submit("x"), "gateway.0")
-    assert not rig.receive("schedule", m.Admit).needs_full_prefill
+    options = tiny.options_of(rig.receive("schedule", m.Admit))
+    assert widths(options) == (0, 0, False)
+    assert options.max_tokens == 63
 
 
 def test_a_chat_is_shown_as_it_was_written_and_cut(rig: Rig) -> None:

@@ -34,7 +34,7 @@ def ended(gate: Gate, submit: m.Submit, text: str = "") -> None:
     """Play the stages that were asked to end a request."""
     for stage in ("ingest", "schedule"):
         assert gate.rig.receive(stage, m.Abort) == m.Abort(submit.request_id, 1)
-    for index in range(submit.n):
+    for index in range(submit.options.n):
         gate.finish(submit, text, index, m.Finish.ABORT)
 
 

@@ -49,11 +49,10 @@ class TestAChat:
         response = gate.post(CHAT | {"n": 2, "seed": 7, "max_tokens": 9, "stop": "x", "temperature": 0})
         submit = gate.begin()
         assert submit.prompt == m.ChatPrompt([m.ChatMessage("user", "Hi")])
-        assert (submit.attempt, submit.gateway, submit.n, submit.max_tokens) == (1, 0, 2, 9)
+        assert (submit.attempt, submit.gateway) == (1, 0)
         assert 0 <= submit.request_id < 2**63
         assert submit.arrival_s > 1e9
-        assert submit.sampling == m.GenerationOptions(temperature=0.0, seed=7)
-        assert submit.text == m.GenerationOptions(stop=["x"])
+        assert submit.options == m.GenerationOptions(n=2, max_tokens=9, temperature=0.0, seed=7, stop=["x"])
         for index in (1, 0):
             gate.finish(submit, f"choice {index}", index)
         choices = response.result().json()["choices"]
@@ -63,7 +62,7 @@ class TestAChat:
         seeds = set()
         for _ in range(3):
             response = gate.post(CHAT)
-            seeds.add(gate.serve().sampling.seed)
+            seeds.add(gate.serve().options.seed)
             assert response.result().status_code == 200
         assert len(seeds) == 3
 
@@ -110,7 +109,7 @@ class TestACompletion:
         response = gate.complete(COMPLETION | {"prompt": ["a", "b"], "n": 2, "seed": 5})
         first, second = gate.submit(), gate.submit()
         assert [s.prompt for s in (first, second)] == [m.TextPrompt("a"), m.TextPrompt("b")]
-        assert first.sampling.seed == second.sampling.seed == 5
+        assert first.options.seed == second.options.seed == 5
         gate.accept(first, 2)
         gate.accept(second, 3)
         for submit, name in ((second, "b"), (first, "a")):
@@ -125,7 +124,7 @@ class TestACompletion:
 
     def test_without_a_seed_draws_one_for_each_prompt(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"prompt": ["a", "a", "a"]})
-        assert len({gate.serve().sampling.seed for _ in range(3)}) == 3
+        assert len({gate.serve().options.seed for _ in range(3)}) == 3
         assert response.result().status_code == 200
 
     def test_of_which_one_prompt_is_rejected_ends_the_others(self, gate: Gate) -> None:

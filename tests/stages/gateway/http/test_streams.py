@@ -203,7 +203,7 @@ class TestAClientThatLeaves:
         assert gate.rig.receive("schedule", m.Abort) == abort
         assert gate.rig.load().num_open_requests == 1
         gate.delta(submit, "lo")
-        for index in range(submit.n):
+        for index in range(submit.options.n):
             gate.rig.load()
             assert gate.rig.nothing("schedule", 0)
             gate.finish(submit, index=index, finish=m.Finish.ABORT)
@@ -247,7 +247,7 @@ class TestAClientThatLeaves:
 
 
 def test_a_delta_of_a_request_that_nobody_knows_is_answered_with_abort(gate: Gate) -> None:
-    unknown = m.Submit(77, 3, 0, 0.0, m.TextPrompt(""), 1, 1, m.GenerationOptions(), m.GenerationOptions())
+    unknown = m.Submit(77, 3, 0, 0.0, m.TextPrompt(""), m.GenerationOptions(max_tokens=1))
     gate.delta(unknown, "x")
     for stage in ("ingest", "schedule"):
         assert gate.rig.receive(stage, m.Abort) == m.Abort(77, 3)
@@ -310,7 +310,7 @@ def test_many_streams_at_once_get_each_their_own(gate: Gate) -> None:
         gate.accept(submit)
     for step in range(20):
         for submit in submits:
-            gate.delta(submit, f"{submit.sampling.seed}-{step} ")
+            gate.delta(submit, f"{submit.options.seed}-{step} ")
     for submit in submits:
         gate.finish(submit)
     for i, response in enumerate(responses):

@@ -168,7 +168,7 @@ class TestTools:
         assert parsed(formats=NONE, tools=[FIND], tool_choice="none").reply is None
         for choice in ("required", NAMED):
             made = parsed(formats=NONE, tools=[FIND], tool_choice=choice)
-            assert made.grammar is not None and made.reply is not None
+            assert made.options.grammar is not None and made.reply is not None
 
 
 class TestReplies:
@@ -182,28 +182,28 @@ class TestReplies:
         assert not parsed(tools=[FIND]).prompt_options.with_tail
 
     def test_show_special_tokens_only_where_a_mark_is_one(self) -> None:
-        assert not parsed(formats=LLAMA, tools=[FIND]).text.skip_special_tokens
-        assert parsed(formats=LLAMA).text.skip_special_tokens
-        assert parsed(tools=[FIND]).text.skip_special_tokens
+        assert not parsed(formats=LLAMA, tools=[FIND]).options.skip_special_tokens
+        assert parsed(formats=LLAMA).options.skip_special_tokens
+        assert parsed(tools=[FIND]).options.skip_special_tokens
         shown = parsed(formats=LLAMA, tools=[FIND], skip_special_tokens=False)
-        assert not shown.text.skip_special_tokens
+        assert not shown.options.skip_special_tokens
         assert shown.reply is not None and shown.reply.shows_specials
 
     def test_are_made_calls_where_the_client_insists(self) -> None:
-        assert parsed(tools=[FIND]).grammar is None
+        assert parsed(tools=[FIND]).options.grammar is None
         required, named = (
             parsed(tools=[FIND, NOW], tool_choice="required"),
             parsed(tools=[FIND, NOW], tool_choice=NAMED),
         )
-        assert required.grammar is not None and named.grammar is not None
-        assert (required.grammar.kind, required.grammar.param) == ("calls", "tools")
-        assert (named.grammar.kind, named.grammar.param) == ("calls", "tools[0].function.parameters")
-        assert "now" in required.grammar.source
-        assert "now" not in named.grammar.source
+        assert required.options.grammar is not None and named.options.grammar is not None
+        assert (required.options.grammar.kind, required.options.grammar.param) == ("calls", "tools")
+        assert (named.options.grammar.kind, named.options.grammar.param) == ("calls", "tools[0].function.parameters")
+        assert "now" in required.options.grammar.source
+        assert "now" not in named.options.grammar.source
 
     def test_may_be_calls_or_what_the_output_is_to_match(self) -> None:
         made = parsed(tools=[FIND], response_format={"type": "json_object"})
-        assert made.grammar is not None and made.grammar.kind == "json_object"
+        assert made.options.grammar is not None and made.options.grammar.kind == "json_object"
 
     def test_are_looked_at_the_same_way_when_they_are_replayed(self) -> None:
         made = parsed(formats=THINKING, tools=[FIND])

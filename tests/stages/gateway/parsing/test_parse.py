@@ -46,16 +46,11 @@ def refused(body: Any, parse: Any = parse_chat) -> ApiError:
 class TestDefaults:
     def test_are_those_of_openai(self) -> None:
         parsed = chat()
-        assert parsed.sampling == m.GenerationOptions(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        assert parsed.text == m.GenerationOptions()
-        assert (parsed.n, parsed.max_tokens, parsed.seed, parsed.stream, parsed.include_usage) == (
-            1,
-            None,
-            None,
-            False,
-            False,
+        assert parsed.options == m.GenerationOptions(
+            n=1, max_tokens=None, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0
         )
-        assert completion().max_tokens == 16
+        assert (parsed.n, parsed.seed, parsed.stream, parsed.include_usage) == (1, None, False, False)
+        assert completion().options == m.GenerationOptions(max_tokens=16)
 
     @pytest.mark.parametrize("fields", [Body, ChatBody, CompletionBody])
     def test_null_is_the_default_of_every_optional_field(self, fields: Any) -> None:
@@ -69,17 +64,17 @@ class TestDefaults:
 class TestFields:
     def test_sampling_reaches_the_executor(self) -> None:
         parsed = chat(temperature=0, top_p=0.5, top_k=7, min_p=0.1, stop_token_ids=[3, 4], ignore_eos=True)
-        assert parsed.sampling == m.GenerationOptions(
+        assert parsed.options == m.GenerationOptions(
             temperature=0.0, top_p=0.5, top_k=7, min_p=0.1, seed=0, stop_token_ids=[3, 4], ignore_eos=True
         )
-        assert chat(top_k=-1).sampling.top_k == 0
+        assert chat(top_k=-1).options.top_k == 0
 
     def test_text_options_reach_detokenize(self) -> None:
         parsed = chat(stop="x", include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3])
-        assert parsed.text == m.GenerationOptions(
+        assert parsed.options == m.GenerationOptions(
             stop=["x"], include_stop=True, skip_special_tokens=False, stop_token_ids=[3]
         )
-        assert chat(stop=["a", "b"]).text.stop == ["a", "b"]
+        assert chat(stop=["a", "b"]).options.stop == ["a", "b"]
 
     @pytest.mark.parametrize(
         ("seed", "key"), [(0, 0), (5, 5), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63)]
@@ -88,10 +83,10 @@ class TestFields:
         assert chat(seed=seed).seed == key
 
     def test_max_completion_tokens_wins(self) -> None:
-        assert chat(max_tokens=5).max_tokens == 5
+        assert chat(max_tokens=5).options.max_tokens == 5
         assert chat(max_tokens=5).max_tokens_param == "max_tokens"
         both = chat(max_tokens=5, max_completion_tokens=7)
-        assert (both.max_tokens, both.max_tokens_param) == (7, "max_completion_tokens")
+        assert (both.options.max_tokens, both.max_tokens_param) == (7, "max_completion_tokens")
 
     def test_usage_is_included_where_it_is_asked_for(self) -> None:
         assert chat(stream=True, stream_options={"include_usage": True}).include_usage
@@ -99,18 +94,18 @@ class TestFields:
     def test_salts_and_deadlines_go_with_the_request(self) -> None:
         for parse in (chat, completion):
             asked = parse(cache_salt="é" * 1024, timeout_s=0.5)
-            assert (asked.cache_salt, asked.timeout_s, asked.priority) == ("é" * 1024, 0.5, 0)
-            assert (parse().cache_salt, parse().timeout_s) == ("", None)
+            assert (asked.options.cache_salt, asked.timeout_s, asked.options.priority) == ("é" * 1024, 0.5, 0)
+            assert (parse().options.cache_salt, parse().timeout_s) == ("", None)
 
     @pytest.mark.parametrize("priority", [-(2**31), -1, 5, 2**31 - 1])
     def test_priorities_are_taken_where_the_server_has_them(self, priority: int) -> None:
         limits = RequestLimits("tiny", 64, has_priorities=True)
         for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
-            assert parse(json.dumps(body | {"priority": priority}).encode(), limits).priority == priority
+            assert parse(json.dumps(body | {"priority": priority}).encode(), limits).options.priority == priority
             assert refused(body | {"priority": priority}, parse).message == (
                 f"got priority {priority}, but priorities are disabled: they require schedule.policy = priority"
             )
-            assert parse(json.dumps(body | {"priority": 0}).encode(), LIMITS).priority == 0
+            assert parse(json.dumps(body | {"priority": 0}).encode(), LIMITS).options.priority == 0
 
     @pytest.mark.parametrize(
         ("field", "value"),

@@ -9,7 +9,6 @@ import pytest
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing import sampling_fields
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
@@ -29,7 +28,7 @@ def refused_by(limits: RequestLimits, body: Any, parse: Any = parse_completion) 
 
 class TestWhereTheyGo:
     @pytest.mark.parametrize(
-        ("fields", "sampling"),
+        ("fields", "options"),
         [
             ({"repetition_penalty": 1.2}, m.GenerationOptions(repetition_penalty=1.2)),
             ({"presence_penalty": -2}, m.GenerationOptions(presence_penalty=-2.0)),
@@ -38,16 +37,15 @@ class TestWhereTheyGo:
             ({"allowed_token_ids": [7, 3, 7]}, m.GenerationOptions(allowed_ids=np.array([3, 7], "<i4").tobytes())),
         ],
     )
-    def test_to_the_executor(self, fields: dict[str, Any], sampling: m.GenerationOptions) -> None:
-        assert chat(**fields).sampling == sampling
-        assert completion(**fields).sampling == sampling
+    def test_to_the_executor(self, fields: dict[str, Any], options: m.GenerationOptions) -> None:
+        assert chat(**fields).options == options
+        assert completion(**fields).options == msgspec.structs.replace(options, max_tokens=16)
 
     def test_min_tokens_to_the_executor_and_to_detokenize(self) -> None:
-        parsed = completion(min_tokens=3)
-        assert (parsed.sampling.min_tokens, parsed.text.min_tokens) == (3, 3)
+        assert completion(min_tokens=3).options.min_tokens == 3
 
     def test_bad_words_to_ingest(self) -> None:
-        assert chat(bad_words=["a b", "é"]).bad_words == ["a b", "é"]
+        assert chat(bad_words=["a b", "é"]).options.bad_words == ["a b", "é"]
 
     def test_what_is_kept_of_a_prompt_to_ingest(self) -> None:
         assert completion(truncate_prompt_tokens=5).prompt_options == m.PromptOptions(truncate=5)
@@ -72,34 +70,35 @@ def completion_of(limits: RequestLimits, **fields: Any) -> Any:
 class TestDetails:
     @pytest.mark.parametrize("num_top", [0, 3, 20])
     def test_log_probabilities_of_ids_are_asked_of_the_stages(self, num_top: int) -> None:
-        for parsed in (chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)):
+        asked = chat(logprobs=True, top_logprobs=num_top), completion(logprobs=num_top)
+        for parsed, max_tokens in zip(asked, (None, 16), strict=True):
             assert parsed.details == TokenDetailOptions(num_top=num_top)
-            assert parsed.sampling == m.GenerationOptions(num_logprobs=num_top)
-            assert parsed.text == m.GenerationOptions(num_logprobs=num_top, with_pieces=True)
+            assert parsed.options == m.GenerationOptions(max_tokens=max_tokens, num_logprobs=num_top, with_pieces=True)
             assert not parsed.prompt_options.with_pieces
 
     def test_of_the_prompt(self) -> None:
         for parsed in (chat(prompt_logprobs=2), completion(prompt_logprobs=2)):
-            assert (parsed.sampling.with_logprobs, parsed.sampling.prompt_num_top) == (False, 2)
-            assert (parsed.text.record_bytes, parsed.text.prompt_num_top, parsed.text.with_pieces) == (0, 2, True)
+            options = parsed.options
+            assert (options.num_logprobs, options.num_prompt_logprobs, options.with_pieces) == (-1, 2, True)
             assert parsed.prompt_options.with_pieces
 
     def test_of_a_prompt_that_is_repeated_are_as_many_as_either_shows(self) -> None:
-        assert completion(echo=True, logprobs=1, prompt_logprobs=4).sampling.prompt_num_top == 4
-        assert completion(echo=True, logprobs=5, prompt_logprobs=4).sampling.prompt_num_top == 5
-        assert completion(echo=True, logprobs=0).sampling.prompt_num_top == 0
-        assert completion(echo=True).sampling.prompt_num_top == -1
+        assert completion(echo=True, logprobs=1, prompt_logprobs=4).options.num_prompt_logprobs == 4
+        assert completion(echo=True, logprobs=5, prompt_logprobs=4).options.num_prompt_logprobs == 5
+        assert completion(echo=True, logprobs=0).options.num_prompt_logprobs == 0
+        assert completion(echo=True).options.num_prompt_logprobs == -1
 
     def test_of_a_prompt_alone_take_a_step(self) -> None:
         parsed = completion(echo=True, logprobs=0, max_tokens=0)
-        assert (parsed.max_tokens, parsed.hides_output) == (1, True)
+        assert (parsed.options.max_tokens, parsed.hides_output) == (1, True)
         plain = completion(echo=True, max_tokens=0)
-        assert (plain.max_tokens, plain.hides_output) == (0, False)
+        assert (plain.options.max_tokens, plain.hides_output) == (0, False)
 
     def test_best_of_needs_records_that_nobody_is_shown(self) -> None:
         parsed = completion(best_of=3)
-        assert parsed.details == TokenDetailOptions() and not parsed.text.with_pieces and parsed.text.record_bytes == 4
-        assert completion(best_of=3, logprobs=2).text.record_bytes == logprob_bytes(2)
+        assert parsed.details == TokenDetailOptions()
+        assert not parsed.options.with_pieces and parsed.options.num_logprobs == 0
+        assert completion(best_of=3, logprobs=2).options.num_logprobs == 2
 
     def test_none_are_told_where_none_are_asked_for(self) -> None:
         assert chat(logprobs=False) == chat(top_logprobs=0) == chat(logprobs=None) == chat()
@@ -209,8 +208,8 @@ class TestWhatTheyCanNotBe:
 
 
 def test_allowed_ids_are_bounded_by_what_all_sequences_bring_along() -> None:
-    sampling = m.GenerationOptions(allowed_ids=np.arange(2**18, dtype="<i4").tobytes())
-    sampling_fields.check_num_allowed(sampling, 4)
+    options = m.GenerationOptions(allowed_ids=np.arange(2**18, dtype="<i4").tobytes())
+    sampling_fields.check_num_allowed(options, 4)
     with pytest.raises(ApiError, match="for each of 5 sequences") as error:
-        sampling_fields.check_num_allowed(sampling, 5)
+        sampling_fields.check_num_allowed(options, 5)
     assert (error.value.status, error.value.param) == (400, "allowed_token_ids")

@@ -94,21 +94,21 @@ class TestGrammars:
     @pytest.mark.parametrize(("fields", "kind", "source", "param"), GRAMMARS)
     def test_of_json(self, fields: dict[str, Any], kind: str, source: Any, param: str) -> None:
         for parse in (chat, completion):
-            grammar = parse(**fields).grammar
+            grammar = parse(**fields).options.grammar
             assert grammar is not None
             assert (grammar.kind, grammar.param) == (kind, param)
             assert (json.loads(grammar.source) if grammar.source else None) == source
 
     def test_of_text_are_as_they_were_written(self) -> None:
         for kind in ("regex", "grammar"):
-            assert chat(structured_outputs={kind: "[é]+"}).grammar == m.Grammar(
+            assert chat(structured_outputs={kind: "[é]+"}).options.grammar == m.Grammar(
                 kind, "[é]+", f"structured_outputs.{kind}"
             )
-            assert chat(**{f"guided_{kind}": "[é]+"}).grammar == m.Grammar(kind, "[é]+", f"guided_{kind}")
+            assert chat(**{f"guided_{kind}": "[é]+"}).options.grammar == m.Grammar(kind, "[é]+", f"guided_{kind}")
 
     def test_a_schema_is_kept_to_the_letter(self) -> None:
         body = b'{"model":"tiny","prompt":"x","guided_json": { "const" : 1.50, "a":"\\u00e9", "a":2 } }'
-        grammar = parse_completion(body, LIMITS).grammar
+        grammar = parse_completion(body, LIMITS).options.grammar
         assert grammar is not None and grammar.source == '{ "const" : 1.50, "a":"\\u00e9", "a":2 }'
 
     @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ class TestGrammars:
         assert chat(**fields) == chat()
 
     def test_text_is_no_second_one(self) -> None:
-        assert chat(response_format={"type": "text"}, guided_regex="a").grammar is not None
+        assert chat(response_format={"type": "text"}, guided_regex="a").options.grammar is not None
 
 
 FORMAT = "response_format"

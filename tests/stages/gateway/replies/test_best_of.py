@@ -55,8 +55,8 @@ class TestChoice:
 class TestParse:
     def test_says_how_many_are_generated_and_asks_for_their_log_probabilities(self) -> None:
         parsed = completion(best_of=4, n=2)
-        assert (parsed.n, parsed.best_of, parsed.num_sequences) == (2, 4, 4)
-        assert parsed.sampling.with_logprobs and parsed.text.record_bytes == 4
+        assert (parsed.n, parsed.options.n, parsed.num_sequences, parsed.is_best_of) == (2, 4, 4, True)
+        assert parsed.options.num_logprobs == 0
         assert completion(best_of=3).num_sequences == 3
 
     @pytest.mark.parametrize("fields", [{}, {"best_of": 1}, {"n": 3, "best_of": 3}, {"n": 2, "best_of": None}])
@@ -64,7 +64,7 @@ class TestParse:
         plain = completion(**{name: value for name, value in fields.items() if name == "n"})
         assert completion(**fields) == plain
         assert completion(**fields, stream=True) == msgspec.structs.replace(plain, stream=True)
-        assert not plain.sampling.with_logprobs and plain.text.record_bytes == 0
+        assert plain.options.num_logprobs == -1 and not plain.is_best_of
 
     @pytest.mark.parametrize(
         ("fields", "words"),
@@ -106,7 +106,7 @@ class TestHttp:
     def test_the_best_come_in_order_of_quality_and_all_are_counted(self, gate: Gate, order: tuple[int, ...]) -> None:
         response = gate.complete(COMPLETION | {"best_of": 4, "n": 3, "seed": 7})
         submit = gate.begin()
-        assert submit.n == 4 and submit.sampling.with_logprobs and submit.text.record_bytes == 4
+        assert submit.options.n == 4 and submit.options.num_logprobs == 0
         play(gate, submit, order)
         body = response.result().json()
         assert [(c["index"], c["text"], c["finish_reason"], c["stop_reason"]) for c in body["choices"]] == [
@@ -171,7 +171,7 @@ class TestZmq:
         with RawPeer(gate) as peer:
             peer.generate(n=2, best_of=4, seed=7)
             submit = gate.begin()
-            assert (submit.n, submit.sampling.seed) == (4, 7)
+            assert (submit.options.n, submit.options.seed) == (4, 7)
             assert peer.hear(p.Accepted).seed == 7
             play(gate, submit)
             delta = peer.hear(p.Delta)

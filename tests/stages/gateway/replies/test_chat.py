@@ -179,7 +179,7 @@ def test_each_choice_is_read_by_itself(gate: Gate) -> None:
 def test_what_the_model_is_made_to_write_goes_with_the_request(gate: Gate) -> None:
     future = gate.post(WITH_TOOLS | {"tool_choice": "required"})
     submit = gate.serve(FIND)
-    assert submit.grammar is not None and submit.grammar.kind == "calls"
+    assert submit.options.grammar is not None and submit.options.grammar.kind == "calls"
     assert isinstance(submit.prompt, m.ChatPrompt)
     assert json.loads(submit.prompt.tools) == TOOLS
     assert future.result().json()["choices"][0]["finish_reason"] == "tool_calls"

@@ -99,7 +99,7 @@ class TestOfNoOutput:
     def test_is_the_prompt_alone_and_needs_no_step(self, gate: Gate, n: int) -> None:
         response = gate.complete(ECHO | {"max_tokens": 0, "n": n})
         submit = gate.submit()
-        assert submit.max_tokens == 0
+        assert submit.options.max_tokens == 0
         accept(gate, submit, 5)
         body = response.result().json()
         assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == [("Hi", "length")] * n
@@ -118,7 +118,7 @@ class TestOfNoOutput:
     def test_is_refused_without_echo(self, tmp_path: Path) -> None:
         error = refused(COMPLETION | {"max_tokens": 0}, parse.parse_completion)
         assert (error.status, error.param) == (400, "max_tokens")
-        assert parse.parse_completion(json.dumps(ECHO | {"max_tokens": 0}).encode(), LIMITS).max_tokens == 0
+        assert parse.parse_completion(json.dumps(ECHO | {"max_tokens": 0}).encode(), LIMITS).options.max_tokens == 0
 
 
 @pytest.mark.parametrize("value", [0, "yes", [True]])

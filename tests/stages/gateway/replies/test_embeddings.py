@@ -63,10 +63,9 @@ class TestParse:
     def test_the_stages_are_asked_for_a_vector(self) -> None:
         body = BODY | {"input": [[1, 2], [3]], "pooling": "mean", "truncate_prompt_tokens": -1}
         parsed = parse_embeddings(json.dumps(body).encode(), KNOWN)
-        assert parsed.sampling == m.GenerationOptions(temperature=0.0, pooling=m.Pooling.MEAN)
-        assert parsed.text == m.GenerationOptions()
-        assert (parsed.max_tokens, parsed.prompt_options.truncate, len(parsed.prompts)) == (1, -1, 2)
-        assert parse_embeddings(json.dumps(BODY).encode(), KNOWN).sampling.pooling == m.Pooling.LAST
+        assert parsed.options == m.GenerationOptions(max_tokens=1, temperature=0.0, pooling=m.Pooling.MEAN)
+        assert (parsed.prompt_options.truncate, len(parsed.prompts)) == (-1, 2)
+        assert parse_embeddings(json.dumps(BODY).encode(), KNOWN).options.pooling == m.Pooling.LAST
 
 
 class TestReplies:
@@ -88,7 +87,7 @@ class TestReplies:
             vector = np.zeros(8)
             vector["abc".index(submit.prompt.text)] = 2  # type: ignore[union-attr]
             give(gate, submit, vector)
-        assert first.n == 1 and first.max_tokens == 1
+        assert first.options.n == 1 and first.options.max_tokens == 1
         told = [one["embedding"] for one in response.result().json()["data"]]
         assert np.argmax(told, axis=1).tolist() == [0, 1, 2]
 

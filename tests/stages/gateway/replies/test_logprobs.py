@@ -49,7 +49,7 @@ class TestChats:
     def test_names_are_text_or_escaped_bytes(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 2})
         submit = gate.begin()
-        assert (submit.text.num_top, submit.sampling.num_top) == (2, 2)
+        assert submit.options.num_logprobs == 2
         top = [(7, -0.25), (8, -math.inf)]
         told = records(-0.5, -math.inf, math.nan, top=top)
         pieces = with_tops([b"a", b" \xf0\x9f", b"<|im_end|>"], b"b", b"\xff")
@@ -80,7 +80,7 @@ class TestChats:
     def test_without_them_nothing_is_asked_and_nothing_told(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.serve()
-        assert submit.text.record_bytes == 0 and not submit.text.with_pieces
+        assert submit.options.num_logprobs == -1 and not submit.options.with_pieces
         assert response.result().json()["choices"][0]["logprobs"] is None
 
     def test_of_the_prompt_stand_with_the_reply(self, gate: Gate) -> None:
@@ -174,7 +174,7 @@ class TestCompletions:
             body = {"prompt": [0, 1], "echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
             response = gate.complete(COMPLETION | body | options)
             submit = gate.submit()
-            assert submit.max_tokens == 1
+            assert submit.options.max_tokens == 1
             ids = np.arange(2, dtype=np.int32).tobytes()
             gate.rig.send(m.Accepted(submit.request_id, 1, ids, "ab", pieces=[b"a", b"b"]), "ingest.0")
             gate.delta(submit, num_ids=0, prompt=(0, records(-1.0), []))
@@ -286,7 +286,7 @@ class TestMuchAtOnce:
         top = [(place, -1.0 - place) for place in range(20)]
         told = records(*[-0.5] * self.NUM_IDS, top=top)
         pieces = with_tops([b"a"] * self.NUM_IDS, *[b"b"] * 20)
-        for index in range(submit.n):
+        for index in range(submit.options.n):
             text = "a" * self.NUM_IDS
             gate.delta(submit, text, self.NUM_IDS, index=index, records=told, pieces=pieces, finish=m.Finish.LENGTH)
 

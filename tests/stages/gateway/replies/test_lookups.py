@@ -32,7 +32,7 @@ class TestTokenize:
         response = gate.post({"model": MODEL, "prompt": "Hi there"}, "/tokenize")
         submit = gate.submit()
         assert submit.prompt == m.TextPrompt("Hi there")
-        assert (submit.max_tokens, submit.prompt_options) == (0, m.PromptOptions(any_length=True))
+        assert (submit.options.max_tokens, submit.prompt_options) == (0, m.PromptOptions(any_length=True))
         answer(gate, submit, [7, 8])
         assert (response.result().status_code, response.result().json()) == (
             200,
@@ -179,7 +179,7 @@ class TestLoad:
         assert self.load(gate)["server_load"] == 2
         answer(gate, looked_up, [1])
         for submit in submits:
-            for index in range(submit.n):
+            for index in range(submit.options.n):
                 gate.finish(submit, "x", index)
         assert {r.result().status_code for r in (chat, completion, lookup)} == {200}
         gate.rig.until(lambda load: load.num_open_requests == 0)

@@ -36,12 +36,18 @@ class TestParse:
         )
         parsed = parse_tokens_only(json.dumps(body).encode(), KNOWN)
         assert parsed.prompts == [m.IdsPrompt(np.array([1, 2, 3], "<i4").tobytes())]
-        assert parsed.sampling == m.GenerationOptions(temperature=0.0, min_tokens=1, num_logprobs=2)
-        assert parsed.text == m.GenerationOptions(stop=["x"], min_tokens=1, num_logprobs=2)
-        assert (parsed.model, parsed.n, parsed.max_tokens) == ("tiny", 2, 5)
-        assert parsed.grammar == m.Grammar("regex", "a", "sampling_params.structured_outputs.regex")
-        assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).max_tokens == 16
-        assert parse_tokens_only(json.dumps(params(max_tokens=None)).encode(), KNOWN).max_tokens == 16
+        assert parsed.options == m.GenerationOptions(
+            n=2,
+            max_tokens=5,
+            temperature=0.0,
+            min_tokens=1,
+            stop=["x"],
+            num_logprobs=2,
+            grammar=m.Grammar("regex", "a", "sampling_params.structured_outputs.regex"),
+        )
+        assert (parsed.model, parsed.n) == ("tiny", 2)
+        assert parse_tokens_only(json.dumps(BODY).encode(), KNOWN).options.max_tokens == 16
+        assert parse_tokens_only(json.dumps(params(max_tokens=None)).encode(), KNOWN).options.max_tokens == 16
 
     @pytest.mark.parametrize(
         ("body", "param"),
@@ -113,7 +119,7 @@ class TestReplies:
     def test_of_the_prompt(self, gate: Gate) -> None:
         response = gate.post(params(prompt_logprobs=0), PATH)
         submit = gate.begin()
-        assert not submit.text.with_pieces and not submit.prompt_options.with_pieces
+        assert not submit.options.with_pieces and not submit.prompt_options.with_pieces
         gate.delta(submit, prompt=(0, records(-1.0, -2.0), []), finish=m.Finish.STOP)
         body = response.result().json()
         one = {"rank": None, "decoded_token": "token_id:1"}
@@ -161,8 +167,8 @@ class TestRendering:
         fields = {"temperature": 0.5, "logprobs": True, "top_logprobs": 3, "response_format": {"type": "json_object"}}
         response = gate.post(CHAT | fields | {"request_id": "me", "n": 3}, "/v1/chat/completions/render")
         submit = self.accept(gate, "<s>Hi")
-        assert (submit.max_tokens, submit.n, submit.prompt_options.with_text) == (0, 1, True)
-        assert submit.grammar == m.Grammar("json_object", "", "response_format")
+        assert (submit.options.max_tokens, submit.options.n, submit.prompt_options.with_text) == (0, 1, True)
+        assert submit.options.grammar == m.Grammar("json_object", "", "response_format")
         body = response.result().json()
         assert body == {
             "request_id": "me",
@@ -182,7 +188,7 @@ class TestRendering:
             "prompt": "<s>Hi",
         }
         parsed = parse_tokens_only(json.dumps(body).encode(), KNOWN)
-        assert (parsed.n, parsed.max_tokens, parsed.details.num_top) == (3, 509, 3)
+        assert (parsed.n, parsed.options.max_tokens, parsed.details.num_top) == (3, 509, 3)
 
     def test_of_completions_is_a_list(self, gate: Gate) -> None:
         asked = {"prompt": ["a", [1, 2]][:1] * 2, "stream": True, "max_tokens": 4, "guided_json": {"a": 1}}

@@ -80,13 +80,13 @@ async def test_the_whole_of_a_request_has_the_text_that_came_without_ids(gate: G
 async def test_options_reach_the_server_and_cached_ids_the_last_output(gate: Gate, llm: AsyncLLM) -> None:
     task = asyncio.create_task(last_of(llm.generate({"prompt": "Hi", "cache_salt": "own"}, cache_salt="for all")))
     submit = await do(gate.begin)
-    assert submit.cache_salt == "own"
+    assert submit.options.cache_salt == "own"
     gate.delta(submit, "x", num_cached=2)
     gate.finish(submit, "y")
     output = await task
     assert (output.outputs[0].text, output.num_cached_tokens) == ("xy", 2)
     chat = asyncio.create_task(last_of(llm.chat([{"role": "user", "content": "Hi"}], cache_salt="for all")))
-    assert (await do(gate.serve)).cache_salt == "for all"
+    assert (await do(gate.serve)).options.cache_salt == "for all"
     assert (await chat).finished
 
 

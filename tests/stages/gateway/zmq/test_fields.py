@@ -74,8 +74,8 @@ async def test_every_parameter_reaches_the_stages_as_over_http(gate: Gate, clien
     await asyncio.wrap_future(response)
     for name in set(m.Submit.__struct_fields__) - {"request_id", "arrival_s"}:
         assert getattr(over_zmq, name) == getattr(over_http, name), name
-    assert over_zmq.sampling.bias_ids == [17, 504]
-    assert over_zmq.bad_words == ["né", "never"]
+    assert over_zmq.options.bias_ids == [17, 504]
+    assert over_zmq.options.bad_words == ["né", "never"]
     assert over_zmq.prompt_options == m.PromptOptions(truncate=40, with_pieces=True)
 
 
@@ -97,8 +97,8 @@ async def test_what_the_output_is_to_match_reaches_the_stages_as_over_http(
     submit = await do(gate.serve)
     await all_of(stream)
     response = gate.complete({"model": MODEL, "prompt": "Hi", "structured_outputs": over_http})
-    assert submit.grammar is not None
-    assert submit.grammar == (await do(gate.serve)).grammar
+    assert submit.options.grammar is not None
+    assert submit.options.grammar == (await do(gate.serve)).options.grammar
     await asyncio.wrap_future(response)
 
 
@@ -107,7 +107,7 @@ async def test_priority_and_salt_reach_the_stages_and_cached_ids_the_client(tmp_
         async with await AsyncClient.connect(address_of(gate), timeout_s=PATIENCE_S) as client:
             stream = client.generate("Hi", SamplingParams(n=2), priority=-5, cache_salt="tenant é")
             submit = await do(gate.begin)
-            assert (submit.priority, submit.cache_salt) == (-5, "tenant é")
+            assert (submit.options.priority, submit.options.cache_salt) == (-5, "tenant é")
             for index, num_cached in enumerate((16, 32)):
                 gate.delta(submit, "x", index=index, num_cached=num_cached)
                 gate.finish(submit, index=index)
@@ -115,7 +115,7 @@ async def test_priority_and_salt_reach_the_stages_and_cached_ids_the_client(tmp_
             assert stream.num_cached_tokens == 16
             response = gate.complete({"model": MODEL, "prompt": "Hi", "priority": 7, "cache_salt": "a"})
             submit = await do(gate.serve)
-            assert (submit.priority, submit.cache_salt) == (7, "a")
+            assert (submit.options.priority, submit.options.cache_salt) == (7, "a")
             assert (await asyncio.wrap_future(response)).status_code == 200
 
 
@@ -176,7 +176,7 @@ def test_a_bad_field_is_named_as_over_http(gate: Gate, params: dict[str, Any], p
         if param == "seed":
             params = {"seed": 2**64 - 1}  # what MessagePack can't hold is refused by its decoder; this is allowed
             peer.generate(1, prompt, **params)
-            assert gate.serve().sampling.seed == 2**64 - 1
+            assert gate.serve().options.seed == 2**64 - 1
             return
         peer.generate(1, prompt, **params)
         failed = peer.hear(p.Failed)
@@ -286,8 +286,8 @@ def test_a_call_that_is_insisted_on_is_held_to_its_form_as_over_http(gate: Gate,
         submit = gate.serve()
         over_http: Any = {"type": "function", "function": {"name": name}} if name else choice
         response = gate.post(CHAT | {"tools": [json.loads(TOOL)], "tool_choice": over_http})
-        assert submit.grammar is not None
-        assert submit.grammar == gate.serve().grammar
+        assert submit.options.grammar is not None
+        assert submit.options.grammar == gate.serve().options.grammar
         response.result()
         wanted = p.StructuredOutputs("regex", "a+")
         peer.say(p.Generate(2, "", chat, p.Params(structured_outputs=wanted), 9))

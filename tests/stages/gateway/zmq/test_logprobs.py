@@ -50,8 +50,7 @@ def expected(token_id: int, num_top: int) -> dict[int, Logprob]:
 async def test_each_id_comes_with_its_record(gate: Gate, client: AsyncClient, num_top: int) -> None:
     stream = client.generate("Hi", SamplingParams(logprobs=num_top))
     submit = await do(gate.begin)
-    assert submit.sampling.with_logprobs
-    assert (submit.sampling.num_top, submit.text.num_top, submit.text.with_pieces) == (num_top, num_top, True)
+    assert (submit.options.num_logprobs, submit.options.with_pieces) == (num_top, True)
     told(gate, submit, range(2), num_top, "Hel")
     told(gate, submit, range(2, 3), num_top, "lo", finish=m.Finish.LENGTH)
     outputs = await all_of(stream)
@@ -63,7 +62,7 @@ async def test_each_id_comes_with_its_record(gate: Gate, client: AsyncClient, nu
 async def test_who_asks_for_none_gets_none(gate: Gate, client: AsyncClient) -> None:
     stream = client.generate("Hi")
     submit = await do(gate.serve)
-    assert not submit.sampling.with_logprobs
+    assert submit.options.num_logprobs == -1
     assert [output.logprobs for output in await all_of(stream)] == [None]
 
 
@@ -164,8 +163,7 @@ class TestPrompts:
         stream = client.generate("Hi", SamplingParams(prompt_logprobs=2, n=2))
         submit = await do(gate.submit)
         assert submit.prompt_options.with_pieces
-        assert (submit.sampling.prompt_num_top, submit.text.prompt_num_top) == (2, 2)
-        assert not submit.sampling.with_logprobs
+        assert (submit.options.num_prompt_logprobs, submit.options.num_logprobs) == (2, -1)
         own = [b"<%d>" % i for i in range(6)]
         gate.accept(submit, pieces=own)
         gate.delta(submit, "", 0, prompt=(0, records([1, 2], 2), pieces([1, 2], 2, tops_alone=True)))

@@ -17,7 +17,7 @@ class TestResuming:
         stream = client.generate([5, 6], SamplingParams(seed=9, max_tokens=8), received=[20, 21])
         submit = await do(gate.begin)
         assert submit.outputs == [np.array([20, 21], "<i4").tobytes()]
-        assert submit.sampling.seed == 9
+        assert submit.options.seed == 9
         gate.continue_at(submit, num_chars=30, num_ids=2)
         gate.delta(submit, "x", 1)
         gate.finish(submit, "y")

@@ -29,7 +29,7 @@ async def test_a_stream_has_the_prompts_ids_the_seed_text_ids_and_one_end(gate: 
     stream = client.generate("Hi", SamplingParams(seed=7, max_tokens=5))
     submit = await do(gate.submit)
     assert submit.prompt == m.TextPrompt("Hi")
-    assert (submit.max_tokens, submit.sampling.seed) == (5, 7)
+    assert (submit.options.max_tokens, submit.options.seed) == (5, 7)
     gate.accept(submit)
     gate.delta(submit, "Hel", 2)
     async with asyncio.timeout(PATIENCE_S):
