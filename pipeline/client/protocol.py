@@ -30,7 +30,7 @@ RequestId = Annotated[
     int,
     Meta(
         ge=0,
-        description="Chosen by the client (u64). Use each id once per connection.",
+        description="The request_id of the `generate` message.",
         extra_json_schema={"maximum": 2**64 - 1},
     ),
 ]
@@ -48,12 +48,12 @@ class WireMessage(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"
 class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An error, with the fields of OpenAI's errors."""
 
-    status: Annotated[int, Meta(description="The HTTP status it maps to: 400, 401, 404, 408, 413, 500, 503, 504.")]
-    message: Annotated[str, Meta(description="For people: what is wrong, and what would be right.")]
+    status: Annotated[int, Meta(description="The corresponding HTTP status: 400, 401, 404, 408, 500, 503 or 504.")]
+    message: Annotated[str, Meta(description="A message for humans: the error, and which values are valid.")]
     param: Annotated[
         str | None, Meta(description="The invalid field, such as `temperature` or `messages[0].role`.")
     ] = None
-    code: Annotated[str | None, Meta(description="For programs, such as `context_length_exceeded`.")] = None
+    code: Annotated[str | None, Meta(description="A code for programs, such as `context_length_exceeded`.")] = None
     retry_after_s: Annotated[
         int | None, Meta(description="At status 503: the server's estimate of when to try again, in seconds.")
     ] = None
@@ -90,7 +90,7 @@ class TextPrompt(msgspec.Struct, array_like=True, frozen=True, tag_field="kind",
 
 
 class TokensPrompt(msgspec.Struct, array_like=True, frozen=True, tag_field="kind", tag="tokens"):
-    """Token ids to continue, taken as they are."""
+    """Token ids to continue. The server adds no special tokens."""
 
     token_ids: PackedIds
 
@@ -152,13 +152,12 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: Annotated[list[int], Meta(description="Ids that end a sequence: at most 128.")] = []
     ignore_eos: Annotated[bool, Meta(description="Continue after the model's end of sequence.")] = False
     skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] = True
-    include_stop_str_in_output: Annotated[bool, Meta(description="The text ends after the stop string.")] = False
+    include_stop_str_in_output: Annotated[bool, Meta(description="The text keeps the stop string.")] = False
     best_of: Annotated[
         int | None,
         Meta(
-            description="Sequences to generate, n to 128. When all have ended, the server sends the n with the "
-            "highest log probability per output id, the best first. Null, or the value of n, sends all as "
-            "they are generated."
+            description="Number of sequences to generate, n to 128. When all have ended, the server sends the n with "
+            "the highest mean log probability per output id, best first. With null or n, it streams all sequences."
         ),
     ] = None
     repetition_penalty: Annotated[
@@ -181,7 +180,9 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     bad_words: Annotated[
         list[str], Meta(description="Texts of 1 to 256 characters that the output must not contain.")
     ] = []
-    min_tokens: Annotated[int, Meta(description="Nothing ends a sequence before it has this many output ids.")] = 0
+    min_tokens: Annotated[
+        int, Meta(description="No stop id or stop string ends a sequence before it has this many output ids.")
+    ] = 0
     truncate_prompt_tokens: Annotated[
         int | None,
         Meta(description="Keep this many of the prompt's last ids. -1 keeps as many as fit, null keeps all."),
@@ -189,15 +190,15 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
     logprobs: Annotated[
         int | None,
         Meta(
-            description="Return the log probability of each output id, and of this many of the most likely ids in its "
-            "place; see Records. Null returns none."
+            description="Return the log probability of each output id, and of this many of the most likely ids at its "
+            "position; see Records. Null returns none."
         ),
     ] = None
     prompt_logprobs: Annotated[
         int | None,
         Meta(
-            description="The same for all ids of the prompt except the first. They come with the first sequence, so "
-            "they are missing if `received` has all of its ids."
+            description="The same for all ids of the prompt except the first. The server computes them with the first "
+            "sequence, so you get none if `received` has all ids of that sequence."
         ),
     ] = None
     structured_outputs: Annotated[
@@ -215,7 +216,7 @@ class Params(msgspec.Struct, array_like=True, frozen=True):
 class Output(msgspec.Struct, array_like=True, frozen=True):
     """New text and ids of one sequence."""
 
-    index: Annotated[int, Meta(description="Index of the sequence, below n.")]
+    index: Annotated[int, Meta(description="Index of the sequence, below n. With `best_of`, 0 is the best.")]
     text: Annotated[str, Meta(description="New text of the sequence.")]
     token_ids: PackedIds
     text_offset: Annotated[
@@ -226,7 +227,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
         str | None, Meta(description="stop, length or abort if the sequence has ended, else null.")
     ] = None
     stop_reason: Annotated[
-        str | int | None, Meta(description="The stop string, or the id in stop_token_ids, that ended the sequence.")
+        str | int | None, Meta(description="The stop string, or the id of stop_token_ids, that ended the sequence.")
     ] = None
     records: Annotated[
         bytes, Meta(description="If `logprobs` were requested: a record of each of token_ids; see Records.")
@@ -267,12 +268,19 @@ class Generate(WireMessage, frozen=True, tag="generate"):
     With `received`, generation continues after the ids that the client already has; see Resuming.
     """
 
-    request_id: RequestId
+    request_id: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Chosen by the client (u64). Use each id only once per connection.",
+            extra_json_schema={"maximum": 2**64 - 1},
+        ),
+    ]
     model: Annotated[str, Meta(description="The model's name. Empty selects the served model.")]
     prompt: Prompt
     params: Params
     credits: Annotated[
-        int, Meta(ge=0, description="Number of deltas that the server may send before it gets more credit.")
+        int, Meta(ge=0, description="Number of deltas that the server may send before you grant more; see Credits.")
     ]
     received: Annotated[
         list[PackedIds],
@@ -282,14 +290,15 @@ class Generate(WireMessage, frozen=True, tag="generate"):
         str | None,
         Meta(
             description="The client's name for the request, for the server's log and `POST /abort_requests`: 1 to 256 "
-            "visible ASCII characters without spaces."
+            "printable ASCII characters without spaces."
         ),
     ] = None
     timings: Annotated[bool, Meta(description="Whether `finished` has the request's timings.")] = False
     priority: Annotated[
         int,
         Meta(
-            description="32 bits. Lower goes first if the server's policy is `priority`. Other policies accept only 0."
+            description="Signed, 32 bits. With the policy `priority`, requests with lower values run first. Other "
+            "policies accept only 0."
         ),
     ] = 0
     cache_salt: Annotated[
@@ -302,14 +311,15 @@ class Generate(WireMessage, frozen=True, tag="generate"):
     timeout_s: Annotated[
         float | None,
         Meta(
-            description="Above 0, up to 1,000,000: the time from the request's arrival to its end; see Deadlines. "
-            "Null uses the server's setting."
+            description="Above 0, up to 1,000,000: the maximum time from the request's arrival to its end; see "
+            "Deadlines. Null uses the server's setting."
         ),
     ] = None
 
 
 class Abort(WireMessage, frozen=True, tag="abort"):
-    """End a request now. The answer is its closing message. A closed or unknown request gets no answer."""
+    """End a request now. The server answers with a last delta and a closing message. If the request is closed or
+    unknown, it doesn't answer."""
 
     request_id: RequestId
 
@@ -318,7 +328,7 @@ class Credit(WireMessage, frozen=True, tag="credit"):
     """Grant a request more deltas. No effect on a closed or unknown request."""
 
     request_id: RequestId
-    num_deltas: Annotated[int, Meta(ge=0, description="How many more deltas.")]
+    num_deltas: Annotated[int, Meta(ge=0, description="Number of additional deltas.")]
 
 
 class Ping(WireMessage, frozen=True, tag="ping"):
@@ -349,14 +359,17 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
     vocab_size: Annotated[int, Meta(description="Token ids are below this.")]
     max_open_requests: Annotated[
         int,
-        Meta(description="Maximum number of open sequences of all clients of this gateway. One more fails with 503."),
+        Meta(
+            description="Maximum number of open sequences (not requests) of all clients of this gateway. A request "
+            "that exceeds it fails with 503."
+        ),
     ]
     max_message_bytes: Annotated[
         int, Meta(description="Largest message that the server reads. A larger one ends the connection.")
     ]
     max_credits: Annotated[int, Meta(description="Maximum credit of a request, in deltas.")]
-    heartbeat_s: Annotated[float, Meta(description="A client that sends nothing else sends `ping` at this interval.")]
-    silence_s: Annotated[float, Meta(description="A peer that sends nothing for this long counts as gone.")]
+    heartbeat_s: Annotated[float, Meta(description="An idle client must send `ping` at this interval.")]
+    silence_s: Annotated[float, Meta(description="A peer that sends nothing for this long is considered dead.")]
 
 
 class Accepted(WireMessage, frozen=True, tag="accepted"):
@@ -371,9 +384,8 @@ class Accepted(WireMessage, frozen=True, tag="accepted"):
     id: Annotated[
         str,
         Meta(
-            description="The server's name for the request, as in HTTP replies: `cmpl-…` or `chatcmpl-…`. It ends "
-            "with the client's name if `generate` has one. Empty from a server that is older than this "
-            "field."
+            description="The server's id of the request, as in HTTP replies: `cmpl-…` or `chatcmpl-…`. It ends with "
+            "the client's name if `generate` has one. Empty if the server is older than this field."
         ),
     ] = ""
     prompt_pieces: Annotated[
@@ -426,8 +438,8 @@ class Finished(WireMessage, frozen=True, tag="finished"):
         list[int],
         Meta(
             description="Number of prompt ids found in the prefix cache, for each sequence that got an id. The "
-            "smallest is what the request saved, because the other sequences find what that one computed. "
-            "Empty if no sequence got an id, and from a server that is older than this field."
+            "smallest is the number that the request did not compute: the other sequences also reuse what it computed. "
+            "Empty if no sequence got an id, or if the server is older than this field."
         ),
     ] = []
 

@@ -74,7 +74,7 @@ def test_the_page_names_the_limits_that_are() -> None:
     caps = LimitSettings()
     for words in (
         f"within {server.HELLO_S:g} s of connecting",
-        f"takes nothing for {stream.STALL_S:g} s",
+        f"read nothing for {stream.STALL_S:g} s",
         f"more than {server.MAX_PENDING_MESSAGES:,} messages",
         f"({listener.MAX_CONNECTIONS:,}, or a quarter",
         f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
@@ -82,9 +82,9 @@ def test_the_page_names_the_limits_that_are() -> None:
         f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_logprobs} |",
         f"| within {server.HELLO_S:g} s of connecting; at most {server.MAX_HELLO_BYTES // 1024} KiB |",
-        f"not come whole {server.MESSAGE_S:g} s after",
+        f"not complete {server.MESSAGE_S:g} s after",
         f"| {listener.RECEIVE_BOUND}, then",
-        f"| messages above {listener.SMALL_BYTES // 1024} KiB that",
+        f"| partly received messages above {listener.SMALL_BYTES // 1024} KiB,",
         f"room for {listener.NUM_LARGE} × `max_message_bytes`",
     ):
         assert words in page, words
