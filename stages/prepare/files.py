@@ -11,9 +11,13 @@ import os
 import reprlib
 import stat
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+import msgspec
 
 from pipeline.stages.prepare.sources.source import ModelError
+
+T = TypeVar("T")
 
 MAX_JSON_BYTES = 16 * 1024**2
 """config.json, generation_config.json, tokenizer_config.json."""
@@ -97,3 +101,12 @@ def read(path: Path, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise ModelError(f"{path} has {size} bytes; it may have {max_bytes} at most")
         return file.read(max_bytes)
+
+
+def decode_json(path: Path, max_bytes: int, type: type[T]) -> T:
+    """A JSON file as `type`. Raises ModelError if it is too large or is not such an object."""
+    data = read(path, max_bytes)
+    try:
+        return msgspec.json.decode(data, type=type)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not a JSON object: {error}") from error

@@ -99,7 +99,7 @@ def rows_at_once(num_columns: int) -> int:
     return max(1, CHUNK_VALUES // num_columns)
 
 
-def quantise(
+def quantize(
     folder: Path, places: Mapping[str, tuple[Path, TensorEntry]], quantization: PreparedFormat, report: Report
 ) -> None:
     """Write a file with the tensors of other files, quantised from their exact values. Raises ModelError as below."""

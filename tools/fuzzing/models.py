@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.gguf.model import gguf_name
-from pipeline.stages.prepare.sources.folder import Reader
+from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.tensors import expected_shapes
 
 CONFIG: dict[str, Any] = {
@@ -85,7 +85,7 @@ def _weights(config: ModelConfig) -> dict[str, "np.ndarray[Any, Any]"]:
 
 
 def _read(config: dict[str, Any]) -> ModelConfig:
-    return Reader(Path("config.json"), config).model("tiny", [], {})
+    return ConfigReader(Path("config.json"), config).model("tiny", [], {})
 
 
 def _folder(folder: Path, config: dict[str, Any], shards: int) -> Path:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from pipeline.stages.prepare.files import require_inside, shown
 from pipeline.stages.prepare.progress import Progress, Report
-from pipeline.stages.prepare.sources.folder import INDEX, READ_SUFFIXES, TOOL_TEMPLATE, shards_of
+from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES, TOOL_TEMPLATE, shards_of
 from pipeline.stages.prepare.sources.source import COMMIT, HubSource, ModelError
 
 SINGLE = "model.safetensors"

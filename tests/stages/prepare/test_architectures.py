@@ -95,9 +95,9 @@ def test_absent_keys_mean_what_transformers_takes_for_them(tmp_path: Path, kind:
     theirs = AutoConfig.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(checkpoints.byte_level().to_str())
     # The shapes are read before the weights are looked at.
-    from pipeline.stages.prepare.sources.folder import Reader
+    from pipeline.stages.prepare.sources.config_json import ConfigReader
 
-    ours = Reader(tmp_path / "config.json", config).model("tiny", [], {})
+    ours = ConfigReader(tmp_path / "config.json", config).model("tiny", [], {})
     assert (ours.num_kv_heads, ours.max_position) == (theirs.num_key_value_heads, theirs.max_position_embeddings)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 128)
     assert (ours.sliding_window, ours.sliding_layers) == (theirs.sliding_window, None)

@@ -1,0 +1,53 @@
+"""Names of the files in Hugging Face layout: the weights, their index, and templates."""
+
+from pathlib import Path
+
+import msgspec
+
+from pipeline.stages.prepare.files import MAX_INDEX_BYTES, decode_json, find
+from pipeline.stages.prepare.sources.source import ModelError
+
+READ_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
+"""Suffixes of the files that prepare reads. Suffixes, not names: only transformers knows the names of the files that
+older kinds of tokenizers consist of."""
+
+INDEX = "model.safetensors.index.json"
+
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Where transformers saves the template for chats with tools. Other named templates are ignored."""
+
+
+def shards_of(index: Path) -> list[str]:
+    """The files that the index of a sharded model names. Raises ModelError where it isn't an index."""
+    places = decode_json(index, MAX_INDEX_BYTES, dict[str, msgspec.Raw]).get("weight_map", msgspec.Raw(b"null"))
+    try:
+        files = msgspec.json.decode(places, type=dict[str, str])
+    except ValueError:
+        files = {}
+    if not files:
+        raise ModelError(f"{index}: weight_map must be an object that gives the file of each tensor")
+    return sorted(set(files.values()))
+
+
+def weight_files(source: Path) -> list[Path]:
+    """Absolute paths of the safetensors files: those the index names, or all there are."""
+    if (index := find(source, INDEX)) is not None:
+        names = shards_of(index)
+        paths = [find(source, name) for name in names]
+        if missing := [name for name, path in zip(names, paths, strict=True) if path is None]:
+            raise ModelError(
+                f"{index} names {missing[0][:200]}, which is missing ({len(missing)} of {len(names)} files are)"
+            )
+        return [path.absolute() for path in paths if path is not None]
+    names = ["model.safetensors"]
+    if find(source, names[0]) is None:
+        names = sorted(path.name for path in source.glob("*.safetensors"))
+    files = [path.absolute() for name in names if (path := find(source, name)) is not None]
+    if not files:
+        if others := [*source.glob("*.bin"), *source.glob("*.pth"), *source.glob("*.pt")]:
+            raise ModelError(
+                f"{source} has its weights as {others[0].name}: only safetensors are read; "
+                "save the model with save_pretrained(..., safe_serialization=True)"
+            )
+        raise ModelError(f"{source} has no weights: *.safetensors files are missing")
+    return files
